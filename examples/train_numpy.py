@@ -1,0 +1,116 @@
+"""Trains a network in plain NumPy on real handwritten digits, on any number of ranks.
+
+python examples/train_numpy.py                  # one rank
+mpirun -n 4 python examples/train_numpy.py      # four ranks, the same result, sooner
+srun -n 4 python examples/train_numpy.py        # the same under Slurm
+
+The data are scikit-learn's 1,797 digits of 8 x 8 pixels. The global batch is
+the same for any number of ranks: each rank takes its share.
+"""
+
+import argparse
+import sys
+import time
+
+import numpy as np
+from sklearn.datasets import load_digits
+from tqdm import tqdm
+
+import mpiring
+from mpiring.numpy import DataParallel
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--epochs", type=int, default=60)
+parser.add_argument("--batch", type=int, default=96, help="images per step, over all ranks")
+parser.add_argument("--learning-rate", type=float, default=0.05)
+parser.add_argument("--momentum", type=float, default=0.9)
+parser.add_argument("--hidden", type=int, default=256)
+parser.add_argument("--bucket-bytes", type=int, default=128 << 10)
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--save", metavar="FILE.npz", help="write the weights here, from rank 0")
+args = parser.parse_args()
+
+comm = mpiring.init()
+
+# Every rank reads the same data and splits it in the same way: one fifth for the test.
+images, labels = load_digits(return_X_y=True)
+images = (images / 16.0 - 0.3).astype(np.float32)
+shuffled = np.random.default_rng(0).permutation(len(images))
+test, train = np.split(shuffled, [len(images) // 5])
+
+# Three layers. Only rank 0's initial weights matter: they are broadcast.
+sizes = [images.shape[1], args.hidden, args.hidden, 10]
+random = np.random.default_rng(args.seed)
+params = {}
+for layer, (rows, columns) in enumerate(zip(sizes, sizes[1:]), start=1):
+    weights = random.standard_normal((rows, columns)) * np.sqrt(2 / rows)
+    params[f"w{layer}"] = weights.astype(np.float32)
+    params[f"b{layer}"] = np.zeros(columns, np.float32)
+velocity = {name: np.zeros_like(value) for name, value in params.items()}
+dp = DataParallel(params, comm, bucket_bytes=args.bucket_bytes)
+
+
+def forward(x):
+    """Return the input of each layer, and the scores of the ten classes."""
+    inputs = []
+    for layer in range(1, len(sizes)):
+        inputs.append(x)
+        x = x @ params[f"w{layer}"] + params[f"b{layer}"]
+        if layer < len(sizes) - 1:
+            x = np.maximum(x, 0)
+    return inputs, x
+
+
+def backward(inputs, error):
+    """Write every layer's gradient and hand it over, the last layer first."""
+    for layer in reversed(range(1, len(sizes))):
+        x = inputs[layer - 1]
+        np.matmul(x.T, error, out=dp.grads[f"w{layer}"])
+        dp.ready(f"w{layer}")
+        np.sum(error, axis=0, out=dp.grads[f"b{layer}"])
+        dp.ready(f"b{layer}")
+        # While these travel, the next layer's are computed.
+        if layer > 1:
+            error = (error @ params[f"w{layer}"].T) * (x > 0)
+
+
+def probabilities_of(scores):
+    """Return the softmax of each row."""
+    exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
+    return exponents / exponents.sum(axis=1, keepdims=True)
+
+
+for epoch in range(args.epochs):
+    order = np.random.default_rng((args.seed, epoch)).permutation(train)
+    batches = [order[start:start + args.batch] for start in range(0, len(order), args.batch)]
+    began = time.perf_counter()
+    loss_sum, statistics = np.zeros(1), mpiring.Statistics()
+    interactive = comm.rank == 0 and sys.stderr.isatty()
+    for batch in tqdm(batches, f"epoch {epoch + 1}", leave=False, disable=not interactive):
+        mine = batch[comm.rank::comm.size]
+        inputs, scores = forward(images[mine])
+        probabilities = probabilities_of(scores)
+        picked = np.arange(len(mine)), labels[mine]
+        loss_sum -= np.log(probabilities[picked]).sum()
+        error = probabilities
+        error[picked] -= 1
+        # Shares may differ by an image. With this divisor the mean over ranks is
+        # the mean over the global batch.
+        backward(inputs, error / (len(batch) / comm.size))
+        dp.wait()
+        statistics += dp.statistics
+        for name, value in params.items():
+            velocity[name] *= args.momentum
+            velocity[name] += dp.grads[name]
+            value -= args.learning_rate * velocity[name]
+    seconds = time.perf_counter() - began
+    comm.allreduce(loss_sum)
+    accuracy = np.mean(forward(images[test])[1].argmax(axis=1) == labels[test])
+    if comm.rank == 0:
+        print(f"epoch {epoch + 1:3}  loss {loss_sum[0] / len(train):.4f}  "
+              f"test accuracy {accuracy:.2%}  {len(train) / seconds:,.0f} images/s  "
+              f"{statistics.hidden_share:.0%} of communication hidden", flush=True)
+
+if comm.rank == 0 and args.save:
+    np.savez(args.save, **params)
+comm.close()

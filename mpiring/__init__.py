@@ -1,0 +1,36 @@
+"""Data-parallel training on plain MPI: collectives, fusion and overlap, in Python."""
+
+from .communicator import Communicator, init
+from .config import Config
+from .engine import Handle
+from .errors import (
+    BufferMismatchError,
+    ClosedError,
+    ConfigError,
+    GradientError,
+    LaunchError,
+    MissingDependencyError,
+    MpiringError,
+    StallError,
+    TransportError,
+)
+from .statistics import Statistics
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BufferMismatchError",
+    "ClosedError",
+    "Communicator",
+    "Config",
+    "ConfigError",
+    "GradientError",
+    "Handle",
+    "LaunchError",
+    "MissingDependencyError",
+    "MpiringError",
+    "StallError",
+    "Statistics",
+    "TransportError",
+    "init",
+]

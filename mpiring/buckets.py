@@ -1,0 +1,131 @@
+"""Fuses tensors into flat buckets: the plan (a pure function) and the memory."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import ConfigError
+
+# Tensors start on cache lines, so that two threads or ranks never share one.
+ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor's name, shape and dtype."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def padded_size(self) -> int:
+        """Number of elements that the tensor takes up in a bucket."""
+        unit = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
+        return -(-self.size // unit) * unit
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype.name} {self.shape}"
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """Which tensors of one dtype share a bucket, in the order of its memory."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the bucket."""
+        return sum(tensor.padded_size for tensor in self.tensors)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of all its tensors."""
+        return self.tensors[0].dtype
+
+
+def plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[BucketPlan, ...]:
+    """Fuse tensors, in their order, into buckets of one dtype each.
+
+    Args:
+        tensors: In the order in which their gradients become ready.
+        bucket_bytes: A bucket is full when the next tensor would exceed this; a
+            larger tensor has a bucket of its own.
+
+    Returns:
+        The buckets, in the order in which their last tensor becomes ready.
+
+    Raises:
+        ConfigError: `bucket_bytes` is not positive.
+    """
+    if bucket_bytes <= 0:
+        raise ConfigError(f"bucket_bytes={bucket_bytes!r}: expected a positive number of bytes")
+    place = {tensor.name: i for i, tensor in enumerate(tensors)}
+    full: list[list[TensorSpec]] = []
+    filling: dict[np.dtype[Any], list[TensorSpec]] = {}
+    for tensor in tensors:
+        bucket = filling.setdefault(tensor.dtype, [])
+        used = sum(other.padded_size for other in bucket) * tensor.dtype.itemsize
+        if bucket and used + tensor.padded_size * tensor.dtype.itemsize > bucket_bytes:
+            full.append(bucket)
+            bucket = filling[tensor.dtype] = []
+        bucket.append(tensor)
+    full.extend(filling.values())
+    full.sort(key=lambda bucket: place[bucket[-1].name])
+    return tuple(BucketPlan(tuple(bucket)) for bucket in full)
+
+
+class Bucket:
+    """A flat piece of memory in which the gradients of a plan live.
+
+    Args:
+        index: Its place in the order of reduction.
+        plan: Its tensors.
+        empty: Makes the memory: `Communicator.empty`.
+
+    Attributes:
+        flat: Shape (plan.size,); zeros at first.
+        views: A view into `flat` for each tensor, by name.
+        missing: The names of gradients that are not ready in this step.
+    """
+
+    def __init__(self, index: int, plan: BucketPlan,
+                 empty: Callable[[int, np.dtype[Any]], NDArray[Any]]) -> None:
+        self.index = index
+        self.plan = plan
+        self.flat = empty(plan.size, plan.dtype)
+        # Padding is reduced with the rest and must not hold junk.
+        self.flat[...] = 0
+        self.views: dict[str, NDArray[Any]] = {}
+        start = 0
+        for tensor in plan.tensors:
+            view = self.flat[start:start + tensor.size]
+            self.views[tensor.name] = view.reshape(tensor.shape)
+            start += tensor.padded_size
+        self.missing = set(self.views)
+
+    def __str__(self) -> str:
+        return f"bucket {self.index} ({', '.join(self.views)})"
+
+    def expect_all(self) -> None:
+        """Begin a step: no gradient is ready."""
+        self.missing = set(self.views)
+
+    def retire(self) -> None:
+        """Make writing through the views that were handed out an error."""
+        for view in self.views.values():
+            view.flags.writeable = False
+
+    def poison(self) -> None:
+        """Fill the memory with NaN, so that a view kept by mistake is noticed."""
+        self.flat[...] = np.nan

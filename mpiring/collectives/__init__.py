@@ -1,0 +1,1 @@
+"""Holds the collective algorithms: generators that run on any transport."""

@@ -1,0 +1,84 @@
+"""Lets neighbours on the ring compare what they were asked to do, at no extra step.
+
+Every rank sends its right neighbour a short header before its first message,
+and compares the one from the left before it passes anything on. If all
+neighbours agree, all ranks agree; a rank that disagrees with its left
+neighbour raises before it has forwarded a byte, so no wrong result can spread.
+"""
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import BufferMismatchError
+from ..memory.arrays import Array
+from ..transport.base import Channel, Schedule, T
+
+HEADER_BYTES = 192
+
+
+@dataclass(frozen=True)
+class Call:
+    """What one rank was asked to do; all ranks must be asked the same.
+
+    Attributes:
+        kind: "allreduce", "broadcast", …
+        detail: op, root, shape, dtype, algorithm: everything that must agree.
+        label: Bucket and parameter names, where there are any.
+    """
+
+    kind: str
+    detail: str = ""
+    label: str = ""
+
+    def __str__(self) -> str:
+        return " ".join(text for text in (self.kind, self.detail, self.label) if text)
+
+    def header(self, sequence: int) -> Array:
+        """Return HEADER_BYTES bytes that differ when the calls differ."""
+        text = f"#{sequence} {self}".encode()
+        if len(text) > HEADER_BYTES:
+            # The checksum still tells long texts apart that differ only in their tails.
+            tail = f"… ({zlib.crc32(text):08x})".encode()
+            text = text[:HEADER_BYTES - len(tail)] + tail
+        return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8)
+
+
+def agreed(net: Channel, call: Call, sequence: int, schedule: Schedule[T]) -> Schedule[T]:
+    """Run `schedule`, but stop after its first step if the left neighbour was called otherwise.
+
+    Args:
+        net: The operation's channel, of at least two ranks.
+        call: What this rank was asked to do.
+        sequence: Its number among this communicator's operations.
+        schedule: Its first yield must come before anything is passed on or changed.
+
+    Raises:
+        BufferMismatchError: Names both ranks and both calls.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    p, r = net.size, net.rank
+    left, right = (r - 1) % p, (r + 1) % p
+    mine, theirs = call.header(sequence), np.empty(HEADER_BYTES, np.uint8)
+    arriving = net.irecv(theirs, left)
+    leaving = net.isend(mine, right)
+    first = next(schedule)
+    try:
+        yield arriving, leaving, *first
+    except BufferMismatchError:
+        # The data was too long or too short; the header says why.
+        yield (arriving,)
+        _compare(r, left, mine, theirs)
+        raise
+    _compare(r, left, mine, theirs)
+    return (yield from schedule)
+
+
+def _compare(rank: int, left: int, mine: Array, theirs: Array) -> None:
+    if not np.array_equal(mine, theirs):
+        own, other = (bytes(text).decode(errors="replace").strip() for text in (mine, theirs))
+        raise BufferMismatchError(
+            f"rank {rank} called {own}, but rank {left} called {other}; every rank must call "
+            f"the same collectives in the same order with equal shape, dtype, op and root")

@@ -1,0 +1,97 @@
+"""Wraps MPI's own nonblocking allreduce as a schedule: the reference, and best for small arrays.
+
+MPI matches collectives by their order on a communicator, and schedules start
+when the network lets them, so native calls are posted strictly in turn.
+"""
+
+from collections import deque
+from typing import Protocol
+
+from numpy.typing import DTypeLike
+
+from ..memory.arrays import Array, dtype_name, pieces_of
+from ..memory.reduction import Reduction
+from ..transport.base import Request, Schedule
+
+# Open MPI refuses counts beyond a C int.
+PIECE_BYTES = 1 << 30
+
+# MPI has no 16-bit floating types, and its MAX and MIN drop NaN (both MPICH and
+# Open MPI were seen to), while ours propagate it.
+_NAN_SAFE_OPS = ("sum", "mean", "prod")
+_NO_MPI_TYPE = ("float16", "bfloat16", "longdouble", "clongdouble")
+
+
+class NativeTransport(Protocol):
+    """The part of the MPI transport that is used here."""
+
+    def iallreduce(self, x: Array, op: str) -> Request:
+        """Start MPI_Iallreduce of `x`, in place."""
+
+
+def supports(dtype: DTypeLike, op: str) -> bool:
+    """Return whether MPI's own allreduce gives the right result for a dtype and an op."""
+    name = dtype_name(dtype)
+    if name in _NO_MPI_TYPE:
+        return False
+    return op in _NAN_SAFE_OPS or not name.startswith("float")
+
+
+class Turns:
+    """The order in which a communicator's operations may call MPI's own collectives."""
+
+    def __init__(self) -> None:
+        self._queue: deque[int] = deque()
+        self._newest = -1
+
+    def join(self, sequence: int) -> "Turn":
+        """Take a place behind all earlier operations.
+
+        Raises:
+            RuntimeError: A later operation has a place already; native calls must be
+                asked for when the operation is made, not from inside a running schedule.
+        """
+        if sequence < self._newest:
+            raise RuntimeError(
+                f"operation #{sequence} wants a native collective after #{self._newest} did; "
+                f"use algorithm='ring' inside a schedule")
+        self._newest = sequence
+        self._queue.append(sequence)
+        return Turn(self._queue, sequence)
+
+
+class Turn:
+    """A request that is complete once this operation is the oldest in the queue."""
+
+    def __init__(self, queue: deque[int], sequence: int) -> None:
+        self._queue, self._sequence = queue, sequence
+
+    def test(self) -> bool:
+        """Return whether it is this operation's turn."""
+        return not self._queue or self._queue[0] >= self._sequence
+
+    def leave(self) -> None:
+        """Let the next operation in."""
+        self._queue.popleft()
+
+
+def allreduce(
+    transport: NativeTransport, turn: Turn, x: Array, reduction: Reduction,
+    piece_bytes: int = PIECE_BYTES,
+) -> Schedule[None]:
+    """Combine `x` over all ranks, in place, by MPI_Iallreduce.
+
+    Args:
+        x: Shape (n,), contiguous, of a dtype and op that `supports` accepts.
+        turn: This operation's place among the native ones.
+        piece_bytes: Longest piece given to one MPI call.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    yield (turn,)
+    op = "sum" if reduction.op == "mean" else reduction.op
+    reduction.prepare(x)
+    for piece in pieces_of(x, piece_bytes):
+        yield (transport.iallreduce(piece, op),)
+    turn.leave()
+    reduction.finish(x)

@@ -1,0 +1,138 @@
+"""Holds every setting, and alone reads the environment."""
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+
+PREFIX = "MPIRING_"
+ALGORITHMS = ("auto", "ring", "native")
+PROGRESS = ("auto", "thread", "inline")
+
+# Where launchers tell a process how many ranks were asked for; the most specific first.
+LAUNCHER_SIZES = {
+    "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
+    "PMI_SIZE": "a PMI launcher (MPICH's mpiexec, srun --mpi=pmi2)",
+    "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun_rsh",
+    "SLURM_STEP_NUM_TASKS": "srun",
+    "SLURM_NTASKS": "Slurm",
+}
+
+
+def _setting(default: Any) -> Any:
+    """Declare a Config field whose default its MPIRING_* variable may replace."""
+    return field(default=None, metadata={"default": default})
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a Communicator.
+
+    A field that is not given takes the value of its environment variable
+    (`stall_timeout_s` is `MPIRING_STALL_TIMEOUT_S`), else the default.
+
+    Attributes:
+        algorithm: How allreduce runs where the call says "auto": "auto", "ring", "native".
+        progress: "thread" advances operations in the background, "inline" only
+            inside mpiring's calls; "auto" takes the thread where MPI allows it.
+        operations_in_flight: How many nonblocking operations advance at a time;
+            later ones queue. Must be the same on every rank.
+        max_pause_s: Longest sleep of the progress thread between two looks at MPI,
+            in seconds, while nobody waits.
+        stall_warning_s: Seconds without progress after which a report is printed.
+        stall_timeout_s: Seconds without progress after which StallError is
+            raised and the job is aborted; 0 waits for ever.
+        abort_on_exception: End the whole job when one rank dies of an exception.
+        allow_singleton: Accept a world of one rank where the launcher was asked for more.
+
+    Raises:
+        ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
+    """
+
+    algorithm: str = _setting("auto")
+    progress: str = _setting("auto")
+    operations_in_flight: int = _setting(2)
+    max_pause_s: float = _setting(2e-3)
+    stall_warning_s: float = _setting(60.0)
+    stall_timeout_s: float = _setting(600.0)
+    abort_on_exception: bool = _setting(True)
+    allow_singleton: bool = _setting(False)
+
+    def __post_init__(self) -> None:
+        _refuse_unknown_variables()
+        for entry in dataclasses.fields(self):
+            default = entry.metadata["default"]
+            variable = PREFIX + entry.name.upper()
+            given = getattr(self, entry.name)
+            if given is not None:
+                value = _converted(given, type(default), f"Config.{entry.name}")
+            elif variable in os.environ:
+                value = _converted(os.environ[variable], type(default), variable)
+            else:
+                value = default
+            object.__setattr__(self, entry.name, value)
+        _check_range(self)
+
+
+def _refuse_unknown_variables() -> None:
+    known = {PREFIX + entry.name.upper() for entry in dataclasses.fields(Config)}
+    for name in os.environ:
+        if name.startswith(PREFIX) and name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
+            raise ConfigError(f"unknown environment variable {name}={os.environ[name]!r}; {hint}")
+
+
+def _converted(value: Any, kind: type, name: str) -> Any:
+    """Turn a variable's text, or a Python number, into the field's type."""
+    if kind is bool and isinstance(value, str):
+        value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
+    elif kind in (int, float) and isinstance(value, str):
+        try:
+            value = kind(value)
+        except ValueError as exc:
+            raise ConfigError(f"{name}={value!r}: expected {kind.__name__}") from exc
+    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        raise ConfigError(f"{name}={value!r}: expected {kind.__name__}")
+    return value
+
+
+def _check_range(config: Config) -> None:
+    for name, allowed in (("algorithm", ALGORITHMS), ("progress", PROGRESS)):
+        if getattr(config, name) not in allowed:
+            raise ConfigError(f"{name}={getattr(config, name)!r}: expected one of {allowed}")
+    for name in ("max_pause_s", "stall_warning_s", "stall_timeout_s"):
+        value = getattr(config, name)
+        # `not >=` also catches NaN.
+        if not value >= 0:
+            raise ConfigError(f"{name}={value!r}: expected seconds, 0 or more")
+    if config.operations_in_flight < 1:
+        raise ConfigError(
+            f"operations_in_flight={config.operations_in_flight!r}: expected 1 or more")
+
+
+def launched_size(environ: Mapping[str, str] | None = None) -> tuple[int, str]:
+    """Return how many ranks the launcher's variables speak of, and which one says so.
+
+    The most specific launcher is believed: `mpirun -n 1` inside a Slurm
+    allocation of four tasks asked for one rank.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+
+    Returns:
+        The count and a text such as "SLURM_NTASKS=4 (Slurm)"; `(1, "")` where
+        no launcher left a trace.
+    """
+    environ = os.environ if environ is None else environ
+    for name, launcher in LAUNCHER_SIZES.items():
+        text = environ.get(name, "")
+        if text.isdigit():
+            return int(text), f"{name}={text} ({launcher})"
+    return 1, ""

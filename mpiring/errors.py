@@ -1,0 +1,48 @@
+"""Declares every error that mpiring raises on purpose.
+
+    MpiringError
+    ├── ConfigError             an argument, Config field or MPIRING_* variable cannot work
+    ├── LaunchError             the ranks that were asked for did not become one MPI world
+    ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
+    ├── GradientError           a gradient was marked ready twice, or is missing
+    ├── ClosedError             the communicator is closed, or MPI is finalised
+    ├── TransportError          MPI failed, or another rank is gone
+    │   └── StallError          an operation waits for ranks that do not arrive
+    └── MissingDependencyError  an optional package is not installed
+"""
+
+
+class MpiringError(Exception):
+    """Base of all errors below."""
+
+
+class ConfigError(MpiringError, ValueError):
+    """An argument, a Config field or a variable has a value that cannot work."""
+
+
+class LaunchError(MpiringError, RuntimeError):
+    """Several ranks were asked for, but this process is alone in its MPI world."""
+
+
+class BufferMismatchError(MpiringError, ValueError):
+    """Ranks called different collectives, or the same one with different buffers."""
+
+
+class GradientError(MpiringError, RuntimeError):
+    """A gradient is unknown, was marked ready twice, or was not marked at all."""
+
+
+class ClosedError(MpiringError, RuntimeError):
+    """The communicator was closed, or MPI was finalised, before this call."""
+
+
+class TransportError(MpiringError, RuntimeError):
+    """Bytes could not be moved: MPI reported an error, or a rank has left."""
+
+
+class StallError(TransportError):
+    """An operation waited longer than allowed for ranks that did not arrive."""
+
+
+class MissingDependencyError(MpiringError, ImportError):
+    """An optional package is needed; the message names the extra that brings it."""

@@ -1,0 +1,94 @@
+"""Checks that the ranks became one world, and ends the whole job when one of them fails."""
+
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from .config import launched_size
+from .errors import LaunchError
+
+# What a shell reports for a process that Ctrl-C ended.
+_INTERRUPTED = 130
+
+# Launchers kill at once, and were seen to drop what they had not yet forwarded.
+_FORWARD_S = 0.3
+
+Abort = Callable[[int], None]
+
+
+def refuse_singleton(size: int) -> None:
+    """Raise where the launcher was asked for several ranks but each is a world of its own.
+
+    Args:
+        size: Of the MPI world.
+
+    Raises:
+        LaunchError: Says which variable gave it away, and how to launch instead.
+    """
+    wanted, source = launched_size()
+    if size == 1 and wanted > 1:
+        raise LaunchError(
+            f"{source} says that {wanted} ranks were asked for, but this process on "
+            f"{socket.gethostname()} is alone in its MPI world. Either the script was started "
+            f"without a launcher: use srun or mpirun; or the launcher belongs to another MPI "
+            f"library than mpi4py loads: use the mpirun that came with it, or the matching "
+            f"srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI). If one rank is what you want, "
+            f"set MPIRING_ALLOW_SINGLETON=1.")
+
+
+class JobEnder:
+    """Prints an error with its rank, and ends the whole MPI job.
+
+    Args:
+        rank, size: Printed, so that one finds the rank among many.
+        abort: MPI_Abort; takes the exit status.
+    """
+
+    def __init__(self, rank: int, size: int, abort: Abort) -> None:
+        self._where = f"rank {rank} of {size} on {socket.gethostname()}"
+        self._abort = abort
+
+    def __call__(self, error: BaseException) -> None:
+        """Print the traceback of `error` and end the job."""
+        self.end(error, "".join(traceback.format_exception(error)))
+
+    def end(self, error: BaseException, text: str = "") -> None:
+        """Print `text` and a last line, and end the job because of `error`."""
+        # One write, so that the launcher does not mix it with other ranks' lines.
+        print(f"{text}mpiring: {self._where} failed with {type(error).__name__}: the job ends",
+              file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        time.sleep(_FORWARD_S)
+        code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        self._abort(code)
+        # MPICH's MPI_Abort was seen to return, and this process must do nothing more.
+        os._exit(code)
+
+
+class _Hook:
+    """An excepthook that ends the job after the traceback is printed."""
+
+    def __init__(self, ender: JobEnder) -> None:
+        self._ender = ender
+        self._previous = sys.excepthook
+
+    def __call__(self, kind: type[BaseException], error: BaseException,
+                 trace: TracebackType | None) -> None:
+        if self._previous is sys.__excepthook__:
+            self._ender(error)
+        else:
+            self._previous(kind, error, trace)
+            self._ender.end(error)
+
+
+def end_job_on_exceptions(ender: JobEnder) -> None:
+    """Make an uncaught exception of this process end the job, instead of leaving it to hang.
+
+    Without this, MPI_Finalize would wait for the other ranks, which wait for this one.
+    """
+    if not isinstance(sys.excepthook, _Hook):
+        sys.excepthook = _Hook(ender)

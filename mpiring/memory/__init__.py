@@ -1,0 +1,1 @@
+"""Says where bytes live, which dtypes can be combined, and how."""

@@ -1,0 +1,86 @@
+"""Sees a user's array as flat memory, or says why it cannot, and cuts it into chunks."""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..errors import ConfigError
+
+Array = NDArray[Any]
+
+# NumPy has no bfloat16; the dtype of that name comes from the package ml_dtypes,
+# which registers the arithmetic. Only its name is needed here.
+FLOATING = ("float16", "bfloat16", "float32", "float64", "longdouble")
+COMPLEX = ("complex64", "complex128", "clongdouble")
+INTEGER = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+SIXTEEN_BIT = ("float16", "bfloat16")
+
+
+def dtype_name(dtype: DTypeLike) -> str:
+    """Return mpiring's name of a dtype, the same on every platform.
+
+    Raises:
+        ConfigError: Collectives do not take this dtype.
+    """
+    dtype = np.dtype(dtype)
+    if not dtype.isnative:
+        raise ConfigError(
+            f"dtype {dtype.str!r} has foreign byte order; convert with "
+            f"x.astype({dtype.newbyteorder('=').str!r})")
+    # float128, complex256 on most machines, but their width differs between them.
+    if dtype.char in "gG":
+        return "longdouble" if dtype.char == "g" else "clongdouble"
+    if dtype.name in (*FLOATING, *COMPLEX, *INTEGER, "bool"):
+        return str(dtype.name)
+    raise ConfigError(
+        f"dtype {dtype.name!r} cannot travel; use bool, an integer, floating or complex "
+        f"dtype, bfloat16 of ml_dtypes, or broadcast_object for Python objects")
+
+
+def flat(x: Any, *, writeable: bool = True) -> Array:
+    """Return the elements of `x` as a vector that shares its memory.
+
+    Args:
+        x: A NumPy array of any shape, C- or Fortran-contiguous.
+        writeable: Refuse arrays that cannot be written to.
+
+    Raises:
+        ConfigError: Not an array, masked, not contiguous, or read-only.
+    """
+    if not isinstance(x, np.ndarray):
+        raise ConfigError(
+            f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
+            f"convert it with numpy.asarray, or send it with broadcast_object")
+    if isinstance(x, np.ma.MaskedArray):
+        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
+    if not (x.flags.c_contiguous or x.flags.f_contiguous):
+        raise ConfigError(
+            f"array of shape {x.shape} with strides {x.strides} is not contiguous, so it cannot "
+            f"be combined in place; pass a contiguous array: y = numpy.ascontiguousarray(x), "
+            f"and afterwards x[...] = y")
+    if writeable and not x.flags.writeable:
+        raise ConfigError(f"array of shape {x.shape} is read-only; pass a copy: x.copy()")
+    return np.asarray(x).ravel(order="K")
+
+
+def order_of(x: Array) -> str:
+    """Return "F" for an array whose flat memory is in Fortran order, else "C"."""
+    return "C" if x.flags.c_contiguous else "F"
+
+
+def chunks_of(x: Array, parts: int) -> list[Array]:
+    """Cut a vector into `parts` views whose lengths differ by at most one."""
+    bounds = [i * x.size // parts for i in range(parts + 1)]
+    return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
+
+
+def pieces_of(x: Array, piece_bytes: int) -> list[Array]:
+    """Cut a vector into views of at most `piece_bytes`; one empty view if it is empty."""
+    return chunks_of(x, max(1, math.ceil(x.nbytes / piece_bytes)))
+
+
+def as_bytes(x: Array) -> Array:
+    """See a contiguous vector as its bytes (MPI and NumPy need not share its dtype)."""
+    return x.view(np.uint8)

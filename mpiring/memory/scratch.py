@@ -1,0 +1,42 @@
+"""Keeps receive buffers for reuse: fresh memory costs a page fault per 4 KiB."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .arrays import Array
+
+
+class Scratch:
+    """A small pool of buffers, for schedules of any thread.
+
+    Args:
+        keep: How many idle buffers to hold on to; the largest ones are kept.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._keep = keep
+        self._idle: list[Array] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def borrow(self, n: int, dtype: DTypeLike) -> Iterator[Array]:
+        """Lend a vector of `n` elements with undefined content."""
+        nbytes = n * np.dtype(dtype).itemsize
+        buffer = self._take(nbytes)
+        yield buffer[:nbytes].view(dtype)
+        # Not in a `finally`: after an error, MPI may still write into the buffer.
+        with self._lock:
+            self._idle.append(buffer)
+            self._idle.sort(key=len)
+            del self._idle[:-self._keep]
+
+    def _take(self, nbytes: int) -> Array:
+        with self._lock:
+            for place, buffer in enumerate(self._idle):
+                if buffer.nbytes >= nbytes:
+                    return self._idle.pop(place)
+        return np.empty(nbytes, np.uint8)

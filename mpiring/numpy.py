@@ -1,0 +1,121 @@
+"""Trains a NumPy model across ranks: parameters in, averaged gradients out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import NDArray
+
+from .buckets import TensorSpec
+from .communicator import Communicator
+from .errors import BufferMismatchError, ConfigError
+from .gradients import Gradients
+from .memory.arrays import COMPLEX, FLOATING, dtype_name, flat
+from .reducers import Reducer
+from .statistics import Statistics
+
+
+class DataParallel:
+    """Averages the gradients of a model over ranks while they are still being computed.
+
+    Parameters are broadcast from rank 0, in place. A training step writes each
+    gradient into its view as soon as it is known, and marks it:
+
+        dp.grads["w1"][...] = dw1
+        dp.ready("w1")
+        ...
+        dp.wait()    # dp.grads now holds the means over ranks
+
+    Look views up in `dp.grads` in every step: after the first one, gradients
+    move once to new memory, ordered as they really became ready. A view kept
+    from before cannot be written to any more, and reads NaN from the second
+    step on.
+
+    Args:
+        params: Arrays by name, contiguous and floating or complex; the same
+            names, shapes and dtypes in the same order on every rank.
+        comm: The ranks to average over.
+        bucket_bytes: Gradients are fused into messages of about this many bytes.
+        reducer: How a bucket becomes its mean; a plain mean by default.
+        deterministic: Keep the first order of gradients, so that two runs have equal
+            bits even if gradients became ready in different orders.
+
+    Attributes:
+        grads: A view for each parameter's gradient, of its shape and dtype.
+
+    Raises:
+        ConfigError: A parameter cannot be trained on: wrong dtype, not contiguous, read-only.
+        BufferMismatchError: The parameters differ between ranks; names the first.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
+                 bucket_bytes: int = 25 << 20, reducer: Reducer | None = None,
+                 deterministic: bool = False) -> None:
+        tensors = [_spec(name, array) for name, array in params.items()]
+        if not tensors:
+            raise ConfigError(f"rank {comm.rank}: params is empty; pass the model's arrays")
+        _refuse_different(comm, tensors)
+        for array in params.values():
+            comm.broadcast(array, root=0)
+        self._gradients = Gradients(
+            tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
+            deterministic=deterministic)
+        self.grads: Mapping[str, NDArray[Any]] = self._gradients.views
+
+    def ready(self, name: str) -> None:
+        """Mark the gradient of a parameter as written; its bucket leaves once it is full.
+
+        The view must not be touched again before `wait` has returned.
+
+        Args:
+            name: As in `params`.
+
+        Raises:
+            GradientError: The name is unknown, or was marked in this step already.
+
+        Collective: yes, over a step. Blocking: no.
+        """
+        self._gradients.ready(name)
+
+    def wait(self) -> None:
+        """Return when every gradient in `grads` is the mean over ranks.
+
+        Raises:
+            GradientError: Some gradients were not marked ready; names them.
+            BufferMismatchError: The ranks' buckets differ.
+            StallError: Some ranks did not arrive in time.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._gradients.wait()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What communication cost in the last complete step."""
+        return self._gradients.statistics
+
+
+def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
+    try:
+        flat(array)
+        kind = dtype_name(array.dtype)
+    except ConfigError as exc:
+        raise ConfigError(f"parameter {name!r}: {exc}") from exc
+    if kind not in (*FLOATING, *COMPLEX):
+        raise ConfigError(
+            f"parameter {name!r} is {kind}, which has no gradient; leave it out of params")
+    return TensorSpec(name, array.shape, array.dtype)
+
+
+def _refuse_different(comm: Communicator, tensors: list[TensorSpec]) -> None:
+    """Raise unless all ranks have rank 0's parameters."""
+    mine = [str(tensor) for tensor in tensors]
+    theirs = comm.broadcast_object(mine, root=0)
+    for place in range(max(len(mine), len(theirs))):
+        here = mine[place] if place < len(mine) else "nothing"
+        there = theirs[place] if place < len(theirs) else "nothing"
+        if here != there:
+            raise BufferMismatchError(
+                f"rank {comm.rank}: parameter {place} is {here}, but on rank 0 it is {there}; "
+                f"build the same model, in the same order, on every rank")

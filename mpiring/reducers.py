@@ -1,0 +1,32 @@
+"""Defines how a bucket becomes the mean over ranks: the seam for compression."""
+
+from typing import Protocol
+
+from .buckets import Bucket
+from .collectives.select import Collectives
+from .transport.base import Schedule
+
+
+class Reducer(Protocol):
+    """Leaves the mean over ranks in a bucket."""
+
+    def __repr__(self) -> str:
+        """Name it with its settings; compared across ranks."""
+
+    def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
+        """Return the schedule that replaces `bucket.flat` by its mean over ranks.
+
+        Called once per bucket and step, in the same order on all ranks; the
+        result must have the same bits on all of them.
+        """
+
+
+class Mean:
+    """The plain mean, by the fastest allreduce."""
+
+    def __repr__(self) -> str:
+        return "Mean()"
+
+    def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
+        """Return the schedule of an allreduce of the bucket."""
+        return collectives.allreduce(bucket.flat, op="mean")

@@ -1,0 +1,36 @@
+"""Counts what communication costs a rank."""
+
+from dataclasses import astuple, dataclass
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What communication has cost this rank.
+
+    Attributes:
+        operations: How many were completed.
+        bytes_sent: By this rank (MPI's own collectives are not counted).
+        communication_s: Seconds in which at least one operation was under way.
+        exposed_s: Seconds that the program waited for operations.
+    """
+
+    operations: int = 0
+    bytes_sent: int = 0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of communication behind computation."""
+        return max(0.0, self.communication_s - self.exposed_s)
+
+    @property
+    def hidden_share(self) -> float:
+        """Hidden seconds over all seconds of communication; 0 where there were none."""
+        return self.hidden_s / self.communication_s if self.communication_s else 0.0
+
+    def __add__(self, other: "Statistics") -> "Statistics":
+        return Statistics(*(a + b for a, b in zip(astuple(self), astuple(other))))
+
+    def __sub__(self, other: "Statistics") -> "Statistics":
+        return Statistics(*(a - b for a, b in zip(astuple(self), astuple(other))))

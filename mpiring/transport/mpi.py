@@ -1,0 +1,207 @@
+"""Moves bytes with mpi4py, on a private duplicate of the user's communicator."""
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from ..errors import BufferMismatchError, TransportError
+from ..memory.arrays import as_bytes, pieces_of
+from .base import Array, Request
+
+# Open MPI refuses messages of 2 GiB and more.
+PIECE_BYTES = 1 << 30
+
+_CONTROL_TAG = 0
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
+
+
+class _Pending:
+    """An MPI request; `expected` is the length that a receive must have."""
+
+    def __init__(self, request: MPI.Request, rank: int, action: str, other: int,
+                 nbytes: int, expected: int | None = None) -> None:
+        self._request = request
+        self._about = rank, action, nbytes, other
+        self._expected = expected
+        self._status = None if expected is None else MPI.Status()
+        self._done = False
+
+    def __repr__(self) -> str:
+        return _text(*self._about)
+
+    def test(self) -> bool:
+        """Return whether it is complete.
+
+        Raises:
+            BufferMismatchError: A message of another length arrived.
+            TransportError: MPI reports an error.
+        """
+        if self._done:
+            return True
+        try:
+            self._done = self._request.Test(self._status)
+        except MPI.Exception as exc:
+            if exc.Get_error_class() == MPI.ERR_TRUNCATE:
+                raise BufferMismatchError(f"{self}: it sent more than that") from exc
+            raise TransportError(f"{self} failed: {exc.Get_error_string()}") from exc
+        if self._done and self._status is not None:
+            length = self._status.Get_count(MPI.BYTE)
+            if length != self._expected:
+                raise BufferMismatchError(f"{self}: it sent {length}")
+        return self._done
+
+
+def _text(rank: int, action: str, nbytes: int, other: int) -> str:
+    return f"rank {rank}: {action.format(nbytes=nbytes, other=other)}"
+
+
+_SEND = "sending {nbytes} bytes to rank {other}"
+_RECEIVE = "receiving {nbytes} bytes from rank {other}"
+_ALLREDUCE = "MPI_Iallreduce of {nbytes} bytes"
+
+
+class _All:
+    """Several requests as one."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = requests
+
+    def __repr__(self) -> str:
+        return repr(self._requests)
+
+    def test(self) -> bool:
+        """Return whether all are complete."""
+        self._requests = [request for request in self._requests if not request.test()]
+        return not self._requests
+
+
+class MpiTransport:
+    """A private communicator, from which each operation gets a channel of its own.
+
+    Args:
+        comm: The user's communicator; duplicated, which is collective.
+        piece_bytes: Longest message; longer arrays travel in several.
+
+    Attributes:
+        rank, size: As in MPI.
+        bytes_sent: By this rank, so far, in channels (not in MPI's own collectives).
+    """
+
+    def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
+        self.comm = comm.Dup()
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self.rank = self.comm.rank
+        self.size = self.comm.size
+        self.bytes_sent = 0
+        self.piece_bytes = piece_bytes
+        # Tag 0 is the control messages'. Tags come round again long after the
+        # operations that used them are complete.
+        tag_limit = self.comm.Get_attr(MPI.TAG_UB) or 32767
+        self._tags = min(int(tag_limit), 1 << 20)
+
+    def channel(self, sequence: int) -> "MpiChannel":
+        """Return the channel of operation number `sequence`."""
+        return MpiChannel(self, 1 + sequence % self._tags)
+
+    def iallreduce(self, x: Array, op: str) -> Request:
+        """Start MPI_Iallreduce of a vector, in place; every rank in the same order."""
+        return self.started(
+            lambda: self.comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op]), _ALLREDUCE, x.nbytes)
+
+    def started(self, start: Callable[[], MPI.Request], action: str, nbytes: int,
+                other: int = -1, expected: int | None = None) -> Request:
+        """Make an MPI call that returns a request; its errors become ours here."""
+        try:
+            request = start()
+        except MPI.Exception as exc:
+            text = _text(self.rank, action, nbytes, other)
+            raise TransportError(f"{text} failed: {exc.Get_error_string()}") from exc
+        return _Pending(request, self.rank, action, other, nbytes, expected)
+
+    def free(self) -> None:
+        """Give the private communicator back to MPI; collective."""
+        self.comm.Free()
+
+
+class MpiChannel:
+    """One operation's lane: a tag of the transport's communicator. See base.Channel."""
+
+    def __init__(self, transport: MpiTransport, tag: int) -> None:
+        self.rank = transport.rank
+        self.size = transport.size
+        self._transport = transport
+        self._comm = transport.comm
+        self._tag = tag
+
+    def isend(self, array: Array, dest: int) -> Request:
+        """Start sending the bytes of a contiguous vector."""
+        self._transport.bytes_sent += array.nbytes
+        return self._in_pieces(array, lambda piece: self._transport.started(
+            lambda: self._comm.Isend([piece, MPI.BYTE], dest, self._tag),
+            _SEND, piece.nbytes, dest))
+
+    def irecv(self, array: Array, source: int) -> Request:
+        """Start receiving the bytes of a contiguous vector."""
+        return self._in_pieces(array, lambda piece: self._transport.started(
+            lambda: self._comm.Irecv([piece, MPI.BYTE], source, self._tag),
+            _RECEIVE, piece.nbytes, source, expected=piece.nbytes))
+
+    def _in_pieces(self, array: Array, start: Callable[[Array], Request]) -> Request:
+        if array.nbytes <= self._transport.piece_bytes:
+            return start(as_bytes(array))
+        return _All([start(piece)
+                     for piece in pieces_of(as_bytes(array), self._transport.piece_bytes)])
+
+
+class Mailbox:
+    """Short control messages between any two ranks, beside the operations."""
+
+    def __init__(self, transport: MpiTransport) -> None:
+        self._comm = transport.comm
+        self._leaving: deque[tuple[MPI.Request, bytes]] = deque()
+
+    def post(self, dest: int, message: bytes) -> None:
+        """Send a message, without waiting for anybody."""
+        self._leaving.append((self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG), message))
+        while self._leaving and self._leaving[0][0].Test():
+            self._leaving.popleft()
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """Return the messages that have arrived, each with its source."""
+        arrived = []
+        status = MPI.Status()
+        while message := self._comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status):
+            content = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            message.Recv([content, MPI.BYTE])
+            arrived.append((status.Get_source(), bytes(content)))
+        return arrived
+
+
+def node_leaders(comm: MPI.Intracomm) -> list[int]:
+    """Return, for every rank of `comm`, the lowest rank that shares its node's memory.
+
+    Collective: yes. Blocking: yes.
+    """
+    local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+    leader = local.bcast(comm.rank, root=0)
+    local.Free()
+    return comm.allgather(leader)
+
+
+def abort(code: int) -> None:
+    """End all processes of the MPI job with an exit status."""
+    if MPI.Is_initialized() and not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(code)
+
+
+def before_finalize(action: Callable[[], None]) -> None:
+    """Call `action` when MPI is about to be finalised.
+
+    MPI_Finalize begins by deleting the attributes of COMM_SELF (MPI 4.1, section 11.2.4).
+    """
+    def delete(comm: MPI.Comm, keyval: int, value: object) -> None:
+        action()
+
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=delete), action)

@@ -1,0 +1,162 @@
+"""Finds out, when an operation stalls, which ranks wait in it and which never came."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from .config import Config
+from .engine import Handle
+from .errors import StallError
+
+# How long a stalled rank waits for the others' answers before it reports.
+_ANSWER_S = 1.0
+
+
+class Post(Protocol):
+    """Short messages between any two ranks; see transport.mpi.Mailbox."""
+
+    def post(self, dest: int, message: bytes) -> None:
+        """Send a message, without waiting for anybody."""
+
+    def poll(self) -> list[tuple[int, bytes]]:
+        """Return the messages that have arrived, each with its source."""
+
+
+class StallWatch:
+    """Keeps the position of one rank in one communicator, and asks for that of the others.
+
+    Args:
+        rank, size: This rank, and how many there are.
+        post: The control messages.
+        config: `stall_warning_s` and `stall_timeout_s`.
+        say: Where a report goes; standard error by default.
+    """
+
+    def __init__(self, rank: int, size: int, post: Post, config: Config,
+                 say: Callable[[str], None] | None = None) -> None:
+        self._rank, self._size = rank, size
+        self._post = post
+        self._config = config
+        self._say = say or _print_at_once
+        self._unfinished: list[Handle[Any]] = []
+        self._last: tuple[Handle[Any], float] | None = None
+        self._inquiry: _Inquiry | None = None
+        self._patient: Handle[Any] | None = None
+
+    def enter(self, handle: Handle[Any], *, patient: bool = False) -> None:
+        """Note that this rank called an operation; a `patient` one may wait for ever."""
+        self._unfinished.append(handle)
+        self._last = handle, time.monotonic()
+        if patient:
+            self._patient = handle
+
+    def unfinished(self) -> list[Handle[Any]]:
+        """Return the operations that this rank called and that are not complete."""
+        self._unfinished = [handle for handle in self._unfinished if not handle.done]
+        return self._unfinished
+
+    def look(self) -> None:
+        """Answer the others; ask them, report, or raise when the oldest operation stalls.
+
+        Raises:
+            StallError: After `stall_timeout_s`; holds the report.
+        """
+        for source, message in self._post.poll():
+            self._read(source, json.loads(message))
+        oldest = next(iter(self.unfinished()), None)
+        if oldest is None or oldest is self._patient:
+            self._inquiry = None
+            return
+        warning_s, timeout_s = self._config.stall_warning_s, self._config.stall_timeout_s
+        if self._inquiry is None or self._inquiry.is_over(oldest):
+            self._inquiry = _Inquiry(oldest)
+        inquiry = self._inquiry
+        if timeout_s and oldest.waited_s >= timeout_s:
+            if self._have_answers(inquiry, "timeout"):
+                raise StallError(self._report(inquiry))
+        elif warning_s and oldest.waited_s >= warning_s and not inquiry.reported:
+            if self._have_answers(inquiry, "warning"):
+                inquiry.reported = True
+                # One report is enough: the lowest of the ranks that wait prints it.
+                if not any(rank < self._rank for rank in inquiry.waiting):
+                    self._say(self._report(inquiry))
+
+    def _have_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
+        """Ask all ranks once per purpose; return whether they answered, or had time to."""
+        if inquiry.purpose != purpose:
+            inquiry.ask_anew(purpose)
+            question = json.dumps({"ask": inquiry.handle.sequence}).encode()
+            for rank in self._others():
+                self._post.post(rank, question)
+        return (len(inquiry.answers) == self._size - 1
+                or time.monotonic() - inquiry.asked_s > _ANSWER_S)
+
+    def _others(self) -> Iterable[int]:
+        return (rank for rank in range(self._size) if rank != self._rank)
+
+    def _read(self, source: int, message: dict[str, Any]) -> None:
+        if "ask" in message:
+            text, waits = self._position(message["ask"])
+            answer = {"sequence": message["ask"], "text": text, "waits": waits}
+            self._post.post(source, json.dumps(answer).encode())
+        elif self._inquiry and self._inquiry.handle.sequence == message["sequence"]:
+            self._inquiry.answers[source] = message["text"]
+            if message["waits"]:
+                self._inquiry.waiting.add(source)
+
+    def _position(self, sequence: int) -> tuple[str, bool]:
+        """Say where this rank stands with an operation, and whether it waits in it."""
+        for handle in self.unfinished():
+            if handle.sequence == sequence:
+                first = self._unfinished[0]
+                if first is not handle:
+                    return f"has called it too, and still waits in {first}", False
+                return f"waits in it too, since {handle.waited_s:.0f} s", True
+        if self._last is None:
+            return "has not called it, nor anything else", False
+        last, when = self._last
+        if last.sequence >= sequence:
+            return "has finished it", False
+        ago = time.monotonic() - when
+        return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False
+
+    def _report(self, inquiry: "_Inquiry") -> str:
+        handle = inquiry.handle
+        lines = [f"rank {self._rank} has waited {handle.waited_s:.0f} s in {handle}"]
+        for rank in self._others():
+            silent = "does not answer: it is stopped, or outside mpiring without a progress thread"
+            lines.append(f"  rank {rank} {inquiry.answers.get(rank, silent)}")
+        timeout_s = self._config.stall_timeout_s
+        lines.append(
+            f"  stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S) "
+            + ("ends the job then" if timeout_s else "is 0: it goes on waiting"))
+        return "\n".join(lines)
+
+
+class _Inquiry:
+    """What the other ranks said about one stalled operation."""
+
+    def __init__(self, handle: Handle[Any]) -> None:
+        self.handle = handle
+        self.reported = False
+        self.purpose = ""
+        self.asked_s = 0.0
+        self.answers: dict[int, str] = {}
+        self.waiting: set[int] = set()
+
+    def is_over(self, oldest: Handle[Any]) -> bool:
+        """Return whether another operation is the oldest by now."""
+        return self.handle is not oldest
+
+    def ask_anew(self, purpose: str) -> None:
+        """Forget earlier answers."""
+        self.purpose = purpose
+        self.asked_s = time.monotonic()
+        self.answers.clear()
+        self.waiting.clear()
+
+
+def _print_at_once(text: str) -> None:
+    print(f"mpiring: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,64 @@
+"""Goes wrong in the way that its argument names, on one rank of several."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import mpiring
+
+fault = sys.argv[1]
+comm = mpiring.init()
+odd = comm.rank == comm.size - 1
+x = np.ones(1000, np.float32)
+comm.allreduce(x)
+print(f"rank {comm.rank} is ready", flush=True)
+
+if fault == "raise":
+    if odd:
+        raise ValueError("a bug in the user's code")
+    comm.allreduce(x)
+elif fault == "shape":
+    comm.allreduce(np.ones(1000 - odd, np.float32))
+elif fault == "large shape":
+    comm.allreduce(np.ones(1_000_000 - odd, np.float32))
+elif fault == "dtype":
+    comm.allreduce(np.ones(1000, np.int32 if odd else np.float32))
+elif fault == "op":
+    comm.allreduce(x, op="max" if odd else "sum")
+elif fault == "root":
+    comm.broadcast(x, root=1 if odd else 0)
+elif fault == "order":
+    comm.broadcast(x) if odd else comm.allreduce(x)
+    comm.allreduce(x) if odd else comm.broadcast(x)
+elif fault == "missing call":
+    if odd:
+        time.sleep(60)
+    comm.allreduce(x)
+elif fault == "leaves early":
+    if odd:
+        sys.exit(3)
+    comm.allreduce(x)
+elif fault == "background":
+    # The engine's thread finds out while the main thread computes for long.
+    comm.iallreduce(np.ones(1_000_000 - odd, np.float32))
+    time.sleep(60)
+elif fault == "interrupt":
+    if odd:
+        os.kill(os.getpid(), signal.SIGINT)
+    comm.allreduce(x)
+    comm.barrier()
+elif fault == "wait for ever":
+    if not odd:
+        comm.allreduce(x)
+    time.sleep(60)
+elif fault == "killed":
+    if odd:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.allreduce(x)
+elif fault == "no close":
+    comm.iallreduce(x)
+else:
+    raise SystemExit(f"unknown fault {fault!r}")
