@@ -166,8 +166,10 @@ class Engine:
     def run(self, handle: Handle[T]) -> T:
         """Advance an operation ahead of the queue, and return its result."""
         self.raise_failure()
+        began = time.monotonic()
         with self._lock:
             self._start(handle, self._blocking)  # type: ignore[arg-type]
+        self.exposed_s += time.monotonic() - began
         return handle.wait()
 
     def wait(self, handle: Handle[T]) -> None:

@@ -64,10 +64,9 @@ class Gradients:
         """
         bucket = self._home.get(name)
         if bucket is None:
-            close = difflib.get_close_matches(name, self._home, n=1) or list(self._home)
-            raise GradientError(
-                f"rank {self._comm.rank}: there is no gradient {name!r}; "
-                f"did you mean {', '.join(map(repr, close))}?")
+            close = difflib.get_close_matches(name, self._home, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._home)}"
+            raise GradientError(f"rank {self._comm.rank}: there is no gradient {name!r}; {hint}")
         if name not in bucket.missing:
             raise GradientError(
                 f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "

@@ -107,6 +107,8 @@ class MpiTransport:
 
     def iallreduce(self, x: Array, op: str) -> Request:
         """Start MPI_Iallreduce of a vector, in place; every rank in the same order."""
+        if x.dtype == np.bool_:
+            x = x.view(np.uint8)    # MPI has no MAX and MIN of booleans
         return self.started(
             lambda: self.comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op]), _ALLREDUCE, x.nbytes)
 

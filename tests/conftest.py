@@ -1,0 +1,21 @@
+"""Keeps real MPI tests out of plain runs, and gives every run in CI all its tools."""
+
+import os
+
+import pytest
+
+MPI_FOLDER = "mpi"
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Collect tests/mpi only under mpiexec; test_real_mpi.py starts it."""
+    if collection_path.name == MPI_FOLDER and not config.getoption("with_mpi", False):
+        return True
+    return None
+
+
+def pytest_runtest_setup(item):
+    """Refuse to run where a variable of the user's would change what is tested."""
+    foreign = [name for name in os.environ if name.startswith("MPIRING_")]
+    if foreign and not item.config.getoption("with_mpi", False):
+        pytest.fail(f"unset {', '.join(foreign)} before running the tests")

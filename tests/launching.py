@@ -1,0 +1,71 @@
+"""Starts MPI jobs for tests, and never lets one hang."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ROOT / "tests" / "programs"
+
+
+@dataclass
+class Ended:
+    """How a job ended."""
+
+    status: int
+    output: str
+    seconds: float
+
+
+def mpiexec():
+    """Return the mpiexec of this environment; skip, or fail in CI, where there is none."""
+    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    found = beside or shutil.which("mpiexec")
+    if found is None:
+        missing = "no mpiexec: pip install 'mpiring[mpich]'"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(missing)
+    return found
+
+
+def environment(**variables):
+    """Return the variables of a job: one thread per rank, and the checkout's package."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    # Open MPI refuses root and more ranks than cores unless told otherwise; MPICH ignores these.
+    openmpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+               "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    return {**os.environ, **openmpi, "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1", **variables}
+
+
+def start(ranks, *command, **variables):
+    """Start `python command…` on some ranks, in a process group of its own."""
+    return subprocess.Popen(
+        [mpiexec(), "-n", str(ranks), sys.executable, *map(str, command)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        text=True, errors="replace", cwd=ROOT, env=environment(**variables),
+        start_new_session=True)
+
+
+def finish(job, timeout_s=120):
+    """Wait for a job, and end it if it is late."""
+    began = time.monotonic()
+    try:
+        output, _ = job.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        output, _ = job.communicate()
+        pytest.fail(f"the job hung for {timeout_s} s:\n{output[-5000:]}")
+    return Ended(job.returncode, output, time.monotonic() - began)
+
+
+def launch(ranks, *command, timeout_s=120, **variables):
+    """Run `python command…` on some ranks to its end."""
+    return finish(start(ranks, *command, **variables), timeout_s)

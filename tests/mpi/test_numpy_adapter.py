@@ -1,0 +1,122 @@
+"""Tests DataParallel for NumPy models on real MPI, at any number of ranks."""
+
+import numpy as np
+import pytest
+
+import mpiring
+from mpiring.numpy import DataParallel
+
+pytestmark = pytest.mark.mpi
+
+SHAPES = {"w1": (20, 30), "b1": (30,), "w2": (30, 10), "b2": (10,), "scale": ()}
+
+
+def model(rank, dtype=np.float32):
+    random = np.random.default_rng(rank)
+    return {name: np.asarray(random.random(shape), dtype) for name, shape in SHAPES.items()}
+
+
+def step(dp, comm, number, order):
+    for name in order:
+        dp.grads[name][...] = (comm.rank + 1) * number
+        dp.ready(name)
+    dp.wait()
+    for grad in dp.grads.values():
+        # A mean in 16 bits divides before it adds, and rounds.
+        tolerance = 2e-3 if grad.dtype == np.float16 else 0
+        np.testing.assert_allclose(grad, (comm.size + 1) / 2 * number, rtol=tolerance)
+
+
+def test_parameters_become_rank_0s(comm):
+    params = model(comm.rank)
+    kept = params["w1"]
+    dp = DataParallel(params, comm)
+    assert params["w1"] is kept
+    for name, want in model(0).items():
+        assert np.array_equal(params[name], want)
+        assert dp.grads[name].shape == want.shape and dp.grads[name].dtype == want.dtype
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 500, 25 << 20])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.complex128])
+def test_gradients_become_the_mean(comm, bucket_bytes, dtype):
+    dp = DataParallel(model(0, dtype), comm, bucket_bytes=bucket_bytes)
+    for number in range(1, 5):
+        step(dp, comm, number, list(SHAPES)[::-1])
+
+
+def test_buckets_follow_the_order_of_rank_0_after_the_first_step(comm):
+    dp = DataParallel(model(0), comm, bucket_bytes=500)
+    odd_order = ["b2", "w1", "scale", "b1", "w2"]
+    first = dict(dp.grads)
+    # Ranks may differ in their order: rank 0's is taken.
+    step(dp, comm, 1, odd_order if comm.rank == 0 else list(SHAPES))
+    assert dp.grads["w1"] is not first["w1"]
+    assert (first["w1"] == (comm.size + 1) / 2).all()
+    with pytest.raises(ValueError, match="read-only"):
+        first["w1"][...] = 0
+    step(dp, comm, 2, odd_order)
+    assert np.isnan(first["w1"]).all(), "a view that was kept must not look like a gradient"
+    kept = dict(dp.grads)
+    step(dp, comm, 3, list(SHAPES))
+    assert all(dp.grads[name] is view for name, view in kept.items()), "moved more than once"
+
+
+def test_deterministic_keeps_the_first_plan(comm):
+    dp = DataParallel(model(0), comm, bucket_bytes=500, deterministic=True)
+    first = dict(dp.grads)
+    step(dp, comm, 1, ["b2", "w1", "scale", "b1", "w2"])
+    step(dp, comm, 2, ["b2", "w1", "scale", "b1", "w2"])
+    assert all(dp.grads[name] is view for name, view in first.items())
+
+
+def test_gradients_are_accumulated_until_ready(comm):
+    dp = DataParallel(model(0), comm)
+    for _ in range(3):
+        for name in SHAPES:
+            dp.grads[name][...] += comm.rank
+    for name in SHAPES:
+        dp.ready(name)
+    dp.wait()
+    assert (dp.grads["w1"] == 3 * (comm.size - 1) / 2).all()
+
+
+def test_misuse_is_named(comm):
+    dp = DataParallel(model(0), comm)
+    with pytest.raises(mpiring.GradientError, match="no gradient 'scales'; did you mean 'scale'"):
+        dp.ready("scales")
+    dp.ready("w2")
+    with pytest.raises(mpiring.GradientError, match="'w2' was marked ready twice"):
+        dp.ready("w2")
+    with pytest.raises(mpiring.GradientError, match="4 of 5 gradients missing: .*b1"):
+        dp.wait()
+    with pytest.raises(TypeError):
+        dp.grads["w1"] = np.zeros((20, 30))
+    for name in ("w1", "b1", "b2", "scale"):
+        dp.ready(name)
+    dp.wait()
+
+
+@pytest.mark.parametrize(("name", "array", "remedy"), [
+    ("steps", np.zeros(3, np.int64), "leave it out of params"),
+    ("turned", np.zeros((4, 4))[::2], "not contiguous"),
+    ("mask", np.zeros(3, bool), "leave it out of params"),
+])
+def test_untrainable_parameters_are_refused(comm, name, array, remedy):
+    with pytest.raises(mpiring.ConfigError, match=f"'{name}'.*{remedy}"):
+        DataParallel({name: array}, comm)
+
+
+def test_empty_models_and_buckets_are_refused(comm):
+    with pytest.raises(mpiring.ConfigError, match="params is empty"):
+        DataParallel({}, comm)
+    with pytest.raises(mpiring.ConfigError, match="bucket_bytes=0"):
+        DataParallel(model(0), comm, bucket_bytes=0)
+
+
+def test_statistics_of_a_step(comm):
+    dp = DataParallel(model(0), comm, bucket_bytes=500)
+    step(dp, comm, 1, list(SHAPES)[::-1])
+    one = dp.statistics
+    assert one.operations == (4 if comm.size > 1 else 0)
+    assert one.communication_s >= one.hidden_s >= 0

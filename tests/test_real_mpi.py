@@ -1,0 +1,24 @@
+"""Runs tests/mpi under mpiexec, once per number of ranks; 3 catches what powers of two hide."""
+
+import pytest
+from launching import launch
+
+pytestmark = pytest.mark.launch
+
+PYTEST = ("-m", "pytest", "--with-mpi", "-m", "mpi", "tests/mpi",
+          "--quiet", "--tb=short", "--color=no", "-p", "no:cacheprovider")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_real_mpi(ranks):
+    ended = launch(ranks, *PYTEST, timeout_s=240)
+    assert ended.status == 0, ended.output[-20000:]
+    assert " passed" in ended.output, ended.output
+
+
+@pytest.mark.parametrize("ranks", [3])
+def test_without_thread_multiple(ranks):
+    """Where MPI offers less, operations advance inside mpiring's calls only."""
+    ended = launch(ranks, *PYTEST, timeout_s=240, MPI4PY_RC_THREAD_LEVEL="funneled")
+    assert ended.status == 0, ended.output[-20000:]
+    assert " passed" in ended.output, ended.output
