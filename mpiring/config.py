@@ -82,7 +82,7 @@ def _refuse_unknown_variables() -> None:
     known = {PREFIX + entry.name.upper() for entry in dataclasses.fields(Config)}
     for name in os.environ:
         if name.startswith(PREFIX) and name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
             hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
             raise ConfigError(f"unknown environment variable {name}={os.environ[name]!r}; {hint}")
 

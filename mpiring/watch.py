@@ -128,10 +128,8 @@ class StallWatch:
         for rank in self._others():
             silent = "does not answer: it is stopped, or outside mpiring without a progress thread"
             lines.append(f"  rank {rank} {inquiry.answers.get(rank, silent)}")
-        timeout_s = self._config.stall_timeout_s
-        lines.append(
-            f"  stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S) "
-            + ("ends the job then" if timeout_s else "is 0: it goes on waiting"))
+        limit = f"stall_timeout_s={self._config.stall_timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
+        lines.append(f"  the limit is {limit}; 0 is none")
         return "\n".join(lines)
 
 

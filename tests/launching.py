@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ def environment(**variables):
     openmpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     return {**os.environ, **openmpi, "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
-            "PYTHONUNBUFFERED": "1", **variables}
+            **variables}
 
 
 def start(ranks, *command, **variables):
@@ -60,7 +61,7 @@ def finish(job, timeout_s=120):
     try:
         output, _ = job.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        job.kill()
+        os.killpg(job.pid, signal.SIGKILL)
         output, _ = job.communicate()
         pytest.fail(f"the job hung for {timeout_s} s:\n{output[-5000:]}")
     return Ended(job.returncode, output, time.monotonic() - began)

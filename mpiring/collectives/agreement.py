@@ -65,20 +65,12 @@ def agreed(net: Channel, call: Call, sequence: int, schedule: Schedule[T]) -> Sc
     arriving = net.irecv(theirs, left)
     leaving = net.isend(mine, right)
     first = next(schedule)
-    try:
-        yield arriving, leaving, *first
-    except BufferMismatchError:
-        # The data was too long or too short; the header says why.
-        yield (arriving,)
-        _compare(r, left, mine, theirs)
-        raise
-    _compare(r, left, mine, theirs)
-    return (yield from schedule)
-
-
-def _compare(rank: int, left: int, mine: Array, theirs: Array) -> None:
+    # The data is under way already; only looking at it has to wait for the header.
+    yield (arriving,)
     if not np.array_equal(mine, theirs):
         own, other = (bytes(text).decode(errors="replace").strip() for text in (mine, theirs))
         raise BufferMismatchError(
-            f"rank {rank} called {own}, but rank {left} called {other}; every rank must call "
+            f"rank {r} called {own}, but rank {left} called {other}; every rank must call "
             f"the same collectives in the same order with equal shape, dtype, op and root")
+    yield leaving, *first
+    return (yield from schedule)

@@ -198,12 +198,22 @@ def abort(code: int) -> None:
         MPI.COMM_WORLD.Abort(code)
 
 
-def before_finalize(action: Callable[[], None]) -> None:
+def before_finalize(action: Callable[[], None]) -> Callable[[], None]:
     """Call `action` when MPI is about to be finalised.
 
     MPI_Finalize begins by deleting the attributes of COMM_SELF (MPI 4.1, section 11.2.4).
+
+    Returns:
+        A function that does it earlier, and forgets about it.
     """
     def delete(comm: MPI.Comm, keyval: int, value: object) -> None:
         action()
 
-    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=delete), action)
+    keyval = MPI.Comm.Create_keyval(delete_fn=delete)
+    MPI.COMM_SELF.Set_attr(keyval, action)
+
+    def now() -> None:
+        MPI.COMM_SELF.Delete_attr(keyval)
+        MPI.Comm.Free_keyval(keyval)
+
+    return now

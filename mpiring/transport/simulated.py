@@ -24,7 +24,7 @@ from .base import Array, Channel, Schedule, Task
 
 @dataclass(frozen=True)
 class Lost:
-    """Fault: the message number `index` (from 0) from `source` to `dest` never arrives."""
+    """Fault: message `index` (from 0) from `source` to `dest` is lost; it blocks its channel."""
 
     source: int
     dest: int
@@ -235,15 +235,14 @@ class SimulatedNetwork:
         content = array if late or not self._payload else array.copy()
         message = _Message(content, nbytes, request, late)
         left_s, arrival_s = self._price(source, dest, nbytes)
-        if (source, dest, index) in self._lost:
-            late = message.late = False
-        else:
-            lane = self._lanes[source, dest, channel.tag]
-            lane.messages.append(message)
+        lane = self._lanes[source, dest, channel.tag]
+        lane.messages.append(message)
+        # A lost message blocks its lane: MPI lets no later one overtake it.
+        if (source, dest, index) not in self._lost:
             arrival_s = lane.last_arrival_s = max(arrival_s, lane.last_arrival_s)
             self._at(arrival_s, dest, lambda: self._arrive(lane, message, source))
         if not late:
-            self._at(left_s, source, lambda: setattr(request, "complete", True))
+            self._complete(request, source, left_s)
         return request
 
     def _price(self, source: int, dest: int, nbytes: int) -> tuple[float, float]:
@@ -263,6 +262,9 @@ class SimulatedNetwork:
         if self._random:
             arrival_s += self._random.choice((0.0, self._random.expovariate(1.0)))
         return left_s, arrival_s
+
+    def _complete(self, request: _Pending, rank: int, time_s: float) -> None:
+        self._at(time_s, rank, lambda: setattr(request, "complete", True))
 
     def _receive(self, channel: _Channel, array: Array, source: int) -> _Pending:
         request = _Pending(f"{array.nbytes} bytes from rank {source} (channel {channel.tag})")
@@ -288,8 +290,7 @@ class SimulatedNetwork:
                 array.view(np.uint8)[...] = message.array.view(np.uint8)
             request.complete = True
             if message.late:
-                sent = message.request
-                self._at(self.time_s, source, lambda: setattr(sent, "complete", True))
+                self._complete(message.request, source, self.time_s)
             if dest is not None:
                 self._at(self.time_s, dest, lambda: None)
 

@@ -1,0 +1,83 @@
+"""Tests that ranks which disagree raise, and that no wrong result ever comes out."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpiring.collectives import chain, ring
+from mpiring.collectives.agreement import HEADER_BYTES, Call, agreed
+from mpiring.errors import BufferMismatchError, StallError
+from mpiring.memory.reduction import Reduction
+from mpiring.transport.simulated import SimulatedNetwork
+
+
+def allreduce(net, n=12, dtype="float32", op="sum"):
+    x = np.full(n, 1 + net.rank, dtype)
+    inbox = np.empty(ring.inbox_size(n, net.size), dtype)
+    schedule = ring.allreduce(net, x, inbox, Reduction(op, dtype, net.size))
+    yield from agreed(net, Call("allreduce", f"{op} of {dtype} ({n},)"), 7, schedule)
+    return x
+
+
+def broadcast(net, n=12, root=0):
+    x = np.full(n, net.rank, "float32")
+    schedule = chain.broadcast(net, x, root)
+    yield from agreed(net, Call("broadcast", f"of float32 ({n},) from root {root}"), 7, schedule)
+    return x
+
+
+VARIANTS = {
+    "usual": allreduce,
+    "shorter": lambda net: allreduce(net, n=11),
+    "much shorter": lambda net: allreduce(net, n=0),
+    "other dtype": lambda net: allreduce(net, dtype="int32"),
+    "other op": lambda net: allreduce(net, op="max"),
+    "other collective": broadcast,
+    "other root": lambda net: broadcast(net, root=1),
+}
+
+
+@settings(deadline=None, max_examples=500)
+@given(seed=st.integers(0, 2**32),
+       choices=st.lists(st.sampled_from(list(VARIANTS)), min_size=2, max_size=7))
+def test_disagreement_is_found_and_never_gives_a_result(seed, choices):
+    results = SimulatedNetwork(len(choices), seed=seed).run(
+        lambda net: VARIANTS[choices[net.rank]](net), return_errors=True)
+    if len(set(choices)) == 1:
+        assert not any(isinstance(result, Exception) for result in results)
+        return
+    assert any(isinstance(result, BufferMismatchError) for result in results)
+    for rank, result in enumerate(results):
+        if choices[rank] != choices[rank - 1]:
+            assert isinstance(result, BufferMismatchError)
+        # A root may finish its broadcast to ranks that agree with it; a sum needs all.
+        if not isinstance(result, Exception):
+            assert "root" in choices[rank] or choices[rank] == "other collective"
+            root = 1 if choices[rank] == "other root" else 0
+            assert (result == root).all()
+
+
+def test_the_error_names_both_ranks_and_both_calls():
+    with pytest.raises(BufferMismatchError) as caught:
+        SimulatedNetwork(4).run(lambda net: allreduce(net, n=11 if net.rank == 2 else 12))
+    assert "rank 2 called #7 allreduce sum of float32 (11,)" in str(caught.value)
+    assert "rank 1 called #7 allreduce sum of float32 (12,)" in str(caught.value)
+    assert "every rank must call the same collectives" in str(caught.value)
+
+
+def test_a_rank_that_never_calls_is_a_stall():
+    def program(net):
+        if net.rank != 1:
+            yield from allreduce(net)
+
+    with pytest.raises(StallError, match="rank 2 waits for 192 bytes from rank 1"):
+        SimulatedNetwork(4).run(program)
+
+
+def test_headers_have_one_length_and_tell_long_texts_apart():
+    texts = ["x" * 1000 + end for end in "ab"]
+    headers = [Call("reduce", "", text).header(3) for text in texts]
+    assert [header.size for header in headers] == [HEADER_BYTES] * 2
+    assert not np.array_equal(*headers)
+    assert not np.array_equal(Call("barrier").header(1), Call("barrier").header(2))

@@ -1,0 +1,45 @@
+"""States once what every algorithm must do: inputs, and NumPy's answer."""
+
+import ml_dtypes
+import numpy as np
+
+OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
+FLOATS = ["float16", ml_dtypes.bfloat16, "float32", "float64", "longdouble"]
+COMPLEX = ["complex64", "complex128"]
+DTYPES = ["bool", *INTEGERS, *FLOATS, *COMPLEX]
+OPS_OF = {
+    "sum": [*INTEGERS, *FLOATS, *COMPLEX], "prod": [*INTEGERS, *FLOATS, *COMPLEX],
+    "mean": [*FLOATS, *COMPLEX],
+    "max": ["bool", *INTEGERS, *FLOATS], "min": ["bool", *INTEGERS, *FLOATS]}
+
+
+def defined(op, dtype):
+    """Return whether an op exists for a dtype."""
+    return dtype in OPS_OF[op]
+
+
+def contribution(rank, n, dtype):
+    """One rank's input: small numbers, whose sums and products are exact in every dtype."""
+    return ((np.arange(n) * 7 + rank * 3) % 3).astype(dtype)
+
+
+def expected(size, n, dtype, op):
+    """NumPy's result over `size` ranks."""
+    rows = np.array([contribution(rank, n, dtype) for rank in range(size)])
+    with np.errstate(over="ignore"):
+        result = OPS[op].reduce(rows, axis=0, dtype=dtype)
+    return result / result.dtype.type(size) if op == "mean" else result
+
+
+def check(result, size, op):
+    """Fail unless `result` is what NumPy says."""
+    want = expected(size, result.size, result.dtype, op)
+    if op == "mean":
+        # In 16 bits a mean divides before it adds, and rounds each time.
+        wide = np.clongdouble if result.dtype.kind == "c" else np.longdouble
+        tolerance = 2e-2 if result.dtype.itemsize == 2 else 1e-6
+        np.testing.assert_allclose(
+            result.astype(wide), want.astype(wide), rtol=tolerance, atol=tolerance)
+    else:
+        np.testing.assert_array_equal(result, want)

@@ -1,0 +1,78 @@
+"""Tests the plan of fusion, and that every gradient has its own aligned place."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpiring import ConfigError
+from mpiring.buckets import ALIGNMENT_BYTES, Bucket, TensorSpec, plan
+
+SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
+DTYPES = st.sampled_from(["float16", "float32", "float64", "complex128"]).map(np.dtype)
+
+
+@st.composite
+def tensors(draw):
+    pairs = draw(st.lists(st.tuples(SHAPES, DTYPES), min_size=1, max_size=12))
+    return [TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(pairs)]
+
+
+def specs(*sizes):
+    return [TensorSpec(f"t{i}", (size,), np.dtype("float32")) for i, size in enumerate(sizes)]
+
+
+@given(tensors=tensors(), bucket_bytes=st.integers(1, 5000))
+def test_any_plan(tensors, bucket_bytes):
+    buckets = plan(tensors, bucket_bytes)
+    names = [tensor.name for bucket in buckets for tensor in bucket.tensors]
+    assert sorted(names) == sorted(tensor.name for tensor in tensors)
+    place = {tensor.name: i for i, tensor in enumerate(tensors)}
+    last = [place[bucket.tensors[-1].name] for bucket in buckets]
+    assert last == sorted(last), "buckets become full in their order"
+    for bucket in buckets:
+        assert {tensor.dtype for tensor in bucket.tensors} == {bucket.dtype}
+        order = [place[tensor.name] for tensor in bucket.tensors]
+        assert order == sorted(order)
+        assert bucket.size * bucket.dtype.itemsize <= bucket_bytes or len(bucket.tensors) == 1
+    assert plan(tensors, bucket_bytes) == buckets
+
+
+@given(tensors=tensors())
+def test_views_are_apart_and_aligned(tensors):
+    for index, bucket_plan in enumerate(plan(tensors, 2000)):
+        bucket = Bucket(index, bucket_plan, np.empty)
+        assert not bucket.flat.any()
+        start = bucket.flat.ctypes.data
+        for number, (name, view) in enumerate(bucket.views.items(), start=1):
+            assert (view.ctypes.data - start) % ALIGNMENT_BYTES == 0 or not view.size
+            view[...] = number
+            assert np.shares_memory(view, bucket.flat) or not view.size
+        for number, tensor in enumerate(bucket_plan.tensors, start=1):
+            assert bucket.views[tensor.name].shape == tensor.shape
+            assert (bucket.views[tensor.name] == number).all()
+
+
+def test_filling_up():
+    (a, b, c) = plan(specs(16, 16, 100, 16), 4 * 32)
+    assert [tensor.name for tensor in a.tensors] == ["t0", "t1"]
+    assert [tensor.name for tensor in b.tensors] == ["t2"]
+    assert [tensor.name for tensor in c.tensors] == ["t3"]
+    assert b.size == 112, "padded to cache lines"
+
+
+@pytest.mark.parametrize("bucket_bytes", [0, -1])
+def test_a_bucket_needs_room(bucket_bytes):
+    with pytest.raises(ConfigError, match="expected a positive number of bytes"):
+        plan(specs(1), bucket_bytes)
+
+
+def test_retired_views_cannot_be_mistaken_for_gradients():
+    bucket = Bucket(0, plan(specs(3), 100)[0], np.empty)
+    view = bucket.views["t0"]
+    bucket.retire()
+    with pytest.raises(ValueError, match="read-only"):
+        view += 1
+    assert (view == 0).all()
+    bucket.poison()
+    assert np.isnan(view).all()

@@ -1,0 +1,73 @@
+"""Tests where settings come from, and that bad ones are refused."""
+
+import dataclasses
+
+import pytest
+
+from mpiring import Config, ConfigError
+from mpiring.config import launched_size
+
+
+def test_defaults_variables_and_arguments(monkeypatch):
+    assert Config().stall_timeout_s == 600 and Config().algorithm == "auto"
+    monkeypatch.setenv("MPIRING_STALL_TIMEOUT_S", "5")
+    monkeypatch.setenv("MPIRING_ABORT_ON_EXCEPTION", "0")
+    monkeypatch.setenv("MPIRING_ALGORITHM", "ring")
+    config = Config(algorithm="native")
+    assert config.stall_timeout_s == 5.0 and config.abort_on_exception is False
+    assert config.algorithm == "native", "an argument goes before the variable"
+
+
+def test_every_field_is_described_and_has_a_default():
+    for entry in dataclasses.fields(Config):
+        assert f"{entry.name}:" in Config.__doc__
+        assert getattr(Config(), entry.name) == entry.metadata["default"]
+
+
+def test_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().algorithm = "ring"
+
+
+@pytest.mark.parametrize(("name", "value", "message"), [
+    ("MPIRING_STALL_TIMEOUT", "5", "did you mean MPIRING_STALL_TIMEOUT_S"),
+    ("MPIRING_COLOUR", "red", "known: MPIRING_ABORT_ON_EXCEPTION"),
+    ("MPIRING_STALL_TIMEOUT_S", "soon", "MPIRING_STALL_TIMEOUT_S='soon': expected float"),
+    ("MPIRING_ABORT_ON_EXCEPTION", "maybe", "expected bool"),
+    ("MPIRING_ALGORITHM", "tree", "expected one of .*ring"),
+])
+def test_bad_variables(monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=message):
+        Config()
+
+
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("stall_timeout_s", -1, "expected seconds, 0 or more"),
+    ("stall_warning_s", float("nan"), "expected seconds"),
+    ("stall_warning_s", "60", None),
+    ("operations_in_flight", 0, "expected 1 or more"),
+    ("operations_in_flight", 1.5, "expected int"),
+    ("operations_in_flight", True, "expected int"),
+    ("algorithm", 3, "expected str"),
+])
+def test_bad_arguments(field, value, message):
+    if message is None:
+        assert getattr(Config(**{field: value}), field) == 60.0
+        return
+    with pytest.raises(ConfigError, match=message):
+        Config(**{field: value})
+
+
+@pytest.mark.parametrize(("environ", "size"), [
+    ({}, 1),
+    ({"SLURM_NTASKS": "4"}, 4),
+    ({"SLURM_NTASKS": "4", "OMPI_COMM_WORLD_SIZE": "1"}, 1),
+    ({"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "2"}, 2),
+    ({"PMI_SIZE": "8"}, 8),
+    ({"PMI_SIZE": "", "SLURM_NTASKS": "many"}, 1),
+])
+def test_the_most_specific_launcher_is_believed(environ, size):
+    found, source = launched_size(environ)
+    assert found == size
+    assert (source == "") == (not environ or "many" in environ.values())

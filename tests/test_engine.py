@@ -1,0 +1,193 @@
+"""Tests when operations advance, without MPI: requests are flags that the test sets."""
+
+import threading
+import time
+
+import pytest
+
+from mpiring import Config, TransportError
+from mpiring.collectives.agreement import Call
+from mpiring.engine import Engine, Handle
+
+
+class Flag:
+    """A request that is complete when the test says so."""
+
+    def __init__(self):
+        self.complete = False
+        self.looks = 0
+
+    def test(self):
+        self.looks += 1
+        return self.complete
+
+
+def waits_for(*flags, result=None, log=None):
+    for flag in flags:
+        yield (flag,)
+        if log is not None:
+            log.append(threading.current_thread().name)
+    return result
+
+
+def breaks(flag):
+    yield (flag,)
+    raise ValueError("broken schedule")
+
+
+class Setup:
+    def __init__(self, threaded, **settings):
+        self.ended = []
+        self.engine = Engine(Config(**settings), threaded=threaded, end_job=self.ended.append)
+        self.number = -1
+
+    def handle(self, schedule):
+        self.number += 1
+        return Handle(self.engine, Call("test"), self.number, schedule)
+
+    def submit(self, schedule):
+        return self.engine.submit(self.handle(schedule))
+
+
+@pytest.fixture
+def background():
+    setup = Setup(threaded=True)
+    yield setup
+    setup.engine.stop()
+
+
+@pytest.fixture
+def inline():
+    return Setup(threaded=False)
+
+
+def until(condition, timeout_s=5):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.001)
+
+
+def test_the_thread_advances_what_nobody_waits_for(background):
+    flags, log = [Flag(), Flag()], []
+    handle = background.submit(waits_for(*flags, result="sum", log=log))
+    assert not handle.test()
+    flags[0].complete = flags[1].complete = True
+    until(lambda: handle.done)
+    assert log == ["mpiring", "mpiring"]
+    assert handle.wait() == "sum"
+    assert background.engine.operations == 1
+    assert background.engine.communication_s > 0 and background.engine.exposed_s == 0
+
+
+def test_the_thread_looks_less_and_less_often(background):
+    flag = Flag()
+    background.submit(waits_for(flag))
+    time.sleep(0.2)
+    # Without a pause there would be some hundred thousand looks; at 2 ms, a hundred.
+    assert 10 < flag.looks < 300
+
+
+def test_who_waits_looks_itself_and_often(background):
+    flag, log = Flag(), []
+    handle = background.submit(waits_for(flag, log=log))
+    timer = threading.Timer(0.05, lambda: setattr(flag, "complete", True))
+    timer.start()
+    handle.wait()
+    assert log == ["MainThread"]
+    assert flag.looks > 1000
+    assert background.engine.exposed_s >= 0.04
+
+
+def test_inline_progress_is_made_by_calls_only(inline):
+    flag = Flag()
+    handle = inline.submit(waits_for(flag))
+    flag.complete = True
+    time.sleep(0.05)
+    assert not handle.done
+    assert handle.test() and handle.done
+
+
+def test_operations_start_in_order_and_few_at_a_time():
+    setup = Setup(threaded=False, operations_in_flight=2)
+    flags = [Flag() for _ in range(4)]
+    handles = [setup.submit(waits_for(flag)) for flag in flags]
+    setup.engine.poke()
+    assert [flag.looks > 0 for flag in flags] == [True, True, False, False]
+    flags[1].complete = flags[3].complete = True
+    setup.engine.poke()
+    setup.engine.poke()
+    assert [handle.done for handle in handles] == [False, True, False, False]
+    assert flags[2].looks and not flags[3].looks
+    flags[0].complete = flags[2].complete = True
+    assert handles[3].wait() is None
+
+
+def test_a_blocking_operation_overtakes_the_queue():
+    setup = Setup(threaded=False, operations_in_flight=1)
+    setup.submit(waits_for(Flag()))
+    setup.submit(waits_for(Flag()))
+    done = Flag()
+    done.complete = True
+    assert setup.engine.run(setup.handle(waits_for(done, result=5))) == 5
+
+
+def test_an_error_is_raised_where_somebody_waits(inline):
+    flag = Flag()
+    handle, later = inline.submit(breaks(flag)), inline.submit(waits_for(Flag()))
+    flag.complete = True
+    with pytest.raises(ValueError, match="broken schedule"):
+        handle.wait()
+    for attempt in (handle.wait, handle.test, later.wait, lambda: inline.submit(waits_for())):
+        with pytest.raises((ValueError, TransportError), match="broken schedule"):
+            attempt()
+    assert not handle.done, "a failed operation must never look complete"
+
+
+def test_an_error_of_the_thread_is_raised_in_the_main_thread(background):
+    flag = Flag()
+    handle = background.submit(breaks(flag))
+    flag.complete = True
+    until(lambda: background.engine._failure)
+    with pytest.raises(ValueError, match="broken schedule"):
+        handle.wait()
+    time.sleep(0.1)
+    assert background.ended == []
+
+
+def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monkeypatch):
+    monkeypatch.setattr("mpiring.engine._GRACE_S", 0.1)
+    flag = Flag()
+    background.submit(breaks(flag))
+    flag.complete = True
+    until(lambda: background.ended)
+    assert isinstance(background.ended[0], ValueError)
+
+
+def test_an_interrupted_operation_does_not_look_complete(inline):
+    class Interrupting:
+        def test(self):
+            raise KeyboardInterrupt
+
+    handle = inline.handle(waits_for(Interrupting()))
+    with pytest.raises(KeyboardInterrupt):
+        inline.engine.run(handle)
+    with pytest.raises((KeyboardInterrupt, TransportError)):
+        handle.wait()
+    assert not handle.done
+
+
+def test_many_threads_wait_for_many_operations(background):
+    flags = [Flag() for _ in range(20)]
+    handles = [background.submit(waits_for(flag, result=i)) for i, flag in enumerate(flags)]
+    results = {}
+    threads = [threading.Thread(target=lambda i=i: results.update({i: handles[i].wait()}))
+               for i in reversed(range(20))]
+    for thread in threads:
+        thread.start()
+    for flag in flags:
+        flag.complete = True
+    for thread in threads:
+        thread.join(5)
+    assert results == {i: i for i in range(20)}
+    assert background.engine.operations == 20

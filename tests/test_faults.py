@@ -1,0 +1,112 @@
+"""Breaks jobs of four ranks in every way, and checks that each ends soon, and says why."""
+
+import os
+import signal
+import time
+
+import pytest
+from launching import PROGRAMS, finish, launch, start
+
+pytestmark = pytest.mark.launch
+
+IMPATIENT = {"MPIRING_STALL_WARNING_S": "1", "MPIRING_STALL_TIMEOUT_S": "3"}
+FAULT = PROGRAMS / "fault.py"
+SOON_S = 10
+
+MISMATCHES = {
+    "shape": ["called #1 allreduce sum of float32 (999,)", "float32 (1000,)"],
+    "large shape": ["sum of float32 (999999,)", "sum of float32 (1000000,)"],
+    "dtype": ["sum of int32 (1000,)", "sum of float32 (1000,)"],
+    "op": ["allreduce max of float32", "allreduce sum of float32"],
+    "root": ["from root 1", "from root 0"],
+    "order": ["called #1 broadcast", "called #1 allreduce"],
+    "leaves early": ["called #1 close", "called #1 allreduce"],
+    "background": ["sum of float32 (999999,)", "sum of float32 (1000000,)"],
+}
+
+
+@pytest.mark.parametrize("fault", MISMATCHES)
+def test_ranks_that_disagree(fault):
+    ended = launch(4, FAULT, fault, **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "BufferMismatchError: rank" in ended.output
+    for text in MISMATCHES[fault]:
+        assert text in ended.output, ended.output
+
+
+def test_an_exception_on_one_rank():
+    ended = launch(4, FAULT, "raise", **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "ValueError: a bug in the user's code" in ended.output
+    assert "rank 3 of 4 on" in ended.output and "failed with ValueError" in ended.output
+
+
+def test_a_missing_call():
+    ended = launch(4, FAULT, "missing call", **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    report, _, error = ended.output.partition("StallError")
+    for text in (report, error):
+        assert "#1 allreduce sum of float32 (1000,), algorithm auto" in text
+        assert "rank 3 has NOT CALLED it; its last call was #0 allreduce" in text
+        assert "rank 2 waits in it too" in text
+    assert report.count("mpiring: rank 0 has waited 1 s") == 1, "one report, of the lowest rank"
+    assert "mpiring: rank 1 has waited" not in report
+
+
+def test_a_missing_gradient_bucket_is_named():
+    ended = launch(2, PROGRAMS / "missing_bucket.py", **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "bucket 0 (b2, w2, b1)" in ended.output, ended.output
+    assert "rank 1 has NOT CALLED it" in ended.output
+
+
+def test_an_interrupt_on_one_rank():
+    ended = launch(4, FAULT, "interrupt", **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "KeyboardInterrupt" in ended.output
+
+
+@pytest.mark.parametrize("to", ["mpiexec", "all"])
+def test_control_c(to):
+    """A terminal sends SIGINT to the whole group; a script may send it to mpiexec alone."""
+    job = start(4, FAULT, "wait for ever")
+    ready = 0
+    while ready < 4:
+        line = job.stdout.readline()
+        assert line, "the job ended before all ranks were ready"
+        ready += line.count("is ready")
+    time.sleep(0.5)
+    began = time.monotonic()
+    if to == "all":
+        os.killpg(job.pid, signal.SIGINT)
+    else:
+        job.send_signal(signal.SIGINT)
+    ended = finish(job, 30)
+    assert ended.status != 0 and time.monotonic() - began < SOON_S
+
+
+def test_a_killed_rank():
+    ended = launch(4, FAULT, "killed")
+    assert ended.status != 0 and ended.seconds < SOON_S
+
+
+@pytest.mark.parametrize("progress", ["thread", "inline"])
+def test_leaving_without_close_is_clean(progress):
+    ended = launch(4, FAULT, "no close", MPIRING_PROGRESS=progress)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("is ready") == 4
+    assert "Error" not in ended.output
+
+
+def test_settings_must_agree():
+    ended = launch(2, PROGRAMS / "different_settings.py")
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "ConfigError: rank" in ended.output
+    assert "'operations_in_flight': 3" in ended.output
+
+
+def test_parameters_must_agree():
+    ended = launch(3, PROGRAMS / "different_models.py")
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert ("rank 2: parameter 1 is b1 float32 (4,), but on rank 0 it is b1 float32 (3,)"
+            in ended.output), ended.output

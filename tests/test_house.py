@@ -1,0 +1,169 @@
+"""Holds the code to the rules of the house: layers, size, docstrings, exports, light imports."""
+
+import ast
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import ROOT
+
+PACKAGE = ROOT / "mpiring"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Imports go to the same or a lower layer, and never in a circle.
+LAYERS = [
+    ["errors", "config"],
+    ["transport", "memory", "topology"],
+    ["collectives"],
+    ["statistics", "launch", "engine", "watch", "buckets", "group", "communicator"],
+    ["reducers", "gradients"],
+    ["numpy"],
+    ["__main__", "__init__"],
+]
+ENVIRONMENT_READERS = {"config.py"}
+MPI_USERS = {"transport/mpi.py", "group.py", "communicator.py"}
+
+
+def name_of(path):
+    return str(path.relative_to(PACKAGE))
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def layer_of(room):
+    return next(i for i, rooms in enumerate(LAYERS) if room in rooms)
+
+
+def tree_of(path):
+    return ast.parse(path.read_text())
+
+
+def imports_of(path):
+    """Return the rooms of the package that a file imports from."""
+    inside = path.relative_to(PACKAGE).parts
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = list(inside[:len(inside) - node.level])
+            target = base + (node.module or "").split(".")
+            names = [part for part in target if part]
+            yield from [names[0]] if names else [alias.name for alias in node.names]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_down_only(path):
+    here = room_of(path)
+    for there in imports_of(path):
+        if there != here and (PACKAGE / f"{there}.py").exists() or (PACKAGE / there).is_dir():
+            assert layer_of(there) <= layer_of(here), f"{here} imports {there}"
+
+
+def test_imports_make_no_circle():
+    graph = {}
+    for path in FILES:
+        if room_of(path) != "__init__":
+            graph.setdefault(room_of(path), set()).update(set(imports_of(path)) - {room_of(path)})
+    while graph:
+        leaves = {room for room, needs in graph.items() if not needs & graph.keys()}
+        assert leaves, f"a circle of imports among {sorted(graph)}"
+        graph = {room: needs for room, needs in graph.items() if room not in leaves}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_files_and_functions_are_small(path):
+    assert len(path.read_text().splitlines()) <= 400
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.FunctionDef):
+            docstring = node.body[0] if ast.get_docstring(node) else None
+            length = node.end_lineno - node.lineno + 1
+            if docstring is not None:
+                length -= docstring.end_lineno - docstring.lineno + 1
+            assert length <= 40, f"{node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_everything_public_is_told(path):
+    tree = tree_of(path)
+    first = (ast.get_docstring(tree) or "").partition("\n")[0]
+    assert first.endswith((".", ":")) or "," in first, "the first line says what the file does"
+    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
+    for scope in scopes:
+        for node in scope.body:
+            private = getattr(node, "name", "_").startswith("_")
+            hidden = getattr(scope, "name", "").startswith("_")
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not private and not hidden:
+                assert ast.get_docstring(node), f"{node.name} has no docstring"
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_forbidden_things(path):
+    text, name = path.read_text(), name_of(path)
+    assert not re.search(r"^\s*assert ", text, re.MULTILINE), "asserts are no checks of input"
+    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
+    assert "environ" not in text or name in ENVIRONMENT_READERS
+    assert not re.search(r"^\s*(from|import) mpi4py", text, re.MULTILINE) or name in MPI_USERS
+    assert not {"utils", "helpers", "core"} & set(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+def test_collectives_say_whether_they_block():
+    from mpiring import Communicator
+    for name in ("empty", "allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast",
+                 "barrier", "broadcast_object", "allgather_object", "split", "close", "submit"):
+        text = inspect.getdoc(getattr(Communicator, name))
+        assert re.search(r"^Collective: .*Blocking: (yes|no)\.", text, re.MULTILINE), name
+
+
+def test_exports():
+    package = importlib.import_module("mpiring")
+    assert package.__all__ == sorted(package.__all__)
+    for name in package.__all__:
+        assert getattr(package, name).__doc__
+    errors = importlib.import_module("mpiring.errors")
+    for name, item in vars(errors).items():
+        if inspect.isclass(item):
+            assert name in package.__all__, f"{name} is not exported"
+            assert name in errors.__doc__, f"{name} is missing from the tree"
+
+
+def run(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, text=True,
+                          capture_output=True, timeout=60).stdout
+
+
+def test_import_is_light_and_starts_no_mpi():
+    out = run("import sys, mpiring, mpiring.numpy; print(*sys.modules)")
+    loaded = set(out.split())
+    assert "mpi4py.MPI" not in loaded
+    third_party = {"torch", "cupy", "sklearn", "scipy", "tqdm", "ml_dtypes", "matplotlib"}
+    assert not loaded & third_party
+
+
+def test_import_time():
+    """The promise is 0.2 s beyond NumPy; only a gross breach fails, since machines differ."""
+    out = run("import time, numpy; t = time.perf_counter(); import mpiring; "
+              "print(time.perf_counter() - t)")
+    assert float(out) < 1.0
+
+
+def test_main_works_without_mpi():
+    out = run("import sys, runpy; sys.modules['mpi4py.MPI'] = None"
+              "\nsys.argv = ['mpiring', '--help']"
+              "\ntry: runpy.run_module('mpiring', run_name='__main__')"
+              "\nexcept SystemExit as end: print('exit', end.code)")
+    assert "usage: python -m mpiring" in out and "exit 0" in out
+
+
+def test_the_tree_is_clean():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True)
+    if tracked.returncode:
+        pytest.skip(reason="not a git checkout")
+    for name in tracked.stdout.splitlines():
+        path = Path(ROOT, name)
+        assert not re.search(r"(\.pyc|\.egg-info|__pycache__|\.so)$", name), name
+        if path.exists():
+            assert path.stat().st_size < 200_000, name

@@ -1,0 +1,53 @@
+"""Tests launches that went wrong, in processes of their own."""
+
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT, environment
+
+pytestmark = pytest.mark.launch
+
+
+def python(code, **variables):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True,
+                          env=environment(**variables), timeout=60)
+
+
+INIT = "import mpiring; comm = mpiring.init(); print(comm.size, comm.allreduce.__name__)"
+
+
+@pytest.mark.parametrize(("variable", "launcher"), [
+    ("SLURM_NTASKS", "Slurm"), ("SLURM_STEP_NUM_TASKS", "srun"),
+    ("OMPI_COMM_WORLD_SIZE", "Open MPI"),
+])
+def test_ranks_that_became_worlds_of_their_own_are_refused(variable, launcher):
+    ended = python(INIT, **{variable: "4"})
+    assert ended.returncode == 1
+    assert "LaunchError" in ended.stderr and f"{variable}=4" in ended.stderr
+    assert launcher in ended.stderr
+    for remedy in ("srun --mpi=pmi2", "mpirun", "MPIRING_ALLOW_SINGLETON=1"):
+        assert remedy in ended.stderr
+
+
+def test_one_rank_can_be_meant():
+    ended = python(INIT, SLURM_NTASKS="4", MPIRING_ALLOW_SINGLETON="1")
+    assert ended.stdout == "1 allreduce\n", ended.stderr
+    assert python(INIT, SLURM_NTASKS="1").returncode == 0
+
+
+def test_finalised_mpi_is_an_error_of_ours():
+    ended = python(
+        "import numpy, mpiring; from mpi4py import MPI; comm = mpiring.init(); MPI.Finalize()\n"
+        "try: comm.allreduce(numpy.ones(3))\n"
+        "except mpiring.ClosedError as error: print(error)\n"
+        "try: mpiring.init()\n"
+        "except mpiring.ClosedError as error: print(error)")
+    assert ended.stdout.count("MPI is finalised") == 2, ended.stderr
+    assert ended.returncode == 0
+
+
+def test_a_missing_mpi_library_is_an_error_with_the_remedy():
+    ended = python("import sys, mpiring; sys.modules['mpi4py.MPI'] = None; mpiring.init()")
+    assert "MissingDependencyError" in ended.stderr
+    assert "pip install 'mpiring[mpich]'" in ended.stderr

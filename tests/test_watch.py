@@ -1,0 +1,114 @@
+"""Tests what a rank says when an operation stalls, with messages passed by hand."""
+
+import time
+
+import pytest
+
+from mpiring import Config, StallError
+from mpiring.collectives.agreement import Call
+from mpiring.engine import Engine, Handle
+from mpiring.watch import StallWatch
+
+
+class Never:
+    def test(self):
+        return False
+
+
+def stuck():
+    yield (Never(),)
+
+
+class Ranks:
+    """Some ranks whose watches share a letter box."""
+
+    def __init__(self, size, **settings):
+        self.size = size
+        self.letters = {rank: [] for rank in range(size)}
+        self.said = {rank: [] for rank in range(size)}
+        config = Config(**settings)
+        self.engine = Engine(config, threaded=False, end_job=print)
+        self.watches = [StallWatch(rank, size, Post(self, rank), config, self.said[rank].append)
+                        for rank in range(size)]
+
+    def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
+        handle = Handle(self.engine, Call(kind), sequence, iter(()) if done else stuck())
+        handle._task.done = done
+        self.watches[rank].enter(handle, patient=patient)
+        return handle
+
+    def look(self, seconds, ranks=None):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            for rank in range(self.size) if ranks is None else ranks:
+                self.watches[rank].look()
+            time.sleep(0.01)
+
+
+class Post:
+    def __init__(self, ranks, rank):
+        self.ranks, self.rank = ranks, rank
+
+    def post(self, dest, message):
+        self.ranks.letters[dest].append((self.rank, message))
+
+    def poll(self):
+        letters, self.ranks.letters[self.rank] = self.ranks.letters[self.rank], []
+        return letters
+
+
+def test_the_lowest_waiting_rank_reports_once_where_all_stand():
+    ranks = Ranks(5, stall_warning_s=0.1, stall_timeout_s=0)
+    for rank in range(5):
+        ranks.call(rank, 0, "broadcast", done=True)
+    ranks.call(1, 1)
+    ranks.call(2, 1)
+    ranks.call(3, 1, done=True)
+    ranks.look(0.4, ranks=(0, 1, 2, 3))
+    assert ranks.said[1] == [], "rank 4 has not answered yet"
+    ranks.look(1.0, ranks=(0, 1, 2, 3))
+    (report,) = ranks.said[1]
+    for line in ("rank 1 has waited 1 s in #1 allreduce",
+                 "rank 0 has NOT CALLED it; its last call was #0 broadcast",
+                 "rank 2 waits in it too",
+                 "rank 3 has finished it",
+                 "rank 4 does not answer"):
+        assert line in report
+    assert not any(ranks.said[rank] for rank in (0, 2, 3, 4))
+
+
+def test_the_timeout_raises_with_fresh_answers():
+    ranks = Ranks(3, stall_warning_s=0.1, stall_timeout_s=0.4)
+    ranks.call(0, 0)
+    ranks.look(0.25)
+    assert "rank 1 has not called it, nor anything else" in ranks.said[0][0]
+    ranks.call(1, 0)
+    with pytest.raises(StallError, match="rank 1 waits in it too") as caught:
+        ranks.look(2)
+    assert "rank 2 has not called it" in str(caught.value)
+
+
+def test_a_rank_that_waits_in_an_earlier_operation_says_so():
+    ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0)
+    ranks.call(0, 5)
+    ranks.call(1, 4, "reduce")
+    ranks.call(1, 5)
+    ranks.look(0.3)
+    assert "rank 1 has called it too, and still waits in #4 reduce" in ranks.said[0][0]
+
+
+def test_patient_and_moving_operations_do_not_stall():
+    ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0.2)
+    ranks.call(0, 0, "close", patient=True)
+    moving = ranks.call(1, 0)
+    for _ in range(10):
+        moving._moved_s = time.monotonic()
+        ranks.look(0.05)
+    assert not any(ranks.said.values())
+
+
+def test_zero_waits_for_ever_without_a_word():
+    ranks = Ranks(2, stall_warning_s=0, stall_timeout_s=0)
+    ranks.call(0, 0)
+    ranks.look(0.2)
+    assert not any(ranks.said.values()) and not any(ranks.letters.values())

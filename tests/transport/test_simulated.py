@@ -1,0 +1,175 @@
+"""Tests the simulated network itself: prices, faults, determinism, reports."""
+
+import numpy as np
+import pytest
+
+from mpiring.collectives import chain, ring
+from mpiring.errors import BufferMismatchError, StallError
+from mpiring.memory.reduction import Reduction
+from mpiring.transport.simulated import Dead, Link, Lost, SimulatedNetwork, Slow
+
+
+def allreduce(net, n=8):
+    x = np.ones(n)
+    yield from ring.allreduce(net, x, np.empty(n), Reduction("sum", "float64", net.size))
+    return x
+
+
+def one_message(net, source, dest, n=1000):
+    x = np.zeros(n, np.uint8)
+    if net.rank == source:
+        yield (net.isend(x, dest),)
+    elif net.rank == dest:
+        yield (net.irecv(x, source),)
+
+
+def test_a_message_costs_latency_and_bytes_over_bandwidth():
+    net = SimulatedNetwork(2, between=Link(1e-3, 1e6))
+    net.run(lambda channel: one_message(channel, 0, 1))
+    assert net.time_s == pytest.approx(1e-3 + 1000 / 1e6)
+
+
+def test_the_ranks_of_a_node_share_its_nic_each_way():
+    for source_or_dest in ((0, 2), (1, 3)), ((0, 2), (1, 2)), ((0, 2), (0, 3)):
+        net = SimulatedNetwork(4, between=Link(0, 1e6), ranks_per_node=2)
+        net.run(*(lambda channel, pair=pair: one_message(channel, *pair)
+                  for pair in source_or_dest))
+        assert net.time_s == pytest.approx(2 * 1000 / 1e6)
+    net = SimulatedNetwork(4, between=Link(0, 1e6), ranks_per_node=2)
+    net.run(lambda channel: one_message(channel, 0, 2), lambda channel: one_message(channel, 3, 1))
+    assert net.time_s == pytest.approx(1000 / 1e6), "the two directions are independent"
+
+
+def test_messages_within_a_node_use_no_nic():
+    net = SimulatedNetwork(2, between=Link(1, 1), within=Link(1e-6, 1e9), ranks_per_node=2)
+    net.run(lambda channel: one_message(channel, 0, 1))
+    assert net.time_s == pytest.approx(1e-6 + 1000 / 1e9)
+
+
+def test_equal_seeds_give_equal_runs():
+    def trace(seed):
+        net, log = SimulatedNetwork(5, seed=seed), []
+
+        def program(channel):
+            for _ in range(3):
+                yield from allreduce(channel)
+                log.append((channel.rank, net.time_s))
+        net.run(program)
+        return log
+
+    assert trace(1) == trace(1)
+    assert trace(1) != trace(2)
+
+
+def test_an_adversary_delivers_out_of_order_across_channels_only():
+    overtaken = 0
+    for seed in range(50):
+        log = []
+
+        def program(channel, log=log):
+            x = np.zeros(1)
+            for number in range(4):
+                if channel.rank == 0:
+                    yield (channel.isend(np.array([number + 0.0]), 1),)
+                else:
+                    yield (channel.irecv(x, 0),)
+                    log.append((channel.tag, x[0]))
+        SimulatedNetwork(2, seed=seed).run(program, program)
+        for tag in (0, 1):
+            assert [number for other, number in log if other == tag] == [0, 1, 2, 3]
+        overtaken += [tag for tag, _ in log] != sorted(tag for tag, _ in log)
+    assert overtaken > 10
+
+
+def test_a_schedule_that_changes_a_buffer_too_early_is_caught():
+    def program(net):
+        x = np.full(3, 5.0)
+        if net.rank == 0:
+            request = net.isend(x, 1)
+            x[...] = 0
+            yield (request,)
+        else:
+            yield (net.irecv(x, 0),)
+        return x
+
+    assert any((SimulatedNetwork(2, seed=seed).run(program)[1] != 5).any() for seed in range(20))
+
+
+def test_a_schedule_that_reads_a_buffer_too_early_is_caught():
+    def program(net):
+        x = np.zeros(3)
+        if net.rank == 0:
+            yield (net.isend(x, 1),)
+        else:
+            request = net.irecv(x, 0)
+            early = x.copy()
+            yield (request,)
+            return early
+
+    assert any((SimulatedNetwork(2, seed=seed).run(program)[1] != 0).any() for seed in range(20))
+
+
+def test_a_schedule_that_relies_on_buffered_sends_is_caught():
+    def program(net):
+        x = np.zeros(3)
+        yield (net.isend(x, 1 - net.rank),)
+        yield (net.irecv(x, 1 - net.rank),)
+
+    stalls = 0
+    for seed in range(20):
+        try:
+            SimulatedNetwork(2, seed=seed).run(program)
+        except StallError as error:
+            stalls += 1
+            assert "a send of 24 bytes to rank" in str(error)
+    assert stalls
+
+
+def test_a_lost_message_is_reported_with_what_each_rank_waits_for():
+    with pytest.raises(StallError) as caught:
+        SimulatedNetwork(3, faults=[Lost(0, 1, index=1)]).run(allreduce)
+    text = str(caught.value)
+    assert "rank 1 waits for 24 bytes from rank 0 (channel 0)" in text
+    assert "rank 2 waits for 24 bytes from rank 1" in text
+    assert "rank 0 waits for" in text
+
+
+def test_a_dead_rank_is_named():
+    for after in range(6):
+        with pytest.raises(StallError, match="rank 2 is dead"):
+            SimulatedNetwork(4, faults=[Dead(2, after)]).run(allreduce)
+
+
+def test_a_slow_rank_slows_everybody():
+    usual, slow = SimulatedNetwork(4, between=Link(1e-3)), SimulatedNetwork(
+        4, between=Link(1e-3), faults=[Slow(1, 10)])
+    usual.run(allreduce)
+    slow.run(allreduce)
+    assert slow.time_s > 3 * usual.time_s
+
+
+def test_a_message_of_another_length_is_an_error():
+    with pytest.raises(BufferMismatchError, match="expected 8 bytes from rank"):
+        SimulatedNetwork(2).run(lambda net: allreduce(net, n=2 + 2 * net.rank))
+
+
+def test_errors_of_some_ranks_can_be_looked_at():
+    def program(net):
+        if net.rank == 1:
+            raise ValueError("a bug")
+        yield from chain.barrier(net)
+        return "done"
+
+    first, second, third = SimulatedNetwork(3).run(program, return_errors=True)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, StallError) and isinstance(third, StallError)
+    with pytest.raises(ValueError, match="a bug"):
+        SimulatedNetwork(3).run(program)
+
+
+def test_a_network_runs_again_after_a_run():
+    net = SimulatedNetwork(3, between=Link(1e-3))
+    net.run(allreduce)
+    first = net.time_s
+    assert (net.run(allreduce)[2] == 3).all()
+    assert net.time_s == pytest.approx(2 * first)
