@@ -27,7 +27,7 @@ parser.add_argument("--momentum", type=float, default=0.9)
 parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--bucket-bytes", type=int, default=128 << 10)
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--save", metavar="FILE.npz", help="write the weights here, from rank 0")
+parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<rank>.npz")
 args = parser.parse_args()
 
 comm = mpiring.init()
@@ -111,6 +111,6 @@ for epoch in range(args.epochs):
               f"test accuracy {accuracy:.2%}  {len(train) / seconds:,.0f} images/s  "
               f"{statistics.hidden_share:.0%} of communication hidden", flush=True)
 
-if comm.rank == 0 and args.save:
-    np.savez(args.save, **params)
+if args.save:
+    np.savez(f"{args.save}{comm.rank}.npz", **params)
 comm.close()

@@ -76,6 +76,8 @@ class Group:
         self._turns = Turns()
         self._scratch = Scratch(keep=config.operations_in_flight + 1)
         self._end_job = JobEnder(self.rank, self.size, abort)
+        if self.size > 1 and config.abort_on_exception:
+            end_job_on_exceptions(self._end_job)
         self._refuse_different_settings()
         self._engine = engine or self._start_engine(mpi)
         self._watch = StallWatch(self.rank, self.size, Mailbox(self._transport), config)
@@ -94,10 +96,7 @@ class Group:
 
     def _start_engine(self, mpi: Any) -> Engine:
         threaded = self.size > 1 and self._take_thread(mpi)
-        engine = Engine(self.config, threaded=threaded, end_job=self._end_job)
-        if self.size > 1 and self.config.abort_on_exception:
-            end_job_on_exceptions(self._end_job)
-        return engine
+        return Engine(self.config, threaded=threaded, end_job=self._end_job)
 
     def _take_thread(self, mpi: Any) -> bool:
         """Decide whether operations advance in a background thread."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from .collectives.agreement import Call
 from .config import Config
 from .engine import Handle
 from .errors import StallError
@@ -41,16 +42,16 @@ class StallWatch:
         self._config = config
         self._say = say or _print_at_once
         self._unfinished: list[Handle[Any]] = []
-        self._last: tuple[Handle[Any], float] | None = None
+        self._last: tuple[int, Call, float] | None = None
         self._inquiry: _Inquiry | None = None
-        self._patient: Handle[Any] | None = None
+        self._patient = False
 
     def enter(self, handle: Handle[Any], *, patient: bool = False) -> None:
-        """Note that this rank called an operation; a `patient` one may wait for ever."""
+        """Note that this rank called an operation; a `patient` one, its last, may wait for ever."""
         self._unfinished.append(handle)
-        self._last = handle, time.monotonic()
-        if patient:
-            self._patient = handle
+        # Not the handle: it would keep the user's array alive.
+        self._last = handle.sequence, handle.call, time.monotonic()
+        self._patient = patient
 
     def unfinished(self) -> list[Handle[Any]]:
         """Return the operations that this rank called and that are not complete."""
@@ -66,7 +67,7 @@ class StallWatch:
         for source, message in self._post.poll():
             self._read(source, json.loads(message))
         oldest = next(iter(self.unfinished()), None)
-        if oldest is None or oldest is self._patient:
+        if oldest is None or self._patient:
             self._inquiry = None
             return
         warning_s, timeout_s = self._config.stall_warning_s, self._config.stall_timeout_s
@@ -116,11 +117,11 @@ class StallWatch:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
         if self._last is None:
             return "has not called it, nor anything else", False
-        last, when = self._last
-        if last.sequence >= sequence:
+        last, call, when = self._last
+        if last >= sequence:
             return "has finished it", False
         ago = time.monotonic() - when
-        return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False
+        return f"has NOT CALLED it; its last call was #{last} {call}, {ago:.0f} s ago", False
 
     def _report(self, inquiry: "_Inquiry") -> str:
         handle = inquiry.handle

@@ -1,0 +1,47 @@
+"""Runs the examples, and checks that the number of ranks does not change what is learnt."""
+
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launching import ROOT, environment, launch
+
+pytestmark = pytest.mark.launch
+
+TRAIN = ROOT / "examples" / "train_numpy.py"
+
+
+def test_allreduce_is_short_and_adds():
+    source = ROOT / "examples" / "allreduce.py"
+    assert len(source.read_text().splitlines()) <= 12
+    ended = launch(3, source)
+    assert ended.status == 0 and ended.output.count("the ranks add up to 3;") == 3, ended.output
+
+
+def test_training_alone_needs_no_launcher():
+    ended = subprocess.run(
+        [sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, env=environment(),
+        text=True, capture_output=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert re.search(r"epoch   2  loss 0\.\d{4}  test accuracy \d\d\.\d\d%  [\d,]+ images/s  "
+                     r"0% of communication hidden", ended.stdout)
+
+
+@pytest.mark.parametrize("options", [[], ["--batch", "97", "--bucket-bytes", "5000"]],
+                         ids=["even shares", "uneven shares"])
+def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
+    weights = {}
+    for ranks in (1, 2, 3, 4):
+        prefix = tmp_path / f"{ranks}-"
+        ended = launch(ranks, TRAIN, "--epochs", "1", "--save", prefix, *options)
+        assert ended.status == 0, ended.output
+        found = [np.load(f"{prefix}{rank}.npz") for rank in range(ranks)]
+        for name in found[0]:
+            bits = {replica[name].tobytes() for replica in found}
+            assert len(bits) == 1, f"{name} differs between ranks"
+        weights[ranks] = found[0]
+    for ranks in (2, 3, 4):
+        for name, alone in weights[1].items():
+            np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)

@@ -1,0 +1,74 @@
+"""Runs what the README shows."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT, environment, launch
+
+from mpiring import Config
+
+pytestmark = pytest.mark.launch
+
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+def test_the_first_command_trains():
+    """The part behind `pip install … &&`; CI runs the whole of it in a fresh environment."""
+    command = blocks("sh")[0].split("&&")[1].split()
+    assert command[:4] == ["mpirun", "-n", "4", "python"]
+    ended = launch(4, *command[4:])
+    assert ended.status == 0, ended.output
+    accuracy = float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1])
+    assert accuracy >= 97 and ended.seconds < 60
+
+
+def test_the_diff_is_a_working_program_of_at_most_four_new_lines(tmp_path):
+    (diff,) = blocks("diff")
+    new = [line for line in diff.splitlines() if line.startswith("+")]
+    assert len(new) <= 4
+    program = tmp_path / "train.py"
+    program.write_text("\n".join([
+        "import numpy as np, mpiring",
+        "from mpiring.numpy import DataParallel",
+        "from mpi4py import MPI",
+        "params = {'w': np.full(3, float(MPI.COMM_WORLD.rank)), 'b': np.zeros(())}",
+        "learning_rate, batches = 0.5, [MPI.COMM_WORLD.rank] * 3",
+        "backward = lambda rank: [('b', rank), ('w', np.arange(3) * rank)]",
+        *(line[1:] for line in diff.splitlines() if not line.startswith("-")),
+        "assert params['w'].tolist() == [0.0, -1.5, -3.0] and params['b'] == -1.5, params"]))
+    ended = launch(3, program)
+    assert ended.status == 0, ended.output
+
+
+def test_the_python_block_runs():
+    (block,) = blocks("python")
+    ended = launch(3, "-c", block + "    assert x[0] == 4.5 and names[2] == 'rank 2', x")
+    assert ended.status == 0, ended.output
+    alone = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env=environment(), timeout=60)
+    assert alone.returncode == 0
+
+
+def test_every_setting_is_in_the_table():
+    for name, default in vars(Config()).items():
+        (row,) = re.findall(rf"^\| `{name}` \| `MPIRING_{name.upper()}` \| (.*) \|$", README,
+                            re.MULTILINE)
+        shown = str(int(default)) if isinstance(default, bool) else f"{default}"
+        assert shown.removesuffix(".0") in row
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert target.startswith("https://") or (ROOT / target).exists(), target
+
+
+def test_the_commands_name_real_extras():
+    setup = (ROOT / "setup.cfg").read_text()
+    for extras in re.findall(r"pip install (?:-e )?'\.\[([^]]+)\]'", README):
+        for extra in extras.split(","):
+            assert re.search(rf"^{extra} =$", setup, re.MULTILINE), extra
