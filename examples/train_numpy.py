@@ -9,18 +9,20 @@ the same for any number of ranks: each rank takes its share.
 """
 
 import argparse
+import os
 import sys
 import time
 
 import numpy as np
 from sklearn.datasets import load_digits
+from threadpoolctl import threadpool_limits
 from tqdm import tqdm
 
 import mpiring
 from mpiring.numpy import DataParallel
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-parser.add_argument("--epochs", type=int, default=60)
+parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--batch", type=int, default=96, help="images per step, over all ranks")
 parser.add_argument("--learning-rate", type=float, default=0.05)
 parser.add_argument("--momentum", type=float, default=0.9)
@@ -31,6 +33,8 @@ parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<ra
 args = parser.parse_args()
 
 comm = mpiring.init()
+# Ranks on one node share its cores; NumPy's threads would fight over them.
+threadpool_limits(max(1, os.cpu_count() // comm.local_size))
 
 # Every rank reads the same data and splits it in the same way: one fifth for the test.
 images, labels = load_digits(return_X_y=True)
