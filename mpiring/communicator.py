@@ -270,6 +270,8 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
+        if color is not None and color < 0:
+            raise ConfigError(f"rank {self.rank}: color={color}: expected 0 or more, or None")
         group = self._group.split(color, key)
         if group is None:
             return None

@@ -16,7 +16,7 @@ PROGRESS = ("auto", "thread", "inline")
 # Where launchers tell a process how many ranks were asked for; the most specific first.
 LAUNCHER_SIZES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
-    "PMI_SIZE": "a PMI launcher (MPICH's mpiexec, srun --mpi=pmi2)",
+    "PMI_SIZE": "MPICH's mpiexec, or srun --mpi=pmi2",
     "MV2_COMM_WORLD_SIZE": "MVAPICH's mpirun_rsh",
     "SLURM_STEP_NUM_TASKS": "srun",
     "SLURM_NTASKS": "Slurm",

@@ -15,7 +15,7 @@ from typing import Generic, Protocol
 
 from .collectives.agreement import Call
 from .config import Config
-from .errors import TransportError
+from .errors import ClosedError, TransportError
 from .transport.base import Schedule, T, Task
 
 _FIRST_PAUSE_S = 20e-6
@@ -201,7 +201,7 @@ class Engine:
             if first:
                 raise self._failure
             raise TransportError(
-                f"an earlier operation failed: {self._failure}") from self._failure
+                f"an earlier operation failed: {self._failure!r}") from self._failure
 
     def watch(self, watch: Watch) -> None:
         """Begin to look after a communicator."""
@@ -215,7 +215,9 @@ class Engine:
             self.stop()
 
     def stop(self) -> None:
-        """Stop the thread; no MPI call is made by it afterwards."""
+        """Stop the thread and all operations; no MPI call is made here afterwards."""
+        if self._queue or self._blocking or self._background:
+            self._failure = self._failure or ClosedError("MPI ended before all operations did")
         self._stopping = True
         self._wake.set()
         self._nobody_waits.set()

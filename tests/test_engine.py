@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mpiring import Config, TransportError
+from mpiring import ClosedError, Config, TransportError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine, Handle
 
@@ -175,6 +175,15 @@ def test_an_interrupted_operation_does_not_look_complete(inline):
     with pytest.raises((KeyboardInterrupt, TransportError)):
         handle.wait()
     assert not handle.done
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_an_operation_that_mpi_did_not_outlive_fails(threaded):
+    setup = Setup(threaded)
+    handle = setup.submit(waits_for(Flag()))
+    setup.engine.stop()
+    with pytest.raises(ClosedError, match="MPI ended before all operations did"):
+        handle.wait()
 
 
 def test_many_threads_wait_for_many_operations(background):

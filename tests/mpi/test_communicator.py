@@ -127,11 +127,14 @@ def test_blocking_calls_overtake_handles(comm):
 
 def test_a_handle_advances_without_waiting(comm):
     handle = comm.iallreduce(np.ones(500_000, np.float32))
+    threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
     for _ in range(100_000):
-        if handle.test():
+        # With a thread, no call of mpiring's is needed at all.
+        if handle.done if threaded else handle.test():
             break
         np.sort(np.arange(1000.0))
     assert handle.done
+    comm.barrier()
 
 
 def test_split(comm):
@@ -143,6 +146,8 @@ def test_split(comm):
     assert both[1 - comm.rank % 2].wait() is not None
     assert both[0].wait()[0] == comm.size and both[1].wait()[0] == part.size
     part.close()
+    with pytest.raises(mpiring.ConfigError, match="color=-1"):
+        comm.split(-1)
     alone = comm.split(0 if comm.rank == 0 else None)
     assert (alone is None) == (comm.rank != 0)
     if alone is not None:
