@@ -38,22 +38,19 @@ class Handle(Generic[T]):
     Attributes:
         call: What the operation is.
         sequence: Its number among its communicator's operations.
+        done: Whether it is complete, as far as anybody has looked.
     """
 
     def __init__(self, engine: "Engine", call: Call, sequence: int, schedule: Schedule[T]) -> None:
         self.call = call
         self.sequence = sequence
+        self.done = False
         self._engine = engine
         self._task = Task(schedule)
         self._moved_s = time.monotonic()
 
     def __repr__(self) -> str:
         return f"#{self.sequence} {self.call}"
-
-    @property
-    def done(self) -> bool:
-        """Whether the operation is complete, without looking at the network."""
-        return self._task.done
 
     @property
     def waited_s(self) -> float:
@@ -86,6 +83,11 @@ class Handle(Generic[T]):
         if not self.done:
             self._engine.wait(self)
         return self._task.result  # type: ignore[return-value]
+
+    @property
+    def finished(self) -> bool:
+        """Whether the schedule has returned; `done` follows when the engine has counted it."""
+        return self._task.done
 
     def step(self) -> bool:
         """Advance as far as the network allows; for the engine."""
@@ -253,9 +255,9 @@ class Engine:
             for active in (self._blocking, self._background):
                 for handle in tuple(active):
                     moved |= handle.step()
-                    if handle.done:
+                    if handle.finished:
                         active.remove(handle)
-                        self._completed()
+                        self._completed(handle)
             now = time.monotonic()
             if now >= self._next_look_s:
                 self._next_look_s = now + _LOOK_S
@@ -283,17 +285,19 @@ class Engine:
         except BaseException as error:
             self._failure = self._failure or error
             raise
-        if handle.done:
-            self._completed()
+        if handle.finished:
+            self._completed(handle)
         else:
             active.append(handle)
 
-    def _completed(self) -> None:
+    def _completed(self, handle: Handle[object]) -> None:
         """Note that an operation is complete, and how long any were under way."""
         self.operations += 1
         if self._busy_since is not None and not (self._blocking or self._background):
             self.communication_s += time.monotonic() - self._busy_since
             self._busy_since = None
+        # Last: whoever sees it may read the statistics.
+        handle.done = True
 
     def _loop(self) -> None:
         """Progress in the background until stopped or failed."""

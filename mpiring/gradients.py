@@ -46,6 +46,7 @@ class Gradients:
         self._home: dict[str, Bucket] = {}
         self._buckets: list[Bucket] = []
         self._retired: list[Bucket] = []
+        self._calls: list[Call] = []
         self._handles: list[Handle[None]] = []
         self._order: list[str] = []
         self._settled = deterministic
@@ -107,9 +108,8 @@ class Gradients:
         self._order.clear()
 
     def _send(self, bucket: Bucket) -> Handle[None]:
-        detail = f"{self._reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape}"
         return self._comm.submit(
-            Call("reduce", detail, str(bucket)),
+            self._calls[bucket.index],
             lambda collectives: self._reducer.reduce(collectives, bucket))
 
     def _settle(self) -> None:
@@ -130,6 +130,9 @@ class Gradients:
         self._buckets = [
             Bucket(index, bucket_plan, self._comm.empty)
             for index, bucket_plan in enumerate(plan(tensors, self._bucket_bytes))]
+        self._calls = [
+            Call("reduce", f"{self._reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape}",
+                 str(bucket)) for bucket in self._buckets]
         for bucket in self._buckets:
             self._views.update(bucket.views)
             self._home.update(dict.fromkeys(bucket.views, bucket))

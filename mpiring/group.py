@@ -150,6 +150,7 @@ class Group:
             self._watch.enter(handle, patient=patient)
         else:
             handle.start()
+            handle.done = True
         return handle
 
     def poke(self) -> None:

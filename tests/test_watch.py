@@ -33,7 +33,7 @@ class Ranks:
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
         handle = Handle(self.engine, Call(kind), sequence, iter(()) if done else stuck())
-        handle._task.done = done
+        handle.done = done
         self.watches[rank].enter(handle, patient=patient)
         return handle
 

@@ -64,7 +64,10 @@ def agreed(net: Channel, call: Call, sequence: int, schedule: Schedule[T]) -> Sc
     mine, theirs = call.header(sequence), np.empty(HEADER_BYTES, np.uint8)
     arriving = net.irecv(theirs, left)
     leaving = net.isend(mine, right)
-    first = next(schedule)
+    try:
+        first = tuple(next(schedule))
+    except StopIteration as stop:
+        first, schedule = (), _finished(stop.value)
     # The data is under way already; only looking at it has to wait for the header.
     yield (arriving,)
     if not np.array_equal(mine, theirs):
@@ -74,3 +77,9 @@ def agreed(net: Channel, call: Call, sequence: int, schedule: Schedule[T]) -> Sc
             f"the same collectives in the same order with equal shape, dtype, op and root")
     yield leaving, *first
     return (yield from schedule)
+
+
+def _finished(value: T) -> Schedule[T]:
+    """Be a schedule that has nothing left to do."""
+    return value
+    yield ()

@@ -75,6 +75,18 @@ def test_a_rank_that_never_calls_is_a_stall():
         SimulatedNetwork(4).run(program)
 
 
+def test_a_schedule_without_messages_is_compared_too():
+    def program(net, detail):
+        def nothing():
+            return "done"
+            yield
+        return (yield from agreed(net, Call("test", detail), 0, nothing()))
+
+    assert SimulatedNetwork(3, seed=1).run(lambda net: program(net, "")) == ["done"] * 3
+    with pytest.raises(BufferMismatchError):
+        SimulatedNetwork(3, seed=1).run(lambda net: program(net, str(net.rank)))
+
+
 def test_headers_have_one_length_and_tell_long_texts_apart():
     texts = ["x" * 1000 + end for end in "ab"]
     headers = [Call("reduce", "", text).header(3) for text in texts]
