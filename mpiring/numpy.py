@@ -52,9 +52,14 @@ class DataParallel:
     def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
                  bucket_bytes: int = 25 << 20, reducer: Reducer | None = None,
                  deterministic: bool = False) -> None:
+        if not isinstance(comm, Communicator):
+            raise ConfigError(
+                f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
+                f"mpiring.Communicator(comm) for a communicator of mpi4py's")
+        if not isinstance(params, Mapping) or not params:
+            raise ConfigError(
+                f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
         tensors = [_spec(name, array) for name, array in params.items()]
-        if not tensors:
-            raise ConfigError(f"rank {comm.rank}: params is empty; pass the model's arrays")
         _refuse_different(comm, tensors)
         for array in params.values():
             comm.broadcast(array, root=0)

@@ -79,5 +79,7 @@ class Reduction:
             self._divide(chunk)
 
     def _divide(self, x: Array) -> None:
+        if self.size == 1:
+            return
         with np.errstate(all="ignore"):
             np.divide(x, x.dtype.type(self.size), out=x)

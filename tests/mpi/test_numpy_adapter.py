@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpiring
 from mpiring.numpy import DataParallel
@@ -108,8 +109,11 @@ def test_untrainable_parameters_are_refused(comm, name, array, remedy):
 
 
 def test_empty_models_and_buckets_are_refused(comm):
-    with pytest.raises(mpiring.ConfigError, match="params is empty"):
-        DataParallel({}, comm)
+    for params in ({}, [np.zeros(3)]):
+        with pytest.raises(mpiring.ConfigError, match="pass a dict of the model's arrays"):
+            DataParallel(params, comm)
+    with pytest.raises(mpiring.ConfigError, match=r"mpiring.Communicator\(comm\)"):
+        DataParallel(model(0), MPI.COMM_WORLD)
     with pytest.raises(mpiring.ConfigError, match="bucket_bytes=0"):
         DataParallel(model(0), comm, bucket_bytes=0)
 
