@@ -68,7 +68,7 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[BucketPlan, 
     Raises:
         ConfigError: `bucket_bytes` is not positive.
     """
-    if bucket_bytes <= 0:
+    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ConfigError(f"bucket_bytes={bucket_bytes!r}: expected a positive number of bytes")
     place = {tensor.name: i for i, tensor in enumerate(tensors)}
     full: list[list[TensorSpec]] = []
@@ -97,6 +97,7 @@ class Bucket:
         flat: Shape (plan.size,); zeros at first.
         views: A view into `flat` for each tensor, by name.
         missing: The names of gradients that are not ready in this step.
+        label: Its index and the names of its tensors, for messages.
     """
 
     def __init__(self, index: int, plan: BucketPlan,
@@ -113,9 +114,7 @@ class Bucket:
             self.views[tensor.name] = view.reshape(tensor.shape)
             start += tensor.padded_size
         self.missing = set(self.views)
-
-    def __str__(self) -> str:
-        return f"bucket {self.index} ({', '.join(self.views)})"
+        self.label = f"bucket {index} ({', '.join(self.views)})"
 
     def expect_all(self) -> None:
         """Begin a step: no gradient is ready."""

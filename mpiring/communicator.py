@@ -38,7 +38,9 @@ def init(*, config: Config | None = None) -> "Communicator":
 
     Collective: yes. Blocking: yes.
     """
-    config = config or Config()
+    config = Config() if config is None else config
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r}: pass mpiring.Config(...)")
     world = load_mpi().COMM_WORLD
     if not config.allow_singleton:
         refuse_singleton(world.Get_size())
@@ -141,8 +143,8 @@ class Communicator:
             op: As in `allreduce`.
 
         Returns:
-            Chunk `rank` of the flattened `x`, a view: elements
-            `rank * n // size` to `(rank + 1) * n // size`.
+            Chunk `rank` of `x`, a view: elements `rank * n // size` to
+            `(rank + 1) * n // size` in the order of its memory.
 
         Raises: as `allreduce`.
 
@@ -157,7 +159,7 @@ class Communicator:
         """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.
 
         The counterpart of `reduce_scatter`: rank r contributes elements
-        `r * n // size` to `(r + 1) * n // size` of the flattened `x`.
+        `r * n // size` to `(r + 1) * n // size` in the order of memory.
 
         Args:
             x: Any shape and dtype as in `allreduce`.

@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import math
+import numbers
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -36,7 +38,8 @@ class Config:
     (`stall_timeout_s` is `MPIRING_STALL_TIMEOUT_S`), else the default.
 
     Attributes:
-        algorithm: How allreduce runs where the call says "auto": "auto", "ring", "native".
+        algorithm: How allreduce runs where the call says "auto": "auto", "ring", or
+            "native" (the ring does what MPI cannot).
         progress: "thread" advances operations in the background, "inline" only
             inside mpiring's calls; "auto" takes the thread where MPI allows it.
         operations_in_flight: How many nonblocking operations advance at a time;
@@ -46,7 +49,8 @@ class Config:
         stall_warning_s: Seconds without progress after which a report is printed.
         stall_timeout_s: Seconds without progress after which StallError is
             raised and the job is aborted; 0 waits for ever.
-        abort_on_exception: End the whole job when one rank dies of an exception.
+        abort_on_exception: End the whole job when one rank dies of an exception. A
+            rank that ends with operations it cannot complete always ends the job.
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
 
     Raises:
@@ -96,8 +100,10 @@ def _converted(value: Any, kind: type, name: str) -> Any:
             value = kind(value)
         except ValueError as exc:
             raise ConfigError(f"{name}={value!r}: expected {kind.__name__}") from exc
-    elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+    elif kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = float(value)
+    elif kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        value = int(value)
     if type(value) is not kind:
         raise ConfigError(f"{name}={value!r}: expected {kind.__name__}")
     return value
@@ -109,9 +115,8 @@ def _check_range(config: Config) -> None:
             raise ConfigError(f"{name}={getattr(config, name)!r}: expected one of {allowed}")
     for name in ("max_pause_s", "stall_warning_s", "stall_timeout_s"):
         value = getattr(config, name)
-        # `not >=` also catches NaN.
-        if not value >= 0:
-            raise ConfigError(f"{name}={value!r}: expected seconds, 0 or more")
+        if not 0 <= value < math.inf:
+            raise ConfigError(f"{name}={value!r}: expected a finite number of seconds, 0 or more")
     if config.operations_in_flight < 1:
         raise ConfigError(
             f"operations_in_flight={config.operations_in_flight!r}: expected 1 or more")

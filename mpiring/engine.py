@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
 
 from .collectives.agreement import Call
 from .config import Config
@@ -38,14 +39,16 @@ class Handle(Generic[T]):
     Attributes:
         call: What the operation is.
         sequence: Its number among its communicator's operations.
+        started: Whether its first messages are under way; until then it is queued.
         done: Whether it is complete, as far as anybody has looked.
     """
 
-    def __init__(self, engine: "Engine", call: Call, sequence: int, schedule: Schedule[T]) -> None:
+    def __init__(self, lane: "Lane", call: Call, sequence: int, schedule: Schedule[T]) -> None:
         self.call = call
         self.sequence = sequence
+        self.started = False
         self.done = False
-        self._engine = engine
+        self.lane = lane
         self._task = Task(schedule)
         self._moved_s = time.monotonic()
 
@@ -65,9 +68,10 @@ class Handle(Generic[T]):
 
         Collective: no. Blocking: no.
         """
-        self._engine.poke()
         if not self.done:
-            self._engine.raise_failure()
+            self.lane.engine.advance()
+        if not self.done:
+            self.lane.engine.raise_failure()
         return self.done
 
     def wait(self) -> T:
@@ -81,7 +85,7 @@ class Handle(Generic[T]):
         Collective: no. Blocking: yes.
         """
         if not self.done:
-            self._engine.wait(self)
+            self.lane.engine.wait(self)
         return self._task.result  # type: ignore[return-value]
 
     @property
@@ -98,6 +102,7 @@ class Handle(Generic[T]):
 
     def start(self) -> None:
         """Post the first requests; for the engine."""
+        self.started = True
         self._moved_s = time.monotonic()
         self._task.step()
 
@@ -107,6 +112,20 @@ class Watch(Protocol):
 
     def look(self) -> None:
         """Answer questions of other ranks; raise StallError if an operation is overdue."""
+
+
+@dataclass
+class Lane:
+    """One communicator's operations: a few are under way in the background, the rest queue.
+
+    Each communicator has its own, because two ranks may call those of two
+    communicators in different orders.
+    """
+
+    engine: "Engine"
+    watch: Watch
+    queue: deque[Handle[Any]] = field(default_factory=deque)
+    active: list[Handle[Any]] = field(default_factory=list)
 
 
 class Engine:
@@ -132,15 +151,15 @@ class Engine:
         self.threaded = threaded
         self._config = config
         self._end_job = end_job
-        self._watches: list[Watch] = []
-        self._queue: deque[Handle[object]] = deque()
-        self._background: list[Handle[object]] = []
-        self._blocking: list[Handle[object]] = []
-        self._lock = threading.Lock()          # held by who steps operations
-        self._waiters = 0
+        self._lanes: list[Lane] = []
+        self._blocking: list[Handle[Any]] = []
+        # Held by who steps operations. Reentrant, because a signal handler may raise
+        # between taking it and the `try` behind: that must not block the main thread.
+        self._lock = threading.RLock()
+        self._waiting: set[int] = set()
+        self._waiting_lock = threading.Lock()
         self._nobody_waits = threading.Event()
         self._nobody_waits.set()
-        self._count_lock = threading.Lock()    # guards _waiters
         self._failure: BaseException | None = None
         self._failure_noticed = False
         self._busy_since: float | None = None
@@ -152,16 +171,35 @@ class Engine:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
             self._thread.start()
 
+    def join(self, watch: Watch) -> Lane:
+        """Begin to look after a communicator."""
+        lane = Lane(self, watch)
+        self._lanes.append(lane)
+        return lane
+
+    def leave(self, lane: Lane) -> None:
+        """Cease to look after a communicator; when it was the last, stop the thread."""
+        with self._lock:
+            if lane.queue or lane.active:
+                self._failure = self._failure or ClosedError("MPI ended before all operations did")
+            self._lanes.remove(lane)
+        if not self._lanes:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop the thread; it makes no MPI call afterwards."""
+        self._stopping = True
+        self._wake.set()
+        self._nobody_waits.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
     def submit(self, handle: Handle[T]) -> Handle[T]:
         """Advance an operation from now on, behind those submitted before."""
         self.raise_failure()
-        self._queue.append(handle)  # type: ignore[arg-type]
+        handle.lane.queue.append(handle)
         # Post its first messages at once, unless the thread is at work anyway.
-        if self._lock.acquire(blocking=False):
-            try:
-                self._admit()
-            finally:
-                self._lock.release()
+        self._unless_busy(lambda: self._admit(handle.lane))
         self._wake.set()
         return handle
 
@@ -170,19 +208,21 @@ class Engine:
         self.raise_failure()
         began = time.monotonic()
         with self._lock:
-            self._start(handle, self._blocking)  # type: ignore[arg-type]
+            self._start(handle, self._blocking)
         self.exposed_s += time.monotonic() - began
         return handle.wait()
 
     def wait(self, handle: Handle[T]) -> None:
         """Return when `handle` is complete, testing in this thread."""
         began = time.monotonic()
-        self._enter()
         try:
+            self._enter()
             fruitless = 0
             while not handle.done:
                 self.raise_failure()
-                fruitless = 0 if self._turn() else fruitless + 1
+                with self._lock:
+                    moved = self._progress()
+                fruitless = 0 if moved else fruitless + 1
                 if fruitless > _YIELDS:
                     time.sleep(_WAITER_PAUSE_S)
                 elif fruitless:
@@ -191,10 +231,15 @@ class Engine:
             self._leave()
             self.exposed_s += time.monotonic() - began
 
+    def advance(self) -> None:
+        """Progress once, if nobody else is at it, without waiting for anything."""
+        if not self._unless_busy(self._progress):
+            _give_way()
+
     def poke(self) -> None:
-        """Make some progress where no thread makes it."""
+        """Progress once where no thread does it."""
         if not self.threaded:
-            self._turn()
+            self.advance()
 
     def raise_failure(self) -> None:
         """Raise the error of an operation that failed; nothing can be trusted after it."""
@@ -205,54 +250,35 @@ class Engine:
             raise TransportError(
                 f"an earlier operation failed: {self._failure!r}") from self._failure
 
-    def watch(self, watch: Watch) -> None:
-        """Begin to look after a communicator."""
-        self._watches.append(watch)
-
-    def unwatch(self, watch: Watch) -> None:
-        """Cease to look after a communicator; when it was the last, stop the thread."""
-        with self._lock:
-            self._watches.remove(watch)
-        if not self._watches:
-            self.stop()
-
-    def stop(self) -> None:
-        """Stop the thread and all operations; no MPI call is made here afterwards."""
-        if self._queue or self._blocking or self._background:
-            self._failure = self._failure or ClosedError("MPI ended before all operations did")
-        self._stopping = True
-        self._wake.set()
-        self._nobody_waits.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-
     def _enter(self) -> None:
-        with self._count_lock:
-            self._waiters += 1
+        with self._waiting_lock:
+            self._waiting.add(threading.get_ident())
             self._nobody_waits.clear()
 
     def _leave(self) -> None:
-        with self._count_lock:
-            self._waiters -= 1
-            if not self._waiters:
+        with self._waiting_lock:
+            self._waiting.discard(threading.get_ident())
+            if not self._waiting:
                 self._nobody_waits.set()
 
-    def _turn(self) -> bool:
-        """Progress once, unless another thread is at it for long; return whether any moved."""
-        if not self._lock.acquire(timeout=_LOOK_S):
+    def _unless_busy(self, action: Callable[[], bool]) -> bool:
+        """Do something under the lock, or nothing where another thread has it."""
+        if not self._lock.acquire(blocking=False):
             return False
         try:
-            return self._progress()
+            return action()
         finally:
             self._lock.release()
 
     def _progress(self) -> bool:
-        """Step every operation once. The caller holds the lock."""
+        """Step every operation once; return whether any moved. The caller holds the lock."""
         if self._failure is not None:
             return False
-        moved = self._admit()
+        moved = False
+        for lane in self._lanes:
+            moved |= self._admit(lane)
         try:
-            for active in (self._blocking, self._background):
+            for active in (self._blocking, *(lane.active for lane in self._lanes)):
                 for handle in tuple(active):
                     moved |= handle.step()
                     if handle.finished:
@@ -261,56 +287,65 @@ class Engine:
             now = time.monotonic()
             if now >= self._next_look_s:
                 self._next_look_s = now + _LOOK_S
-                for watch in self._watches:
-                    watch.look()
+                for lane in self._lanes:
+                    lane.watch.look()
         except BaseException as error:
-            self._failure = self._failure or error
+            self._keep(error)
             raise
         return moved
 
-    def _admit(self) -> bool:
+    def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, as long as few are under way."""
         admitted = False
-        while self._queue and len(self._background) < self._config.operations_in_flight:
-            self._start(self._queue.popleft(), self._background)
+        while lane.queue and len(lane.active) < self._config.operations_in_flight:
+            self._start(lane.queue.popleft(), lane.active)
             admitted = True
         return admitted
 
-    def _start(self, handle: Handle[object], active: list[Handle[object]]) -> None:
+    def _start(self, handle: Handle[T], active: list[Handle[Any]]) -> None:
         """Post an operation's first requests. The caller holds the lock."""
         if self._busy_since is None:
             self._busy_since = time.monotonic()
         try:
             handle.start()
         except BaseException as error:
-            self._failure = self._failure or error
+            self._keep(error)
             raise
         if handle.finished:
             self._completed(handle)
         else:
             active.append(handle)
 
-    def _completed(self, handle: Handle[object]) -> None:
+    def _keep(self, error: BaseException) -> None:
+        """Remember an error that is about to be raised: no operation can be trusted after it."""
+        if self._failure is None:
+            self._failure = error
+            self._failure_noticed = threading.current_thread() is not self._thread
+
+    def _completed(self, handle: Handle[T]) -> None:
         """Note that an operation is complete, and how long any were under way."""
         self.operations += 1
-        if self._busy_since is not None and not (self._blocking or self._background):
+        if self._busy_since is not None and not self._is_busy():
             self.communication_s += time.monotonic() - self._busy_since
             self._busy_since = None
         # Last: whoever sees it may read the statistics.
         handle.done = True
+
+    def _is_busy(self) -> bool:
+        return bool(self._blocking) or any(lane.active for lane in self._lanes)
 
     def _loop(self) -> None:
         """Progress in the background until stopped or failed."""
         pause = _FIRST_PAUSE_S
         try:
             while not self._stopping and self._failure is None:
-                self._nobody_waits.wait()
-                if not (self._queue or self._blocking or self._background):
+                self._nobody_waits.wait(_LOOK_S)
+                if not self._is_busy() and not any(lane.queue for lane in self._lanes):
                     self._wake.wait(_LOOK_S)
                     self._wake.clear()
                 if self._stopping:
                     return
-                if self._turn():
+                if self._unless_busy(self._progress):
                     pause = _FIRST_PAUSE_S
                 else:
                     time.sleep(pause)

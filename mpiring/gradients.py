@@ -46,7 +46,7 @@ class Gradients:
         self._home: dict[str, Bucket] = {}
         self._buckets: list[Bucket] = []
         self._retired: list[Bucket] = []
-        self._calls: list[Call] = []
+        self._steps = 0
         self._handles: list[Handle[None]] = []
         self._order: list[str] = []
         self._settled = deterministic
@@ -106,10 +106,13 @@ class Gradients:
         if not self._settled:
             self._settle()
         self._order.clear()
+        self._steps += 1
 
     def _send(self, bucket: Bucket) -> Handle[None]:
+        detail = (f"{self._reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape} "
+                  f"in step {self._steps}")
         return self._comm.submit(
-            self._calls[bucket.index],
+            Call("reduce", detail, bucket.label),
             lambda collectives: self._reducer.reduce(collectives, bucket))
 
     def _settle(self) -> None:
@@ -130,9 +133,6 @@ class Gradients:
         self._buckets = [
             Bucket(index, bucket_plan, self._comm.empty)
             for index, bucket_plan in enumerate(plan(tensors, self._bucket_bytes))]
-        self._calls = [
-            Call("reduce", f"{self._reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape}",
-                 str(bucket)) for bucket in self._buckets]
         for bucket in self._buckets:
             self._views.update(bucket.views)
             self._home.update(dict.fromkeys(bucket.views, bucket))

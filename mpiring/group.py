@@ -81,8 +81,8 @@ class Group:
         self._refuse_different_settings()
         self._engine = engine or self._start_engine(mpi)
         self._watch = StallWatch(self.rank, self.size, Mailbox(self._transport), config)
-        self._engine.watch(self._watch)
-        self._disconnect = before_finalize(lambda: self._engine.unwatch(self._watch))
+        self._lane = self._engine.join(self._watch)
+        self._disconnect = before_finalize(lambda: self._engine.leave(self._lane))
         atexit.register(self._close_at_exit)
 
     def _refuse_different_settings(self) -> None:
@@ -96,7 +96,8 @@ class Group:
 
     def _start_engine(self, mpi: Any) -> Engine:
         threaded = self.size > 1 and self._take_thread(mpi)
-        return Engine(self.config, threaded=threaded, end_job=self._end_job)
+        end_job = self._end_job if self.config.abort_on_exception else _do_nothing
+        return Engine(self.config, threaded=threaded, end_job=end_job)
 
     def _take_thread(self, mpi: Any) -> bool:
         """Decide whether operations advance in a background thread."""
@@ -145,7 +146,7 @@ class Group:
         self._sequence += 1
         if self.size > 1:
             schedule = agreed(net, call, sequence, schedule)
-        handle = Handle(self._engine, call, sequence, schedule)
+        handle = Handle(self._lane, call, sequence, schedule)
         if self.size > 1:
             self._watch.enter(handle, patient=patient)
         else:
@@ -216,3 +217,7 @@ class Group:
         if self._is_finalized():
             raise ClosedError(
                 f"rank {self.rank}: MPI is finalised; close() communicators before MPI.Finalize()")
+
+
+def _do_nothing(error: BaseException) -> None:
+    """Leave an error of the background thread to the next call."""

@@ -1,5 +1,6 @@
 """Checks that the ranks became one world, and ends the whole job when one of them fails."""
 
+import contextlib
 import os
 import socket
 import sys
@@ -58,10 +59,13 @@ class JobEnder:
 
     def end(self, error: BaseException, text: str = "") -> None:
         """Print `text` and a last line, and end the job because of `error`."""
-        # One write, so that the launcher does not mix it with other ranks' lines.
-        print(f"{text}mpiring: {self._where} failed with {type(error).__name__}: the job ends",
-              file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        last = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
+        # On a full disk nobody can be told, but the other ranks must end all the same.
+        with contextlib.suppress(Exception):
+            # One write, so that the launcher does not mix it with other ranks' lines.
+            print(f"{text}{last}", file=sys.stderr, flush=True)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
         time.sleep(_FORWARD_S)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         self._abort(code)
@@ -80,8 +84,9 @@ class _Hook:
                  trace: TracebackType | None) -> None:
         if self._previous is sys.__excepthook__:
             self._ender(error)
-        else:
+        try:
             self._previous(kind, error, trace)
+        finally:
             self._ender.end(error)
 
 

@@ -25,6 +25,10 @@ class DataParallel:
         ...
         dp.wait()    # dp.grads now holds the means over ranks
 
+    The views keep the means, so the first write of a step must assign; to
+    accumulate over several batches, add in the later ones, and call `ready` in
+    the last one only.
+
     Look views up in `dp.grads` in every step: after the first one, gradients
     move once to new memory, ordered as they really became ready. A view kept
     from before cannot be written to any more, and reads NaN from the second
@@ -102,6 +106,8 @@ class DataParallel:
 
 
 def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
+    if not isinstance(name, str):
+        raise ConfigError(f"parameter {name!r}: names must be strings, as str({name!r})")
     try:
         flat(array)
         kind = dtype_name(array.dtype)

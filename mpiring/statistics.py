@@ -8,7 +8,7 @@ class Statistics:
     """What communication has cost this rank.
 
     Attributes:
-        operations: How many were completed.
+        operations: How many were completed; 0 for a rank that is alone.
         bytes_sent: By this rank (MPI's own collectives are not counted).
         communication_s: Seconds in which at least one operation was under way.
         exposed_s: Seconds that the program waited for operations.

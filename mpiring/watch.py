@@ -67,10 +67,10 @@ class StallWatch:
         for source, message in self._post.poll():
             self._read(source, json.loads(message))
         oldest = next(iter(self.unfinished()), None)
-        if oldest is None or self._patient:
+        if oldest is None:
             self._inquiry = None
             return
-        warning_s, timeout_s = self._config.stall_warning_s, self._config.stall_timeout_s
+        warning_s, timeout_s = self._config.stall_warning_s, self._timeout_s
         if self._inquiry is None or self._inquiry.is_over(oldest):
             self._inquiry = _Inquiry(oldest)
         inquiry = self._inquiry
@@ -83,6 +83,11 @@ class StallWatch:
                 # One report is enough: the lowest of the ranks that wait prints it.
                 if not any(rank < self._rank for rank in inquiry.waiting):
                     self._say(self._report(inquiry))
+
+    @property
+    def _timeout_s(self) -> float:
+        """Seconds that an operation may stall; 0 for ever."""
+        return 0.0 if self._patient else self._config.stall_timeout_s
 
     def _have_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
         """Ask all ranks once per purpose; return whether they answered, or had time to."""
@@ -110,11 +115,10 @@ class StallWatch:
     def _position(self, sequence: int) -> tuple[str, bool]:
         """Say where this rank stands with an operation, and whether it waits in it."""
         for handle in self.unfinished():
-            if handle.sequence == sequence:
-                first = self._unfinished[0]
-                if first is not handle:
-                    return f"has called it too, and still waits in {first}", False
+            if handle.sequence == sequence and handle.started:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
+            if handle.sequence == sequence:
+                return f"has it queued behind {self._unfinished[0]}", False
         if self._last is None:
             return "has not called it, nor anything else", False
         last, call, when = self._last
@@ -129,8 +133,9 @@ class StallWatch:
         for rank in self._others():
             silent = "does not answer: it is stopped, or outside mpiring without a progress thread"
             lines.append(f"  rank {rank} {inquiry.answers.get(rank, silent)}")
-        limit = f"stall_timeout_s={self._config.stall_timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
-        lines.append(f"  the limit is {limit}; 0 is none")
+        lines.append(
+            f"  the limit is stall_timeout_s={self._timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
+            if self._timeout_s else "  it waits for ever")
         return "\n".join(lines)
 
 

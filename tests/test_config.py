@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from mpiring import Config, ConfigError
@@ -43,9 +44,13 @@ def test_bad_variables(monkeypatch, name, value, message):
 
 
 @pytest.mark.parametrize(("field", "value", "message"), [
-    ("stall_timeout_s", -1, "expected seconds, 0 or more"),
-    ("stall_warning_s", float("nan"), "expected seconds"),
-    ("stall_warning_s", "60", None),
+    ("stall_timeout_s", -1, "expected a finite number of seconds, 0 or more"),
+    ("stall_warning_s", float("nan"), "expected a finite number"),
+    ("max_pause_s", float("inf"), "expected a finite number"),
+    ("stall_timeout_s", np.float64(3), None),
+    ("operations_in_flight", np.int64(3), None),
+    ("stall_timeout_s", 3, None),
+    ("stall_timeout_s", "3", None),
     ("operations_in_flight", 0, "expected 1 or more"),
     ("operations_in_flight", 1.5, "expected int"),
     ("operations_in_flight", True, "expected int"),
@@ -53,7 +58,7 @@ def test_bad_variables(monkeypatch, name, value, message):
 ])
 def test_bad_arguments(field, value, message):
     if message is None:
-        assert getattr(Config(**{field: value}), field) == 60.0
+        assert getattr(Config(**{field: value}), field) == 3
         return
     with pytest.raises(ConfigError, match=message):
         Config(**{field: value})

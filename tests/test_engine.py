@@ -1,7 +1,9 @@
 """Tests when operations advance, without MPI: requests are flags that the test sets."""
 
+import signal
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -35,18 +37,26 @@ def breaks(flag):
     raise ValueError("broken schedule")
 
 
+class Blind:
+    """A watch that sees nothing."""
+
+    def look(self):
+        pass
+
+
 class Setup:
     def __init__(self, threaded, **settings):
         self.ended = []
         self.engine = Engine(Config(**settings), threaded=threaded, end_job=self.ended.append)
+        self.lane = self.engine.join(Blind())
         self.number = -1
 
-    def handle(self, schedule):
+    def handle(self, schedule, lane=None):
         self.number += 1
-        return Handle(self.engine, Call("test"), self.number, schedule)
+        return Handle(lane or self.lane, Call("test"), self.number, schedule)
 
-    def submit(self, schedule):
-        return self.engine.submit(self.handle(schedule))
+    def submit(self, schedule, lane=None):
+        return self.engine.submit(self.handle(schedule, lane))
 
 
 @pytest.fixture
@@ -123,6 +133,50 @@ def test_operations_start_in_order_and_few_at_a_time():
     assert handles[3].wait() is None
 
 
+def test_communicators_do_not_queue_behind_each_other():
+    """Else two ranks that call those of two communicators in different orders would deadlock."""
+    setup = Setup(threaded=False, operations_in_flight=1)
+    other, flags = setup.engine.join(Blind()), [Flag() for _ in range(3)]
+    setup.submit(waits_for(flags[0]))
+    setup.submit(waits_for(flags[1]))
+    setup.submit(waits_for(flags[2]), other)
+    setup.engine.poke()
+    assert [flag.looks > 0 for flag in flags] == [True, False, True]
+
+
+def test_who_tests_makes_progress(background):
+    flag = Flag()
+    handle = background.submit(waits_for(flag))
+    looks = flag.looks
+    for _ in range(1000):
+        handle.test()
+    assert flag.looks > looks + 500
+
+
+def test_an_exception_from_a_signal_handler_leaves_no_lock_behind():
+    """Such as Ctrl-C, at any moment of a wait; afterwards the next call must not hang."""
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for attempt in range(200):
+            setup = Setup(threaded=True)
+            handle = setup.submit(waits_for(Flag()))
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + attempt * 1e-5)
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    handle.wait()
+            done = Flag()
+            done.complete = True
+            with suppress(KeyboardInterrupt, TransportError):
+                assert setup.engine.run(setup.handle(waits_for(done, result=5))) == 5
+            setup.engine.stop()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
 def test_a_blocking_operation_overtakes_the_queue():
     setup = Setup(threaded=False, operations_in_flight=1)
     setup.submit(waits_for(Flag()))
@@ -139,7 +193,7 @@ def test_an_error_is_raised_where_somebody_waits(inline):
     with pytest.raises(ValueError, match="broken schedule"):
         handle.wait()
     for attempt in (handle.wait, handle.test, later.wait, lambda: inline.submit(waits_for())):
-        with pytest.raises((ValueError, TransportError), match="broken schedule"):
+        with pytest.raises(TransportError, match="earlier operation failed: .*broken schedule"):
             attempt()
     assert not handle.done, "a failed operation must never look complete"
 
@@ -172,7 +226,7 @@ def test_an_interrupted_operation_does_not_look_complete(inline):
     handle = inline.handle(waits_for(Interrupting()))
     with pytest.raises(KeyboardInterrupt):
         inline.engine.run(handle)
-    with pytest.raises((KeyboardInterrupt, TransportError)):
+    with pytest.raises(TransportError, match="KeyboardInterrupt"):
         handle.wait()
     assert not handle.done
 
@@ -181,7 +235,7 @@ def test_an_interrupted_operation_does_not_look_complete(inline):
 def test_an_operation_that_mpi_did_not_outlive_fails(threaded):
     setup = Setup(threaded)
     handle = setup.submit(waits_for(Flag()))
-    setup.engine.stop()
+    setup.engine.leave(setup.lane)
     with pytest.raises(ClosedError, match="MPI ended before all operations did"):
         handle.wait()
 

@@ -99,6 +99,27 @@ def test_leaving_without_close_is_clean(progress):
     assert "Error" not in ended.output
 
 
+@pytest.mark.parametrize("where", ["stdout", "stderr"])
+def test_an_exception_that_cannot_be_printed(where):
+    ended = launch(2, FAULT, f"full {where}")
+    assert ended.status != 0 and ended.seconds < SOON_S
+
+
+def test_a_stopped_rank_is_reported_by_those_who_close():
+    ended = launch(2, FAULT, "stopped", **IMPATIENT)
+    assert "rank 0 has waited" in ended.output and "#1 close" in ended.output
+    assert "rank 1 does not answer" in ended.output
+
+
+def test_a_configured_algorithm_gives_way_to_what_mpi_cannot_do():
+    code = ("import numpy, mpiring\nwith mpiring.init() as comm:\n"
+            "    assert comm.allreduce(numpy.full(3, comm.rank, 'f4'), op='max')[0] == 1\n"
+            "    comm.allreduce(numpy.ones(3, 'f4'), op='max')")
+    ended = launch(2, "-c", code, MPIRING_ALGORITHM="native")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("MPI's own max is wrong or missing for float32") == 1
+
+
 def test_settings_must_agree():
     ended = launch(2, PROGRAMS / "different_settings.py")
     assert ended.status != 0 and ended.seconds < SOON_S

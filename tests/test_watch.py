@@ -32,8 +32,8 @@ class Ranks:
                         for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
-        handle = Handle(self.engine, Call(kind), sequence, iter(()) if done else stuck())
-        handle.done = done
+        handle = Handle(self.engine.join(None), Call(kind), sequence, stuck())
+        handle.done, handle.started = done, True
         self.watches[rank].enter(handle, patient=patient)
         return handle
 
@@ -92,14 +92,21 @@ def test_a_rank_that_waits_in_an_earlier_operation_says_so():
     ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0)
     ranks.call(0, 5)
     ranks.call(1, 4, "reduce")
-    ranks.call(1, 5)
+    ranks.call(1, 5).started = False
     ranks.look(0.3)
-    assert "rank 1 has called it too, and still waits in #4 reduce" in ranks.said[0][0]
+    assert "rank 1 has it queued behind #4 reduce" in ranks.said[0][0]
 
 
-def test_patient_and_moving_operations_do_not_stall():
+def test_a_patient_operation_is_reported_but_never_ends_the_job():
     ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0.2)
     ranks.call(0, 0, "close", patient=True)
+    ranks.look(0.5)
+    (report,) = ranks.said[0]
+    assert "in #0 close" in report and "it waits for ever" in report
+
+
+def test_a_moving_operation_does_not_stall():
+    ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0.2)
     moving = ranks.call(1, 0)
     for _ in range(10):
         moving._moved_s = time.monotonic()

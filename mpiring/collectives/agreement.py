@@ -52,7 +52,7 @@ def agreed(net: Channel, call: Call, sequence: int, schedule: Schedule[T]) -> Sc
         net: The operation's channel, of at least two ranks.
         call: What this rank was asked to do.
         sequence: Its number among this communicator's operations.
-        schedule: Its first yield must come before anything is passed on or changed.
+        schedule: Its first yield must come before anything received is used.
 
     Raises:
         BufferMismatchError: Names both ranks and both calls.

@@ -1,5 +1,7 @@
 """Chooses the algorithm of an allreduce, and builds its schedule."""
 
+import functools
+import logging
 from dataclasses import dataclass
 
 from ..errors import ConfigError
@@ -8,6 +10,8 @@ from ..memory.reduction import Reduction
 from ..memory.scratch import Scratch
 from ..transport.base import Channel, Schedule
 from . import native, ring
+
+_log = logging.getLogger("mpiring")
 
 # MPI's own call needs fewer messages, the ring fewer bytes and no second copy.
 RING_FROM_BYTES = 256 << 10
@@ -34,6 +38,13 @@ def choose(x: Array, op: str, wish: str = "auto") -> str:
     if wish not in ("ring", "native"):
         raise ConfigError(f"algorithm={wish!r}: expected 'auto', 'ring' or 'native'")
     return wish
+
+
+@functools.cache
+def _say_fallback(dtype: str, op: str) -> None:
+    """Say once that the ring stands in for MPI's own allreduce."""
+    _log.warning("algorithm='native' is configured, but MPI's own %s is wrong or missing for %s: "
+                 "the ring does it", op, dtype)
 
 
 @dataclass(frozen=True)
@@ -67,11 +78,19 @@ class Collectives:
         """
         reduction = Reduction(op, x.dtype, self.net.size)
         if algorithm == "auto":
-            algorithm = self.algorithm
+            algorithm = self._preferred(x, op)
         if self.net.size == 1 or choose(x, op, algorithm) == "ring":
             return self._ring(x, reduction)
         turn = self.turns.join(self.sequence)
         return native.allreduce(self.transport, turn, x, reduction)
+
+    def _preferred(self, x: Array, op: str) -> str:
+        """Return the configured algorithm, or "auto" where MPI cannot do what it says."""
+        if self.algorithm == "native" and not native.supports(x.dtype, op):
+            if self.net.rank == 0:
+                _say_fallback(dtype_name(x.dtype), op)
+            return "auto"
+        return self.algorithm
 
     def _ring(self, x: Array, reduction: Reduction) -> Schedule[None]:
         with self.scratch.borrow(ring.inbox_size(x.size, self.net.size), x.dtype) as inbox:

@@ -73,7 +73,7 @@ class Task(Generic[T]):
                 requests = next(self._schedule) if error is None else self._schedule.throw(error)
                 self.pending = list(requests)
             except StopIteration as stop:
-                self.done, self.result, self.pending = True, stop.value, []
+                self.result, self.pending, self.done = stop.value, [], True
         return moved
 
     def _look(self) -> Exception | None:

@@ -114,8 +114,27 @@ def test_empty_models_and_buckets_are_refused(comm):
             DataParallel(params, comm)
     with pytest.raises(mpiring.ConfigError, match=r"mpiring.Communicator\(comm\)"):
         DataParallel(model(0), MPI.COMM_WORLD)
-    with pytest.raises(mpiring.ConfigError, match="bucket_bytes=0"):
-        DataParallel(model(0), comm, bucket_bytes=0)
+    for bucket_bytes in (0, None, 1e6):
+        with pytest.raises(mpiring.ConfigError, match="expected a positive number of bytes"):
+            DataParallel(model(0), comm, bucket_bytes=bucket_bytes)
+    with pytest.raises(mpiring.ConfigError, match="names must be strings"):
+        DataParallel({0: np.zeros(3)}, comm)
+
+
+def test_a_reducer_that_sends_nothing(comm):
+    class Local:
+        def __repr__(self):
+            return "Local()"
+
+        def reduce(self, collectives, bucket):
+            return
+            yield
+
+    dp = DataParallel({"w": np.zeros(3)}, comm, reducer=Local())
+    dp.grads["w"][...] = comm.rank
+    dp.ready("w")
+    dp.wait()
+    assert (dp.grads["w"] == comm.rank).all()
 
 
 def test_statistics_of_a_step(comm):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -58,6 +59,16 @@ elif fault == "killed":
     if odd:
         os.kill(os.getpid(), signal.SIGKILL)
     comm.allreduce(x)
+elif fault.startswith("full "):
+    if odd:
+        setattr(sys, fault.removeprefix("full "), open("/dev/full", "w"))
+        print("unwritten")
+        raise ValueError("on a full disk")
+    time.sleep(60)
+elif fault == "stopped":
+    if odd:
+        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
 elif fault == "no close":
     comm.iallreduce(x)
 else:
