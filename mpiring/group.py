@@ -189,7 +189,7 @@ class Group:
             return
         self.check_open()
         if self.size > 1:
-            for handle in tuple(self._watch.unfinished()):
+            for handle in self._watch.unfinished():
                 handle.wait()
             # Other ranks may compute for hours before they close, too.
             self.run(Call("close"), lambda collectives: chain.barrier(collectives.net),

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -42,21 +43,24 @@ class StallWatch:
         self._config = config
         self._say = say or _print_at_once
         self._unfinished: list[Handle[Any]] = []
+        self._lock = threading.Lock()    # the caller enters, the engine's thread looks
         self._last: tuple[int, Call, float] | None = None
         self._inquiry: _Inquiry | None = None
         self._patient = False
 
     def enter(self, handle: Handle[Any], *, patient: bool = False) -> None:
         """Note that this rank called an operation; a `patient` one, its last, may wait for ever."""
-        self._unfinished.append(handle)
+        with self._lock:
+            self._unfinished.append(handle)
         # Not the handle: it would keep the user's array alive.
         self._last = handle.sequence, handle.call, time.monotonic()
         self._patient = patient
 
     def unfinished(self) -> list[Handle[Any]]:
         """Return the operations that this rank called and that are not complete."""
-        self._unfinished = [handle for handle in self._unfinished if not handle.done]
-        return self._unfinished
+        with self._lock:
+            self._unfinished = [handle for handle in self._unfinished if not handle.done]
+            return list(self._unfinished)
 
     def look(self) -> None:
         """Answer the others; ask them, report, or raise when the oldest operation stalls.
@@ -114,11 +118,12 @@ class StallWatch:
 
     def _position(self, sequence: int) -> tuple[str, bool]:
         """Say where this rank stands with an operation, and whether it waits in it."""
-        for handle in self.unfinished():
+        unfinished = self.unfinished()
+        for handle in unfinished:
             if handle.sequence == sequence and handle.started:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
             if handle.sequence == sequence:
-                return f"has it queued behind {self._unfinished[0]}", False
+                return f"has it queued behind {unfinished[0]}", False
         if self._last is None:
             return "has not called it, nor anything else", False
         last, call, when = self._last
