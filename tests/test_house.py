@@ -22,6 +22,7 @@ LAYERS = [
     ["statistics", "launch", "engine", "watch", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
     ["numpy"],
+    ["lab"],
     ["__main__", "__init__"],
 ]
 ENVIRONMENT_READERS = {"config.py"}

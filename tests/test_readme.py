@@ -8,6 +8,7 @@ import pytest
 from launching import ROOT, environment, launch
 
 from mpiring import Config
+from mpiring.__main__ import _parser
 
 pytestmark = pytest.mark.launch
 
@@ -52,6 +53,13 @@ def test_the_python_block_runs():
     assert ended.status == 0, ended.output
     alone = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env=environment(), timeout=60)
     assert alone.returncode == 0
+
+
+def test_the_lab_command_has_real_options():
+    (line,) = [line for block in blocks("sh") for line in block.splitlines() if " lab run " in line]
+    options = _parser().parse_args(line.split()[3:])
+    assert (options.hosts, options.ranks_per_host, options.rate) == (4, 2, "1gbit")
+    assert options.traffic and options.command == ["python", "train.py"]
 
 
 def test_every_setting_is_in_the_table():

@@ -1,0 +1,246 @@
+"""Builds a cluster in one machine: hosts with addresses and slow links of their own.
+
+Each host is a network namespace with a rate-limited link to a bridge, and MPICH
+starts ranks across them as it does across real hosts. All of it lives in
+namespaces that belong to one process, the holder: when that ends, for whatever
+reason, the kernel takes everything with it, the ranks included.
+
+Needs Linux, root, iproute2, util-linux and MPICH's mpiexec.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import ConfigError, LaunchError, MissingDependencyError
+
+PLACEMENTS = ("block", "round-robin")
+
+_TOOLS = {"ip": "iproute2", "tc": "iproute2",
+          "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
+_MOST_HOSTS = 250
+# Where `lab up` notes the lab that it leaves behind.
+_NOTE = Path("/run/mpiring-lab.json")
+# Otherwise UCX finds the one machine's shared memory, and the links are never used.
+_UCX = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=eth0")
+
+_DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
+
+# Everything below happens inside namespaces of the holder's own. MPICH's launcher
+# calls the script `remote-shell [options] host command…` as it would call ssh.
+_SETUP = r"""
+set -e
+mount -t tmpfs none /run
+mkdir /run/netns
+cat >/run/remote-shell <<'EOF'
+#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+exec ip netns exec "host${host##*.}" sh -c "cd \"$LAB_FOLDER\" && $*"
+EOF
+chmod 755 /run/remote-shell
+ip link set lo up
+ip link add bridge0 type bridge
+ip addr add 10.77.0.254/24 dev bridge0
+ip link set bridge0 up
+for i in $(seq 1 "$1"); do
+  ip netns add host$i
+  ip link add port$i type veth peer name eth0 netns host$i
+  ip link set port$i master bridge0 up
+  ip -n host$i addr add 10.77.0.$i/24 dev eth0
+  ip -n host$i link set eth0 up
+  ip -n host$i link set lo up
+  tc qdisc add dev port$i root tbf rate "$2" burst 128kb latency 400ms
+  tc -n host$i qdisc add dev eth0 root tbf rate "$2" burst 128kb latency 400ms
+done
+echo ready
+exec $3
+"""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a host has sent and received over its link, in bytes, all headers included."""
+
+    host: int
+    sent_bytes: int
+    received_bytes: int
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A running lab.
+
+    Attributes:
+        holder: Process that all its namespaces belong to.
+        hosts: How many hosts it has, numbered from 1.
+        rate: Speed of each host's link, each way, as tc spells it.
+    """
+
+    holder: int
+    hosts: int
+    rate: str
+
+    def run(self, command: Sequence[str], *, hosts: int | None = None, ranks_per_host: int = 1,
+            placement: str = "block") -> int:
+        """Run a command on ranks across the hosts, and return mpiexec's exit status.
+
+        Args:
+            command: The program and its arguments.
+            hosts: Use only the first so many.
+            ranks_per_host: Ranks on each.
+            placement: "block" fills host after host; "round-robin" deals ranks out in turn.
+
+        Raises:
+            ConfigError: The counts or the placement cannot work.
+        """
+        hosts = self.hosts if hosts is None else hosts
+        if not 1 <= hosts <= self.hosts or ranks_per_host < 1:
+            raise ConfigError(
+                f"{hosts} hosts with {ranks_per_host} ranks each: the lab has {self.hosts} hosts, "
+                f"and at least one of each is needed")
+        if placement not in PLACEMENTS:
+            raise ConfigError(f"placement={placement!r}: expected one of {', '.join(PLACEMENTS)}")
+        count = f":{ranks_per_host}" if placement == "block" else ""
+        names = ",".join(f"10.77.0.{host}{count}" for host in range(1, hosts + 1))
+        folder = os.getcwd()
+        mpiexec = shlex.join([
+            *_DIES_WITH_PARENT, "env", f"LAB_FOLDER={folder}", *_UCX, _mpiexec(),
+            "-launcher", "ssh", "-launcher-exec", "/run/remote-shell", "-iface", "bridge0",
+            "-hosts", names, "-n", str(hosts * ranks_per_host), *command])
+        job = subprocess.Popen(
+            [*_DIES_WITH_PARENT, *self._inside(),
+             "sh", "-c", f"cd {shlex.quote(folder)} && exec {mpiexec}"],
+            stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            return job.wait()
+        except BaseException:
+            # Interrupt mpiexec, which ends its ranks; what is left dies with its parent.
+            os.killpg(job.pid, signal.SIGINT)
+            job.wait()
+            raise
+
+    def traffic(self) -> list[Traffic]:
+        """Return the byte counts of all hosts' links since the lab came up."""
+        counts = []
+        for host in range(1, self.hosts + 1):
+            show = ["ip", "-n", f"host{host}", "-json", "-stats", "link", "show", "eth0"]
+            out = subprocess.run([*self._inside(), *show], check=True, capture_output=True)
+            stats = json.loads(out.stdout)[0]["stats64"]
+            counts.append(Traffic(host, stats["tx"]["bytes"], stats["rx"]["bytes"]))
+        return counts
+
+    def down(self) -> None:
+        """End the lab, and every process in it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.holder, signal.SIGKILL)
+        while Path(f"/proc/{self.holder}").exists():
+            time.sleep(0.01)
+
+    def _inside(self) -> list[str]:
+        return ["nsenter", "--target", str(self.holder), "--mount", "--net", "--pid", "--"]
+
+
+def _check_tools() -> None:
+    if not sys.platform.startswith("linux"):
+        raise LaunchError(f"the lab needs Linux's network namespaces; this is {sys.platform}")
+    for tool, package in _TOOLS.items():
+        if shutil.which(tool) is None:
+            raise MissingDependencyError(
+                f"the lab needs the command {tool!r}; install it: apt-get install {package}")
+    if os.geteuid() != 0:
+        raise LaunchError(
+            f"the lab makes network namespaces, which needs root; you are user {os.geteuid()}. "
+            f"Run it with sudo, or in a container of your own")
+    _mpiexec()
+
+
+def _mpiexec() -> str:
+    """Return MPICH's mpiexec: the one beside this Python, else the first on the path."""
+    found = (shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+             or shutil.which("mpiexec"))
+    if found is not None:
+        version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+        if "HYDRA" in version:
+            return found
+    raise MissingDependencyError(
+        f"the lab needs MPICH's mpiexec, but finds {found}; pip install 'mpiring[mpich]'")
+
+
+def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str]]":
+    """Start the holder, wait until it has set the lab up, and return both.
+
+    Args:
+        until: The command whose end is the lab's end.
+    """
+    _check_tools()
+    if not 1 <= hosts <= _MOST_HOSTS:
+        raise ConfigError(f"hosts={hosts}: expected 1 to {_MOST_HOSTS}")
+    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate):
+        raise ConfigError(f"rate={rate!r}: expected a number with kbit, mbit or gbit, as 1gbit")
+    process = subprocess.Popen(
+        ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
+         "sh", "-c", _SETUP, "lab", str(hosts), rate, until],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Ctrl-C is for the job; the lab ends after it.
+        start_new_session=True)
+    if process.stdout is None or process.stdout.readline() != "ready\n":
+        raise LaunchError(f"the lab could not be set up: {process.communicate()[1].strip()}")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return Lab(int(children[0]), hosts, rate), process
+
+
+@contextlib.contextmanager
+def temporary(hosts: int, rate: str = "1gbit") -> Iterator[Lab]:
+    """Set up a lab for the length of a `with` block; it ends with this process at the latest.
+
+    Args:
+        hosts: How many hosts.
+        rate: Speed of each link, each way: "1gbit", "100mbit".
+
+    Raises:
+        LaunchError: Not Linux, not root, or the kernel refuses.
+        MissingDependencyError: A tool is missing; says which package has it.
+        ConfigError: A bad count or rate.
+    """
+    # `cat` ends when its input does: at the latest when this process dies, however.
+    lab, process = _hold(hosts, rate, "cat")
+    try:
+        yield lab
+    finally:
+        lab.down()
+        process.communicate()
+
+
+def up(hosts: int, rate: str = "1gbit") -> Lab:
+    """Set up a lab that stays until `Lab.down`.
+
+    Args, Raises: as `temporary`; LaunchError also where one is up already.
+    """
+    if standing() is not None:
+        raise LaunchError("a lab is up already; end it: python -m mpiring lab down")
+    lab, _ = _hold(hosts, rate, "sleep infinity")
+    _NOTE.write_text(json.dumps([lab.holder, lab.hosts, lab.rate]))
+    return lab
+
+
+def standing() -> Lab | None:
+    """Return the lab that `up` has left, if it still stands."""
+    with contextlib.suppress(FileNotFoundError):
+        lab = Lab(*json.loads(_NOTE.read_text()))
+        # Another process may have got its number since.
+        with contextlib.suppress(FileNotFoundError):
+            if Path(f"/proc/{lab.holder}/cmdline").read_bytes() == b"sleep\0infinity\0":
+                return lab
+        _NOTE.unlink()
+    return None

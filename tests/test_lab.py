@@ -1,0 +1,164 @@
+"""Tests the cluster in one machine: places, traffic, speed, and that nothing is left behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launching import PROGRAMS, ROOT, environment
+
+from mpiring import ConfigError, LaunchError, MissingDependencyError, lab
+
+TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+
+
+@pytest.fixture
+def possible():
+    """Skip, or fail in CI, where the lab cannot be."""
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if os.geteuid() != 0:
+        missing.append("root")
+    try:
+        lab._mpiexec()
+    except MissingDependencyError:
+        missing.append("MPICH's mpiexec")
+    if missing and os.environ.get("CI") == "true" and missing != ["MPICH's mpiexec"]:
+        pytest.fail(f"the lab needs {missing}")
+    if missing:
+        pytest.skip(reason=f"the lab needs {missing}")
+
+
+def command(*words):
+    return [sys.executable, "-m", "mpiring", "lab", *map(str, words)]
+
+
+def run(*words, timeout_s=60):
+    return subprocess.run(command(*words), cwd=ROOT, env=environment(), text=True,
+                          capture_output=True, timeout=timeout_s)
+
+
+def python(*words):
+    return ("--", sys.executable, *words)
+
+
+def holders():
+    """Return the processes of all labs."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if b"bridge0" in path.read_bytes() or b"remote-shell" in path.read_bytes():
+                found.append(int(path.parts[2]))
+        except OSError:
+            pass
+    return found
+
+
+def gone(timeout_s=10):
+    deadline = time.monotonic() + timeout_s
+    while holders():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.mark.parametrize(("placement", "places"), [
+    ("block", "[(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3), (2, 0, 3), (2, 1, 3)]"),
+    ("round-robin", "[(0, 0, 3), (1, 0, 3), (2, 0, 3), (0, 1, 3), (1, 1, 3), (2, 1, 3)]"),
+])
+def test_ranks_are_placed_on_hosts(possible, placement, places):
+    ended = run("run", "--hosts", 3, "--ranks-per-host", 2, "--placement", placement,
+                *python(PROGRAMS / "where.py"))
+    assert ended.returncode == 0, ended.stderr
+    assert f"places {places} sum 6.0" in ended.stdout
+    assert gone()
+
+
+def test_the_links_carry_what_theory_says_at_their_rate(possible):
+    began = time.monotonic()
+    ended = run("run", "--hosts", 4, "--rate", "50mbit", "--traffic",
+                *python(PROGRAMS / "where.py"))
+    assert ended.returncode == 0, ended.stderr
+    counts = re.findall(r"host (\d): sent ([\d,]+) bytes, received ([\d,]+)", ended.stdout)
+    assert [host for host, _, _ in counts] == ["1", "2", "3", "4"]
+    payload = 2 * 3 / 4 * 4_000_000
+    for _, *bytes_both_ways in counts:
+        for count in bytes_both_ways:
+            assert payload < int(count.replace(",", "")) < 1.1 * payload
+    assert time.monotonic() - began > payload / (50e6 / 8)
+
+
+def test_a_lab_that_stays(possible):
+    assert run("down").returncode == 0
+    assert "no lab is up" in run("status").stdout
+    try:
+        assert "2 hosts are up, with links of 100mbit" in run(
+            "up", "--hosts", 2, "--rate", "100mbit").stdout
+        again = run("up")
+        assert again.returncode == 2 and "a lab is up already" in again.stderr
+        ended = run("run", *python(PROGRAMS / "where.py"))
+        assert "[(0, 0, 2), (1, 0, 2)] sum 2.0" in ended.stdout, ended.stderr
+        (first, second) = re.findall(r"sent ([\d,]+) bytes", run("status").stdout)
+        assert int(first.replace(",", "")) > 4_000_000
+        other_rate = run("run", "--rate", "1gbit", *python("-c", "1"))
+        assert other_rate.returncode == 2 and "has links of 100mbit" in other_rate.stderr
+        too_many = run("run", "--hosts", 3, *python("-c", "1"))
+        assert too_many.returncode == 2 and "the lab has 2 hosts" in too_many.stderr
+    finally:
+        assert "the lab is down" in run("down").stdout
+    assert gone() and "no lab is up" in run("status").stdout
+
+
+def test_two_labs_do_not_collide(possible):
+    jobs = [subprocess.Popen(command("run", "--hosts", 2, *python(PROGRAMS / "where.py")),
+                             cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE)
+            for _ in range(2)]
+    for job in jobs:
+        assert "[(0, 0, 2), (1, 0, 2)] sum 2.0" in job.communicate(timeout=60)[0]
+    assert gone()
+
+
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_behind(possible, end):
+    job = subprocess.Popen(
+        command("run", "--hosts", 2, *python("-c", "import time; print('up', flush=True); "
+                                                   "time.sleep(60)")),
+        cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE)
+    assert job.stdout.readline() == "up\n"
+    assert holders()
+    job.send_signal(end)
+    assert job.wait(20) != 0
+    job.stdout.close()
+    assert gone(), f"left behind: {holders()}"
+    links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout
+    assert "bridge0" not in links and "port1" not in links
+
+
+def test_the_exit_status_is_the_jobs(possible):
+    assert run("run", "--hosts", 2, *python("-c", "raise SystemExit(3)")).returncode == 3
+
+
+@pytest.mark.parametrize(("hosts", "rate", "message"), [
+    (0, "1gbit", "hosts=0: expected 1 to 250"), (2, "fast", "rate='fast': expected a number"),
+])
+def test_bad_labs(possible, hosts, rate, message):
+    with pytest.raises(ConfigError, match=message), lab.temporary(hosts, rate):
+        pass
+
+
+def test_what_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda tool, **where: None)
+    with pytest.raises(MissingDependencyError, match="apt-get install iproute2"):
+        lab.up(2)
+    monkeypatch.setattr(shutil, "which", lambda tool, **where: tool)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LaunchError, match="needs root; you are user 1000"):
+        lab.up(2)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    with pytest.raises(LaunchError, match="this is darwin"):
+        lab.up(2)
