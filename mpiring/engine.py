@@ -275,9 +275,9 @@ class Engine:
         if self._failure is not None:
             return False
         moved = False
-        for lane in self._lanes:
-            moved |= self._admit(lane)
         try:
+            for lane in self._lanes:
+                moved |= self._admit(lane)
             for active in (self._blocking, *(lane.active for lane in self._lanes)):
                 for handle in tuple(active):
                     moved |= handle.step()
