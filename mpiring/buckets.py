@@ -1,6 +1,7 @@
 """Fuses tensors into flat buckets: the plan (a pure function) and the memory."""
 
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,8 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[BucketPlan, 
     Raises:
         ConfigError: `bucket_bytes` is not positive.
     """
-    if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
-        raise ConfigError(f"bucket_bytes={bucket_bytes!r}: expected a positive number of bytes")
+    if not isinstance(bucket_bytes, numbers.Integral) or bucket_bytes <= 0:
+        raise ConfigError(f"bucket_bytes={bucket_bytes!r}: expected a positive whole number")
     place = {tensor.name: i for i, tensor in enumerate(tensors)}
     full: list[list[TensorSpec]] = []
     filling: dict[np.dtype[Any], list[TensorSpec]] = {}

@@ -38,9 +38,7 @@ def init(*, config: Config | None = None) -> "Communicator":
 
     Collective: yes. Blocking: yes.
     """
-    config = Config() if config is None else config
-    if not isinstance(config, Config):
-        raise ConfigError(f"config={config!r}: pass mpiring.Config(...)")
+    config = _settings(config)
     world = load_mpi().COMM_WORLD
     if not config.allow_singleton:
         refuse_singleton(world.Get_size())
@@ -72,7 +70,7 @@ class Communicator:
     """
 
     def __init__(self, mpi_comm: "MPI.Intracomm", *, config: Config | None = None) -> None:
-        self._join(Group(mpi_comm, config or Config()))
+        self._join(Group(mpi_comm, _settings(config)))
 
     def _join(self, group: Group) -> None:
         self._group = group
@@ -301,6 +299,14 @@ class Communicator:
         if not 0 <= root < self.size:
             raise ConfigError(
                 f"rank {self.rank}: root={root} is no rank; expected 0 to {self.size - 1}")
+
+
+def _settings(config: Config | None) -> Config:
+    if config is None:
+        return Config()
+    if not isinstance(config, Config):
+        raise ConfigError(f"config={config!r}: pass mpiring.Config(...)")
+    return config
 
 
 def _described(x: NDArray[Any]) -> str:

@@ -64,6 +64,7 @@ for i in $(seq 1 "$1"); do
   tc -n host$i qdisc add dev eth0 root tbf rate "$2" burst 128kb latency 400ms
 done
 echo ready
+read -r go
 exec $3
 """
 
@@ -216,6 +217,7 @@ def temporary(hosts: int, rate: str = "1gbit") -> Iterator[Lab]:
     # `cat` ends when its input does: at the latest when this process dies, however.
     lab, process = _hold(hosts, rate, "cat")
     try:
+        _let_go(process)
         yield lab
     finally:
         lab.down()
@@ -229,9 +231,18 @@ def up(hosts: int, rate: str = "1gbit") -> Lab:
     """
     if standing() is not None:
         raise LaunchError("a lab is up already; end it: python -m mpiring lab down")
-    lab, _ = _hold(hosts, rate, "sleep infinity")
+    lab, process = _hold(hosts, rate, "sleep infinity")
+    # If this process ends before the note is written, the lab ends with it.
     _NOTE.write_text(json.dumps([lab.holder, lab.hosts, lab.rate]))
+    _let_go(process)
     return lab
+
+
+def _let_go(process: "subprocess.Popen[str]") -> None:
+    """Tell a holder that its lab is wanted; it ends if its input does before that."""
+    if process.stdin is not None:
+        process.stdin.write("go\n")
+        process.stdin.flush()
 
 
 def standing() -> Lab | None:
@@ -240,7 +251,8 @@ def standing() -> Lab | None:
         lab = Lab(*json.loads(_NOTE.read_text()))
         # Another process may have got its number since.
         with contextlib.suppress(FileNotFoundError):
-            if Path(f"/proc/{lab.holder}/cmdline").read_bytes() == b"sleep\0infinity\0":
+            command = Path(f"/proc/{lab.holder}/cmdline").read_bytes()
+            if command == b"sleep\0infinity\0" or b"remote-shell" in command:
                 return lab
         _NOTE.unlink()
     return None

@@ -32,7 +32,7 @@ def mpiexec():
         missing = "no mpiexec: pip install 'mpiring[mpich]'"
         if os.environ.get("CI") == "true":
             pytest.fail(missing)
-        pytest.skip(missing)
+        pytest.skip(reason=missing)
     return found
 
 

@@ -63,7 +63,7 @@ def test_filling_up():
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
 def test_a_bucket_needs_room(bucket_bytes):
-    with pytest.raises(ConfigError, match="expected a positive number of bytes"):
+    with pytest.raises(ConfigError, match="expected a positive whole number"):
         plan(specs(1), bucket_bytes)
 
 

@@ -181,6 +181,8 @@ def test_use_after_close():
 def test_only_intracommunicators():
     with pytest.raises(mpiring.ConfigError, match=r"pass mpiring.Config\(...\)"):
         mpiring.init(config={})
+    with pytest.raises(mpiring.ConfigError, match=r"pass mpiring.Config\(...\)"):
+        mpiring.Communicator(MPI.COMM_WORLD, config={})
     with pytest.raises(mpiring.ConfigError, match="intracommunicator"):
         mpiring.Communicator("world")
     with pytest.raises(mpiring.ConfigError, match="intracommunicator"):
