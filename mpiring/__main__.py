@@ -4,8 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, lab
+from . import __version__, lab, tune
+from .bench import options as bench
 from .errors import ConfigError, MpiringError
+from .simulate import options as simulate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -15,7 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after `python -m mpiring`; by default the process's own.
     """
     parser = _parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    # A benchmark may have to start itself again, under mpiexec.
+    options = parser.parse_args(words, argparse.Namespace(words=words))
     if "action" not in options:
         parser.print_help()
         return 0
@@ -37,6 +41,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"mpiring {__version__}")
     commands = parser.add_subparsers(title="commands")
     _add_lab(commands.add_parser("lab", help="a cluster in one machine, with slow links"))
+    tune.declare(commands.add_parser("tune", help="measure which algorithm is the fastest here"))
+    bench.declare(commands.add_parser("bench", help="measure mpiring beside MPI, Gloo, Horovod"))
+    simulate.declare(commands.add_parser(
+        "simulate", help="predict allreduces on a cluster that is not here"))
     return parser
 
 

@@ -1,5 +1,6 @@
 """Is the face of the library: ranks, collectives on arrays and objects, handles."""
 
+import functools
 import pickle
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -7,15 +8,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .collectives import chain, ring
 from .collectives.agreement import Call
-from .collectives.select import choose
+from .collectives.model import Model
 from .config import Config
 from .engine import Handle
 from .errors import ConfigError
 from .group import Build, Group, load_mpi
 from .launch import refuse_singleton
-from .memory.arrays import chunks_of, dtype_name, flat, order_of
+from .memory.arrays import dtype_name, flat, order_of
 from .statistics import Statistics
 from .transport.base import Schedule, T
 
@@ -85,13 +85,25 @@ class Communicator:
     # Arrays
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
-        """Return an uninitialised array in the memory that suits collectives best.
+        """Return a new array in the memory that suits collectives best; its content is undefined.
+
+        It is shared with the other ranks of this node where there is memory for that:
+        collectives on it, or on contiguous parts of it, copy nothing.
+
+        Args:
+            shape: The same on all ranks.
+            dtype: As in `allreduce`.
 
         Collective: yes. Blocking: yes.
         """
-        self._group.check_open()
-        dtype_name(dtype)
-        return np.empty(shape, dtype)
+        x = np.empty(shape, dtype)
+        dtype_name(x.dtype)
+        if x.nbytes == 0:
+            self._group.check_open()
+            return x
+        return self._group.run(
+            Call("empty", _described(x)),
+            lambda collectives: collectives.empty(x.shape, x.dtype))
 
     def allreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> A:
         """Combine `x` over all ranks, in place, and return it.
@@ -101,7 +113,10 @@ class Communicator:
                 ml_dtypes included) or complex. Bits are equal on all ranks afterwards.
             op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN
                 propagates; on bool: or, and) or "prod".
-            algorithm: "auto", "ring" (ours), or "native" (MPI's own).
+            algorithm: "auto", "ring", "direct", "shared" (in a node's memory), "hierarchical"
+                (in the memory of several nodes, then between them), or "native" (MPI's
+                own). Sums in 16 bits are made in float32 and rounded once ("hierarchical":
+                once per node and once more; "ring": at every hop).
 
         Raises:
             ConfigError: The array, op or algorithm cannot work.
@@ -110,7 +125,11 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        return self._group.run(*self._allreduce(x, op, algorithm))
+        call, build = self._allreduce(x, op, algorithm)
+        if algorithm == "auto":
+            self._group.tune_once()
+        self._group.run(call, build)
+        return x
 
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
         """Begin to combine `x` over all ranks, and return a handle at once.
@@ -122,16 +141,15 @@ class Communicator:
 
         Collective: yes. Blocking: no.
         """
-        return self.submit(*self._allreduce(x, op, algorithm))
+        call, build = self._allreduce(x, op, algorithm)
+        return self.submit(call, lambda collectives: _returning(x, build(collectives)))
 
     def _allreduce(
-        self, x: A, op: str, algorithm: str,
-    ) -> tuple[Call, Build[A]]:
+        self, x: NDArray[Any], op: str, algorithm: str,
+    ) -> tuple[Call, Build[None]]:
         vector = flat(x)
-        choose(vector, op, algorithm)
-        call = Call("allreduce", f"{op} of {_described(x)}, algorithm {algorithm}")
-        return call, lambda collectives: _returning(
-            x, collectives.allreduce(vector, op=op, algorithm=algorithm))
+        call = _allreduce_call(op, x.dtype, x.shape, order_of(x), algorithm)
+        return call, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm)
 
     def reduce_scatter(self, x: NDArray[Any], *, op: str = "sum") -> NDArray[Any]:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
@@ -169,8 +187,7 @@ class Communicator:
         vector = flat(x)
         return self._group.run(
             Call("allgather", _described(x)),
-            lambda collectives: _returning(
-                x, ring.allgather(collectives.net, chunks_of(vector, self.size))))
+            lambda collectives: _returning(x, collectives.allgather(vector)))
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
         """Copy `x` of rank `root` to all ranks, in place, and return it.
@@ -187,14 +204,14 @@ class Communicator:
         vector = flat(x, writeable=self.rank != root)
         return self._group.run(
             Call("broadcast", f"of {_described(x)} from root {root}"),
-            lambda collectives: _returning(x, chain.broadcast(collectives.net, vector, root)))
+            lambda collectives: _returning(x, collectives.broadcast(vector, root)))
 
     def barrier(self) -> None:
         """Return after every rank has called.
 
         Collective: yes. Blocking: yes.
         """
-        self._group.run(Call("barrier"), lambda collectives: chain.barrier(collectives.net))
+        self._group.run(Call("barrier"), lambda collectives: collectives.barrier())
 
     # Objects
 
@@ -211,7 +228,7 @@ class Communicator:
         mine = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
         payload = self._group.run(
             Call("broadcast_object", f"from root {root}"),
-            lambda collectives: chain.broadcast_bytes(collectives.net, mine, root))
+            lambda collectives: collectives.broadcast_bytes(mine, root))
         return obj if self.rank == root else pickle.loads(payload.data)
 
     def allgather_object(self, obj: T) -> list[T]:
@@ -225,10 +242,31 @@ class Communicator:
         mine = _pickled(obj)
         payloads = self._group.run(
             Call("allgather_object"),
-            lambda collectives: ring.allgather_bytes(collectives.net, mine))
+            lambda collectives: collectives.allgather_bytes(mine))
         return [pickle.loads(payload.data) for payload in payloads]
 
     # Operations
+
+    def tune(self, *, fresh: bool = False) -> Model:
+        """Measure what each algorithm costs here, and return it; "auto" goes by it from now on.
+
+        Done by itself before the first blocking allreduce between nodes, and by
+        `DataParallel`, unless the setting `tuning` forbids it; takes less than half a
+        second on usual networks. Nonblocking operations never wait for it.
+
+        Args:
+            fresh: Measure, even if an earlier job on such a cluster has.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self._group.tune(fresh=fresh)
+
+    def prepare(self) -> None:
+        """Tune now, unless that was done or is not wanted, rather than amid other work.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._group.tune_once()
 
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
         """Begin an operation of your own, made of mpiring's schedules.
@@ -312,6 +350,15 @@ def _settings(config: Config | None) -> Config:
 def _described(x: NDArray[Any]) -> str:
     order = "" if order_of(x) == "C" else " in Fortran order"
     return f"{dtype_name(x.dtype)} {x.shape}{order}"
+
+
+# Cached: a program makes the same few calls again and again.
+@functools.lru_cache(maxsize=4096)
+def _allreduce_call(
+    op: str, dtype: np.dtype[Any], shape: tuple[int, ...], order: str, algorithm: str,
+) -> Call:
+    text = "" if order == "C" else " in Fortran order"
+    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{text}, algorithm {algorithm}")
 
 
 def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:

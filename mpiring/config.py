@@ -12,8 +12,12 @@ from typing import Any
 from .errors import ConfigError
 
 PREFIX = "MPIRING_"
-ALGORITHMS = ("auto", "ring", "native")
+ALGORITHMS = ("auto", "ring", "direct", "shared", "hierarchical", "native")
 PROGRESS = ("auto", "thread", "inline")
+
+# Variables that change how fast MPI and NumPy are.
+SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
+                  "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_")
 
 # Where launchers tell a process how many ranks were asked for; the most specific first.
 LAUNCHER_SIZES = {
@@ -38,8 +42,13 @@ class Config:
     (`stall_timeout_s` is `MPIRING_STALL_TIMEOUT_S`), else the default.
 
     Attributes:
-        algorithm: How allreduce runs where the call says "auto": "auto", "ring", or
-            "native" (the ring does what MPI cannot).
+        algorithm: How allreduce runs where the call says "auto"; the same names. "auto"
+            takes over where the configured one cannot be used.
+        shared_memory: Let the ranks of a node reduce out of each other's memory; without,
+            each rank is a node of its own.
+        tuning: Before the first allreduce between nodes, measure which algorithm is the
+            fastest for which size, or take what an earlier job has found.
+        tuning_folder: Where rank 0 keeps what was measured; "" keeps nothing.
         progress: "thread" advances operations in the background, "inline" only
             inside mpiring's calls; "auto" takes the thread where MPI allows it.
         operations_in_flight: How many nonblocking operations advance at a time;
@@ -58,6 +67,9 @@ class Config:
     """
 
     algorithm: str = _setting("auto")
+    shared_memory: bool = _setting(True)
+    tuning: bool = _setting(True)
+    tuning_folder: str = _setting("~/.cache/mpiring")
     progress: str = _setting("auto")
     operations_in_flight: int = _setting(2)
     max_pause_s: float = _setting(2e-3)
@@ -117,9 +129,22 @@ def _check_range(config: Config) -> None:
         value = getattr(config, name)
         if not 0 <= value < math.inf:
             raise ConfigError(f"{name}={value!r}: expected a finite number of seconds, 0 or more")
+    if config.tuning_folder and config.tuning_folder[0] not in "/~":
+        raise ConfigError(
+            f"tuning_folder={config.tuning_folder!r}: expected an absolute path, or ''")
     if config.operations_in_flight < 1:
         raise ConfigError(
             f"operations_in_flight={config.operations_in_flight!r}: expected 1 or more")
+
+
+def relevant_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that change how fast a program runs, for the record.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+    """
+    environ = os.environ if environ is None else environ
+    return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
 
 
 def launched_size(environ: Mapping[str, str] | None = None) -> tuple[int, str]:

@@ -50,10 +50,11 @@ class Gradients:
         self._handles: list[Handle[None]] = []
         self._order: list[str] = []
         self._settled = deterministic
-        self._before = comm.statistics
         self.views: Mapping[str, NDArray[Any]] = MappingProxyType(self._views)
         self.statistics = Statistics()
         self._build(tensors[::-1])
+        comm.prepare()
+        self._before = comm.statistics
 
     def ready(self, name: str) -> None:
         """Mark a gradient as written; send its bucket if it and all earlier ones are full.

@@ -3,20 +3,27 @@
 import atexit
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from .collectives import chain
+import numpy as np
+
 from .collectives.agreement import Call, agreed
+from .collectives.model import Model
 from .collectives.native import Turns
-from .collectives.select import Collectives
+from .collectives.operation import Collectives, Resources
+from .collectives.select import candidates
+from .collectives.windows import Windows, mapped
 from .config import Config
 from .engine import Engine, Handle
 from .errors import ClosedError, ConfigError, MissingDependencyError
 from .launch import JobEnder, end_job_on_exceptions
 from .memory.scratch import Scratch
 from .statistics import Statistics
-from .topology import topology
-from .transport.base import Schedule, T
+from .topology import neighbours, node_order, ranks_of_nodes, topology
+from .transport.base import Schedule, T, Task, run_to_end
+from .transport.board import BOARD_BYTES, Board
+from .tuning import Tuner, folder_of
 from .watch import StallWatch
 
 if TYPE_CHECKING:
@@ -65,28 +72,48 @@ class Group:
         mpi = load_mpi()
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ConfigError(f"expected an mpi4py intracommunicator, got {mpi_comm!r}")
-        from .transport.mpi import Mailbox, MpiTransport, abort, before_finalize, node_leaders
+        from .transport.mpi import Mailbox, MpiTransport, abort, before_finalize
         self.config = config
         self._transport = MpiTransport(mpi_comm)
         self.rank, self.size = self._transport.rank, self._transport.size
-        self.place = topology(self.rank, node_leaders(self._transport.comm))
-        self.closed = False
-        self._is_finalized: Callable[[], bool] = mpi.Is_finalized
-        self._sequence = 0
-        self._turns = Turns()
-        self._scratch = Scratch(keep=config.operations_in_flight + 1)
         self._end_job = JobEnder(self.rank, self.size, abort)
         if self.size > 1 and config.abort_on_exception:
             end_job_on_exceptions(self._end_job)
         self._refuse_different_settings()
+        self._open_board()
+        self.closed = False
+        self._is_finalized: Callable[[], bool] = mpi.Is_finalized
+        self._sequence = 0
+        self._resources = Resources(
+            self._transport, Turns(), Scratch(keep=config.operations_in_flight + 1), Windows(),
+            self._order, self._nodes, config.algorithm)
+        self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
         self._watch = StallWatch(self.rank, self.size, Mailbox(self._transport), config)
         self._lane = self._engine.join(self._watch)
         self._disconnect = before_finalize(lambda: self._engine.leave(self._lane))
         atexit.register(self._close_at_exit)
 
+    def _open_board(self) -> None:
+        """Find out who shares this node, and open the memory in which those ranks meet."""
+        from .transport.mpi import MpiNode
+        comm = self._transport.comm
+        node = MpiNode(comm)
+        leaders = comm.allgather(node.ranks[0])
+        self.place, self._order = topology(self.rank, leaders), node_order(leaders)
+        segments = None
+        if node.size > 1 and self.config.shared_memory:
+            segments = run_to_end(mapped(node, BOARD_BYTES))
+        self._board = None if segments is None else Board(segments, node.rank, node.ranks)
+        # Without common memory, each rank is a node of its own.
+        leader = self.rank if segments is None else node.ranks[0]
+        self._nodes = ranks_of_nodes(comm.allgather(leader), self._order)
+        self._neighbours = neighbours(self.rank, self._nodes)
+        node.free()
+
     def _refuse_different_settings(self) -> None:
-        mine = {"algorithm": self.config.algorithm,
+        mine = {"algorithm": self.config.algorithm, "tuning": self.config.tuning,
+                "shared_memory": self.config.shared_memory,
                 "operations_in_flight": self.config.operations_in_flight}
         for rank, theirs in enumerate(self._transport.comm.allgather(mine)):
             if theirs != mine:
@@ -112,6 +139,58 @@ class Group:
                          "inside mpiring's calls, so less communication is hidden")
         return wish != "inline" and multiple
 
+    def tune(self, *, fresh: bool = False) -> Model:
+        """Find out what each algorithm costs here; from then on "auto" takes the fastest.
+
+        Args:
+            fresh: Measure, even if an earlier job has.
+
+        Collective: yes. Blocking: yes.
+        """
+        names = candidates(self.size, len(self._resources.nodes))
+        tuner = Tuner(
+            empty=lambda n: self._tuning(
+                f"memory for {n} numbers",
+                lambda collectives: collectives.empty((n,), np.float32)),
+            allreduce=lambda x, name: self._tuning(
+                f"{name} of {x.nbytes} bytes",
+                lambda collectives: collectives.allreduce(x, algorithm=name)),
+            slowest=self._slowest, broadcast=self._broadcast_text, rank=self.rank,
+            candidates=names, key=self._cluster, folder=folder_of(self.config.tuning_folder))
+        self._resources = replace(self._resources, model=tuner.find(fresh=fresh))
+        self._is_tuned = True
+        return self._resources.model  # type: ignore[return-value]
+
+    def tune_once(self) -> None:
+        """Tune before the first allreduce whose algorithm depends on it.
+
+        Collective: yes. Blocking: yes, the first time.
+        """
+        if not self._is_tuned:
+            self.tune()
+
+    @property
+    def _cluster(self) -> str:
+        """What the speed of collectives depends on."""
+        shape = [len(ranks) for ranks in self._resources.nodes]
+        library = " ".join(load_mpi().Get_library_version().split()[:4])
+        return (f"{library}, ranks per node {shape}, "
+                f"{'thread' if self._engine.threaded else 'inline'} progress")
+
+    def _tuning(self, step: str, build: Build[T]) -> T:
+        return self.run(Call("tune", f"(before the first allreduce between nodes): {step}"), build)
+
+    def _slowest(self, seconds: float) -> float:
+        x = np.array([seconds])
+        self._tuning("compare times", lambda collectives: collectives.allreduce(
+            x, op="max", algorithm="ring"))
+        return float(x[0])
+
+    def _broadcast_text(self, text: str) -> str:
+        mine = np.frombuffer(text.encode(), np.uint8)
+        return bytes(self._tuning("read what was kept", lambda collectives: (
+            collectives.broadcast_bytes(mine, 0)))).decode()
+
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
         """Begin an operation in the background.
 
@@ -121,8 +200,14 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        handle = self._made(call, build)
-        return handle if handle.done else self._engine.submit(handle)
+        task = Task(self._schedule(call, build))
+        handle = self._handle(call, task)
+        if self.size == 1:
+            task.step()
+            handle.done = True
+            return handle
+        self._watch.enter(handle)
+        return self._engine.submit(handle)
 
     def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
         """Run an operation, ahead of those in the background, and return its result.
@@ -133,26 +218,31 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        handle = self._made(call, build, patient)
-        return handle.wait() if handle.done else self._engine.run(handle)
-
-    def _made(self, call: Call, build: Build[T], patient: bool = False) -> Handle[T]:
-        """Give an operation its number and its handle; alone, run it to its end."""
-        self.check_open()
-        sequence = self._sequence
-        net = self._transport.channel(sequence)
-        schedule = build(Collectives(
-            net, self._scratch, self._transport, self._turns, sequence, self.config.algorithm))
-        self._sequence += 1
-        if self.size > 1:
-            schedule = agreed(net, call, sequence, schedule)
-        handle = Handle(self._lane, call, sequence, schedule)
-        if self.size > 1:
+        task = Task(self._schedule(call, build))
+        if self.size == 1:
+            task.step()
+        elif not self._engine.run_at_once(task):
+            handle = self._handle(call, task)
             self._watch.enter(handle, patient=patient)
-        else:
-            handle.start()
-            handle.done = True
-        return handle
+            self._engine.run(handle)
+        return task.result  # type: ignore[return-value]
+
+    def _schedule(self, call: Call, build: Build[T]) -> Schedule[T]:
+        """Give an operation its number, and compose its schedule."""
+        self.check_open()
+        sequence, board = self._sequence, self._board
+        node = None if board is None else board.node(sequence, call.header, call.digest)
+        collectives = Collectives(self._resources, node, sequence)
+        schedule = build(collectives)
+        # Not before: what the user got wrong must not use up a number.
+        self._sequence += 1
+        if self.size == 1:
+            return schedule
+        self._watch.called(sequence, call)
+        return agreed(lambda: collectives.net, node, self._neighbours, call, schedule)
+
+    def _handle(self, call: Call, task: Task[T]) -> Handle[T]:
+        return Handle(self._lane, call, self._sequence - 1, task)
 
     def poke(self) -> None:
         """Make some progress, where no background thread makes it."""
@@ -172,7 +262,7 @@ class Group:
         """
         mpi = load_mpi()
         # After the barrier every rank is known to be here, so MPI's call cannot stall.
-        self.run(Call("split"), lambda collectives: chain.barrier(collectives.net))
+        self.run(Call("split"), lambda collectives: collectives.barrier())
         part = self._transport.comm.Split(mpi.UNDEFINED if color is None else color, key)
         if color is None:
             return None
@@ -192,7 +282,7 @@ class Group:
             for handle in self._watch.unfinished():
                 handle.wait()
             # Other ranks may compute for hours before they close, too.
-            self.run(Call("close"), lambda collectives: chain.barrier(collectives.net),
+            self.run(Call("close"), lambda collectives: collectives.barrier(),
                      patient=True)
         self.closed = True
         atexit.unregister(self._close_at_exit)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import ConfigError, LaunchError, MissingDependencyError
+from .launch import find_mpiexec
 
 PLACEMENTS = ("block", "round-robin")
 
@@ -167,9 +168,8 @@ def _check_tools() -> None:
 
 
 def _mpiexec() -> str:
-    """Return MPICH's mpiexec: the one beside this Python, else the first on the path."""
-    found = (shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-             or shutil.which("mpiexec"))
+    """Return the mpiexec that is found, if it is MPICH's."""
+    found = find_mpiexec()
     if found is not None:
         version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
         if "HYDRA" in version:

@@ -1,12 +1,14 @@
-"""Checks that the ranks became one world, and ends the whole job when one of them fails."""
+"""Finds the launcher, checks that the ranks became one world, and ends the job when one fails."""
 
 import contextlib
 import os
+import shutil
 import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 
 from .config import launched_size
@@ -19,6 +21,12 @@ _INTERRUPTED = 130
 _FORWARD_S = 0.3
 
 Abort = Callable[[int], None]
+
+
+def find_mpiexec() -> str | None:
+    """Return the mpiexec beside this Python, else the first on the path, else None."""
+    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+    return beside or shutil.which("mpiexec")
 
 
 def refuse_singleton(size: int) -> None:

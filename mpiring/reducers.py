@@ -3,7 +3,7 @@
 from typing import Protocol
 
 from .buckets import Bucket
-from .collectives.select import Collectives
+from .collectives.operation import Collectives
 from .transport.base import Schedule
 
 

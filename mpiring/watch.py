@@ -48,12 +48,16 @@ class StallWatch:
         self._inquiry: _Inquiry | None = None
         self._patient = False
 
-    def enter(self, handle: Handle[Any], *, patient: bool = False) -> None:
-        """Note that this rank called an operation; a `patient` one, its last, may wait for ever."""
-        with self._lock:
-            self._unfinished.append(handle)
+    def called(self, sequence: int, call: Call) -> None:
+        """Note that this rank called an operation."""
         # Not the handle: it would keep the user's array alive.
-        self._last = handle.sequence, handle.call, time.monotonic()
+        self._last = sequence, call, time.monotonic()
+
+    def enter(self, handle: Handle[Any], *, patient: bool = False) -> None:
+        """Watch an operation; a `patient` one, the rank's last, may wait for ever."""
+        with self._lock:
+            # Complete ones would keep their results alive.
+            self._unfinished = [other for other in self._unfinished if not other.done] + [handle]
         self._patient = patient
 
     def unfinished(self) -> list[Handle[Any]]:

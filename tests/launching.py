@@ -1,5 +1,6 @@
 """Starts MPI jobs for tests, and never lets one hang."""
 
+import importlib
 import os
 import shutil
 import signal
@@ -36,13 +37,26 @@ def mpiexec():
     return found
 
 
+def needed(module):
+    """Return an optional module; skip, or fail in CI, where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        missing = f"no {module}: pip install {module.partition('.')[0]}"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(reason=missing)
+
+
 def environment(**variables):
     """Return the variables of a job: one thread per rank, and the checkout's package."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Open MPI refuses root and more ranks than cores unless told otherwise; MPICH ignores these.
     openmpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
-    return {**os.environ, **openmpi, "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
+    # Nothing is measured, and nothing kept in the user's home, unless a test asks for it.
+    quiet = {"MPIRING_TUNING": "0", "MPIRING_TUNING_FOLDER": ""}
+    return {**os.environ, **openmpi, **quiet, "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
             **variables}
 
 

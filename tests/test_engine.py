@@ -10,6 +10,8 @@ import pytest
 from mpiring import ClosedError, Config, TransportError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine, Handle
+from mpiring.pause import Pause
+from mpiring.transport.base import Task, together
 
 
 class Flag:
@@ -53,7 +55,14 @@ class Setup:
 
     def handle(self, schedule, lane=None):
         self.number += 1
-        return Handle(lane or self.lane, Call("test"), self.number, schedule)
+        return Handle(lane or self.lane, Call("test"), self.number, Task(schedule))
+
+    def run(self, schedule):
+        """Make a blocking call, as Group does."""
+        handle = self.handle(schedule)
+        if not self.engine.run_at_once(handle.task):
+            self.engine.run(handle)
+        return handle.task.result
 
     def submit(self, schedule, lane=None):
         return self.engine.submit(self.handle(schedule, lane))
@@ -94,8 +103,46 @@ def test_the_thread_looks_less_and_less_often(background):
     flag = Flag()
     background.submit(waits_for(flag))
     time.sleep(0.2)
-    # Without a pause there would be some hundred thousand looks; at 2 ms, a hundred.
-    assert 10 < flag.looks < 300
+    # Without a pause there would be some hundred thousand looks; at 2 ms, four hundred.
+    assert 10 < flag.looks < 1000
+
+
+def test_a_pause_settles_at_a_part_of_the_time_between_movements():
+    """On a clock of the test's own, since a loaded machine sleeps as long as it likes."""
+    for interval_s in (1e-4, 1e-3, 5e-3):
+        pause, now_s, looks, late_s = Pause(2e-3), 0.0, [], []
+        for event in range(1, 200):
+            looks.append(0)
+            while True:
+                moved = now_s >= event * interval_s
+                if moved:
+                    late_s.append(now_s - event * interval_s)
+                now_s += pause.after(moved)
+                looks[-1] += 1
+                if moved:
+                    break
+        assert max(looks[20:]) <= 6, "the pause begins anew after each movement"
+        assert max(late_s[20:]) <= min(interval_s, 2e-3)
+
+
+def test_a_pause_is_short_at_first_and_limited():
+    pause = Pause(2e-3)
+    pauses = [pause.after(False) for _ in range(50)]
+    assert pauses[0] < 1e-4 and max(pauses) == pauses[-1] == 2e-3
+    assert Pause(1e-6).after(False) == 1e-6
+
+
+def test_a_stall_is_counted_from_the_last_movement_of_any_part(inline):
+    flags = [Flag() for _ in range(3)]
+    handle = inline.submit(together([waits_for(flag) for flag in flags], in_flight=3))
+    for number, flag in enumerate(flags):
+        time.sleep(0.02)
+        before = handle.waited_s
+        handle.test()
+        assert handle.waited_s >= before, "nothing has moved"
+        flag.complete = True
+        assert handle.test() == (number == 2)
+        assert handle.waited_s < before
 
 
 def test_who_waits_looks_itself_and_often():
@@ -171,7 +218,7 @@ def test_an_exception_from_a_signal_handler_leaves_no_lock_behind():
             done = Flag()
             done.complete = True
             with suppress(KeyboardInterrupt, TransportError):
-                assert setup.engine.run(setup.handle(waits_for(done, result=5))) == 5
+                assert setup.run(waits_for(done, result=5)) == 5
             setup.engine.stop()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -184,7 +231,7 @@ def test_a_blocking_operation_overtakes_the_queue():
     setup.submit(waits_for(Flag()))
     done = Flag()
     done.complete = True
-    assert setup.engine.run(setup.handle(waits_for(done, result=5))) == 5
+    assert setup.run(waits_for(done, result=5)) == 5
 
 
 def test_an_error_is_raised_where_somebody_waits(inline):
@@ -226,7 +273,7 @@ def test_an_interrupted_operation_does_not_look_complete(inline):
 
     handle = inline.handle(waits_for(Interrupting()))
     with pytest.raises(KeyboardInterrupt):
-        inline.engine.run(handle)
+        inline.engine.run_at_once(handle.task)
     with pytest.raises(TransportError, match="KeyboardInterrupt"):
         handle.wait()
     assert not handle.done

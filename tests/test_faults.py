@@ -15,13 +15,13 @@ FAULT = PROGRAMS / "fault.py"
 SOON_S = 10
 
 MISMATCHES = {
-    "shape": ["called #1 allreduce sum of float32 (999,)", "float32 (1000,)"],
+    "shape": ["called allreduce sum of float32 (999,)", "float32 (1000,)"],
     "large shape": ["sum of float32 (999999,)", "sum of float32 (1000000,)"],
     "dtype": ["sum of int32 (1000,)", "sum of float32 (1000,)"],
     "op": ["allreduce max of float32", "allreduce sum of float32"],
     "root": ["from root 1", "from root 0"],
-    "order": ["called #1 broadcast", "called #1 allreduce"],
-    "leaves early": ["called #1 close", "called #1 allreduce"],
+    "order": ["called broadcast", "called allreduce"],
+    "leaves early": ["called close", "called allreduce"],
     "background": ["sum of float32 (999999,)", "sum of float32 (1000000,)"],
 }
 
@@ -125,6 +125,14 @@ def test_settings_must_agree():
     assert ended.status != 0 and ended.seconds < SOON_S
     assert "ConfigError: rank" in ended.output
     assert "'operations_in_flight': 3" in ended.output
+
+
+def test_settings_must_agree_before_memory_is_shared():
+    code = ("import mpiring\nfrom mpi4py import MPI\n"
+            "mpiring.init(config=mpiring.Config(shared_memory=MPI.COMM_WORLD.rank == 0))")
+    ended = launch(2, "-c", code)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "'shared_memory': False" in ended.output, ended.output
 
 
 def test_parameters_must_agree():

@@ -19,6 +19,10 @@ def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 
 
+def lines():
+    return [line for block in blocks("sh") for line in block.splitlines()]
+
+
 def test_the_first_command_trains():
     """The part behind `pip install … &&`; CI runs the whole of it in a fresh environment."""
     command = blocks("sh")[0].split("&&")[1].split()
@@ -56,10 +60,36 @@ def test_the_python_block_runs():
 
 
 def test_the_lab_command_has_real_options():
-    (line,) = [line for block in blocks("sh") for line in block.splitlines() if " lab run " in line]
+    (line,) = [line for line in lines() if " lab run " in line and "train.py" in line]
     options = _parser().parse_args(line.split()[3:])
     assert (options.hosts, options.ranks_per_host, options.rate) == (4, 2, "1gbit")
     assert options.traffic and options.command == ["python", "train.py"]
+
+
+def test_the_bench_commands_have_real_options():
+    found = [line.split() for line in lines() if " bench " in line]
+    assert {words[words.index("bench") + 1] for words in found} == {"allreduce", "overlap", "steps"}
+    for words in found:
+        if "lab" in words:
+            words = _parser().parse_args(words[3:]).command
+        # parse_args ends the test where a word is no option.
+        options = _parser().parse_args(words[words.index("mpiring") + 1:])
+        assert options.rounds >= 1
+
+
+def test_the_tuning_command_runs():
+    (line,) = [line for line in lines() if line.endswith(" tune")]
+    ended = launch(2, *line.split()[4:])
+    assert ended.status == 0, ended.output
+    assert "auto takes shared" in ended.output and "bucket_bytes" in ended.output
+
+
+def test_the_simulation_has_real_options():
+    found = [line.split() for line in lines() if " simulate " in line]
+    first, against = [_parser().parse_args(words[3:]) for words in found]
+    assert first.nodes[-1] == 512 and first.ranks_per_node == 8 and first.bandwidth == 12.5e9
+    assert first.latency == 2e-6 and first.size == 100_000_000 and first.plot
+    assert against.against and against.goodput == 0.956 and against.burst == 128 << 10
 
 
 def test_every_setting_is_in_the_table():

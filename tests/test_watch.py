@@ -7,6 +7,7 @@ import pytest
 from mpiring import Config, StallError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine, Handle
+from mpiring.transport.base import Task
 from mpiring.watch import StallWatch
 
 
@@ -32,8 +33,9 @@ class Ranks:
                         for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
-        handle = Handle(self.engine.join(None), Call(kind), sequence, stuck())
+        handle = Handle(self.engine.join(None), Call(kind), sequence, Task(stuck()))
         handle.done, handle.started = done, True
+        self.watches[rank].called(sequence, handle.call)
         self.watches[rank].enter(handle, patient=patient)
         return handle
 

@@ -1,104 +1,93 @@
-"""Chooses the algorithm of an allreduce, and builds its schedule."""
+"""Chooses the algorithm of an allreduce."""
 
 import functools
-import logging
-from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from ..config import ALGORITHMS
 from ..errors import ConfigError
-from ..memory.arrays import Array, chunks_of, dtype_name
-from ..memory.reduction import Reduction
-from ..memory.scratch import Scratch
-from ..transport.base import Channel, Schedule
-from . import native, ring
+from ..memory.arrays import dtype_name
+from ..memory.reduction import widens
+from . import hierarchical, native, shared
+from .model import Model
 
-_log = logging.getLogger("mpiring")
-
-# MPI's own call needs fewer messages, the ring fewer bytes and no second copy.
-RING_FROM_BYTES = 256 << 10
+# Where nothing was measured: MPI's own call needs fewer messages, ours fewer bytes.
+OWN_FROM_BYTES = 256 << 10
 
 
-def choose(x: Array, op: str, wish: str = "auto") -> str:
-    """Return "ring" or "native" for an allreduce of `x`, the same on every rank.
+@functools.lru_cache(maxsize=4096)
+def choose(
+    nbytes: int, dtype: np.dtype[Any], op: str, wish: str, ranks: int, nodes: int,
+    model: Model | None = None,
+) -> str:
+    """Return the name of the algorithm for an allreduce, the same on every rank.
 
     Args:
-        x: The flat array; only its size and dtype matter.
+        nbytes: Of the array.
+        dtype: Of the array.
         op: sum, mean, max, min or prod.
         wish: "auto", or the algorithm that the user insists on.
+        ranks: How many there are.
+        nodes: How many memories they share.
+        model: What was measured.
+
+    Returns:
+        "ring", "direct", "native", "shared", "hierarchical", or, for few bytes, "eager" in
+        place of "shared" and "short" in place of "hierarchical".
 
     Raises:
-        ConfigError: The wish is unknown, or MPI cannot do this op on this dtype.
+        ConfigError: The wish is unknown, or cannot be done here.
     """
     if wish == "auto":
-        small = x.nbytes < RING_FROM_BYTES
-        return "native" if small and native.supports(x.dtype, op) else "ring"
-    if wish == "native" and not native.supports(x.dtype, op):
-        raise ConfigError(
-            f"algorithm='native': MPI's own {op} is wrong or missing for "
-            f"{dtype_name(x.dtype)}; use algorithm='auto'")
-    if wish not in ("ring", "native"):
-        raise ConfigError(f"algorithm={wish!r}: expected 'auto', 'ring' or 'native'")
+        wish = _best(nbytes, dtype, op, ranks, nodes, model)
+    # Every rank would leave its own junk in the padding of an extended double.
+    padded = dtype.char in "gG"
+    if wish == "shared" and nodes == 1:
+        small = nbytes * max(ranks, 4) <= shared.EAGER_BYTES
+        return "eager" if small and not padded else "shared"
+    if wish == "hierarchical" and 1 < nodes < ranks:
+        return "short" if nbytes <= hierarchical.SHORT_BYTES and not padded else "hierarchical"
+    _refuse_the_impossible(wish, dtype, op, ranks, nodes)
     return wish
 
 
-@functools.cache
-def _say_fallback(dtype: str, op: str) -> None:
-    """Say once that the ring stands in for MPI's own allreduce."""
-    _log.warning("algorithm='native' is configured, but MPI's own %s is wrong or missing for %s: "
-                 "the ring does it", op, dtype)
+def candidates(ranks: int, nodes: int) -> tuple[str, ...]:
+    """Return the algorithms that are worth measuring on a cluster."""
+    if nodes == 1:
+        return ("shared", "native")
+    return ("native", "ring", "hierarchical") if nodes < ranks else ("native", "ring")
 
 
-@dataclass(frozen=True)
-class Collectives:
-    """The schedules of one operation, bound to its channel: what Reducers build on.
+def _best(
+    nbytes: int, dtype: np.dtype[Any], op: str, ranks: int, nodes: int, model: Model | None,
+) -> str:
+    if nodes == 1:
+        return "shared"
+    if widens(dtype, op):
+        # A ring would round at every hop.
+        return "hierarchical" if nodes < ranks else "direct"
+    names = candidates(ranks, nodes)
+    if not native.supports(dtype, op):
+        names = names[1:]
+    if model is None:
+        return "native" if "native" in names and nbytes < OWN_FROM_BYTES else names[-1]
+    return model.best(nbytes, names)
 
-    Attributes:
-        net: The operation's channel.
-        scratch: Where receive buffers come from.
-        transport: For MPI's own collectives.
-        turns: The order of native collectives.
-        sequence: The operation's number.
-        algorithm: What "auto" means, from the configuration.
-    """
 
-    net: Channel
-    scratch: Scratch
-    transport: native.NativeTransport
-    turns: native.Turns
-    sequence: int
-    algorithm: str = "auto"
-
-    def allreduce(self, x: Array, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
-        """Return the schedule that combines the vector `x` over all ranks, in place.
-
-        With algorithm "auto" or "native" this must be called when the operation
-        is made, not from inside a running schedule; "ring" can be called anywhere.
-
-        Raises:
-            ConfigError: The op or the algorithm does not suit the dtype.
-        """
-        reduction = Reduction(op, x.dtype, self.net.size)
-        if algorithm == "auto":
-            algorithm = self._preferred(x, op)
-        if self.net.size == 1 or choose(x, op, algorithm) == "ring":
-            return self._ring(x, reduction)
-        turn = self.turns.join(self.sequence)
-        return native.allreduce(self.transport, turn, x, reduction)
-
-    def _preferred(self, x: Array, op: str) -> str:
-        """Return the configured algorithm, or "auto" where MPI cannot do what it says."""
-        if self.algorithm == "native" and not native.supports(x.dtype, op):
-            if self.net.rank == 0:
-                _say_fallback(dtype_name(x.dtype), op)
-            return "auto"
-        return self.algorithm
-
-    def _ring(self, x: Array, reduction: Reduction) -> Schedule[None]:
-        with self.scratch.borrow(ring.inbox_size(x.size, self.net.size), x.dtype) as inbox:
-            yield from ring.allreduce(self.net, x, inbox, reduction)
-
-    def reduce_scatter(self, x: Array, *, op: str = "sum") -> Schedule[Array]:
-        """Return the schedule that leaves this rank's combined chunk of the vector `x`."""
-        reduction = Reduction(op, x.dtype, self.net.size)
-        with self.scratch.borrow(ring.inbox_size(x.size, self.net.size), x.dtype) as inbox:
-            chunks = chunks_of(x, self.net.size)
-            return (yield from ring.reduce_scatter(self.net, chunks, inbox, reduction))
+def _refuse_the_impossible(
+    wish: str, dtype: np.dtype[Any], op: str, ranks: int, nodes: int,
+) -> None:
+    if wish == "native" and not native.supports(dtype, op):
+        raise ConfigError(
+            f"algorithm='native': MPI's own {op} is wrong or missing for "
+            f"{dtype_name(dtype)}; use algorithm='auto'")
+    if wish == "shared":
+        raise ConfigError(
+            "algorithm='shared': not all ranks share one node's memory; use algorithm='auto'")
+    if wish == "hierarchical":
+        raise ConfigError(
+            f"algorithm='hierarchical': expected several nodes, and several ranks on one of them "
+            f"that share its memory, not {ranks} ranks on {nodes} nodes; use algorithm='auto'")
+    if wish not in ALGORITHMS:
+        raise ConfigError(f"algorithm={wish!r}: expected one of {', '.join(ALGORITHMS)}")

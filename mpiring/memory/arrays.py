@@ -82,6 +82,11 @@ def chunks_of(x: Array, parts: int) -> list[Array]:
     return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 
+def slice_of(x: Array, part: int, parts: int) -> Array:
+    """Return view number `part` of those that `chunks_of` returns."""
+    return x[part * x.size // parts:(part + 1) * x.size // parts]
+
+
 def pieces_of(x: Array, piece_bytes: int) -> list[Array]:
     """Cut a vector into views of at most `piece_bytes`; one empty view if it is empty."""
     return chunks_of(x, max(1, math.ceil(x.nbytes / piece_bytes)))

@@ -1,6 +1,6 @@
 """States what a schedule may know of the network: channels, requests, schedules."""
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -22,15 +22,32 @@ class Request(Protocol):
 Schedule = Generator[Iterable[Request], None, T]
 
 
+# How many lanes an operation has; each costs a tag.
+LANES = 4
+
+
 class Channel(Protocol):
     """One operation's private lane between `size` ranks.
 
     Messages between two ranks arrive in the order in which they were sent;
-    messages of different channels never meet.
+    messages of different channels, and of different lanes, never meet.
+
+    Attributes:
+        rank, size: This rank, and how many there are.
     """
 
     rank: int
     size: int
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The communicator's number of each rank: `range(size)`, but for `Members`."""
+
+    def lane(self, index: int) -> "Channel":
+        """Return lane `index` of the same operation, below LANES; lane 0 is its first channel.
+
+        Schedules that run at once, of which one may overtake another, need a lane each.
+        """
 
     def isend(self, array: Array, dest: int) -> Request:
         """Start sending the bytes of a contiguous array; it must not change until complete."""
@@ -39,6 +56,51 @@ class Channel(Protocol):
         """Start receiving exactly `array.nbytes` bytes; undefined content until complete.
 
         The request raises BufferMismatchError when another number of bytes arrives.
+        """
+
+
+class Node(Protocol):
+    """One operation's meeting place of the ranks that share a node's memory.
+
+    It is itself the request to wait for before anything else: that nobody uses the
+    memory for an earlier operation any more.
+
+    Attributes:
+        rank, size: Among the ranks of the node.
+        ranks: Their ranks in the communicator.
+        met: The first barrier was begun.
+    """
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+    met: bool
+
+    def test(self) -> bool:
+        """Return whether the memory is this operation's."""
+
+    def desks(self, dtype: np.dtype[Any]) -> Sequence[Array]:
+        """Return per rank a vector, equally long, that all ranks of the node read and write."""
+
+    def agrees(self) -> bool:
+        """Return whether all ranks were asked to do the same; after the first barrier."""
+
+    def headers(self) -> Sequence[tuple[int, bytes]]:
+        """Return the other ranks, and what they were asked to do; after the first barrier."""
+
+    def leave(self) -> None:
+        """Say that this rank has done with the operation."""
+
+    def barrier(self, *numbers: int) -> Request:
+        """Arrive; the request is complete once every rank of the node has."""
+
+    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
+        """Arrive, and return per rank the up to 8 whole numbers that each has passed."""
+
+    def lane(self, index: int) -> "Node":
+        """Return lane `index` of the same operation, from 1, below LANES: barriers of its own.
+
+        To be used after the first barrier. The desks are those of the operation.
         """
 
 
@@ -57,6 +119,10 @@ class Task(Generic[T]):
         self.pending: list[Request] = []
         self._schedule = schedule
 
+    def start(self) -> None:
+        """Run the schedule to its first yield, without looking at what it waits for."""
+        self._resume(None)
+
     def step(self) -> bool:
         """Resume the schedule as often as its requests allow; return whether it moved.
 
@@ -65,24 +131,87 @@ class Task(Generic[T]):
         """
         moved = False
         while not self.done:
-            error = self._look()
-            if self.pending and error is None:
-                return moved
+            error = None
+            if self.pending:
+                try:
+                    self.pending = [request for request in self.pending if not request.test()]
+                except Exception as raised:
+                    error = raised
+                if self.pending and error is None:
+                    return moved
             moved = True
-            try:
-                requests = next(self._schedule) if error is None else self._schedule.throw(error)
-                self.pending = list(requests)
-            except StopIteration as stop:
-                self.result, self.pending, self.done = stop.value, [], True
+            self._resume(error)
         return moved
 
-    def _look(self) -> Exception | None:
-        """Drop the complete requests; return the error that one of them raised."""
+    def _resume(self, error: Exception | None) -> None:
         try:
-            self.pending = [request for request in self.pending if not request.test()]
-        except Exception as error:
-            return error
-        return None
+            self.pending = list(self._schedule.send(None) if error is None
+                                else self._schedule.throw(error))
+        except StopIteration as stop:
+            self.result, self.pending, self.done = stop.value, [], True
 
+
+class _Movement:
+    """A request that is complete once any of several tasks has moved."""
+
+    def __init__(self, tasks: Sequence[Task[Any]]) -> None:
+        self._tasks = tasks
+        self._moved = False
+
+    def __repr__(self) -> str:
+        return f"any of {[task.pending for task in self._tasks]}"
+
+    def test(self) -> bool:
+        """Step all tasks, and return whether any has moved, now or before."""
+        for task in () if self._moved else self._tasks:
+            self._moved |= task.step()
+        return self._moved
+
+
+def together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[list[T]]:
+    """Run several schedules at once, and return their results in order.
+
+    Args:
+        schedules: Begun in this order; drawn from the iterable only when their turn comes.
+        in_flight: At most so many are under way at a time.
+
+    Raises: what one of them raises; the others are not resumed then.
+
+    Collective: as the schedules. Blocking: no (a schedule).
+    """
+    begun: list[Task[T]] = []
+    waiting = iter(schedules)
+    active = _begin(waiting, in_flight, begun)
+    while active:
+        yield (_Movement(active),)
+        active = [task for task in active if not task.done]
+        active += _begin(waiting, in_flight - len(active), begun)
+    return [task.result for task in begun]  # type: ignore[misc]
+
+
+def _begin(waiting: Iterator[Schedule[T]], count: int, begun: list[Task[T]]) -> list[Task[T]]:
+    """Begin schedules until `count` of them wait for something; note all in `begun`."""
+    active: list[Task[T]] = []
+    while len(active) < count and (schedule := next(waiting, None)) is not None:
+        task = Task(schedule)
+        begun.append(task)
+        task.start()
+        if not task.done:
+            active.append(task)
+    return active
+
+
+def run_to_end(schedule: Schedule[T]) -> T:
+    """Return the result of a schedule that never waits."""
+    while True:
+        try:
+            next(schedule)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+
+
+# Of the header that tells what a rank was asked to do.
+HEADER_BYTES = 192
 
 NO_BYTES: Array = np.empty(0, np.uint8)

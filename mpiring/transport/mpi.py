@@ -1,14 +1,14 @@
 """Moves bytes with mpi4py, on a private duplicate of the user's communicator."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import BufferMismatchError, TransportError
+from ..errors import BufferMismatchError, ConfigError, TransportError
 from ..memory.arrays import as_bytes, pieces_of
-from .base import Array, Request
+from .base import LANES, Array, Request, Schedule
 
 # Open MPI refuses messages of 2 GiB and more.
 PIECE_BYTES = 1 << 30
@@ -98,12 +98,14 @@ class MpiTransport:
         self.piece_bytes = piece_bytes
         # Tag 0 is the control messages'. Tags come round again long after the
         # operations that used them are complete.
-        tag_limit = self.comm.Get_attr(MPI.TAG_UB) or 32767
+        tag_limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
         self._tags = min(int(tag_limit), 1 << 20)
 
-    def channel(self, sequence: int) -> "MpiChannel":
-        """Return the channel of operation number `sequence`."""
-        return MpiChannel(self, 1 + sequence % self._tags)
+    def channel(self, sequence: int, lane: int = 0) -> "MpiChannel":
+        """Return a lane of operation number `sequence`; see base.Channel.lane."""
+        if not 0 <= lane < LANES:
+            raise ConfigError(f"rank {self.rank}: lane {lane}: expected 0 to {LANES - 1}")
+        return MpiChannel(self, sequence, 1 + (sequence * LANES + lane) % self._tags)
 
     def iallreduce(self, x: Array, op: str) -> Request:
         """Start MPI_Iallreduce of a vector, in place; every rank in the same order."""
@@ -130,12 +132,18 @@ class MpiTransport:
 class MpiChannel:
     """One operation's lane: a tag of the transport's communicator. See base.Channel."""
 
-    def __init__(self, transport: MpiTransport, tag: int) -> None:
+    def __init__(self, transport: MpiTransport, sequence: int, tag: int) -> None:
         self.rank = transport.rank
         self.size = transport.size
+        self.ranks: Sequence[int] = range(self.size)
         self._transport = transport
         self._comm = transport.comm
+        self._sequence = sequence
         self._tag = tag
+
+    def lane(self, index: int) -> "MpiChannel":
+        """Return lane `index` of the same operation."""
+        return self._transport.channel(self._sequence, index)
 
     def isend(self, array: Array, dest: int) -> Request:
         """Start sending the bytes of a contiguous vector."""
@@ -181,15 +189,29 @@ class Mailbox:
         return arrived
 
 
-def node_leaders(comm: MPI.Intracomm) -> list[int]:
-    """Return, for every rank of `comm`, the lowest rank that shares its node's memory.
+class MpiNode:
+    """The ranks of a communicator that share a node, meeting by blocking MPI calls.
 
-    Collective: yes. Blocking: yes.
+    For the start, when they have no memory in common yet. Making one is collective.
+
+    Attributes:
+        rank, size: Among the ranks of the node.
+        ranks: Their ranks in the communicator, ascending.
     """
-    local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-    leader = local.bcast(comm.rank, root=0)
-    local.Free()
-    return comm.allgather(leader)
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        self.rank, self.size = self._local.rank, self._local.size
+        self.ranks: Sequence[int] = self._local.allgather(comm.rank)
+
+    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
+        """Return, per rank of the node, the numbers that each has passed; without yielding."""
+        return self._local.allgather(numbers)
+        yield ()
+
+    def free(self) -> None:
+        """Give the communicator back to MPI; collective."""
+        self._local.Free()
 
 
 def abort(code: int) -> None:

@@ -2,24 +2,24 @@
 
 No threads and no real time: an event queue, the same for the same seed. A
 message costs latency plus bytes over bandwidth, and the ranks of a node share
-one full-duplex network interface (NIC). With a seed the network is an
+one full-duplex network interface (NIC). Computing takes time where it is given
+a price: a busy rank neither posts nor goes on. With a seed the network is an
 adversary: it delays and reorders whatever MPI allows it to, reads send buffers
 late, and fills receive buffers with junk until the message is there.
 """
 
 import heapq
-import math
 import random
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from ..errors import BufferMismatchError, StallError
-from .base import Array, Channel, Schedule, Task
+from ..errors import BufferMismatchError, ConfigError, StallError
+from .base import LANES, Array, Channel, Schedule, Task
+from .prices import Interface, Link
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,10 @@ class Slow:
 Fault = Lost | Dead | Slow
 
 
-@dataclass(frozen=True)
-class Link:
-    """A way between two ranks: seconds before the first byte, bytes per second after."""
+class Completable(Protocol):
+    """A request of a simulated rank."""
 
-    latency_s: float = 0.0
-    bandwidth: float = math.inf
+    complete: bool
 
 
 @dataclass
@@ -83,7 +81,7 @@ class _Message:
 
 @dataclass
 class _Lane:
-    """All that is under way from one rank to another in one channel, in order."""
+    """All that is under way from one rank to another in one lane of a channel, in order."""
 
     messages: deque[_Message] = field(default_factory=deque)
     receives: deque[tuple[Array, _Pending]] = field(default_factory=deque)
@@ -92,12 +90,25 @@ class _Lane:
 
 @dataclass
 class _Channel:
-    """One rank's end of one operation; see base.Channel."""
+    """One rank's end of one lane of an operation; see base.Channel."""
 
     network: "SimulatedNetwork"
     rank: int
     size: int
     tag: int
+    index: int = 0
+
+    def __str__(self) -> str:
+        return f"channel {self.tag}{f', lane {self.index}' * bool(self.index)}"
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return range(self.size)
+
+    def lane(self, index: int) -> "_Channel":
+        if not 0 <= index < LANES:
+            raise ConfigError(f"rank {self.rank}: lane {index}: expected 0 to {LANES - 1}")
+        return replace(self, index=index)
 
     def isend(self, array: Array, dest: int) -> _Pending:
         return self.network._send(self, array, dest)
@@ -114,35 +125,47 @@ class SimulatedNetwork:
         between: Link between nodes; ranks of a node share its bandwidth, each way.
         within: Link between two ranks of a node.
         ranks_per_node: Ranks r with equal `r // ranks_per_node` share a node.
+        node_of: The node of each rank, instead; any placement, also uneven.
+        overhead_s: Computing that each message costs its sender, and its receiver.
         seed: Makes the network an adversary, deterministic in the seed.
         faults: What goes wrong.
         payload: False moves sizes only; give the schedules `ghost` arrays then.
 
     Attributes:
+        node_of: The node of each rank.
+        stepped: The ranks whose schedules are run: all.
+        slack_bytes: By how much messages may differ from what was expected.
         time_s: Virtual seconds until the last rank finished.
         bytes_sent, messages_sent: Per rank.
+        bytes_between: What each node has sent to others, by node.
     """
 
     def __init__(
         self, size: int, *, between: Link = Link(), within: Link = Link(),
-        ranks_per_node: int = 1, seed: int | None = None, faults: Iterable[Fault] = (),
-        payload: bool = True,
+        ranks_per_node: int = 1, node_of: Sequence[int] | None = None, overhead_s: float = 0.0,
+        seed: int | None = None, faults: Iterable[Fault] = (), payload: bool = True,
     ) -> None:
         self.size = size
+        self.stepped = range(size)
+        self.slack_bytes = 0
         self.time_s = 0.0
         self.bytes_sent = [0] * size
         self.messages_sent = [0] * size
-        self._between, self._within = between, within
-        self._ranks_per_node = ranks_per_node
+        self._within, self._latency_s = within, between.latency_s
+        self._overhead_s = overhead_s
+        self.node_of = node_of or [rank // ranks_per_node for rank in range(size)]
+        self.bytes_between = dict.fromkeys(self.node_of, 0)
         self._random = None if seed is None else random.Random(seed)
         self._payload = payload
         self._lost = {(f.source, f.dest, f.index) for f in faults if isinstance(f, Lost)}
         self._dies = {f.rank: f.after_messages for f in faults if isinstance(f, Dead)}
         self._slow = {f.rank: f.factor for f in faults if isinstance(f, Slow)}
         self._sent_to: dict[tuple[int, int], int] = defaultdict(int)
-        self._lanes: dict[tuple[int, int, int], _Lane] = defaultdict(_Lane)
-        self._out_free_s: dict[int, float] = defaultdict(float)
-        self._in_free_s: dict[int, float] = defaultdict(float)
+        self._lanes: dict[tuple[int, int, int, int], _Lane] = defaultdict(_Lane)
+        self._out: dict[int, Interface] = defaultdict(lambda: Interface(between))
+        self._in: dict[int, Interface] = defaultdict(lambda: Interface(between))
+        self._busy_until_s: dict[int, float] = defaultdict(float)
+        self._to_wake: set[int] = set()
         self._events: list[tuple[float, float, int, int, Callable[[], None]]] = []
         self._count = 0
         self._tasks: list[list[Task[Any]]] = [[] for _ in range(size)]
@@ -164,7 +187,7 @@ class SimulatedNetwork:
             StallError: The schedules wait for messages that never come; says who
                 waits for what.
         """
-        for rank in range(self.size):
+        for rank in self.stepped:
             for tag, program in enumerate(programs):
                 channel = _Channel(self, rank, self.size, tag)
                 self._tasks[rank].append(Task(program(channel)))
@@ -173,9 +196,10 @@ class SimulatedNetwork:
             self.time_s, _, _, rank, action = heapq.heappop(self._events)
             action()
             self._resume(rank)
-        waits = [self._waits(rank) for rank in range(self.size)]
+        self.time_s = max(self.time_s, *self._busy_until_s.values(), 0.0)
+        waits = [self._waits(rank) for rank in self.stepped]
         stall = StallError("; ".join(text for text in waits if text))
-        results = [self._outcome(rank, stall) for rank in range(self.size)]
+        results = [self._outcome(rank, stall) for rank in self.stepped]
         self._tasks, self._errors = [[] for _ in range(self.size)], {}
         failed = [result for result in results if isinstance(result, Exception)]
         if failed and not return_errors:
@@ -208,11 +232,27 @@ class SimulatedNetwork:
         shuffle = self._random.random() if self._random else 0.0
         heapq.heappush(self._events, (time_s, shuffle, self._count, rank, action))
 
+    def work(self, rank: int, seconds: float) -> None:
+        """Keep a rank busy: what it posts from now on leaves later, and it goes on later."""
+        self._busy_until_s[rank] = self.clock_s(rank) + seconds
+
+    def clock_s(self, rank: int) -> float:
+        """Return the virtual time of a rank, which is ahead of the others' while it computes."""
+        return max(self.time_s, self._busy_until_s[rank])
+
+    def later(self, delay_s: float, rank: int, request: Completable) -> None:
+        """Complete a rank's request after a virtual time; an adversary waits longer."""
+        if self._random:
+            delay_s += self._random.choice((0.0, self._random.expovariate(1.0)))
+        self._complete(request, rank, self.time_s + delay_s)
+
     def _is_dead(self, rank: int) -> bool:
         return rank in self._dies and self.messages_sent[rank] >= self._dies[rank]
 
     def _resume(self, rank: int) -> None:
         for task in self._tasks[rank]:
+            if self.clock_s(rank) > self.time_s:
+                return self._wake(rank)
             if self._is_dead(rank) or rank in self._errors:
                 return
             try:
@@ -220,9 +260,15 @@ class SimulatedNetwork:
             except Exception as error:
                 self._errors[rank] = error
 
+    def _wake(self, rank: int) -> None:
+        """Look at a busy rank again when it has done; once, however much happens meanwhile."""
+        if rank not in self._to_wake:
+            self._to_wake.add(rank)
+            self._at(self.clock_s(rank), rank, lambda: self._to_wake.discard(rank))
+
     def _send(self, channel: _Channel, array: Array, dest: int) -> _Pending:
         source, nbytes = channel.rank, array.nbytes
-        request = _Pending(f"a send of {nbytes} bytes to rank {dest} (channel {channel.tag})")
+        request = _Pending(f"a send of {nbytes} bytes to rank {dest} ({channel})")
         if self._is_dead(source):
             return request
         index = self._sent_to[source, dest]
@@ -234,43 +280,61 @@ class SimulatedNetwork:
         late = self._random is not None and self._random.random() < 0.5
         content = array if late or not self._payload else array.copy()
         message = _Message(content, nbytes, request, late)
-        left_s, arrival_s = self._price(source, dest, nbytes)
-        lane = self._lanes[source, dest, channel.tag]
+        lost = (source, dest, index) in self._lost
+        self.work(source, self._overhead_s)
+        if self.clock_s(source) > self.time_s:
+            self._at(self.clock_s(source), source, lambda: self._depart(
+                channel, message, dest, lost))
+        else:
+            self._depart(channel, message, dest, lost)
+        return request
+
+    def _depart(self, channel: _Channel, message: _Message, dest: int, lost: bool) -> None:
+        """Put a message on its way, and note when it has left and when it arrives."""
+        source = channel.rank
+        left_s, arrival_s = self._price(source, dest, message.nbytes)
+        source, dest = self._received(source, dest)
+        lane = self._lanes[source, dest, channel.tag, channel.index]
         lane.messages.append(message)
         # A lost message blocks its lane: MPI lets no later one overtake it.
-        if (source, dest, index) not in self._lost:
+        if not lost:
             arrival_s = lane.last_arrival_s = max(arrival_s, lane.last_arrival_s)
             self._at(arrival_s, dest, lambda: self._arrive(lane, message, source))
-        if not late:
-            self._complete(request, source, left_s)
-        return request
+        if not message.late:
+            self._complete(message.request, channel.rank, left_s)
+
+    def _received(self, source: int, dest: int) -> tuple[int, int]:
+        """Return whom a message comes from, and on which of the stepped ranks it arrives."""
+        return source, dest
 
     def _price(self, source: int, dest: int, nbytes: int) -> tuple[float, float]:
         """Return when the last byte has left `source`, and when it is at `dest`."""
         factor = self._slow.get(source, 1.0)
-        here, there = source // self._ranks_per_node, dest // self._ranks_per_node
+        here, there = self.node_of[source], self.node_of[dest]
         if here == there:
-            left_s = self.time_s + factor * nbytes / self._within.bandwidth
+            # A message within a node is a copy, which its sender makes.
+            self.work(source, factor * nbytes / self._within.bandwidth)
+            left_s = self.clock_s(source)
             arrival_s = left_s + factor * self._within.latency_s
         else:
-            wire_s = factor * nbytes / self._between.bandwidth
-            start_s = max(self.time_s, self._out_free_s[here])
-            left_s = self._out_free_s[here] = start_s + wire_s
-            landed_s = max(start_s, self._in_free_s[there]) + wire_s
-            self._in_free_s[there] = landed_s
-            arrival_s = landed_s + factor * self._between.latency_s
+            self.bytes_between[here] += nbytes
+            there = self.node_of[self._received(source, dest)[1]]
+            first_s, left_s = self._out[here].carry(nbytes, self.time_s, factor)
+            _, landed_s = self._in[there].carry(nbytes, first_s, factor)
+            arrival_s = max(left_s, landed_s) + factor * self._latency_s
         if self._random:
             arrival_s += self._random.choice((0.0, self._random.expovariate(1.0)))
         return left_s, arrival_s
 
-    def _complete(self, request: _Pending, rank: int, time_s: float) -> None:
+    def _complete(self, request: Completable, rank: int, time_s: float) -> None:
         self._at(time_s, rank, lambda: setattr(request, "complete", True))
 
     def _receive(self, channel: _Channel, array: Array, source: int) -> _Pending:
-        request = _Pending(f"{array.nbytes} bytes from rank {source} (channel {channel.tag})")
+        request = _Pending(f"{array.nbytes} bytes from rank {source} ({channel})")
+        self.work(channel.rank, self._overhead_s)
         if self._random and self._payload:
             array.view(np.uint8)[...] = self._random.randrange(256)
-        lane = self._lanes[source, channel.rank, channel.tag]
+        lane = self._lanes[source, channel.rank, channel.tag, channel.index]
         lane.receives.append((array, request))
         self._match(lane, source, channel.rank)
         return request
@@ -283,7 +347,7 @@ class SimulatedNetwork:
         """Hand arrived messages to posted receives, both strictly in order."""
         while lane.receives and lane.messages and lane.messages[0].arrived:
             (array, request), message = lane.receives.popleft(), lane.messages.popleft()
-            if array.nbytes != message.nbytes:
+            if abs(array.nbytes - message.nbytes) > self.slack_bytes:
                 request.error = BufferMismatchError(
                     f"expected {array.nbytes} bytes from rank {source}, got {message.nbytes}")
             elif self._payload:
@@ -293,21 +357,3 @@ class SimulatedNetwork:
                 self._complete(message.request, source, self.time_s)
             if dest is not None:
                 self._at(self.time_s, dest, lambda: None)
-
-
-def ghost(n: int, dtype: DTypeLike) -> Array:
-    """Return a vector of `n` elements without memory, for a network without payload."""
-    return np.broadcast_to(np.empty((), dtype), (n,))
-
-
-class NoCombine:
-    """A `Combine` that does nothing, for a network without payload."""
-
-    def prepare(self, x: Array) -> None:
-        """Do nothing."""
-
-    def accumulate(self, out: Array, contribution: Array) -> None:
-        """Do nothing."""
-
-    def finish(self, chunk: Array) -> None:
-        """Do nothing."""

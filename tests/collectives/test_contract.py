@@ -3,26 +3,63 @@
 import contract
 import numpy as np
 import pytest
+from cluster import run
 
-from mpiring.collectives import chain, ring
+from mpiring.collectives import chain, direct, ring, shared
 from mpiring.collectives.agreement import Call, agreed
+from mpiring.collectives.select import choose
 from mpiring.memory.arrays import chunks_of
 from mpiring.memory.reduction import Reduction
+from mpiring.transport.base import together
+from mpiring.transport.members import Members
 from mpiring.transport.simulated import SimulatedNetwork
 
 
-def by_ring(net, x, op):
+def by_ring(net, x, op, piece_bytes=ring.PIECE_BYTES):
     """Run allreduce itself."""
-    inbox = np.empty(ring.inbox_size(x.size, net.size), x.dtype)
-    yield from ring.allreduce(net, x, inbox, Reduction(op, x.dtype, net.size))
+    inbox = np.empty(ring.inbox_size(x.size, net.size, x.itemsize, piece_bytes), x.dtype)
+    yield from ring.allreduce(net, x, inbox, Reduction(op, x.dtype, net.size), piece_bytes)
 
 
-def by_ring_halves(net, x, op):
+def by_ring_halves(net, x, op, piece_bytes=ring.PIECE_BYTES):
     """Run reduce-scatter, then allgather."""
     chunks = chunks_of(x, net.size)
-    inbox = np.empty(ring.inbox_size(x.size, net.size), x.dtype)
+    inbox = np.empty(ring.inbox_size(x.size, net.size, x.itemsize, piece_bytes), x.dtype)
     mine = yield from ring.reduce_scatter(
-        net, chunks, inbox, Reduction(op, x.dtype, net.size))
+        net, chunks, inbox, Reduction(op, x.dtype, net.size), piece_bytes)
+    assert mine is chunks[net.rank]
+    yield from ring.allgather(net, chunks, piece_bytes)
+
+
+def by_pieces(net, x, op):
+    """Run allreduce in several pieces per chunk, of many dtypes."""
+    return by_ring(net, x, op, piece_bytes=24)
+
+
+def by_members(net, x, op):
+    """Run both halves in pieces, around a ring in another order."""
+    order = [*range(0, net.size, 2), *range(1, net.size, 2)]
+    return by_ring_halves(Members(net, order), x, op, piece_bytes=24)
+
+
+def by_parts(net, x, op):
+    """Run several rings at once, each on a part of the array and a lane of its own."""
+    return together(by_ring(net.lane(i), part, op) for i, part in enumerate(chunks_of(x, 3)))
+
+
+def by_direct(net, x, op):
+    """Run allreduce itself."""
+    inbox = np.empty(direct.inbox_size(x.size, net.size, x.itemsize), x.dtype)
+    yield from direct.allreduce(net, x, inbox, Reduction(op, x.dtype, net.size))
+
+
+def by_direct_pieces(net, x, op):
+    """Run reduce-scatter in very short pieces, then allgather."""
+    limits = 8, 40
+    chunks = chunks_of(x, net.size)
+    inbox = np.empty(direct.inbox_size(x.size, net.size, x.itemsize, limits), x.dtype)
+    mine = yield from direct.reduce_scatter(
+        net, chunks, inbox, Reduction(op, x.dtype, net.size), limits)
     assert mine is chunks[net.rank]
     yield from ring.allgather(net, chunks)
 
@@ -31,23 +68,104 @@ def by_agreed_ring(net, x, op):
     """Run what the communicator runs: the header first."""
     if net.size == 1:
         return (yield from by_ring(net, x, op))
-    return (yield from agreed(net, Call("allreduce", op), 0, by_ring(net, x, op)))
+    around = (net.rank - 1) % net.size, (net.rank + 1) % net.size
+    return (yield from agreed(lambda: net, None, around, Call("allreduce", op),
+                              by_ring(net, x, op)))
 
 
-ALGORITHMS = {"ring": by_ring, "ring halves": by_ring_halves, "agreed ring": by_agreed_ring}
+ALGORITHMS = {
+    "ring": by_ring, "ring halves": by_ring_halves, "agreed ring": by_agreed_ring,
+    "ring in pieces": by_pieces, "ring of members": by_members, "rings at once": by_parts,
+    "direct": by_direct, "direct pieces": by_direct_pieces}
 
 
 @pytest.mark.parametrize("p", range(1, 17))
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_allreduce(algorithm, p):
-    for n in sorted({0, 1, p - 1, p, p + 1, 3 * p + 2, 129}):
-        for op in contract.OPS:
-            for seed, dtype in enumerate(contract.OPS_OF[op]):
+    lengths = sorted({0, 1, p - 1, p, p + 1, 3 * p + 2, 129})
+    for op in contract.OPS:
+        for seed, dtype in enumerate(contract.OPS_OF[op]):
+            # On many ranks each dtype and op meets one length, to save time.
+            for n in lengths if p <= 6 else [lengths[(seed + p) % len(lengths)]]:
                 xs = [contract.contribution(rank, n, dtype) for rank in range(p)]
                 SimulatedNetwork(p, seed=seed).run(
                     lambda net: ALGORITHMS[algorithm](net, xs[net.rank], op))
                 contract.check(xs[0], p, op)
                 assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+
+
+def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, desk_bytes=512):
+    """Run what the communicator runs on a cluster, and return the results of all ranks."""
+    def program(collectives):
+        x = contract.contribution(collectives.rank, n, dtype)
+        if in_windows(collectives.rank) and n:
+            y = yield from collectives.empty((n,), dtype)
+            y[...], x = x, y
+        yield from collectives.allreduce(x, op=op, algorithm=algorithm)
+        return x
+
+    return run(node_of, program, seed=seed, desk_bytes=desk_bytes)[0]
+
+
+IN_WINDOWS = {"all": lambda rank: True, "none": lambda rank: False,
+              "some": lambda rank: rank % 2 == 0}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Let arrays of this test's sizes take every path, in several blocks and pieces."""
+    monkeypatch.setattr(shared, "EAGER_BYTES", 100)
+    monkeypatch.setattr(shared, "BLOCK_BYTES", 128)
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+@pytest.mark.parametrize("in_windows", ["all", "none"])
+def test_shared_memory(p, in_windows, small_pieces):
+    for n in sorted({0, 1, p + 1, 129}):
+        for op in contract.OPS:
+            for seed, dtype in enumerate(contract.OPS_OF[op]):
+                xs = on_nodes([0] * p, n, op, dtype, seed, algorithm="auto",
+                              in_windows=IN_WINDOWS[in_windows])
+                contract.check(xs[0], p, op)
+                assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+
+
+@pytest.mark.parametrize("node_of", [[0] * 3, [0, 0, 1, 1], [0, 1, 0, 1, 1]])
+@pytest.mark.parametrize("algorithm", ["auto", "hierarchical", "direct", "ring"])
+def test_several_allreduces_in_one_operation(node_of, algorithm, small_pieces):
+    """As in a reducer that sums two factors: the second must not overtake the first."""
+    p = len(node_of)
+    if algorithm == "hierarchical" and len(set(node_of)) == 1:
+        algorithm = "shared"
+    if algorithm == "auto" and len(set(node_of)) > 1:
+        algorithm = "hierarchical"
+
+    def program(collectives):
+        for i, n in enumerate((4, 6, 100, 5, 300, 100)):
+            x = np.full(n, 100 * i + collectives.rank, "float32")
+            yield from collectives.allreduce(x, algorithm=algorithm)
+            assert (x == p * 100 * i + p * (p - 1) / 2).all()
+
+    for seed in range(60):
+        run(node_of, program, seed=seed, desk_bytes=4096)
+
+
+@pytest.mark.parametrize("node_of", [[0] * 4, [0, 0, 1, 1], [0, 1, 2], [0, 1, 0]])
+def test_a_barrier_holds_anywhere_in_an_operation(node_of):
+    came = []
+
+    def program(collectives):
+        for number in range(3):
+            came.append(number)
+            yield from collectives.barrier()
+            assert came.count(number) == len(node_of)
+
+    for seed in range(60):
+        came.clear()
+        run(node_of, program, seed=seed)
 
 
 @pytest.mark.parametrize("p", range(1, 17))
@@ -94,20 +212,26 @@ def test_ten_thousand_adversarial_deliveries():
         root, op = int(random.integers(p)), list(contract.OPS)[seed % 5]
         xs = [contract.contribution(rank, n, "float32") for rank in range(p)]
         zs = [contract.contribution(rank, n, "int16") for rank in range(p)]
+        vs = [contract.contribution(rank, n, "int32") for rank in range(p)]
+        hs = [contract.contribution(rank, n, "float16") for rank in range(p)]
         ys = [np.full(n, rank) for rank in range(p)]
         texts = [np.full(rank * n % 7, rank, np.uint8) for rank in range(p)]
         found = SimulatedNetwork(p, seed=seed, ranks_per_node=1 + seed % 3).run(
             lambda net: by_agreed_ring(net, xs[net.rank], op),
-            lambda net: by_ring_halves(net, zs[net.rank], "sum"),
+            lambda net: by_members(net, zs[net.rank], "sum"),
+            lambda net: by_pieces(net, vs[net.rank], "sum"),
+            lambda net: by_direct_pieces(net, hs[net.rank], op),
             lambda net: chain.broadcast(net, ys[net.rank], root, piece_bytes=32),
             lambda net: chain.broadcast_bytes(net, texts[net.rank], root),
             lambda net: ring.allgather_bytes(net, texts[net.rank]),
             lambda net: chain.barrier(net))
         contract.check(xs[0], p, op)
         contract.check(zs[0], p, "sum")
-        assert all(x.tobytes() == xs[0].tobytes() for x in xs)
-        assert all(z.tobytes() == zs[0].tobytes() for z in zs)
+        contract.check(vs[0], p, "sum")
+        contract.check(hs[0], p, op)
+        for results in (xs, zs, vs, hs):
+            assert all(x.tobytes() == results[0].tobytes() for x in results)
         assert all((y == root).all() for y in ys)
-        for _, _, _, text, gathered, _ in found:
+        for *_, text, gathered, _ in found:
             assert np.array_equal(text, texts[root])
             assert all(map(np.array_equal, gathered, texts))

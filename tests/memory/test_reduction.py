@@ -1,11 +1,19 @@
 """Tests the elementwise ops: what they accept, and their edges."""
 
+import sys
+import threading
+import tracemalloc
+
 import contract
+import ml_dtypes
 import numpy as np
 import pytest
+from launching import needed
 
 from mpiring import ConfigError
 from mpiring.memory.reduction import Reduction
+
+SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
 
 
 @pytest.mark.parametrize("op", contract.OPS)
@@ -45,7 +53,130 @@ def test_nan_infinity_and_overflow_pass_through_silently():
     assert combined("sum", np.array([127], "int8"), np.array([1], "int8"))[0] == -128
 
 
-@pytest.mark.parametrize("dtype", ["float16", contract.ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 def test_a_16_bit_mean_divides_first(dtype):
     a, b = np.array([60000], dtype), np.array([60000], dtype)
     assert float(combined("mean", a, b)[0]) == pytest.approx(60000, rel=1e-2)
+
+
+def combined_at_once(op, sources, out):
+    with np.errstate(all="raise"):
+        Reduction(op, sources[0].dtype, len(sources)).combine(sources, out)
+    return out
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 5])
+@pytest.mark.parametrize("op", contract.OPS)
+def test_combine_every_dtype_into_any_source(op, p):
+    for dtype in contract.OPS_OF[op]:
+        for n in (0, 1, 1000, 140_001):
+            for place in (*range(p), None):
+                sources = [contract.contribution(rank, n, dtype) for rank in range(p)]
+                untouched = [x.tobytes() for x in sources]
+                out = np.empty(n, dtype) if place is None else sources[place]
+                contract.check(combined_at_once(op, sources, out), p, op)
+                for rank, x in enumerate(sources):
+                    assert rank == place or x.tobytes() == untouched[rank]
+
+
+def test_combine_goes_in_the_order_given():
+    big, one = np.array([1e8], "float32"), np.array([1.0], "float32")
+    out = np.empty(1, "float32")
+    assert combined_at_once("sum", [big, -big, one], out)[0] == 1
+    assert combined_at_once("sum", [big, one, -big], out)[0] == 0
+
+
+def numbers(kind, seed, n, dtype):
+    """Vectors that lead down every way through the 16-bit sums."""
+    random = np.random.default_rng(seed)
+    with np.errstate(all="ignore"):
+        return {
+            "usual": lambda: random.standard_normal(n),
+            "tiny": lambda: random.standard_normal(n) * 1e-6,
+            "spread": lambda: random.standard_normal(n) * 10 ** random.uniform(-8, 4, n),
+            "large": lambda: random.choice([60000.0, -60000.0, 3e38, 1.0, 0.0], n),
+            "anything": lambda: random.integers(0, 1 << 16, n, dtype=np.uint16).view(dtype),
+            "full": lambda: random.uniform(-65000, 65000, n),
+            "zeros": lambda: random.choice([0.0, -0.0], n),
+        }[kind]().astype(dtype)
+
+
+@pytest.mark.parametrize("kind", [
+    "usual", "tiny", "spread", "large", "full", "anything", "zeros"])
+@pytest.mark.parametrize("op", ["sum", "mean", "prod"])
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+@pytest.mark.parametrize("torch", ["absent", "present"])
+def test_16_bits_are_rounded_once(torch, dtype, op, kind, monkeypatch):
+    if torch == "present":
+        needed("torch")
+    else:
+        monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for p in (1, 2, 3, 4, 7, 16, 33):
+        rows = [numbers(kind, 100 * p + rank, 60_000, dtype) for rank in range(p)]
+        out = combined_at_once(op, rows, np.empty(60_000, dtype))
+        assert contract.same_bits(out, contract.rounded_once(rows, op)), (p, kind)
+
+
+@pytest.fixture
+def without_torch(monkeypatch):
+    """Hide PyTorch, which another test may have loaded."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_float16_mean_over_very_many_ranks_is_rounded_once():
+    """8193 / 16385 is so little above one half that it must not be rounded to that first."""
+    rows = [np.array([steps * 2.0**-24], "float16") for steps in (8192, 1)]
+    out = np.empty(1, "float16")
+    Reduction("mean", "float16", 16385).combine(rows, out)
+    assert out[0] == np.float16(2.0**-24)
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_a_float16_mean_at_and_beside_the_ties_of_subnormal_numbers():
+    for p in (3, 5, 6, 7, 11, 24, 1000, 4096):
+        steps = np.arange(60_000, dtype=np.uint16)
+        rows = [(steps % 2048).view("float16"), (steps // 2048).view("float16"),
+                *[np.zeros(60_000, "float16")] * (p - 2)]
+        out = combined_at_once("mean", rows, np.empty(60_000, "float16"))
+        assert contract.same_bits(out, contract.rounded_once(rows, "mean")), p
+
+
+@pytest.mark.usefixtures("without_torch")
+def test_sums_that_overflow_on_the_way_come_back():
+    rows = [np.array([x], "float16") for x in (60000, 60000, -60000, -59968)]
+    assert combined_at_once("sum", rows, np.empty(1, "float16"))[0] == 32
+    assert combined_at_once("mean", rows[:2], np.empty(1, "float16"))[0] == 60000
+    assert np.isposinf(combined_at_once("sum", rows[:2], np.empty(1, "float16"))[0])
+
+
+@pytest.mark.parametrize("dtype", ["float32", *SIXTEEN_BIT])
+def test_threads_may_share_a_reduction(dtype):
+    reduction = Reduction("sum", dtype, 3)
+    wrong = []
+
+    def work(seed):
+        rows = [contract.contribution(seed + rank, 70_000, dtype) for rank in range(3)]
+        want = sum(row.astype("float32") for row in rows)
+        for _ in range(30):
+            out = np.empty(70_000, dtype)
+            reduction.combine(rows, out)
+            if not np.array_equal(out.astype("float32"), want):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", *SIXTEEN_BIT])
+def test_combine_takes_no_memory_of_the_length_of_its_data(dtype):
+    rows = [np.ones(3_000_000, dtype) for _ in range(4)]
+    Reduction("mean", dtype, 4).combine(rows, rows[2])
+    tracemalloc.start()
+    Reduction("mean", dtype, 4).combine(rows, rows[2])
+    assert tracemalloc.get_traced_memory()[1] < 100_000
+    tracemalloc.stop()

@@ -6,7 +6,8 @@ import pytest
 from mpiring.collectives import chain, ring
 from mpiring.errors import BufferMismatchError, StallError
 from mpiring.memory.reduction import Reduction
-from mpiring.transport.simulated import Dead, Link, Lost, SimulatedNetwork, Slow
+from mpiring.transport.prices import Link, PricedCombine, ghost
+from mpiring.transport.simulated import Dead, Lost, SimulatedNetwork, Slow
 
 
 def allreduce(net, n=8):
@@ -173,3 +174,81 @@ def test_a_network_runs_again_after_a_run():
     first = net.time_s
     assert (net.run(allreduce)[2] == 3).all()
     assert net.time_s == pytest.approx(2 * first)
+
+
+def test_a_busy_rank_posts_later_and_goes_on_later():
+    net, went_on = SimulatedNetwork(2, between=Link(1e-3, 1e6)), []
+
+    def program(channel):
+        if channel.rank == 0:
+            net.work(0, 0.5)
+            net.work(0, 0.25)
+            yield (channel.isend(np.zeros(1000, np.uint8), 1),)
+        else:
+            received = channel.irecv(np.zeros(1000, np.uint8), 0)
+            net.work(1, 3)
+            yield (received,)
+        went_on.append((channel.rank, net.time_s))
+
+    net.run(program)
+    assert went_on == [(0, pytest.approx(0.75 + 1000 / 1e6)), (1, 3)]
+
+
+def test_work_at_the_end_counts():
+    net = SimulatedNetwork(1)
+
+    def program(channel):
+        yield ()
+        net.work(0, 2)
+
+    net.run(program)
+    assert net.time_s == 2
+
+
+@pytest.mark.parametrize("p", [2, 3, 8])
+def test_a_ring_with_prices_takes_what_theory_says(p):
+    n, latency, rate, combining, overhead = p * 1000, 1e-3, 1e6, 2e5, 1e-4
+    net = SimulatedNetwork(p, between=Link(latency, rate), overhead_s=overhead, payload=False)
+    net.run(lambda channel: ring.allreduce(
+        channel, ghost(n, "uint8"), ghost(1000, "uint8"),
+        PricedCombine(net, channel.rank, combining)))
+    step = 2 * overhead + latency + 1000 / rate
+    assert net.time_s == pytest.approx(2 * (p - 1) * step + (p - 1) * 1000 / combining)
+
+
+def test_a_message_within_a_node_is_a_copy_that_its_sender_makes():
+    def program(channel):
+        if channel.rank == 0:
+            yield [channel.isend(np.zeros(1000, np.uint8), 1) for _ in range(3)]
+        else:
+            yield [channel.irecv(np.zeros(1000, np.uint8), 0) for _ in range(3)]
+
+    net = SimulatedNetwork(2, within=Link(0.5, 1000), ranks_per_node=2)
+    net.run(program)
+    assert net.time_s == pytest.approx(3 + 0.5)
+
+
+def test_bursts_pass_at_once_and_come_back_with_time():
+    net = SimulatedNetwork(2, between=Link(0, 1000, burst_bytes=1500))
+
+    def took(n):
+        began = net.time_s
+        net.run(lambda channel: one_message(channel, 0, 1, n))
+        return net.time_s - began
+
+    assert took(1000) == 0
+    assert took(1000) == pytest.approx(0.5)
+    net.time_s += 0.25
+    assert took(1000) == pytest.approx(0.75)
+    net.time_s += 100
+    assert took(2000) == pytest.approx(0.5)
+
+
+def test_ghosts_hold_nothing_and_price_copies():
+    copies = []
+    x = ghost(10**12, "float32", copies.append)
+    x[5:8][...] = 1
+    x[:10] = np.ones(10)
+    np.copyto(x[:100], ghost(100, "float32"))
+    assert copies == [12, 40, 400] and x.nbytes == 4 * 10**12
+    assert np.add(x[:3], 1).shape == (3,)

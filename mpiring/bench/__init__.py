@@ -1,0 +1,1 @@
+"""Measures mpiring beside MPI's own allreduce, Gloo and Horovod: `python -m mpiring bench`."""

@@ -1,0 +1,169 @@
+"""Measures blocking allreduces, size by size, of mpiring, MPI and the peers."""
+
+import itertools
+import random
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError
+from . import inputs, timing
+from .command import Benchmark
+from .contenders import COPY, NATIVE, Contender, chosen, memory_copy
+from .results import Environment, Measurement, Row
+from .table import Column
+from .units import size_text
+from .world import World
+
+BUFFERS = ("empty", "private")
+
+Array = NDArray[Any]
+
+
+def _cases(options: Namespace) -> list[tuple[str, str, int]]:
+    return list(itertools.product(options.dtypes, options.buffers, options.sizes))
+
+
+def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Measure case after case: a dtype, a kind of buffer, a size; all contenders on one array.
+
+    Collective: yes. Blocking: yes.
+    """
+    contenders = chosen(world, options.contenders, options.algorithms, options.interface)
+    if world.comm.num_nodes == 1:
+        contenders.append(memory_copy())
+    dice = random.Random(options.seed)
+    for name, buffer, nbytes in _cases(options):
+        dtype = inputs.dtype_of(name)
+        length = max(1, nbytes // dtype.itemsize)
+        x = world.comm.empty(length, dtype) if buffer == "empty" else np.empty(length, dtype)
+        labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer,
+                  "thread_level": world.thread_level}
+        seconds = interleaved(world, contenders, x, options, dice)
+        yield [Measurement({**labels, "contender": contender.name},
+                           {"call": seconds[contender.name]}) for contender in contenders]
+
+
+def interleaved(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
+                dice: random.Random) -> dict[str, list[float]]:
+    """Return the seconds of each contender's calls on `x`; none of those that cannot do it.
+
+    The contenders take turns, in a new random order in each round.
+
+    Raises:
+        WrongAnswerError: A contender's result is not the sum.
+
+    Collective: yes. Blocking: yes.
+    """
+    every = max(1, inputs.series_length(x.dtype, world.size) - 1)
+    runs: dict[str, Callable[[int], list[float]]] = {}
+    calls: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+    for contender in contenders:
+        call = _checked(world, contender, x)
+        if call is None:
+            continue
+
+        def prepare(call: Callable[[], object] = call) -> None:
+            inputs.fill(x)
+            call()
+
+        def run(times: int, call: Callable[[], object] = call,
+                prepare: Callable[[], None] = prepare) -> list[float]:
+            return timing.timed(world, call, times, prepare=prepare, every=every)
+
+        runs[contender.name] = run
+        warm = timing.median(run(3))
+        calls[contender.name] = timing.calls_within(options.budget / options.rounds, warm)
+    for _ in range(options.rounds):
+        for name in dice.sample(list(runs), len(runs)):
+            seconds[name] += runs[name](calls[name])
+    return seconds
+
+
+def _checked(world: World, contender: Contender, x: Array) -> Callable[[], object] | None:
+    """Return the contender's call on `x`, after it was right once; None if it declines `x`."""
+    inputs.fill_to_check(x, world.rank)
+    try:
+        call = contender.blocking(x)
+        call()
+    except ConfigError:
+        return None
+    if contender.sums:
+        inputs.check(world, x, contender.name)
+    return call
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each measurement, compared with MPI's own call; case after case.
+
+    At several thread levels the reference is the faster of MPI's calls.
+    """
+    order = {case: place for place, case in enumerate(dict.fromkeys(map(_case, found)))}
+    found = sorted(found, key=lambda measurement: order[_case(measurement)])
+    references: dict[tuple[Any, ...], float] = {}
+    limits: dict[tuple[Any, ...], float] = {}
+    for measurement in found:
+        best = {NATIVE: references, COPY: limits}.get(measurement.labels["contender"])
+        median = timing.median(measurement.seconds["call"])
+        if best is not None and median == median:
+            best[_case(measurement)] = min(median, best.get(_case(measurement), median))
+    return [_row(measurement, about, options, references.get(_case(measurement), float("nan")),
+                 limits.get(_case(measurement), float("nan"))) for measurement in found]
+
+
+def _case(measurement: Measurement) -> tuple[Any, ...]:
+    return tuple(measurement.labels[key] for key in ("bytes", "dtype", "buffer"))
+
+
+def _row(measurement: Measurement, about: Environment, options: Namespace, reference_s: float,
+         copy_s: float) -> Row:
+    labels, seconds = measurement.labels, measurement.seconds["call"]
+    median, nbytes, p = timing.median(seconds), labels["bytes"], about["ranks"]
+    algbw = nbytes / median / 1e9
+    limit_s = _link_limit(nbytes, about["nodes"], options) or copy_s
+    return {
+        **labels,
+        "calls": len(seconds),
+        "median_us": median * 1e6,
+        "p95_us": timing.p95(seconds) * 1e6,
+        "min_us": min(seconds, default=float("nan")) * 1e6,
+        "max_us": max(seconds, default=float("nan")) * 1e6,
+        "algbw_GBps": algbw,
+        "busbw_GBps": algbw * 2 * (p - 1) / p,
+        "native_over_this": reference_s / median,
+        "limit_us": limit_s * 1e6,
+        "this_over_limit": median / limit_s,
+    }
+
+
+def _link_limit(nbytes: int, nodes: int, options: Namespace) -> float | None:
+    """Return the seconds in which a node's link can carry what must cross it, where known."""
+    if nodes == 1 or options.link_rate is None:
+        return None
+    return float(2 * (nodes - 1) / nodes * nbytes / (options.link_rate * options.goodput))
+
+
+def columns(several_levels: bool) -> list[Column]:
+    """Return the columns of the table."""
+    level = [Column("thread_level", "threads", -10)] if several_levels else []
+    return [
+        Column("size", "size", 9), Column("dtype", "dtype", 8), Column("buffer", "buffer", 7),
+        Column("contender", "contender", -20), *level,
+        Column("median_us", "median us", 11, 4), Column("p95_us", "p95 us", 11, 4),
+        Column("algbw_GBps", "algbw GB/s", 10, 3), Column("busbw_GBps", "busbw GB/s", 10, 3),
+        Column("native_over_this", "native/this", 11, 3),
+        Column("this_over_limit", "this/limit", 10, 3),
+    ]
+
+
+def _rows_with_text(found: Sequence[Measurement], about: Environment,
+                    options: Namespace) -> list[Row]:
+    return [{"size": size_text(row["bytes"]), **row} for row in rows(found, about, options)]
+
+
+ALLREDUCE = Benchmark("allreduce", lambda options: len(_cases(options)), measure,
+                      _rows_with_text, columns)

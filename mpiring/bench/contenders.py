@@ -1,0 +1,116 @@
+"""Names what is compared: mpiring's algorithms, MPI's own allreduce, and the peers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..collectives import native
+from ..config import ALGORITHMS
+from ..errors import ConfigError
+from . import peers
+from .world import World
+
+Array = NDArray[Any]
+Call = Callable[[], object]
+
+NATIVE = "MPI_Allreduce"
+COPY = "memory copy"
+KINDS = ("mpiring", "mpi", *peers.NAMES)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to sum an array over the ranks, in place.
+
+    Both fields are given the array and return what to call again and again;
+    they raise ConfigError for an array that the contender cannot sum.
+
+    Attributes:
+        name: As it stands in tables.
+        blocking: Returns a function that sums the array.
+        starting: Returns a function that begins to sum it, and returns one that waits.
+        sums: False for what is measured only to show a limit.
+    """
+
+    name: str
+    blocking: Callable[[Array], Call]
+    starting: Callable[[Array], Callable[[], Call]]
+    sums: bool = True
+
+
+def mpiring(world: World, algorithm: str) -> Contender:
+    """Return mpiring with an algorithm of `config.ALGORITHMS`."""
+    comm = world.comm
+    return Contender(
+        f"mpiring {algorithm}",
+        lambda x: lambda: comm.allreduce(x, algorithm=algorithm),
+        lambda x: lambda: comm.iallreduce(x, algorithm=algorithm).wait)
+
+
+def mpi(world: World) -> Contender:
+    """Return MPI's own allreduce, the reference: called by mpi4py, in place."""
+    raw, library = world.raw, world.mpi
+
+    def refuse_unknown(x: Array) -> None:
+        if not native.supports(x.dtype, "sum"):
+            raise ConfigError(f"MPI has no {x.dtype.name}")
+
+    def call(x: Array) -> Call:
+        refuse_unknown(x)
+        return lambda: raw.Allreduce(library.IN_PLACE, x, op=library.SUM)
+
+    def start(x: Array) -> Callable[[], Call]:
+        refuse_unknown(x)
+        return lambda: raw.Iallreduce(library.IN_PLACE, x, op=library.SUM).Wait
+
+    return Contender(NATIVE, call, start)
+
+
+def memory_copy() -> Contender:
+    """Return the limit on one node: every rank reads and writes each byte once, as a copy does.
+
+    Less traffic there cannot be: each sum is read from every rank's array and
+    stored in every rank's array, 2 n bytes for each of the ranks.
+    """
+    def call(x: Array) -> Call:
+        # Written to, so that it has memory of its own, not the system's one page of zeros.
+        other = np.ones_like(x)
+        return lambda: np.copyto(other, x)
+
+    def start(x: Array) -> Callable[[], Call]:
+        raise ConfigError("a copy does not wait")
+
+    return Contender(COPY, call, start, sums=False)
+
+
+def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,
+           interface: str | None = None) -> list[Contender]:
+    """Return the contenders that a command line asks for; "auto" and MPI's own always.
+
+    Args:
+        kinds: Of KINDS; by default all that are installed.
+        algorithms: Of mpiring; by default all.
+        interface: Network interface for Gloo, by name.
+
+    Raises:
+        ConfigError: An unknown kind or algorithm.
+        MissingDependencyError: A kind was asked for that is not installed.
+    """
+    wanted = KINDS if kinds is None else tuple(kinds)
+    algorithms = ALGORITHMS if algorithms is None else algorithms
+    for names, known in ((wanted, KINDS), (algorithms, ALGORITHMS)):
+        for name in names:
+            if name not in known:
+                raise ConfigError(f"{name!r}: expected one of {', '.join(known)}")
+    found = [mpi(world)]
+    for algorithm in ALGORITHMS:
+        if algorithm == "auto" or "mpiring" in wanted and algorithm in algorithms:
+            found.append(mpiring(world, algorithm))
+    for name in peers.NAMES:
+        if name in wanted and (kinds is not None or peers.installed(name)):
+            label, blocking, starting = peers.opened(name, world, interface)
+            found.append(Contender(label, blocking, starting))
+    return found

@@ -1,0 +1,110 @@
+"""Starts the MPI jobs of a benchmark that was itself started without a launcher."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import MissingDependencyError
+from ..launch import find_mpiexec
+from .results import Environment, Measurement
+
+LEVELS = ("multiple", "serialized")
+# A job prints this line after each case.
+BEAT = "case done"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One MPI job.
+
+    Attributes:
+        level: MPI's thread level.
+        rounds: How often it measures each case.
+        peers: Whether Gloo and Horovod take part: no level of MPI's matters to them.
+    """
+
+    level: str
+    rounds: int
+    peers: bool
+
+
+def plan(levels: Sequence[str], rounds: int) -> list[Job]:
+    """Return jobs that alternate between the levels, there and back.
+
+    What else the machine does meanwhile then hits all levels alike.
+    """
+    if len(levels) == 1:
+        return [Job(levels[0], rounds, peers=True)]
+    half = math.ceil(rounds / 2)
+    return [Job(level, half, peers=level == levels[0]) for level in (*levels, *reversed(levels))]
+
+
+def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Callable[[], None],
+            ) -> tuple[int, Environment, list[Measurement]]:
+    """Run jobs one after another, and return exit status, environment and measurements.
+
+    Args:
+        planned: From `plan`.
+        ranks: Of each job.
+        words: The command line that they share.
+        beat: Is called after each case.
+
+    Raises:
+        MissingDependencyError: There is no mpiexec.
+    """
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise MissingDependencyError("there is no mpiexec: pip install 'mpiring[mpich]', or load "
+                                     "your cluster's MPI module")
+    about: Environment = {}
+    found: list[Measurement] = []
+    with tempfile.TemporaryDirectory() as folder:
+        part = Path(folder, "part.json")
+        for job in planned:
+            status = _run_job(_command(mpiexec, job, ranks, words, part), beat)
+            if status:
+                return status, about, found
+            first, measurements = read_part(part)
+            # The environment of the first job, but the command and levels of them all.
+            about = about or first
+            found += measurements
+    levels = dict.fromkeys(job.level for job in planned)
+    about |= {"thread_level": " and ".join(levels),
+              "command": f"python -m mpiring {' '.join(words)}"}
+    return 0, about, found
+
+
+def _command(mpiexec: str, job: Job, ranks: int, words: Sequence[str], part: Path) -> list[str]:
+    without_peers = [] if job.peers else ["--contenders", "mpiring,mpi"]
+    return ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
+            sys.executable, "-m", "mpiring", *words, *without_peers,
+            "--rounds", str(job.rounds), "--part", str(part)]
+
+
+def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:
+    """Run one job to its end; pass on what it prints, except its beats."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        for line in job.stdout or ():
+            if line.strip() == BEAT:
+                beat()
+            else:
+                print(line, end="", flush=True)
+    return job.returncode
+
+
+def write_part(path: str, about: Environment, found: Sequence[Measurement]) -> None:
+    """Write what one job has measured, every reading."""
+    content = [about, [dataclasses.astuple(measurement) for measurement in found]]
+    Path(path).write_text(json.dumps(content))
+
+
+def read_part(path: Path) -> tuple[Environment, list[Measurement]]:
+    """Return what `write_part` has written."""
+    about, found = json.loads(path.read_text())
+    return about, [Measurement(labels, seconds) for labels, seconds in found]

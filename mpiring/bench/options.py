@@ -1,0 +1,150 @@
+"""Declares the command lines of `python -m mpiring bench`; works without any MPI library."""
+
+import argparse
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..config import ALGORITHMS
+from ..errors import ConfigError
+from .allreduce import ALLREDUCE, BUFFERS
+from .command import Benchmark, run
+from .contenders import KINDS
+from .inputs import DTYPES
+from .jobs import LEVELS
+from .overlap import COMPUTES, OVERLAP
+from .steps import STEPS
+from .units import parse_rate, parse_size, parse_sizes
+
+T = TypeVar("T")
+
+_DESCRIPTION = """\
+Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
+
+Under a launcher the benchmark measures in that job:
+  mpirun -n 4 python -m mpiring bench allreduce
+Without one it starts jobs of its own, at one or several thread levels of MPI:
+  python -m mpiring bench allreduce --ranks 4
+
+Before each timed call stands a barrier; a call's time is that of its slowest rank.
+Contenders use the same arrays and take turns in random order, in several rounds.
+A result that is not the sum ends the benchmark with exit status 1."""
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Declare the commands and their options."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True)
+    allreduce = commands.add_parser("allreduce", help="time blocking allreduces, size by size")
+    overlap = commands.add_parser(
+        "overlap", help="how much communication hides behind computation")
+    steps = commands.add_parser("steps", help="time the training steps of a NumPy model")
+    plot = commands.add_parser("plot", help="draw what --json has written")
+    _declare_allreduce(allreduce)
+    _declare_overlap(overlap)
+    _declare_steps(steps)
+    for command, benchmark in ((allreduce, ALLREDUCE), (overlap, OVERLAP), (steps, STEPS)):
+        _declare_common(command, benchmark)
+    plot.add_argument("json", metavar="FILE.json")
+    plot.add_argument("plot", metavar="FILE.png")
+    plot.set_defaults(action=_plot)
+
+
+def _declare_common(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+    parser.set_defaults(action=lambda options: run(benchmark, options))
+    levels = LEVELS if benchmark is ALLREDUCE else LEVELS[:1]
+    parser.add_argument("--contenders", type=_names(KINDS), default=None, metavar="A,B",
+                        help=f"of {', '.join(KINDS)}; default: all that are installed")
+    parser.add_argument("--rounds", type=positive, default=6, help="default: 6")
+    parser.add_argument("--seed", type=int, default=1, help="of the random orders")
+    parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
+    parser.add_argument("--json", metavar="FILE", help="write results and environment")
+    parser.add_argument("--csv", metavar="FILE", help="write results and environment")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
+    own = parser.add_argument_group("jobs of its own, where there is no launcher")
+    own.add_argument("--ranks", type=positive, help="default: 2")
+    own.add_argument("--levels", type=_names(LEVELS), default=list(levels), metavar="A,B",
+                     help=f"MPI's thread levels; default: {','.join(levels)}")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+
+
+def _declare_allreduce(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
+                        help="a list, 8,1K,64M, or a range in factors of 4; default: 8..64M")
+    parser.add_argument("--algorithms", type=_names(ALGORITHMS), metavar="A,B",
+                        help=f"of mpiring; default: {','.join(ALGORITHMS)}; auto always")
+    parser.add_argument("--buffers", type=_names(BUFFERS), default=["empty"], metavar="A,B",
+                        help="empty (comm.empty) or private (numpy.empty); default: empty")
+    parser.add_argument("--dtypes", type=_names(DTYPES), default=["float32"], metavar="A,B",
+                        help=f"of {', '.join(DTYPES)}; default: float32")
+    parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
+                        help="per contender and case, over all rounds; default: 0.3")
+    parser.add_argument("--link-rate", type=checked(parse_rate), metavar="RATE",
+                        help="of each node's network link, as 1gbit: gives the limit")
+    parser.add_argument("--goodput", type=above_zero, default=1448 / 1514, metavar="SHARE",
+                        help="of the link's bits that are data; default: 0.956, TCP on Ethernet")
+
+
+def _declare_overlap(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", type=checked(parse_size), default=20_000_000,
+                        help="of all buckets together; default: 20MB")
+    parser.add_argument("--bucket", type=checked(parse_size), default=5_000_000,
+                        help="of one bucket; default: 5MB")
+    parser.add_argument("--ratio", type=above_zero, default=1.8,
+                        help="compute / communication; default: 1.8")
+    parser.add_argument("--computes", type=_names(COMPUTES), default=list(COMPUTES),
+                        metavar="A,B", help=f"default: {','.join(COMPUTES)}")
+
+
+def _declare_steps(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=positive, default=1024, help="default: 1024")
+    parser.add_argument("--layers", type=positive, default=3, help="default: 3")
+    parser.add_argument("--batch", type=positive, default=64, help="per rank; default: 64")
+    parser.add_argument("--bucket", type=checked(parse_size), default=4 << 20,
+                        help="bytes that are fused into a message; default: 4MiB")
+    parser.add_argument("--calls", type=positive, default=5, help="steps per round; default: 5")
+
+
+def _plot(options: argparse.Namespace) -> int:
+    from .plot import draw
+    from .results import read_json
+    draw(options.plot, *read_json(options.json))
+    return 0
+
+
+def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Make our error argparse's, which prints it with the option's name."""
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ConfigError as exc:
+            raise argparse.ArgumentTypeError(str(exc)) from exc
+    return parsed
+
+
+def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def parsed(text: str) -> list[str]:
+        names = [name.strip() for name in text.split(",")]
+        for name in names:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r}: expected some of {', '.join(known)}")
+        return names
+    return parsed
+
+
+def positive(text: str) -> int:
+    """Return a whole number from 1, for argparse."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """Return a number above 0, for argparse."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
+    return value

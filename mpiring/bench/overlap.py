@@ -1,0 +1,178 @@
+"""Measures how much of a bucketed allreduce hides behind computation."""
+
+import dataclasses
+import random
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import inputs, timing
+from .command import Benchmark
+from .contenders import NATIVE, Contender, chosen
+from .results import Environment, Measurement, Row
+from .table import Column
+from .units import size_text
+from .world import World
+
+# Compute is calibrated on stretches of at least this length.
+_LONG_ENOUGH_S = 0.05
+_MATRIX = 192
+_ADDITIONS = 5000
+
+Action = Callable[[], object]
+
+
+def _numpy_unit() -> Action:
+    """Return some 0.2 ms of work that releases Python's lock, as NumPy's and PyTorch's does."""
+    a, b, product = (np.full((_MATRIX, _MATRIX), 0.01, np.float32) for _ in range(3))
+    return lambda: np.matmul(a, b, out=product)
+
+
+def _python_unit() -> Action:
+    """Return some 0.2 ms of work that holds Python's lock."""
+    def add() -> int:
+        total = 0
+        for value in range(_ADDITIONS):
+            total += value
+        return total
+    return add
+
+
+_UNITS = {"numpy": _numpy_unit, "python": _python_unit}
+COMPUTES = tuple(_UNITS)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """What is timed for one contender and one kind of compute."""
+
+    contender: str
+    kind: str
+    actions: dict[str, Action]
+
+
+def calibrated(ranks: timing.Ranks, unit: Action, wanted_s: float) -> Action:
+    """Return work that takes `wanted_s` when all ranks do it at once and nothing else.
+
+    Args:
+        unit: A short piece of it.
+
+    Collective: yes. Blocking: yes.
+    """
+    def work(times: int) -> Action:
+        def repeat() -> None:
+            for _ in range(times):
+                unit()
+        return repeat
+
+    times, seconds = 1, 0.0
+    while seconds < min(_LONG_ENOUGH_S, wanted_s):
+        times *= 2
+        seconds = timing.median(timing.timed(ranks, work(times), 3))
+    return work(max(1, round(times * wanted_s / seconds)))
+
+
+def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Measure all contenders and kinds of compute in each round; the last one yields them all.
+
+    Collective: yes. Blocking: yes.
+    """
+    length = max(1, options.bucket // 4)
+    total = max(1, options.size // 4)
+    buckets = [world.comm.empty(min(length, total - start), np.float32)
+               for start in range(0, total, length)]
+    subjects = [subject for contender in chosen(
+        world, options.contenders, ["auto"], options.interface)
+        for subject in _subjects(world, contender, buckets, options)]
+    seconds: list[dict[str, list[float]]] = [{name: [] for name in subject.actions}
+                                             for subject in subjects]
+    dice = random.Random(options.seed)
+    for count in range(options.rounds):
+        for place in dice.sample(range(len(subjects)), len(subjects)):
+            actions = subjects[place].actions
+            for name in dice.sample(list(actions), len(actions)):
+                seconds[place][name] += timing.timed(
+                    world, actions[name], 1, prepare=lambda: _fill(buckets))
+        if count < options.rounds - 1:
+            yield []
+    labels = {"bytes": sum(bucket.nbytes for bucket in buckets), "buckets": len(buckets),
+              "ratio": options.ratio, "thread_level": world.thread_level}
+    yield [Measurement({**labels, "contender": subject.contender, "compute": subject.kind}, times)
+           for subject, times in zip(subjects, seconds)]
+
+
+def _fill(buckets: Sequence[NDArray[Any]]) -> None:
+    for bucket in buckets:
+        inputs.fill(bucket)
+
+
+def _subjects(world: World, contender: Contender, buckets: Sequence[NDArray[Any]],
+              options: Namespace) -> list[_Subject]:
+    """Check a contender, and return what to time: compute in proportion to its communication."""
+    # The same request of MPI's, which here does not block.
+    name = "MPI_Iallreduce" if contender.name == NATIVE else contender.name
+    begins = [contender.starting(bucket) for bucket in buckets]
+
+    def together(compute: Action) -> None:
+        waits = [begin() for begin in begins]
+        compute()
+        for wait in waits:
+            wait()
+
+    def communicate() -> None:
+        together(lambda: None)
+
+    for bucket in buckets:
+        inputs.fill_to_check(bucket, world.rank)
+    communicate()
+    for bucket in buckets:
+        inputs.check(world, bucket, name)
+    alone = timing.median(timing.timed(world, communicate, 3, prepare=lambda: _fill(buckets)))
+    subjects = []
+    for kind in options.computes:
+        compute = calibrated(world, _UNITS[kind](), options.ratio * alone)
+        subjects.append(_Subject(name, kind, {
+            "compute": compute, "communication": communicate,
+            "total": lambda compute=compute: together(compute)}))  # type: ignore[misc]
+    return subjects
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each contender and kind of compute."""
+    return [_row(measurement) for measurement in found]
+
+
+def _row(measurement: Measurement) -> Row:
+    """Compare the three readings of each round, which lie close in time, and take the medians."""
+    names = ("compute", "communication", "total")
+    rounds = list(zip(*(measurement.seconds[name] for name in names)))
+    compute, communication, total = (timing.median(values) for values in zip(*rounds))
+    return {
+        "size": size_text(measurement.labels["bytes"]),
+        **measurement.labels,
+        "rounds": len(rounds),
+        "compute_ms": compute * 1e3,
+        "communication_ms": communication * 1e3,
+        "total_ms": total * 1e3,
+        "overlap_percent": timing.median([timing.overlap_percentage(*one) for one in rounds]),
+        "total_over_longest": timing.median([together / max(alone) for *alone, together in rounds]),
+    }
+
+
+def columns(several_levels: bool) -> list[Column]:
+    """Return the columns of the table."""
+    level = [Column("thread_level", "threads", -10)] if several_levels else []
+    return [
+        Column("size", "size", 10), Column("buckets", "buckets", 7),
+        Column("contender", "contender", -16), *level, Column("compute", "compute", -8),
+        Column("compute_ms", "compute ms", 11, 4),
+        Column("communication_ms", "comm. ms", 10, 4), Column("total_ms", "total ms", 10, 4),
+        Column("overlap_percent", "overlap %", 9, 3),
+        Column("total_over_longest", "total/max", 9, 3),
+    ]
+
+
+OVERLAP = Benchmark("overlap", lambda options: int(options.rounds), measure, rows, columns)

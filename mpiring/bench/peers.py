@@ -1,0 +1,138 @@
+"""Calls the peers, Gloo and Horovod, on tensors that share an array's memory; needs PyTorch."""
+
+import fcntl
+import importlib.util
+import itertools
+import socket
+import struct
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, MissingDependencyError
+from .world import World
+
+NAMES = ("gloo", "horovod")
+
+_NEEDS = {"gloo": ("torch",), "horovod": ("torch", "horovod")}
+_TIMEOUT_S = 120
+_SIOCGIFADDR = 0x8915
+
+Array = NDArray[Any]
+Call = Callable[[], object]
+Peer = tuple[str, Callable[[Array], Call], Callable[[Array], Callable[[], Call]]]
+
+
+def installed(name: str) -> bool:
+    """Return whether the packages of a peer can be found."""
+    return all(importlib.util.find_spec(package) is not None for package in _NEEDS[name])
+
+
+def opened(name: str, world: World, interface: str | None = None) -> Peer:
+    """Connect the ranks by a peer, and return its label, its blocking and its starting call.
+
+    Args:
+        name: Of NAMES.
+        interface: Network interface for Gloo; by default the loopback on one node, and
+            the first one that has an address between nodes.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+
+    Collective: yes. Blocking: yes.
+    """
+    if not installed(name):
+        raise MissingDependencyError(
+            f"the contender {name!r} needs the packages {', '.join(_NEEDS[name])}")
+    return _gloo(world, interface) if name == "gloo" else _horovod()
+
+
+def tensor_of(x: Array) -> Any:
+    """Return a tensor that shares the memory of `x`.
+
+    Raises:
+        ConfigError: PyTorch has no such dtype.
+    """
+    import torch
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view("int16")).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(x)
+    except TypeError as exc:
+        raise ConfigError(f"PyTorch has no {x.dtype.name}") from exc
+
+
+def _gloo(world: World, interface: str | None) -> Peer:
+    """Connect by Gloo's process group, and call it without torch.distributed's wrapping."""
+    import torch.distributed as dist
+    loopback = world.comm.num_nodes == 1 and interface is None
+    interface = "lo" if loopback else interface or _first_interface()
+    store = None
+    if world.rank == 0:
+        # Port 0: the system picks a free one.
+        store = dist.TCPStore(_address(interface), 0, is_master=True, wait_for_workers=False,
+                              timeout=timedelta(seconds=_TIMEOUT_S))
+    place = world.raw.bcast(store and (store.host, store.port), root=0)
+    if store is None:
+        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=_TIMEOUT_S))
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
+    options._timeout = timedelta(seconds=_TIMEOUT_S)
+    group = dist.ProcessGroupGloo(store, world.rank, world.size, options)
+
+    def call(x: Array) -> Call:
+        tensors = [tensor_of(x)]
+        return lambda: group.allreduce(tensors).wait()
+
+    def start(x: Array) -> Callable[[], Call]:
+        tensors = [tensor_of(x)]
+        return lambda: group.allreduce(tensors).wait
+
+    return "Gloo", call, start
+
+
+def _first_interface() -> str:
+    """Return the first network interface, other than the loopback, that has an address.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    for name in names:
+        try:
+            _address(name)
+        except OSError:
+            continue
+        return name
+    raise ConfigError(f"none of the network interfaces {names} has an IPv4 address; name one with "
+                      f"--interface, or leave Gloo out with --contenders")
+
+
+def _address(interface: str) -> str:
+    """Return the IPv4 address of a network interface (Linux)."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _horovod() -> Peer:
+    import horovod.torch as hvd
+    hvd.init()
+    # Under one name in each call, so that Horovod's cache of responses works as in training.
+    numbers = itertools.count()
+
+    def call(x: Array) -> Call:
+        tensor, name = tensor_of(x), f"array {next(numbers)}"
+        return lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum)
+
+    def start(x: Array) -> Callable[[], Call]:
+        tensor, name = tensor_of(x), f"array {next(numbers)}"
+
+        def begin() -> Call:
+            handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum)
+            return lambda: hvd.synchronize(handle)
+        return begin
+
+    return "Horovod", call, start

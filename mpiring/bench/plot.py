@@ -1,0 +1,194 @@
+"""Draws what was measured; alone imports matplotlib."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ConfigError, MissingDependencyError
+from .contenders import COPY
+from .results import Environment, Row
+from .table import ranks_text
+from .units import size_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart, without the yellow.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
+_MARKERS = "osD^vPX"
+_INCHES = (7.2, 3.4)
+_DPI = 200
+_STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid": True,
+          "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
+          "axes.spines.top": False, "axes.spines.right": False}
+
+
+def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
+    """Write a picture of the results of a benchmark.
+
+    Args:
+        path: Its ending tells the format: .png, .pdf, .svg.
+
+    Raises:
+        ConfigError: There is nothing to draw.
+        MissingDependencyError: There is no matplotlib.
+    """
+    if not rows:
+        raise ConfigError(f"{path}: there is nothing to draw")
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as exc:
+        raise MissingDependencyError("--plot needs matplotlib: pip install 'mpiring[bench]'"
+                                     ) from exc
+    with matplotlib.rc_context(_STYLE):
+        panels = _panels(benchmark, rows)
+        figure = Figure((_INCHES[0], _INCHES[1] * len(panels)), layout="constrained")
+        grid = figure.subplots(len(panels), 1 if benchmark == "steps" else 2, squeeze=False)
+        for axes, (title, members) in zip(grid, panels.items()):
+            _DRAW[benchmark](axes, members)
+            axes[0].set_title(title, loc="left")
+        handles, labels = grid[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        figure.suptitle(_caption(about), fontsize=8)
+        figure.savefig(path, dpi=_DPI)
+
+
+def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Group rows that belong into one picture, by its title."""
+    if benchmark != "allreduce":
+        return {"": list(rows)}
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        memory = "comm.empty" if row["buffer"] == "empty" else "private memory"
+        panels.setdefault(f"{row['dtype']}, {memory}", []).append(row)
+    return panels
+
+
+def _caption(about: Environment) -> str:
+    if "cluster" in about:
+        return str(about["cluster"])
+    return f"{ranks_text(about)} · {about['cpu']} · {about['mpi_library'].split(',')[0]}"
+
+
+def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw time and bus bandwidth over size, a curve per contender."""
+    curves: dict[tuple[str, str], list[Row]] = {}
+    for row in sorted(rows, key=_bytes):
+        if row["contender"] != COPY and row["median_us"] == row["median_us"]:
+            curves.setdefault((row["contender"], row["thread_level"]), []).append(row)
+    names = sorted({name for name, _ in curves}, key=_ours_first)
+    levels = list(dict.fromkeys(level for _, level in curves))
+    for name, level in sorted(curves, key=lambda curve: (names.index(curve[0]), curve[1])):
+        members, place = curves[name, level], names.index(name)
+        look: dict[str, Any] = {
+            "label": f"{name} ({level})" if len(levels) > 1 else name, "markersize": 3.5,
+            "color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)],
+            "linestyle": ("-", ":")[levels.index(level) % 2],
+            "linewidth": 2.2 if name == "mpiring auto" else 1.2}
+        sizes = [row["bytes"] for row in members]
+        axes[0].loglog(sizes, [row["median_us"] for row in members], **look)
+        axes[1].loglog(sizes, [row["busbw_GBps"] for row in members], **look)
+    _limit(axes, rows)
+    for panel in axes:
+        panel.set_xlabel("array size")
+        _label_sizes(panel, sorted({row["bytes"] for row in rows}))
+    axes[0].set_ylabel("time of an allreduce (µs, median)")
+    axes[1].set_ylabel("bus bandwidth (GB/s)")
+
+
+def _ours_first(name: str) -> tuple[bool, str]:
+    return "mpiring" not in name, name
+
+
+def _bytes(row: Row) -> int:
+    return int(row["bytes"])
+
+
+def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw the time that the memory or the link needs at the least."""
+    known = {row["bytes"]: row for row in rows if row["limit_us"] == row["limit_us"]}
+    if not known:
+        return
+    on_node = any(row["contender"] == COPY for row in rows)
+    members = [known[size] for size in sorted(known)]
+    sizes = [row["bytes"] for row in members]
+    look: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1,
+                            "label": "limit: memory copy" if on_node else "limit: link rate"}
+    axes[0].loglog(sizes, [row["limit_us"] for row in members], **look)
+    # busbw scales as one over the time.
+    axes[1].loglog(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **look)
+
+
+def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
+    """Mark every third size or so, in bytes as people read them."""
+    shown = sizes[::-1][::max(1, -(-len(sizes) // 6))]
+    panel.set_xticks(shown, [size_text(size) for size in shown])
+    panel.set_xticks([], minor=True)
+
+
+def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw the compute and what communication adds to it; and the share that was hidden."""
+    names = [f"{row['contender']}\n{row['compute']} compute" for row in rows]
+    places = range(len(rows))
+    compute = [min(row["compute_ms"], row["total_ms"]) for row in rows]
+    added = [max(0.0, row["total_ms"] - row["compute_ms"]) for row in rows]
+    axes[0].barh(places, compute, color=_COLOURS[-1], label="compute alone")
+    axes[0].barh(places, added, left=compute, color=_COLOURS[1], label="added by communication")
+    axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], places, "k|",
+                 markersize=12, label="compute + communication alone")
+    axes[0].set_xlabel("time (ms, median)")
+    hidden = axes[1].barh(places, [row["overlap_percent"] for row in rows], color=_COLOURS[0])
+    axes[1].bar_label(hidden, fmt="%.0f %%", padding=3)
+    axes[1].set_xlim(0, 115)
+    axes[1].set_xticks(range(0, 101, 20))
+    axes[1].set_xlabel("communication hidden (%)")
+    for panel, labels in zip(axes, (names, [""] * len(names))):
+        panel.set_yticks(places, labels)
+        panel.invert_yaxis()
+        panel.grid(axis="y", visible=False)
+
+
+def _step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw the time of a step, with the scaling efficiency beside it."""
+    places = range(len(rows))
+    bars = axes[0].barh(places, [row["median_ms"] for row in rows], color=[
+        _COLOURS[0] if "mpiring" in row["contender"] else _COLOURS[-1] for row in rows])
+    axes[0].bar_label(bars, [f"{row['efficiency_percent']:.0f} %" for row in rows], padding=3)
+    axes[0].set_yticks(places, [row["contender"] for row in rows])
+    axes[0].invert_yaxis()
+    axes[0].grid(axis="y", visible=False)
+    axes[0].margins(x=0.12)
+    axes[0].set_xlabel("time of a training step (ms, median); scaling efficiency beside the bars")
+
+
+def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw time and efficiency over the number of nodes, a curve per algorithm."""
+    names = list(dict.fromkeys(row["algorithm"] for row in rows))
+    for place, name in enumerate(names):
+        members = [row for row in rows if row["algorithm"] == name]
+        nodes = [row["nodes"] for row in members]
+        look: dict[str, Any] = {
+            "label": name, "color": _COLOURS[place % len(_COLOURS)], "linewidth": 1.2,
+            "marker": _MARKERS[place % len(_MARKERS)], "markersize": 3.5}
+        axes[0].plot(nodes, [row["ms"] for row in members], **look)
+        axes[1].plot(nodes, [row["efficiency_percent"] for row in members], **look)
+        chosen = [row for row in members if row["selected"]]
+        axes[0].plot([row["nodes"] for row in chosen], [row["ms"] for row in chosen], "o",
+                     markersize=8, markerfacecolor="none", markeredgecolor="black",
+                     label="what auto takes" if place + 1 == len(names) else None)
+    limits = {row["nodes"]: row["limit_ms"] for row in rows}
+    axes[0].plot(list(limits), list(limits.values()), "k--", linewidth=1, label="byte limit")
+    axes[0].set_yscale("log")
+    axes[1].set_ylim(0, 105)
+    for panel in axes:
+        panel.set_xscale("log", base=2)
+        panel.set_xlabel("nodes")
+        shown = list(limits)[::-1][::max(1, -(-len(limits) // 7))]
+        panel.set_xticks(shown, [str(nodes) for nodes in shown])
+        panel.set_xticks([], minor=True)
+    axes[0].set_ylabel("time of an allreduce (ms)")
+    axes[1].set_ylabel("efficiency: byte limit / time (%)")
+
+
+_DRAW = {"allreduce": _curves, "overlap": _overlap_bars, "steps": _step_bars,
+         "simulate": _scaling}

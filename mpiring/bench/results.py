@@ -1,0 +1,142 @@
+"""Keeps what was measured, where and with what, and writes it as JSON and CSV."""
+
+import csv
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..config import relevant_variables
+from ..errors import ConfigError
+from .world import World
+
+Row = dict[str, Any]
+Environment = dict[str, Any]
+
+_PACKAGES = ("mpi4py", "numpy", "torch", "horovod", "ml_dtypes")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The times of one case and contender.
+
+    Attributes:
+        labels: What was measured, and how.
+        seconds: Readings, by what was timed; none where the contender cannot do the case.
+    """
+
+    labels: dict[str, Any]
+    seconds: dict[str, list[float]]
+
+
+def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Join the readings of measurements that have equal labels, in the order of the first ones."""
+    found: dict[str, Measurement] = {}
+    for measurement in measurements:
+        key = json.dumps(measurement.labels, sort_keys=True)
+        known = found.setdefault(key, Measurement(measurement.labels, {}))
+        for name, seconds in measurement.seconds.items():
+            known.seconds.setdefault(name, []).extend(seconds)
+    return list(found.values())
+
+
+def environment(world: World) -> Environment:
+    """Return everything about this run that may matter to whoever reads its numbers.
+
+    Collective: yes. Blocking: yes.
+    """
+    place = {"rank": world.rank, "host": socket.gethostname(), "node": world.comm.node_rank,
+             "cores": _allowed_cores()}
+    versions = {name: _version(name) for name in _PACKAGES}
+    return {
+        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]),
+        "mpiring": __version__,
+        "python": platform.python_version(),
+        **{name: version for name, version in versions.items() if version},
+        "mpi_library": _mpi_library(world.mpi.Get_library_version()),
+        "thread_level": world.thread_level,
+        "system": platform.platform(),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "ranks": world.size,
+        "nodes": world.comm.num_nodes,
+        "placement": world.raw.allgather(place),
+        "variables": relevant_variables(),
+    }
+
+
+def _allowed_cores() -> list[int] | None:
+    """Return the cores that this process may run on, where the system tells (Linux)."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+
+
+def _mpi_library(text: str) -> str:
+    """Return name and version, from the first line of what an MPI library says of itself."""
+    return " ".join(text.strip("\0").splitlines()[0].replace("Version:", "").split())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    """Return the processor's name (Linux), or its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write_json(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
+    """Write rows and environment; a value that is missing is null."""
+    content = {"benchmark": benchmark, "environment": about,
+               "rows": [{key: _finite(value) for key, value in row.items()} for row in rows]}
+    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read_json(path: str) -> tuple[str, Environment, list[Row]]:
+    """Return benchmark, environment and rows as `write_json` has written them.
+
+    Raises:
+        ConfigError: It is no such file.
+    """
+    try:
+        content = json.loads(Path(path).read_text())
+        rows = [{key: float("nan") if value is None else value for key, value in row.items()}
+                for row in content["rows"]]
+        return content["benchmark"], content["environment"], rows
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise ConfigError(f"{path}: no file that --json has written ({exc!r})") from exc
+
+
+def write_csv(path: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Write rows under a header, and above it the environment in lines that begin with #."""
+    with open(path, "w", newline="") as file:
+        for key, value in about.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            file.write(f"# {key}: {text}\n")
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows({key: "" if _finite(value) is None else value
+                          for key, value in row.items()} for row in rows)
+
+
+def _finite(value: Any) -> Any:
+    """Return None for NaN, which JSON does not know."""
+    return None if isinstance(value, float) and value != value else value

@@ -1,0 +1,213 @@
+"""Measures training steps of a NumPy model: alone, with mpiring, and with one call after each."""
+
+import random
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..numpy import DataParallel
+from . import timing
+from .command import Benchmark
+from .contenders import Contender, chosen
+from .inputs import WrongAnswerError
+from .results import Environment, Measurement, Row
+from .table import Column
+from .world import World
+
+ALONE = "compute only"
+OURS = "mpiring DataParallel"
+
+_LEARNING_RATE = np.float32(1e-3)
+# Gradients come from sums of float32 in another order.
+_TOLERANCE = 1e-4
+
+Array = NDArray[Any]
+Gradients = Mapping[str, Array]
+
+
+class Network:
+    """A multilayer perceptron, with forward and backward pass by hand.
+
+    Args:
+        width: Of every layer.
+        layers: How many there are.
+        batch: Rows of data.
+        rank: Ranks have equal weights, but data of their own.
+    """
+
+    def __init__(self, width: int, layers: int, batch: int, rank: int) -> None:
+        weights, data = np.random.default_rng(0), np.random.default_rng(1 + rank)
+        self._layers = range(layers)
+        self.params: dict[str, Array] = {}
+        for layer in self._layers:
+            values = weights.standard_normal((width, width), np.float32)
+            self.params[f"w{layer}"] = values * np.float32(np.sqrt(2 / width))
+            self.params[f"b{layer}"] = np.zeros(width, np.float32)
+        self._x = data.standard_normal((batch, width), np.float32)
+        self._y = data.standard_normal((batch, width), np.float32)
+
+    def backward(self, gradients: Gradients, ready: Callable[[str], object]) -> None:
+        """Compute the gradients of half the mean squared error, the last layer's first.
+
+        Args:
+            gradients: Are written, by name.
+            ready: Is told each name as soon as its gradient is written.
+        """
+        inputs, x = [], self._x
+        for layer in self._layers:
+            inputs.append(x)
+            x = x @ self.params[f"w{layer}"] + self.params[f"b{layer}"]
+            if layer != self._layers[-1]:
+                x = np.maximum(x, 0)
+        error = (x - self._y) / np.float32(x.size)
+        for layer in reversed(self._layers):
+            np.matmul(inputs[layer].T, error, out=gradients[f"w{layer}"])
+            ready(f"w{layer}")
+            np.sum(error, axis=0, out=gradients[f"b{layer}"])
+            ready(f"b{layer}")
+            if layer:
+                error = (error @ self.params[f"w{layer}"].T) * (inputs[layer] > 0)
+
+    def update(self, gradients: Gradients) -> None:
+        """Take a step down the gradients."""
+        for name, value in self.params.items():
+            value -= _LEARNING_RATE * gradients[name]
+
+
+class _Variant:
+    """A way to take training steps; `gradients` returns what the last one has used."""
+
+    def __init__(self, name: str, network: Network, combine: Callable[[], object],
+                 gradients: Callable[[], Gradients],
+                 ready: Callable[[str], object] = lambda name: None) -> None:
+        self.name, self.gradients = name, gradients
+        self._network, self._combine, self._ready = network, combine, ready
+
+    def step(self) -> None:
+        """Take one step."""
+        self._network.backward(self.gradients(), self._ready)
+        self._combine()
+        self._network.update(self.gradients())
+
+
+def _views(flat: Array, params: Mapping[str, Array]) -> Gradients:
+    """Return views of a vector, one after the other, of the parameters' shapes."""
+    ends = np.cumsum([value.size for value in params.values()])
+    return {name: flat[end - value.size:end].reshape(value.shape)
+            for (name, value), end in zip(params.items(), ends)}
+
+
+def _after_backward(contender: Contender, network: Network, flat: Array, size: int) -> _Variant:
+    """Return steps in which one blocking call combines all gradients at once."""
+    call, views, share = contender.blocking(flat), _views(flat, network.params), flat.dtype.type(
+        1 / size)
+
+    def combine() -> None:
+        call()
+        np.multiply(flat, share, out=flat)
+
+    return _Variant(f"{contender.name} after backward", network, combine, lambda: views)
+
+
+def _variants(world: World, options: Namespace) -> list[_Variant]:
+    def network() -> Network:
+        return Network(options.width, options.layers, options.batch, world.rank)
+
+    alone = network()
+    length = sum(value.size for value in alone.params.values())
+    flat = world.comm.empty(length, np.float32)
+    views = _views(np.empty(length, np.float32), alone.params)
+    ours = network()
+    dp = DataParallel(ours.params, world.comm, bucket_bytes=options.bucket)
+    return [
+        _Variant(ALONE, alone, lambda: None, lambda: views),
+        _Variant(OURS, ours, dp.wait, lambda: dp.grads, dp.ready),
+        *(_after_backward(contender, network(), flat, world.size) for contender in chosen(
+            world, options.contenders, ["auto"], options.interface)),
+    ]
+
+
+def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Measure all variants in each round; the last one yields them all.
+
+    Collective: yes. Blocking: yes.
+    """
+    variants = _variants(world, options)
+    right = _mean_gradients(world, options)
+    for variant in variants:
+        # The first step of all starts from the same weights, so that it can be checked.
+        variant.step()
+        if variant.name != ALONE:
+            _check(world, variant, right)
+        variant.step()
+    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    dice = random.Random(options.seed)
+    for count in range(options.rounds):
+        for variant in dice.sample(variants, len(variants)):
+            variant.step()
+            seconds[variant.name] += timing.timed(world, variant.step, options.calls)
+        if count < options.rounds - 1:
+            yield []
+    labels = {"parameters": sum(value.size for value in right.values()),
+              "batch": options.batch, "thread_level": world.thread_level}
+    yield [Measurement({**labels, "contender": name}, {"step": times})
+           for name, times in seconds.items()]
+
+
+def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
+    """Return the means over ranks of the first step's gradients, in float64."""
+    network = Network(options.width, options.layers, options.batch, world.rank)
+    mine = {name: np.empty_like(value) for name, value in network.params.items()}
+    network.backward(mine, lambda name: None)
+    means = {}
+    for name, value in mine.items():
+        means[name] = value.astype(np.float64) / world.size
+        world.raw.Allreduce(world.mpi.IN_PLACE, means[name], op=world.mpi.SUM)
+    return means
+
+
+def _check(world: World, variant: _Variant, right: Mapping[str, Array]) -> None:
+    """Raise on all ranks if on any of them a gradient is not the mean."""
+    wrong = [name for name, value in variant.gradients().items()
+             if not np.allclose(value, right[name], rtol=_TOLERANCE,
+                                atol=_TOLERANCE * np.abs(right[name]).max())]
+    if world.anywhere(bool(wrong)):
+        raise WrongAnswerError(f"{variant.name} on rank {world.rank}: the gradients "
+                               f"{wrong} are not the means over ranks")
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each variant, compared with the compute alone at its thread level."""
+    alone = {measurement.labels["thread_level"]: timing.median(measurement.seconds["step"])
+             for measurement in found if measurement.labels["contender"] == ALONE}
+    table = []
+    for measurement in found:
+        seconds, labels = measurement.seconds["step"], measurement.labels
+        median = timing.median(seconds)
+        table.append({
+            **labels,
+            "steps": len(seconds),
+            "median_ms": median * 1e3,
+            "p95_ms": timing.p95(seconds) * 1e3,
+            "samples_per_s": labels["batch"] * about["ranks"] / median,
+            "efficiency_percent": 100 * alone[labels["thread_level"]] / median,
+        })
+    return table
+
+
+def columns(several_levels: bool) -> list[Column]:
+    """Return the columns of the table."""
+    level = [Column("thread_level", "threads", -10)] if several_levels else []
+    return [
+        Column("parameters", "parameters", 10), Column("batch", "batch", 6),
+        Column("contender", "training step", -32), *level,
+        Column("median_ms", "median ms", 10, 4), Column("p95_ms", "p95 ms", 10, 4),
+        Column("samples_per_s", "samples/s", 10, 4),
+        Column("efficiency_percent", "efficiency %", 12, 3),
+    ]
+
+
+STEPS = Benchmark("steps", lambda options: int(options.rounds), measure, rows, columns)

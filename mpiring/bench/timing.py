@@ -1,0 +1,76 @@
+"""Times calls: the one place that looks at the clock, and what is made of its readings."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+# So many calls per case and round are measured at least, and at most.
+_FEWEST, _MOST = 2, 200
+
+
+class Ranks(Protocol):
+    """What timing needs of the ranks that measure together."""
+
+    def barrier(self) -> None:
+        """Return after every rank has called."""
+
+    def slowest(self, values: list[float]) -> list[float]:
+        """Return for each place the largest of the ranks' values."""
+
+
+def timed(ranks: Ranks, action: Callable[[], object], calls: int, *,
+          prepare: Callable[[], object] = lambda: None, every: int = 1) -> list[float]:
+    """Return the seconds that each of several calls took on its slowest rank.
+
+    Before each call stands MPI's barrier, which is not timed. Garbage collection is off.
+
+    Args:
+        action: What is timed.
+        calls: How many times.
+        prepare: Is called before the first of every `every` calls, and not timed.
+
+    Collective: yes. Blocking: yes.
+    """
+    seconds = []
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for call in range(calls):
+            if call % every == 0:
+                prepare()
+            ranks.barrier()
+            began = time.perf_counter()
+            action()
+            seconds.append(time.perf_counter() - began)
+    finally:
+        if collects:
+            gc.enable()
+    return ranks.slowest(seconds)
+
+
+def calls_within(budget_s: float, call_s: float) -> int:
+    """Return how many calls of a length are worth making within a budget."""
+    return min(_MOST, max(_FEWEST, int(budget_s / max(call_s, 1e-9))))
+
+
+def median(values: Sequence[float]) -> float:
+    """Return the median; NaN of nothing."""
+    return statistics.median(values) if values else math.nan
+
+
+def p95(values: Sequence[float]) -> float:
+    """Return the smallest value that at least 95 % do not exceed; NaN of nothing."""
+    return sorted(values)[math.ceil(0.95 * len(values)) - 1] if values else math.nan
+
+
+def overlap_percentage(compute_s: float, communication_s: float, total_s: float) -> float:
+    """Return how much of the communication was hidden behind the compute, 0 to 100.
+
+    Source: osu_iallreduce of the OSU micro-benchmarks.
+    """
+    if communication_s <= 0:
+        return 100.0
+    return min(100.0, max(0.0, 100 * (1 - (total_s - compute_s) / communication_s)))

@@ -1,0 +1,64 @@
+"""Opens the ranks of a benchmark: MPI itself, on a communicator of its own, beside mpiring's."""
+
+from typing import Any
+
+import numpy as np
+
+from ..communicator import Communicator
+from ..config import Config
+from ..group import load_mpi
+from ..launch import refuse_singleton
+
+
+class World:
+    """The ranks that measure together.
+
+    MPI is used on a duplicate of the world, where mpiring's messages never are.
+
+    Attributes:
+        mpi: The module mpi4py.MPI.
+        raw: The duplicate, an mpi4py communicator.
+        comm: mpiring's communicator over the same ranks.
+        rank, size: As in MPI.
+        thread_level: "multiple", "serialized", "funneled" or "single".
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self) -> None:
+        self.mpi = load_mpi()
+        world = self.mpi.COMM_WORLD
+        refuse_singleton(world.Get_size())
+        self.raw: Any = world.Dup()
+        self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
+        levels = {self.mpi.THREAD_SINGLE: "single", self.mpi.THREAD_FUNNELED: "funneled",
+                  self.mpi.THREAD_SERIALIZED: "serialized", self.mpi.THREAD_MULTIPLE: "multiple"}
+        self.thread_level = levels[self.mpi.Query_thread()]
+        # What "auto" comes to anyway, but without its warning: here it is the subject.
+        config = Config() if self.thread_level == "multiple" else Config(progress="inline")
+        self.comm = Communicator(world, config=config)
+        self.barrier = self.raw.Barrier
+
+    def slowest(self, values: list[float]) -> list[float]:
+        """Return for each place the largest of the ranks' values.
+
+        Collective: yes. Blocking: yes.
+        """
+        array = np.array(values, np.float64)
+        self.raw.Allreduce(self.mpi.IN_PLACE, array, op=self.mpi.MAX)
+        return [float(value) for value in array]
+
+    def anywhere(self, flag: bool) -> bool:
+        """Return whether the flag is set on any rank.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self.slowest([float(flag)])[0] > 0
+
+    def close(self) -> None:
+        """Close both communicators.
+
+        Collective: yes. Blocking: yes.
+        """
+        self.comm.close()
+        self.raw.Free()

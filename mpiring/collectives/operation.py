@@ -1,0 +1,255 @@
+"""Builds the schedules of one operation: what the communicator calls, and Reducers build on."""
+
+import functools
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..errors import ConfigError
+from ..memory.arrays import Array, chunks_of
+from ..memory.reduction import Reduction, reduction, widens
+from ..memory.scratch import Scratch
+from ..transport.alone import Alone
+from ..transport.base import Channel, Node, Schedule
+from ..transport.members import Members
+from . import chain, direct, hierarchical, native, ring, shared
+from .model import Model
+from .select import choose
+from .windows import Windows
+
+_log = logging.getLogger("mpiring")
+
+
+@functools.cache
+def _say_fallback(reason: str) -> None:
+    """Say once that the configured algorithm cannot be used."""
+    _log.warning("the configured %s", reason)
+
+
+class Transport(native.NativeTransport, Protocol):
+    """The part of the MPI transport that is used here."""
+
+    rank: int
+    size: int
+
+    def channel(self, sequence: int) -> Channel:
+        """Return the channel of operation number `sequence`."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the operations of one communicator have in common.
+
+    Attributes:
+        transport: For channels, and MPI's own collectives.
+        turns: The order of native collectives.
+        scratch: Where receive buffers come from.
+        windows: The arrays in node-shared memory.
+        order: All ranks, node after node, so that a ring leaves each node only once.
+        nodes: The ranks that share a memory, for each memory, in that order.
+        algorithm: What "auto" means, from the configuration.
+        model: What the algorithms cost here, if it was measured.
+    """
+
+    transport: Transport
+    turns: native.Turns
+    scratch: Scratch
+    windows: Windows
+    order: Sequence[int]
+    nodes: Sequence[Sequence[int]]
+    algorithm: str = "auto"
+    model: Model | None = None
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks are in node order as they are."""
+        return tuple(self.order) == tuple(range(len(self.order)))
+
+
+class Collectives:
+    """The schedules of one operation, bound to its channel: what Reducers build on.
+
+    Attributes:
+        rank, size: This rank, and how many there are.
+        node: The operation's meeting place on this node; None for a rank that is alone there.
+        sequence: The operation's number.
+    """
+
+    def __init__(self, own: Resources, node: Node | None, sequence: int) -> None:
+        self.rank, self.size = own.transport.rank, own.transport.size
+        self.node = node
+        self.sequence = sequence
+        self._own = own
+        self._net: Channel | None = None
+        self._windows = 0
+
+    @property
+    def net(self) -> Channel:
+        """The operation's channel."""
+        if self._net is None:
+            self._net = self._own.transport.channel(self.sequence)
+        return self._net
+
+    @property
+    def ring(self) -> Channel:
+        """The channel in node order."""
+        return self.net if self._own.in_order else Members(self.net, self._own.order)
+
+    def allreduce(self, x: Array, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
+        """Return the schedule that combines the vector `x` over all ranks, in place.
+
+        With algorithm "auto" or "native" this must be called when the operation
+        is made, not from inside a running schedule; "ring" can be called anywhere.
+
+        Raises:
+            ConfigError: The op or the algorithm does not suit the dtype.
+        """
+        own = self._own
+        combine = reduction(op, x.dtype, self.size)
+        if algorithm == "auto" and own.algorithm != "auto":
+            algorithm = self._preferred(x, op)
+        algorithm = self._choose(x, op, algorithm)
+        if self.size == 1:
+            return _nothing()
+        if algorithm == "eager" and self.node is not None:
+            return shared.eager(self.node, x, combine)
+        if algorithm == "shared" and self.node is not None:
+            return self._shared(self.node, x, combine)
+        if algorithm == "direct":
+            return self._direct(x, combine)
+        if algorithm == "hierarchical":
+            return self._hierarchical(self.node or Alone(self.rank), x, op)
+        if algorithm == "short":
+            return self._short(self.node or Alone(self.rank), x, op)
+        if algorithm == "native":
+            turn = own.turns.join(self.sequence)
+            return native.allreduce(own.transport, turn, x, combine)
+        return self._ring(x, combine)
+
+    def _preferred(self, x: Array, op: str) -> str:
+        """Return the configured algorithm, or "auto" where it cannot be used."""
+        wish = self._own.algorithm
+        if wish != "auto":
+            try:
+                self._choose(x, op, wish)
+            except ConfigError as error:
+                if self.rank == 0:
+                    _say_fallback(str(error))
+                return "auto"
+        return wish
+
+    def _choose(self, x: Array, op: str, wish: str) -> str:
+        own = self._own
+        return choose(x.nbytes, x.dtype, op, wish, self.size, len(own.nodes), own.model)
+
+    def _shared(self, node: Node, x: Array, combine: Reduction) -> Schedule[None]:
+        windows = self._own.windows
+        places = yield from node.share(*windows.place_of(x))
+        slices = windows.slices(node, places, x)
+        yield from (shared.staged(node, x, combine) if slices is None
+                    else shared.in_place(node, slices, combine))
+
+    def _hierarchical(self, node: Node, x: Array, op: str) -> Schedule[None]:
+        own, nodes = self._own, self._own.nodes
+        places = yield from node.share(*own.windows.place_of(x))
+        vectors = [x] if node.size == 1 else own.windows.vectors(places, x)
+        levels = hierarchical.Levels.of(op, x.dtype, nodes)
+        inside = (hierarchical.by_desks(node, x, levels.within) if vectors is None
+                  else hierarchical.in_windows(node, vectors, levels.within))
+        size = hierarchical.inbox_size(x.size, x.itemsize, nodes, levels)
+        with own.scratch.borrow(size, x.dtype) as inbox:
+            yield from hierarchical.allreduce(self.net, nodes, inside, node, x, inbox, levels)
+
+    def _short(self, node: Node, x: Array, op: str) -> Schedule[None]:
+        own, nodes = self._own, self._own.nodes
+        levels = hierarchical.Levels.of(op, x.dtype, nodes)
+        with own.scratch.borrow((len(nodes) - 1) * x.size, x.dtype) as inbox:
+            yield from hierarchical.short(self.net, nodes, node, x, inbox, levels)
+
+    def _ring(self, x: Array, combine: Reduction) -> Schedule[None]:
+        with self._inbox(x) as inbox:
+            yield from ring.allreduce(self.ring, x, inbox, combine)
+
+    def _direct(self, x: Array, combine: Reduction) -> Schedule[None]:
+        with self._direct_inbox(x) as inbox:
+            yield from direct.allreduce(self.net, x, inbox, combine)
+
+    def _direct_inbox(self, x: Array) -> AbstractContextManager[Array]:
+        size = direct.inbox_size(x.size, self.size, x.itemsize)
+        return self._own.scratch.borrow(size, x.dtype)
+
+    def reduce_scatter(self, x: Array, *, op: str = "sum") -> Schedule[Array]:
+        """Return the schedule that leaves this rank's combined chunk of the vector `x`.
+
+        Raises:
+            ConfigError: The op does not suit the dtype.
+        """
+        return self._reduce_scatter(x, op, reduction(op, x.dtype, self.size))
+
+    def _reduce_scatter(self, x: Array, op: str, combine: Reduction) -> Schedule[Array]:
+        if widens(x.dtype, op) and self.size > 1:
+            chunks = chunks_of(x, self.size)
+            with self._direct_inbox(x) as inbox:
+                mine = yield from direct.reduce_scatter(self.net, chunks, inbox, combine)
+            # Others than the left neighbour have been believed; who disagrees is not here.
+            yield from chain.barrier(self.net)
+            return mine
+        with self._inbox(x) as inbox:
+            return (yield from ring.reduce_scatter(self.ring, self._chunks(x), inbox, combine))
+
+    def allgather(self, x: Array) -> Schedule[None]:
+        """Return the schedule that copies every rank's chunk of the vector `x` to all."""
+        return ring.allgather(self.ring, self._chunks(x))
+
+    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+        """Return the schedule that collects a byte vector from every rank, in rank order."""
+        gathered = yield from ring.allgather_bytes(self.ring, mine)
+        return [gathered[self._own.order.index(rank)] for rank in range(self.size)]
+
+    def broadcast(self, x: Array, root: int) -> Schedule[None]:
+        """Return the schedule that copies the vector `x` of rank `root` to all."""
+        return chain.broadcast(self.ring, x, self._own.order.index(root))
+
+    def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:
+        """Return the schedule that copies a byte vector of any length to all."""
+        return chain.broadcast_bytes(self.ring, mine, self._own.order.index(root))
+
+    def _inbox(self, x: Array) -> AbstractContextManager[Array]:
+        size = ring.inbox_size(x.size, self.size, x.itemsize)
+        return self._own.scratch.borrow(size, x.dtype)
+
+    def _chunks(self, x: Array) -> list[Array]:
+        """Cut `x` into chunks such that rank r's is chunk r, wherever it stands on the ring."""
+        chunks = chunks_of(x, self.size)
+        return [chunks[rank] for rank in self._own.order]
+
+    def barrier(self) -> Schedule[None]:
+        """Return the schedule that returns after every rank has called."""
+        if len(self._own.nodes) > 1:
+            yield from chain.barrier(self.net)
+        if self.node is not None:
+            # A node's lowest rank is here only if it agrees with the other nodes.
+            yield (self.node.barrier(),)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Array]:
+        """Return the schedule that returns an array in node-shared memory, where possible."""
+        if self.node is None:
+            return _returned(np.empty(shape, dtype))
+        # Not counted by the windows: two operations may end in different orders.
+        number = self.sequence << 16 | self._windows
+        self._windows += 1
+        return self._own.windows.empty(self.node, shape, dtype, number)
+
+
+def _nothing() -> Schedule[None]:
+    yield ()
+
+
+def _returned(x: Array) -> Schedule[Array]:
+    yield ()
+    return x

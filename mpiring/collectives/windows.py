@@ -1,0 +1,191 @@
+"""Keeps the node-shared arrays of a communicator: makes, finds and forgets them."""
+
+import functools
+import logging
+import math
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..memory import window
+from ..memory.arrays import Array, slice_of
+from ..transport.base import Node, Schedule
+
+_log = logging.getLogger("mpiring")
+
+NOWHERE = (-1, 0)
+# A bucket needs one; a program may take ever new parts of one array.
+_MOST_SLICES = 64
+
+
+@functools.cache
+def _say_problem(rank: int, nbytes: int, problem: str) -> None:
+    """Say once that memory is not to be had."""
+    _log.warning("rank %d cannot share %d bytes with its node (%s): private memory is used, which "
+                 "collectives must copy", rank, nbytes, problem)
+
+
+class Sharers(Protocol):
+    """The ranks of a node, as far as `mapped` needs them; see transport.base.Node."""
+
+    rank: int
+    size: int
+    ranks: Sequence[int]
+
+    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
+        """Return, per rank of the node, the numbers that each has passed."""
+
+
+def mapped(node: Sharers, nbytes: int) -> Schedule[Sequence[Array] | None]:
+    """Return, per rank of the node, `nbytes` bytes of zeros that all share.
+
+    Returns:
+        None on all ranks if any rank cannot have them; that one logs why.
+
+    Collective: within the node. Blocking: no (a schedule).
+    """
+    problem = ""
+    descriptor, segments = -1, None
+    try:
+        descriptor = window.create() if node.rank == 0 else -1
+    except OSError as error:
+        problem = str(error)
+    device, number = window.identity(descriptor) if descriptor >= 0 else (0, 0)
+    offers = yield from node.share(os.getpid(), descriptor, device, number)
+    try:
+        pid, theirs, device, number = offers[0]
+        if theirs >= 0:
+            if node.rank:
+                descriptor = window.attach(pid, theirs, (device, number))
+            segments = window.segments(descriptor, node.rank, node.size, nbytes)
+    except OSError as error:
+        problem = str(error)
+    # The file must not be closed before all others have opened it.
+    answers = yield from node.share(int(segments is not None))
+    if descriptor >= 0:
+        os.close(descriptor)
+    if problem:
+        _say_problem(node.ranks[node.rank], nbytes, problem)
+    return segments if all(ok for ok, in answers) else None
+
+
+class _Window:
+    """A node-shared array.
+
+    Attributes:
+        number: The same on all ranks of the node.
+        segments: Per rank of the node.
+        address, nbytes: Of this rank's segment.
+        slices: What `Windows.slices` has returned, by its arguments.
+    """
+
+    def __init__(self, number: int, segments: Sequence[Array], rank: int) -> None:
+        self.number = number
+        self.segments = segments
+        self.address = _address(segments[rank])
+        self.nbytes = segments[rank].nbytes
+        self.slices: dict[Any, list[Array]] = {}
+
+    def vectors(self, places: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
+        """Return what in each rank's segment corresponds to the vector `x` of this rank."""
+        return [segment[offset:offset + x.nbytes].view(x.dtype)
+                for segment, (_, offset) in zip(self.segments, places)]
+
+
+class Windows:
+    """The node-shared arrays of one communicator, on one rank."""
+
+    def __init__(self) -> None:
+        # By the id of the array whose death ends the window.
+        self._windows: dict[int, _Window] = {}
+
+    def empty(
+        self, node: Node, shape: Sequence[int], dtype: DTypeLike, number: int,
+    ) -> Schedule[Array]:
+        """Return an array of zeros in memory that is shared within the node, where possible.
+
+        Args:
+            number: The window's own, the same on all ranks.
+
+        Collective: within the node. Blocking: no (a schedule).
+        """
+        dtype = np.dtype(dtype)
+        segments = yield from mapped(node, math.prod(shape) * dtype.itemsize)
+        if segments is None:
+            return np.empty(shape, dtype)
+        # Not a slice: NumPy would base views on the segment, past the root.
+        root = np.frombuffer(segments[node.rank].data, np.uint8)
+        self._windows[id(root)] = _Window(number, segments, node.rank)
+        weakref.finalize(root, self._windows.pop, id(root)).atexit = False
+        return root.view(dtype).reshape(shape)
+
+    def __len__(self) -> int:
+        """Return how many windows are in use."""
+        return len(self._windows)
+
+    def place_of(self, x: Array) -> tuple[int, int]:
+        """Return the number of the window that holds the vector `x`, and its byte offset.
+
+        Returns:
+            NOWHERE if no window holds it.
+        """
+        window, offset = self._find(x)
+        return NOWHERE if window is None else (window.number, offset)
+
+    def _find(self, x: Array) -> tuple[_Window | None, int]:
+        window = self._windows.get(id(x.base))
+        if window is not None and x.nbytes == window.nbytes:
+            return window, 0
+        if self._windows:
+            address = _address(x)
+            for window in tuple(self._windows.values()):
+                offset = address - window.address
+                if 0 <= offset and offset + x.nbytes <= window.nbytes:
+                    return window, offset
+        return None, 0
+
+    def slices(
+        self, node: Node, places: Sequence[tuple[int, ...]], x: Array,
+    ) -> Sequence[Array] | None:
+        """Return, per rank of the node, the slice of its vector that this rank combines.
+
+        Args: as `vectors`.
+        """
+        window = self._common(places, x)
+        if window is None:
+            return None
+        key = x.nbytes, x.dtype, *places
+        found = window.slices.get(key)
+        if found is None:
+            if len(window.slices) >= _MOST_SLICES:
+                window.slices.clear()
+            found = window.slices[key] = [
+                slice_of(vector, node.rank, node.size) for vector in window.vectors(places, x)]
+        return found
+
+    def vectors(self, places: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
+        """Return, per rank of the node, its vector in shared memory.
+
+        Args:
+            places: What `place_of` has said of the vector `x` on each rank.
+
+        Returns:
+            None unless all vectors lie in one window.
+        """
+        window = self._common(places, x)
+        return None if window is None else window.vectors(places, x)
+
+    def _common(self, places: Sequence[tuple[int, ...]], x: Array) -> _Window | None:
+        number = places[0][0]
+        for place in places:
+            if place[0] != number or number < 0:
+                return None
+        return self._find(x)[0]
+
+
+def _address(x: Array) -> int:
+    return int(x.ctypes.data)

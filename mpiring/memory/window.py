@@ -1,0 +1,76 @@
+"""Maps memory that the processes of one node share; it is free again when nobody looks at it.
+
+The memory is an anonymous file: it has no name that a crash could leave behind, and
+the size of /dev/shm does not bound it. A process lets go of it by itself, so that
+garbage collection can do it; MPI_Win_free would be a collective call.
+"""
+
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from .arrays import Array
+
+PAGE_BYTES = mmap.PAGESIZE
+
+
+def create() -> int:
+    """Return the descriptor of a new, empty anonymous file.
+
+    Raises:
+        OSError: The system has none, or no descriptor is left.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOSYS, "this system has no memfd_create")
+    return os.memfd_create("mpiring")
+
+
+def identity(descriptor: int) -> tuple[int, int]:
+    """Return what tells an open file from all others of this system: its device and number."""
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino
+
+
+def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
+    """Return a descriptor of the file that another process of this node has open.
+
+    Args:
+        wanted: The file's identity. In another container the same path may lead to
+            another file, which must not be touched.
+
+    Raises:
+        OSError: The process lives in another container, or /proc is closed.
+    """
+    path = f"/proc/{pid}/fd/{descriptor}"
+    found = os.stat(path)
+    if (found.st_dev, found.st_ino) != wanted:
+        raise OSError(errno.ENXIO, f"process {pid} is not of this container")
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Array]:
+    """Allocate this rank's segment of a file, and map those of all ranks.
+
+    Each process allocates its own, so that the pages lie in the memory of its own
+    processor. Another rank's segment may be touched once that rank has returned.
+
+    Args:
+        descriptor: From `create` or `attach`; may be closed afterwards.
+        rank, size: Among the processes that share the file.
+        nbytes: Length of each segment, at least 1.
+
+    Returns:
+        Per rank a byte vector; the memory is unmapped when the last view of any of them dies.
+
+    Raises:
+        OSError: There is not so much memory, or a limit (`ulimit -f`, `-v`) forbids it.
+    """
+    stride = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    os.ftruncate(descriptor, size * stride)
+    # Without this, a shortage would show as a fatal signal at the first touch.
+    os.posix_fallocate(descriptor, rank * stride, stride)
+    mapping = mmap.mmap(descriptor, size * stride)
+    return [np.frombuffer(mapping, np.uint8, nbytes, place * stride) for place in range(size)]

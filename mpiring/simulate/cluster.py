@@ -1,0 +1,84 @@
+"""Describes a cluster in a few numbers, and what bytes cost there at the least."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..transport.folded import FoldedNetwork
+from ..transport.prices import Link
+from ..transport.simulated import SimulatedNetwork
+
+Symmetry = Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal nodes with equally many ranks, and what everything costs there.
+
+    Attributes:
+        nodes, ranks_per_node: How many.
+        latency_s: Of a message between nodes.
+        bandwidth: Bytes per second of a node's network interface, each way.
+        goodput: Share of it that is data.
+        burst_bytes: What passes at full speed of the sender after a pause, see Link.
+        overhead_s: Computing per message of our schedules, which are Python, at either
+            end. MPI's own, which are C, are taken to be free beside the latency.
+        reduction_rate: Bytes per second that a rank combines, while all ranks do.
+        node_latency_s, node_bandwidth: Of copies between ranks of a node, for each rank.
+        barrier_s: Of a barrier in a node's shared memory.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 1
+    latency_s: float = 2e-6
+    bandwidth: float = 12.5e9
+    goodput: float = 0.97
+    burst_bytes: float = 0.0
+    overhead_s: float = 5e-6
+    reduction_rate: float = 5e9
+    node_latency_s: float = 0.5e-6
+    node_bandwidth: float = 5e9
+    barrier_s: float = 3e-6
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.nodes * self.ranks_per_node
+
+    def of(self, nodes: int, ranks_per_node: int) -> "Cluster":
+        """Return the same kind of cluster in another size."""
+        return replace(self, nodes=nodes, ranks_per_node=ranks_per_node)
+
+    def crowded(self, ranks_per_core: float) -> "Cluster":
+        """Return the same cluster, where ranks compute in turns because cores are fewer."""
+        turns = max(1.0, ranks_per_core)
+        return replace(self, overhead_s=self.overhead_s * turns,
+                       reduction_rate=self.reduction_rate / turns,
+                       node_bandwidth=self.node_bandwidth / turns)
+
+    def limit_s(self, nbytes: int) -> float:
+        """Return the least seconds in which the bytes of an allreduce can move.
+
+        Between nodes, each interface sends and receives 2(N-1)/N of the array for N nodes;
+        in a node's memory, each rank reads and writes as much as a copy of the array does.
+        """
+        if self.nodes == 1:
+            return nbytes / self.node_bandwidth if self.ranks > 1 else 0.0
+        share = 2 * (self.nodes - 1) / self.nodes
+        return share * nbytes / (self.bandwidth * self.goodput)
+
+    def network(self, symmetry: Symmetry | None, *, in_python: bool) -> SimulatedNetwork:
+        """Return a simulated network of this cluster.
+
+        Args:
+            symmetry: How one node stands for all; None to run all ranks.
+            in_python: Each message costs the overhead of schedules in Python.
+        """
+        between = Link(self.latency_s, self.bandwidth * self.goodput, self.burst_bytes)
+        within = Link(self.node_latency_s, self.node_bandwidth)
+        overhead_s = self.overhead_s * in_python
+        if symmetry is None:
+            return SimulatedNetwork(
+                self.ranks, ranks_per_node=self.ranks_per_node, payload=False,
+                between=between, within=within, overhead_s=overhead_s)
+        return FoldedNetwork(self.nodes, self.ranks_per_node, symmetry,
+                             between=between, within=within, overhead_s=overhead_s)

@@ -1,0 +1,138 @@
+"""Predicts what the options ask for, prints it, and writes the files."""
+
+import shlex
+import sys
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Sequence
+
+from .. import __version__
+from ..bench import results, table
+from ..bench.results import Environment, Row
+from ..bench.table import Column
+from ..bench.units import size_text
+from ..errors import ConfigError
+from .algorithms import ALGORITHMS, predict, selected
+from .cluster import Cluster
+
+_COLUMNS = [
+    Column("nodes", "nodes", 6), Column("ranks", "ranks", 7), Column("algorithm", "algorithm", -12),
+    Column("ms", "time ms", 10, 4), Column("limit_ms", "limit ms", 10, 4),
+    Column("efficiency_percent", "efficiency %", 12, 3), Column("how", "how", -7),
+    Column("choice", "", -4)]
+_AGAINST = [
+    Column("nodes", "nodes", 6), Column("ranks", "ranks", 7), Column("size", "size", 9),
+    Column("contender", "contender", -14), Column("ms", "predicted ms", 12, 4),
+    Column("measured_ms", "measured ms", 12, 4), Column("ratio", "pred/meas", 9, 3)]
+# What `bench allreduce` calls the algorithms.
+_CONTENDERS = {"MPI_Allreduce": "native",
+               **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
+
+
+def run(options: Namespace) -> int:
+    """Predict, print, and write files; return the exit status.
+
+    Args:
+        options: As `options.declare` has declared them.
+
+    Raises:
+        ConfigError: There is nothing to predict.
+    """
+    cluster = _cluster(options)
+    if options.against:
+        rows, columns = _against(options.against, cluster), _AGAINST
+    else:
+        rows, columns = _scaling(options, cluster), _COLUMNS
+    if not rows:
+        raise ConfigError("there is nothing to predict: a single rank sends nothing; raise "
+                          "--nodes or --ranks-per-node")
+    about = _about(options, cluster)
+    print(f"# mpiring {__version__} simulate: {about['cluster']}")
+    print(table.head(columns))
+    for row in rows:
+        print(table.line(row, columns))
+    _write(options, about, rows)
+    return 0
+
+
+def _write(options: Namespace, about: Environment, rows: Sequence[Row]) -> None:
+    name = "against" if options.against else "simulate"
+    if options.json:
+        results.write_json(options.json, name, about, rows)
+    if options.csv:
+        results.write_csv(options.csv, about, rows)
+    if options.plot:
+        if options.against:
+            raise ConfigError("--plot draws node counts; leave out --against")
+        from ..bench.plot import draw
+        draw(options.plot, name, about, rows)
+
+
+def _cluster(options: Namespace) -> Cluster:
+    return Cluster(
+        ranks_per_node=options.ranks_per_node, latency_s=options.latency,
+        bandwidth=options.bandwidth, goodput=options.goodput, burst_bytes=options.burst,
+        overhead_s=options.message_overhead, reduction_rate=options.reduction_rate,
+        node_latency_s=options.node_latency, node_bandwidth=options.node_bandwidth,
+        barrier_s=options.barrier)
+
+
+def _about(options: Namespace, cluster: Cluster) -> Environment:
+    """Return what a reader of the numbers must know."""
+    text = (f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "
+            if not options.against else "")
+    return {
+        "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]), "mpiring": __version__,
+        "cluster": f"{text}{cluster.bandwidth * 8 / 1e9:g} Gbit/s × {cluster.goodput:g}, "
+                   f"{cluster.latency_s * 1e6:g} µs; "
+                   f"combining at {cluster.reduction_rate / 1e9:g} GB/s",
+        **{name: value for name, value in vars(cluster).items() if name != "nodes"}}
+
+
+def _size_text(nbytes: int) -> str:
+    """Return a size as it was probably asked for: whole megabytes as such."""
+    return size_text(nbytes) if nbytes % 1_000_000 else f"{nbytes // 1_000_000} MB"
+
+
+def _scaling(options: Namespace, usual: Cluster) -> list[Row]:
+    rows = []
+    for nodes in options.nodes:
+        cluster = usual.of(nodes, usual.ranks_per_node)
+        found = {name: prediction for name in ALGORITHMS
+                 if (prediction := predict(name, cluster, options.size)) is not None}
+        seconds = {name: prediction.seconds for name, prediction in found.items()}
+        choice, limit_s = selected(cluster, options.size, seconds), cluster.limit_s(options.size)
+        for name, prediction in found.items():
+            rows.append({
+                "nodes": nodes, "ranks": cluster.ranks, "bytes": options.size,
+                "algorithm": name, "ms": prediction.seconds * 1e3, "limit_ms": limit_s * 1e3,
+                "efficiency_percent": 100 * limit_s / prediction.seconds,
+                "how": prediction.how, "selected": name == choice,
+                "choice": "auto" if name == choice else ""})
+    return rows
+
+
+def _crowd(about: Environment) -> float:
+    """Return how many ranks there were for a core: a lab's hosts are all one machine."""
+    machines = Counter(place["host"] for place in about["placement"])
+    return max(machines.values()) / int(about["cores"])
+
+
+def _against(path: str, usual: Cluster) -> list[Row]:
+    """Return a prediction beside each median that a benchmark has measured."""
+    benchmark, about, measured = results.read_json(path)
+    if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
+        raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
+                          f"nodes; expected a `bench allreduce` with equally many on each")
+    cluster = usual.of(about["nodes"], about["ranks"] // about["nodes"]).crowded(_crowd(about))
+    rows = []
+    for row in measured:
+        name, median_ms = _CONTENDERS.get(row["contender"]), row["median_us"] / 1e3
+        found = predict(name, cluster, row["bytes"]) if name and median_ms == median_ms else None
+        if found is not None:
+            rows.append({
+                "nodes": cluster.nodes, "ranks": cluster.ranks, "bytes": row["bytes"],
+                "size": size_text(row["bytes"]), "contender": row["contender"],
+                "ms": found.seconds * 1e3, "measured_ms": median_ms,
+                "ratio": found.seconds * 1e3 / median_ms})
+    return rows

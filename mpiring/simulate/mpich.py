@@ -1,0 +1,120 @@
+"""Models MPI's own allreduce between nodes: what MPICH does, as schedules without data.
+
+A node's first rank collects its node's contributions, the first ranks combine theirs,
+and hand the result back.
+
+How good it is, against MPICH 5.0.2 on hosts with links of 1 Gbit/s, 64 KiB to 16 MiB, one
+rank each: two hosts within 1 %, three hosts 15 % too fast from 1 MiB, four hosts 14 % too
+fast at 1 MiB and 30 % at 16 MiB. TCP shares a link among messages that arrive at once;
+here they come one after the other. That is with `UCX_RNDV_THRESH=inf`: by default, UCX
+takes large messages over TCP by rendezvous, two that meet on their way then often go one
+after the other, and four hosts take twice as long.
+
+Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
+operations in MPICH", IJHPCA 19(1), 2005; MPICH's MPIR_Allreduce_intra_auto.
+"""
+
+from collections.abc import Sequence
+
+from ..memory.arrays import Array, chunks_of
+from ..memory.reduction import Combine
+from ..transport.base import Channel, Schedule
+from ..transport.members import Members
+
+# MPIR_CVAR_ALLREDUCE_SHORT_MSG_SIZE.
+SHORT_BYTES = 2048
+
+
+def allreduce(net: Channel, ranks_per_node: int, x: Array, inbox: Array,
+              combine: Combine) -> Schedule[None]:
+    """Combine `x` within each node, over the nodes' first ranks, and copy it to all.
+
+    Args:
+        ranks_per_node: Ranks r with equal `r // ranks_per_node` share a node.
+        x: Shape (n,).
+        inbox: Scratch vector of as many elements.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    first = net.rank - net.rank % ranks_per_node
+    node = Members(net, range(first, first + ranks_per_node))
+    yield from _reduce(node, x, inbox, combine)
+    if node.rank == 0:
+        leaders = Members(net, range(0, net.size, ranks_per_node))
+        yield from _between(leaders, x, inbox, combine)
+    yield from _broadcast(node, x)
+
+
+def _reduce(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+    """Combine on rank 0, along a binomial tree."""
+    p, r, mask = net.size, net.rank, 1
+    while mask < p:
+        if r & mask:
+            yield (net.isend(x, r - mask),)
+            return
+        if r + mask < p:
+            yield (net.irecv(inbox, r + mask),)
+            combine.accumulate(x, inbox)
+        mask *= 2
+
+
+def _broadcast(net: Channel, x: Array) -> Schedule[None]:
+    """Copy from rank 0, along a binomial tree."""
+    p, r = net.size, net.rank
+    mask = 1
+    while mask < p and not r & mask:
+        mask *= 2
+    if r:
+        yield (net.irecv(x, r - mask),)
+    while mask > 1:
+        mask //= 2
+        if r + mask < p:
+            yield (net.isend(x, r + mask),)
+
+
+def _between(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+    """Let the first ranks step aside in pairs until a power of two is left, which combines."""
+    p, r = net.size, net.rank
+    q = 1 << p.bit_length() - 1
+    paired = 2 * (p - q)
+    aside = r < paired and r % 2 == 0
+    if aside:
+        yield (net.isend(x, r + 1),)
+    elif r < paired:
+        yield (net.irecv(inbox, r - 1),)
+        combine.accumulate(x, inbox)
+    if not aside:
+        rest = Members(net, [*range(1, paired, 2), *range(paired, p)])
+        algorithm = _doubling if x.nbytes <= SHORT_BYTES or x.size < q else _halving
+        yield from algorithm(rest, x, inbox, combine)
+    if aside:
+        yield (net.irecv(x, r + 1),)
+    elif r < paired:
+        yield (net.isend(x, r - 1),)
+
+
+def _distances(p: int) -> Sequence[int]:
+    return [1 << step for step in range(p.bit_length() - 1)]
+
+
+def _doubling(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+    """Exchange everything with ranks at distance 1, 2, 4 …: recursive doubling."""
+    for distance in _distances(net.size):
+        peer = net.rank ^ distance
+        yield net.irecv(inbox, peer), net.isend(x, peer)
+        combine.accumulate(x, inbox)
+
+
+def _halving(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+    """Exchange half of what is left each time, and gather it on the way back: Rabenseifner's."""
+    halves = []
+    for distance in _distances(net.size):
+        peer, upper = net.rank ^ distance, bool(net.rank & distance)
+        give, keep = chunks_of(x, 2)[::1 if upper else -1]
+        got = inbox[:keep.size]
+        yield net.irecv(got, peer), net.isend(give, peer)
+        combine.accumulate(keep, got)
+        halves.append((peer, give, keep))
+        x = keep
+    for peer, give, keep in reversed(halves):
+        yield net.irecv(give, peer), net.isend(keep, peer)

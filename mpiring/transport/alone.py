@@ -1,0 +1,54 @@
+"""Is the meeting place of a rank that shares its node's memory with nobody."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .base import Array, Schedule
+from .board import DESK_BYTES
+
+
+class Alone:
+    """A node of one rank; see base.Node. Nothing is to be waited for, or compared.
+
+    Args:
+        rank: Of the communicator.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.size = 0, 1
+        self.ranks: Sequence[int] = (rank,)
+        self.met = True
+
+    def test(self) -> bool:
+        """Return True: the memory is nobody else's."""
+        return True
+
+    def desks(self, dtype: np.dtype[Any]) -> Sequence[Array]:
+        """Return one vector, as long as a board's."""
+        return [np.empty(DESK_BYTES // dtype.itemsize, dtype)]
+
+    def agrees(self) -> bool:
+        """Return True."""
+        return True
+
+    def headers(self) -> Sequence[tuple[int, bytes]]:
+        """Return nothing: there are no others."""
+        return []
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+    def barrier(self, *numbers: int) -> "Alone":
+        """Return a request that is complete."""
+        return self
+
+    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
+        """Return this rank's numbers, after a yield, as any other node."""
+        yield (self,)
+        return [numbers]
+
+    def lane(self, index: int) -> "Alone":
+        """Return a further meeting place of the same operation."""
+        return self

@@ -1,0 +1,117 @@
+"""Prices what a simulated cluster does: messages on links, and computing."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .base import Array
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way between two ranks: seconds before the first byte, bytes per second after.
+
+    Attributes:
+        burst_bytes: What passes without waiting after a pause: the links of clouds, and
+            of Linux's `tc tbf`, are limited on average only, by a bucket of tokens.
+    """
+
+    latency_s: float = 0.0
+    bandwidth: float = math.inf
+    burst_bytes: float = 0.0
+
+
+class Interface:
+    """One direction of a node's network interface (NIC), which its ranks share.
+
+    Args:
+        link: Its rate and burst.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._burst_s = link.burst_bytes / link.bandwidth
+        self._free_s = -math.inf
+
+    def carry(self, nbytes: int, now_s: float, slowness: float) -> tuple[float, float]:
+        """Take bytes that come at `now_s`; return when the first and last of them pass."""
+        start_s = max(now_s - self._burst_s, self._free_s)
+        self._free_s = start_s + slowness * nbytes / self._link.bandwidth
+        return max(now_s, start_s), max(now_s, self._free_s)
+
+
+class _Ghost(np.ndarray[Any, np.dtype[Any]]):
+    """A vector without memory: its elements are all the same one, and nobody writes it."""
+
+    copied: Callable[[int], None] | None = None
+
+    def __array_finalize__(self, whole: Any) -> None:
+        self.copied = getattr(whole, "copied", None)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self.copied:
+            self.copied(self[key].nbytes)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if function is not np.copyto:
+            return super().__array_function__(function, types, args, kwargs)
+        args[0][...] = args[1]
+
+
+def ghost(n: int, dtype: DTypeLike, copied: Callable[[int], None] | None = None) -> Array:
+    """Return a vector of `n` elements without memory, for a network without payload.
+
+    Args:
+        copied: Is told of how many bytes each copy into it, or a part of it, would be.
+    """
+    x = np.broadcast_to(np.empty((), dtype), (n,)).view(_Ghost)
+    x.copied = copied
+    return x
+
+
+class NoCombine:
+    """A `Combine` that does nothing, for a network without payload."""
+
+    def prepare(self, x: Array) -> None:
+        """Do nothing."""
+
+    def accumulate(self, out: Array, contribution: Array) -> None:
+        """Do nothing."""
+
+    def finish(self, chunk: Array) -> None:
+        """Do nothing."""
+
+    def combine(self, sources: Sequence[Array], out: Array) -> None:
+        """Do nothing."""
+
+
+class Worker(Protocol):
+    """Whoever is told that a rank computes: a simulated network."""
+
+    def work(self, rank: int, seconds: float) -> None:
+        """Keep a rank busy."""
+
+
+class PricedCombine(NoCombine):
+    """A `Combine` that only takes time, for a network without payload.
+
+    Args:
+        network: Is told that the rank is busy.
+        rank: Who combines.
+        rate: Bytes per second that are combined into others.
+    """
+
+    def __init__(self, network: Worker, rank: int, rate: float) -> None:
+        self._network, self._rank, self._rate = network, rank, rate
+
+    def accumulate(self, out: Array, contribution: Array) -> None:
+        """Take the time of combining one vector into another."""
+        self._network.work(self._rank, out.nbytes / self._rate)
+
+    def combine(self, sources: Sequence[Array], out: Array) -> None:
+        """Take the time of combining all vectors, one by one."""
+        self._network.work(self._rank, (len(sources) - 1) * out.nbytes / self._rate)

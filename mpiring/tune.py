@@ -1,0 +1,74 @@
+"""Is the command `python -m mpiring tune`: shows what was measured, and what follows from it."""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from .bench.units import size_text
+from .collectives.model import Model
+from .communicator import Communicator, init
+
+_SMALLEST, _LARGEST = 8, 1 << 30
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.description = (
+        "Measures what each algorithm costs on the ranks that it is started on, as the first "
+        "allreduce between nodes does: mpirun -n 8 python -m mpiring tune")
+    parser.set_defaults(action=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, keep the result for later jobs, and print it on rank 0."""
+    with init() as comm:
+        _report(comm, f"{comm.size} ranks, nodes: {comm.num_nodes}", comm.rank == 0)
+        if 1 < comm.num_nodes < comm.size:
+            inside = comm.split(comm.node_rank)
+            if inside is not None:
+                _report(inside, f"Within a node: {inside.size} ranks", comm.rank == 0)
+                inside.close()
+    return 0
+
+
+def _report(comm: Communicator, title: str, shown: bool) -> None:
+    model = comm.tune(fresh=True)
+    rate = _reduction_rate()
+    if not shown:
+        return
+    print(f"{title}\n")
+    sizes = [size for size, _ in model.curves[0][1].points] if model.curves else []
+    print(f"{'microseconds':14}" + "".join(f"{size_text(size):>12}" for size in sizes)
+          + f"{'latency us':>14}{'GB/s':>10}")
+    for name, curve in model.curves:
+        print(f"{name:14}" + "".join(f"{1e6 * curve.time_s(size):12.1f}" for size in sizes)
+              + f"{1e6 * curve.latency_s:14.1f}{1e-9 / curve.s_per_byte:10.3f}")
+    print(f"\nadding: {rate:.1f} GB/s on one rank")
+    ranges = [(_SMALLEST, "shared")] if comm.num_nodes == 1 else _ranges(model)
+    for first, name in ranges:
+        print(f"auto takes {name} from {size_text(first)}")
+    print(f"bucket_bytes: {model.bucket_bytes} ({size_text(model.bucket_bytes)}) is long enough\n")
+
+
+def _ranges(model: Model) -> Iterator[tuple[int, str]]:
+    """Return from which size on which algorithm is the fastest."""
+    names = [name for name, _ in model.curves]
+    last, size = "", _SMALLEST
+    while names and size <= _LARGEST:
+        best = model.best(size, names)
+        if best != last:
+            yield size, best
+        last, size = best, size * 2
+
+
+def _reduction_rate() -> float:
+    """Return how many GB/s of contributions one rank adds to a sum."""
+    x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)
+    seconds = []
+    for _ in range(20):
+        began = time.perf_counter()
+        np.add(x, y, out=x)
+        seconds.append(time.perf_counter() - began)
+    return y.nbytes / min(seconds) / 1e9

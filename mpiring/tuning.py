@@ -1,0 +1,150 @@
+"""Measures the algorithms on this cluster, once, and keeps what it found for the next job."""
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .collectives.model import Curve, Model
+from .memory.arrays import Array
+
+# To be raised when the algorithms change so much that kept models mislead.
+_EDITION = 1
+SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20)
+# Of so many calls the fastest counts: whatever disturbs one makes it slower.
+_CALLS, _LONG_CALLS = 5, 2
+_LONG_S = 1e-3
+# No size is begun that would end later than this: half a second is promised.
+_BUDGET_S = 0.35
+# A kept model is checked at a size that outlasts what a network buffers.
+_CHECKED_BYTES = 512 << 10
+# A model from the disk is not believed if one call takes this many times longer or shorter.
+_TOLERANCE = 2.0
+
+
+class Tuner:
+    """Finds the model of one communicator.
+
+    Args:
+        empty: Returns a vector of so many float32 in the memory that buckets are in.
+        allreduce: Runs a blocking allreduce of an array by an algorithm.
+        slowest: Returns the largest of all ranks' numbers.
+        broadcast: Returns rank 0's text on all ranks.
+        rank: This rank.
+        candidates: The algorithms to try.
+        key: Describes the cluster; models are kept by it.
+        folder: Where models are kept; None keeps none.
+    """
+
+    def __init__(self, *, empty: Callable[[int], Array],
+                 allreduce: Callable[[Array, str], object], slowest: Callable[[float], float],
+                 broadcast: Callable[[str], str], rank: int, candidates: Sequence[str], key: str,
+                 folder: Path | None) -> None:
+        self._allreduce, self._slowest, self._broadcast = allreduce, slowest, broadcast
+        self._empty = empty
+        self._rank = rank
+        self._candidates = candidates
+        name = hashlib.blake2b(f"{_EDITION} {key}".encode(), digest_size=12).hexdigest()
+        self._file = None if folder is None else folder / f"{name}.json"
+        self._key = key
+
+    def find(self, *, fresh: bool = False) -> Model:
+        """Return the kept model if one call confirms it, else measure and keep a new one.
+
+        Args:
+            fresh: Measure in any case.
+
+        Collective: yes. Blocking: yes.
+        """
+        model = None if fresh else self._kept()
+        if model is None or not self._is_right(model):
+            model = self.probe()
+            self._keep(model)
+        return model
+
+    def probe(self) -> Model:
+        """Return a model of measured times; the same on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        x = self._zeros(SIZES[-1])
+        points: dict[str, list[tuple[int, float]]] = {name: [] for name in self._candidates}
+        began = time.perf_counter()
+        for size in SIZES:
+            times = {name: found[-1][1] * size / found[-1][0]
+                     for name, found in points.items() if found}
+            ahead_s = sum(seconds * (1 + _calls(seconds)) for seconds in times.values())
+            # With the smallest sizes, latency makes this a gross overestimate.
+            if size > SIZES[1] and self._slowest(
+                    time.perf_counter() - began) + ahead_s > _BUDGET_S:
+                break
+            for name in self._candidates:
+                seconds = self._time_of(name, x[:size // 4], times.get(name, 0.0))
+                points[name].append((size, seconds))
+        return Model(tuple((name, Curve(tuple(found))) for name, found in points.items()))
+
+    def _zeros(self, nbytes: int) -> Array:
+        x = self._empty(nbytes // 4)
+        x[...] = 0
+        return x
+
+    def _time_of(self, algorithm: str, x: Array, expected_s: float) -> float:
+        self._allreduce(x, algorithm)
+        times = []
+        for _ in range(_calls(expected_s)):
+            # Ranks that come late would be counted as slow communication.
+            self._slowest(0.0)
+            began = time.perf_counter()
+            self._allreduce(x, algorithm)
+            times.append(time.perf_counter() - began)
+        return self._slowest(min(times))
+
+    def _is_right(self, model: Model) -> bool:
+        """Return whether a kept model still fits: links may have changed under the same names."""
+        curves = dict(model.curves)
+        if tuple(curves) != tuple(self._candidates):
+            return False
+        name = self._candidates[0]
+        size = min(_CHECKED_BYTES, curves[name].points[-1][0])
+        expected_s = curves[name].time_s(size)
+        ratio = self._time_of(name, self._zeros(size), expected_s) / expected_s
+        return 1 / _TOLERANCE < ratio < _TOLERANCE
+
+    def _kept(self) -> Model | None:
+        """Return the model that rank 0 finds on its disk."""
+        text = ""
+        if self._rank == 0 and self._file is not None:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                text = Model.from_json(json.loads(self._file.read_text())["model"]).to_json()
+        text = self._broadcast(text)
+        return Model.from_json(text) if text else None
+
+    def _keep(self, model: Model) -> None:
+        """Write the model on rank 0; a folder that cannot be written to is no reason to fail."""
+        if self._rank or self._file is None:
+            return
+        with contextlib.suppress(OSError):
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            # Other jobs may write the same file at the same time.
+            handle, name = tempfile.mkstemp(dir=self._file.parent)
+            with os.fdopen(handle, "w") as file:
+                json.dump({"cluster": self._key, "model": model.to_json()}, file, indent=1)
+            os.replace(name, self._file)
+
+
+def _calls(expected_s: float) -> int:
+    """Return how often to time a call."""
+    return _LONG_CALLS if expected_s > _LONG_S else _CALLS
+
+
+def folder_of(setting: str) -> Path | None:
+    """Return the folder of the setting `tuning_folder`; None for "", or without a home."""
+    try:
+        return Path(setting).expanduser() if setting else None
+    except RuntimeError:
+        # A container's user may have neither HOME nor an entry in the list of users.
+        return None

@@ -1,0 +1,168 @@
+"""Runs the benchmarks on real MPI, with tiny sizes."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from launching import PROGRAMS, ROOT, environment, launch, mpiexec, needed
+
+from mpiring.bench import jobs
+from mpiring.bench.jobs import Job
+from mpiring.config import ALGORITHMS
+
+COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
+ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
+OVERLAP = ("overlap", "--size", "100K", "--bucket", "40K", "--ratio", "1", *COMMON)
+STEPS = ("steps", "--width", "32", "--batch", "4", "--calls", "1", *COMMON)
+EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
+              "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
+              "placement", "variables"}
+
+
+def bench(ranks, *words, **variables):
+    return launch(ranks, "-m", "mpiring", "bench", *words, **variables)
+
+
+@pytest.mark.launch
+def test_allreduce_in_a_launchers_job(tmp_path):
+    ended = bench(3, *ALLREDUCE, "--dtypes", "float32,float16", "--buffers", "empty,private",
+                  "--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv")
+    assert ended.status == 0, ended.output
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["benchmark"] == "allreduce"
+    about = content["environment"]
+    assert EVERYTHING <= about.keys() and about["ranks"] == 3 and about["nodes"] == 1
+    assert [place["rank"] for place in about["placement"]] == [0, 1, 2]
+    assert "bench allreduce --sizes 8,64K" in about["command"]
+    names = ["MPI_Allreduce", *(f"mpiring {name}" for name in ALGORITHMS), "memory copy"]
+    rows = content["rows"]
+    assert [row["contender"] for row in rows] == names * 8
+    assert {(row["dtype"], row["buffer"], row["bytes"]) for row in rows} == {
+        (dtype, buffer, nbytes) for dtype in ("float32", "float16")
+        for buffer in ("empty", "private") for nbytes in (8, 65536)}
+    for row in rows:
+        if row["contender"] == "MPI_Allreduce" and row["dtype"] == "float16":
+            assert row["median_us"] is None and row["calls"] == 0
+        if row["contender"] == "mpiring auto":
+            assert row["calls"] >= 4 and 0 < row["min_us"] <= row["median_us"] <= row["p95_us"]
+            assert (row["native_over_this"] is None) == (row["dtype"] == "float16")
+    table = [line for line in ended.output.splitlines() if line.lstrip().startswith(("8 B", "64"))]
+    assert len(table) == len(rows)
+    assert (tmp_path / "out.csv").read_text().count("\n") == len(about) + 1 + len(rows)
+
+
+@pytest.mark.launch
+def test_allreduce_in_jobs_of_its_own(tmp_path):
+    mpiexec()
+    ended = subprocess.run(
+        [sys.executable, "-m", "mpiring", "bench", *ALLREDUCE, "--algorithms", "auto", "--ranks",
+         "2", "--json", tmp_path / "out.json"],
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stderr == "" or "OSC" in ended.stderr, ended.stderr
+    assert jobs.BEAT not in ended.stdout
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["environment"]["ranks"] == 2
+    assert content["environment"]["thread_level"] == "multiple and serialized"
+    assert " --part " not in content["environment"]["command"]
+    found = [(row["bytes"], row["contender"], row["thread_level"]) for row in content["rows"]]
+    assert found == [(nbytes, name, level) for nbytes in (8, 65536)
+                     for level in ("multiple", "serialized")
+                     for name in ("MPI_Allreduce", "mpiring auto", "memory copy")]
+    for nbytes in (8, 65536):
+        ratios = [row["native_over_this"] for row in content["rows"]
+                  if row["bytes"] == nbytes and row["contender"] == "MPI_Allreduce"]
+        assert max(ratios) == 1 and min(ratios) <= 1
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("level", ["multiple", "funneled"])
+def test_overlap(tmp_path, level):
+    ended = bench(2, *OVERLAP, "--json", tmp_path / "out.json", MPI4PY_RC_THREAD_LEVEL=level)
+    assert ended.status == 0, ended.output
+    assert "MPI offers less" not in ended.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [(row["contender"], row["compute"]) for row in rows] == [
+        (name, compute) for name in ("MPI_Iallreduce", "mpiring auto")
+        for compute in ("numpy", "python")]
+    for row in rows:
+        assert row["thread_level"] == level
+        assert row["bytes"] == 102400 and row["buckets"] == 3 and row["rounds"] == 2
+        assert 0 <= row["overlap_percent"] <= 100 and row["total_over_longest"] > 0
+
+
+@pytest.mark.launch
+def test_steps(tmp_path):
+    needed("matplotlib")
+    ended = bench(3, *STEPS, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
+    assert ended.status == 0, ended.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == [
+        "compute only", "mpiring DataParallel", "MPI_Allreduce after backward",
+        "mpiring auto after backward"]
+    assert rows[0]["efficiency_percent"] == 100 and rows[0]["parameters"] == 3 * (32 * 32 + 32)
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    again = bench(1, "plot", tmp_path / "out.json", tmp_path / "again.png")
+    assert again.status == 0 and (tmp_path / "again.png").stat().st_size > 10_000
+
+
+@pytest.mark.launch
+def test_gloo_takes_part():
+    needed("torch")
+    ended = bench(2, *ALLREDUCE[:-1], "gloo", "--dtypes", "float32,bfloat16")
+    assert ended.status == 0, ended.output
+    assert len(re.findall(r"Gloo +[\d,.]+ ", ended.output)) == 4
+    ended = bench(2, *OVERLAP[:-1], "gloo", "--computes", "numpy")
+    assert ended.status == 0 and "Gloo" in ended.output, ended.output
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("words", [ALLREDUCE, OVERLAP, STEPS], ids=lambda words: words[0])
+def test_a_wrong_result_fails_the_benchmark(words):
+    ended = launch(3, PROGRAMS / "bench_wrong.py", "bench", *words)
+    assert ended.status == 1, ended.output
+    assert re.search(r"^FAILED: wrong.* on rank \d", ended.output, re.MULTILINE), ended.output
+
+
+@pytest.mark.launch
+def test_a_peer_that_is_not_installed_is_named():
+    ended = bench(1, *ALLREDUCE[:-1], "horovod")
+    if ended.status == 0:
+        pytest.skip(reason="Horovod is installed")
+    assert ended.status == 2 and "needs the packages torch, horovod" in ended.output
+
+
+def test_jobs_alternate_between_the_levels():
+    levels = ["multiple", "serialized"]
+    assert jobs.plan(levels, 5) == [
+        Job("multiple", 3, True), Job("serialized", 3, False), Job("serialized", 3, False),
+        Job("multiple", 3, True)]
+    assert jobs.plan(levels[:1], 5) == [Job("multiple", 5, True)]
+
+
+def run(*words):
+    code = ("import sys; sys.modules['mpi4py.MPI'] = None; from mpiring.__main__ import main; "
+            "sys.exit(main(sys.argv[1:]))")
+    return subprocess.run([sys.executable, "-c", code, "bench", *words], cwd=ROOT, text=True,
+                          env=environment(), capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize("command", [(), ("allreduce",), ("overlap",), ("steps",), ("plot",)])
+def test_help_needs_no_mpi(command):
+    ended = run(*command, "--help")
+    assert ended.returncode == 0 and "usage: " in ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--sizes", "many"), "argument --sizes: size 'many': expected a number of bytes"),
+    (("--algorithms", "auto,best"), "'best': expected some of auto"),
+    (("--contenders", "nccl"), "'nccl': expected some of mpiring"),
+    (("--ranks", "0"), "argument --ranks: '0': expected 1 or more"),
+    (("--budget", "-1"), "argument --budget: '-1': expected a number above 0"),
+    (("--link-rate", "fast"), "argument --link-rate: rate 'fast'"),
+])
+def test_bad_options(words, message):
+    ended = run("allreduce", *words)
+    assert ended.returncode == 2 and message in ended.stderr, ended.stderr

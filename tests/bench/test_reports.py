@@ -1,0 +1,179 @@
+"""Tests tables, files and pictures."""
+
+import csv
+import json
+import struct
+import sys
+from argparse import Namespace
+
+import pytest
+from launching import needed
+
+from mpiring import ConfigError, MissingDependencyError
+from mpiring.bench import allreduce, overlap, plot, results, steps, table
+from mpiring.bench.results import Measurement
+from mpiring.bench.table import Column
+
+ABOUT = {
+    "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
+    "mpiring": "1", "cores": 2, "mpi4py": "4", "numpy": "2", "python": "3"}
+OPTIONS = Namespace(link_rate=None, goodput=0.5)
+NAN = float("nan")
+
+
+def of_allreduce(contender, seconds, nbytes=1 << 20, level="multiple"):
+    return Measurement({"bytes": nbytes, "dtype": "float32", "buffer": "empty",
+                        "thread_level": level, "contender": contender}, {"call": seconds})
+
+
+FOUND = [of_allreduce("MPI_Allreduce", [4e-3, 2e-3, 3e-3]), of_allreduce("mpiring auto", [1e-3]),
+         of_allreduce("mpiring ring", []), of_allreduce("memory copy", [0.5e-3])]
+
+
+def test_rows_of_an_allreduce():
+    native, ours, none, copy = allreduce.rows(FOUND, ABOUT, OPTIONS)
+    assert native["median_us"] == pytest.approx(3000) and native["calls"] == 3
+    assert native["p95_us"] == native["max_us"] == pytest.approx(4000)
+    assert native["min_us"] == pytest.approx(2000) and native["native_over_this"] == 1
+    assert ours["native_over_this"] == pytest.approx(3)
+    assert ours["algbw_GBps"] == pytest.approx((1 << 20) / 1e-3 / 1e9)
+    assert ours["busbw_GBps"] == pytest.approx(ours["algbw_GBps"] * 1.5)
+    assert ours["limit_us"] == pytest.approx(500) and ours["this_over_limit"] == pytest.approx(2)
+    assert none["calls"] == 0 and none["median_us"] != none["median_us"]
+    assert copy["this_over_limit"] == 1
+
+
+def test_the_reference_is_the_faster_thread_level_of_the_same_case():
+    found = [*FOUND, of_allreduce("MPI_Allreduce", [1e-4], nbytes=8),
+             of_allreduce("MPI_Allreduce", [2e-3], level="serialized"),
+             of_allreduce("mpiring auto", [4e-3], level="serialized")]
+    rows = allreduce.rows(found, ABOUT, OPTIONS)
+    assert [row["bytes"] for row in rows] == 6 * [1 << 20] + [8]
+    ratios = {(row["contender"], row["thread_level"]): row["native_over_this"] for row in rows[:6]}
+    assert ratios["MPI_Allreduce", "multiple"] == pytest.approx(2 / 3)
+    assert ratios["mpiring auto", "multiple"] == pytest.approx(2)
+    assert ratios["mpiring auto", "serialized"] == pytest.approx(0.5)
+
+
+def test_the_limit_between_hosts_is_the_links():
+    (row,) = allreduce.rows([of_allreduce("MPI_Allreduce", [1.0], nbytes=1000)],
+                            {**ABOUT, "nodes": 4}, Namespace(link_rate=1e4, goodput=0.5))
+    assert row["limit_us"] == pytest.approx(2 * 3 / 4 * 1000 / 5e3 * 1e6)
+
+
+def test_rows_of_an_overlap_and_of_steps():
+    labels = {"bytes": 8, "contender": "Gloo", "compute": "numpy"}
+    (row,) = overlap.rows([Measurement(labels, {
+        "compute": [2.0, 4.0, 2.0], "communication": [1.0, 2.0, 1.0],
+        "total": [2.25, 4.5, 9.0]})], ABOUT, OPTIONS)
+    # Of each round: in the second one the whole machine was half as fast.
+    assert row["overlap_percent"] == 75 and row["total_over_longest"] == 1.125
+    assert row["rounds"] == 3 and row["compute_ms"] == 2000 and row["total_ms"] == 4500
+    labels = {"batch": 8, "thread_level": "multiple"}
+    rows = steps.rows([Measurement({**labels, "contender": steps.ALONE}, {"step": [0.1]}),
+                       Measurement({**labels, "contender": "other"}, {"step": [0.4]})],
+                      ABOUT, OPTIONS)
+    assert rows[1]["efficiency_percent"] == pytest.approx(25)
+    assert rows[1]["samples_per_s"] == pytest.approx(80)
+
+
+def test_a_table():
+    columns = [Column("name", "name", -6), Column("value", "value", 7, 3)]
+    assert table.head(columns) == "name      value"
+    assert table.line({"name": "a", "value": 1234.5}, columns) == "a         1,234"
+    assert table.line({"name": "b", "value": NAN}, columns) == "b             -"
+    assert table.line({"value": 0.0}, columns) == "-          0.00"
+
+
+@pytest.mark.parametrize(("value", "text"), [
+    (1.0, "1.00"), (0.001234, "0.00123"), (12.345, "12.3"), (123456.7, "123,457"), (99.96, "100.0"),
+])
+def test_significant_digits(value, text):
+    assert table.significant(value, 3) == text
+
+
+def test_the_lines_above_a_table():
+    text = table.about("allreduce", ABOUT)
+    assert "bench allreduce: 4 ranks on 1 node, thread level multiple" in text
+    assert "1 rank on 2 nodes" in table.about("x", {**ABOUT, "ranks": 1, "nodes": 2})
+
+
+def test_readings_of_several_jobs_are_pooled():
+    again = [of_allreduce("mpiring auto", [7e-3]), of_allreduce("mpiring auto", [1.0], nbytes=8)]
+    pooled = results.pooled([*FOUND, *again])
+    assert [len(one.seconds["call"]) for one in pooled] == [3, 2, 0, 1, 1]
+    assert pooled[1].seconds["call"] == [1e-3, 7e-3]
+
+
+def test_json_comes_back_as_it_went(tmp_path):
+    path = tmp_path / "result.json"
+    rows = allreduce.rows(FOUND, ABOUT, OPTIONS)
+    results.write_json(path, "allreduce", ABOUT, rows)
+    assert json.loads(path.read_text())["rows"][2]["median_us"] is None
+    benchmark, about, again = results.read_json(path)
+    assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(rows))
+
+
+@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"rows": 3}'])
+def test_bad_json(tmp_path, text):
+    path = tmp_path / "result.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
+        results.read_json(path)
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "result.csv"
+    results.write_csv(path, ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS))
+    lines = path.read_text().splitlines()
+    above = [line for line in lines if line.startswith("#")]
+    assert "# cpu: A CPU" in above and len(above) == len(ABOUT)
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert [row["contender"] for row in rows] == [one.labels["contender"] for one in FOUND]
+    assert float(rows[1]["median_us"]) == pytest.approx(1000) and rows[2]["median_us"] == ""
+
+
+def rows_of(benchmark):
+    if benchmark == "allreduce":
+        found = [*FOUND, *(of_allreduce(name, [1e-3, 2e-3], nbytes=8)
+                           for name in ("mpiring auto", "MPI_Allreduce"))]
+        return allreduce.rows(found, ABOUT, OPTIONS)
+    if benchmark == "overlap":
+        labels = {"bytes": 8, "contender": "Gloo", "compute": "numpy"}
+        times = {"compute": [2.0], "communication": [1.0], "total": [2.25]}
+        return overlap.rows([Measurement(labels, times)], ABOUT, OPTIONS)
+    labels = {"contender": steps.ALONE, "batch": 8, "thread_level": "multiple"}
+    return steps.rows([Measurement(labels, {"step": [0.1]})], ABOUT, OPTIONS)
+
+
+@pytest.mark.parametrize("benchmark", ["allreduce", "overlap", "steps"])
+def test_pictures(tmp_path, benchmark):
+    needed("matplotlib")
+    path = tmp_path / "result.png"
+    plot.draw(path, benchmark, ABOUT, rows_of(benchmark))
+    start = path.read_bytes()[:24]
+    assert start[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", start[16:]) == (1440, 680)
+
+
+def test_what_a_picture_shows():
+    figure = needed("matplotlib.figure")
+    time, bandwidth = axes = figure.Figure().subplots(1, 2)
+    plot._curves(axes, rows_of("allreduce"))
+    labels = [line.get_label() for line in time.get_lines()]
+    assert labels == ["mpiring auto", "MPI_Allreduce", "limit: memory copy"]
+    assert list(time.get_lines()[0].get_xdata()) == [8, 1 << 20]
+    assert list(time.get_lines()[0].get_ydata()) == pytest.approx([1500, 1000])
+    assert list(time.get_lines()[2].get_ydata()) == pytest.approx([500])
+    limit = (1 << 20) / 0.5e-3 / 1e9 * 1.5
+    assert list(bandwidth.get_lines()[2].get_ydata()) == pytest.approx([limit])
+    assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
+
+
+def test_nothing_to_draw(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="nothing to draw"):
+        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, [])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"mpiring\[bench\]"):
+        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, rows_of("allreduce"))

@@ -1,0 +1,85 @@
+"""Tests the clock's readings and what is made of them."""
+
+import gc
+import math
+
+import pytest
+
+from mpiring.bench import overlap
+from mpiring.bench.timing import calls_within, median, overlap_percentage, p95, timed
+
+
+class Ranks:
+    """Ranks of which another is always ten seconds slower."""
+
+    def __init__(self, log=None):
+        self.log = [] if log is None else log
+
+    def barrier(self):
+        self.log.append("barrier")
+
+    def slowest(self, values):
+        return [value + 10 for value in values]
+
+
+class Alone(Ranks):
+    def slowest(self, values):
+        return values
+
+
+def test_each_call_comes_after_a_barrier_and_the_slowest_rank_counts():
+    ranks = Ranks()
+
+    def call():
+        ranks.log.append("call")
+        assert not gc.isenabled()
+
+    seconds = timed(ranks, call, 5, prepare=lambda: ranks.log.append("prepare"), every=2)
+    pair = ["barrier", "call", "barrier", "call"]
+    assert ranks.log == ["prepare", *pair, "prepare", *pair, "prepare", *pair[:2]]
+    assert len(seconds) == 5 and all(10 < value < 11 for value in seconds)
+    assert gc.isenabled()
+
+
+def test_garbage_collection_comes_back_after_an_error():
+    with pytest.raises(ZeroDivisionError):
+        timed(Ranks(), lambda: 1 / 0, 1)
+    assert gc.isenabled()
+
+
+def test_statistics():
+    values = [float(value) for value in range(100, 0, -1)]
+    assert median(values) == 50.5 and p95(values) == 95
+    assert median([3.0]) == 3 and p95([3.0]) == 3
+    assert p95([1.0, 2.0, 9.0]) == 9
+    assert math.isnan(median([])) and math.isnan(p95([]))
+
+
+def test_calls_within():
+    assert calls_within(1.0, 0.1) == 10
+    assert calls_within(1.0, 5.0) == 2 and calls_within(1.0, 0.0) == 200
+
+
+def test_overlap_percentage():
+    assert overlap_percentage(2, 1, 2) == 100
+    assert overlap_percentage(2, 1, 3) == 0
+    assert overlap_percentage(2, 1, 2.25) == 75
+    assert overlap_percentage(2, 1, 4) == 0 and overlap_percentage(2, 1, 1) == 100
+    assert overlap_percentage(2, 0, 2) == 100
+
+
+@pytest.mark.parametrize("kind", overlap.COMPUTES)
+def test_compute_is_calibrated(kind, monkeypatch):
+    """On a clock that ticks with the work, whatever else the machine does."""
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    real = overlap._UNITS[kind]()
+
+    def unit():
+        real()
+        now[0] += 2e-4
+
+    work = overlap.calibrated(Alone(), unit, 0.2)
+    began = now[0]
+    work()
+    assert now[0] - began == pytest.approx(0.2)

@@ -1,0 +1,53 @@
+"""Runs programs on a simulated cluster of nodes, composed as the communicator composes them."""
+
+from mpiring.collectives.agreement import Call, agreed
+from mpiring.collectives.native import Turns
+from mpiring.collectives.operation import Collectives, Resources
+from mpiring.collectives.windows import Windows
+from mpiring.memory.scratch import Scratch
+from mpiring.topology import neighbours, node_order, ranks_of_nodes
+from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.transport.simulated_node import SimulatedMemory
+
+
+class Transport:
+    """One rank's end of the network, for one operation."""
+
+    def __init__(self, net):
+        self.rank, self.size = net.rank, net.size
+        self._net = net
+
+    def channel(self, sequence):
+        return self._net
+
+
+def order_of(node_of):
+    return node_order([node_of.index(node) for node in node_of])
+
+
+def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=None,
+        desk_bytes=512, barrier_s=0.0, return_errors=False, network=None):
+    """Run a program on every rank, given the collectives of its operation.
+
+    Args:
+        node_of: The node of each rank.
+        program: Takes a Collectives, and returns a schedule.
+        call: What each rank was asked to do.
+    """
+    node_of = list(node_of)
+    network = network or SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
+    memory = SimulatedMemory(network, barrier_s=barrier_s, desk_bytes=desk_bytes)
+    leaders = [node_of.index(node) for node in node_of]
+    order = order or node_order(leaders)
+    nodes = ranks_of_nodes(leaders, order)
+
+    def operation(net):
+        rank = net.rank
+        alone = node_of.count(node_of[rank]) == 1
+        node = None if alone else memory.node(rank, header=call(rank).header)
+        own = Resources(Transport(net), Turns(), Scratch(keep=2), Windows(), order, nodes)
+        collectives = Collectives(own, node, 0)
+        between = neighbours(rank, nodes)
+        return agreed(lambda: collectives.net, node, between, call(rank), program(collectives))
+
+    return network.run(operation, return_errors=return_errors), network

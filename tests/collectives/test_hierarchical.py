@@ -1,0 +1,244 @@
+"""Tests allreduce over nodes of several ranks: results, bytes, time, rounding, disagreement."""
+
+import contract
+import ml_dtypes
+import numpy as np
+import pytest
+from cluster import run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpiring.collectives import hierarchical
+from mpiring.collectives.agreement import Call
+from mpiring.collectives.select import choose
+from mpiring.errors import BufferMismatchError
+from mpiring.topology import ranks_of_nodes
+from mpiring.transport.simulated import Link, SimulatedNetwork
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch):
+    """Let arrays of these tests' sizes take every path, in several pieces."""
+    monkeypatch.setattr(hierarchical, "SLICE_BYTES", 48)
+    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(hierarchical, "SHORT_BYTES", 24)
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+# Which ranks have their arrays in windows.
+MEMORIES = {
+    "all": lambda rank, node: True, "none": lambda rank, node: False,
+    "some nodes": lambda rank, node: node % 2 == 0, "some ranks": lambda rank, node: rank % 2 == 0}
+
+# p ranks, at least 3, on several nodes, some of them with several ranks.
+PLACEMENTS = {
+    "block": lambda p: [rank // 2 if p < 6 else rank // 3 for rank in range(p)],
+    "round-robin": lambda p: [rank % (2 if p < 6 else 3) for rank in range(p)],
+    "one large": lambda p: [1 if rank in (0, p - 1) else 0 for rank in range(p)],
+    "one small": lambda p: [rank % 4 // 3 for rank in range(p)] if p > 3 else [0, 0, 1],
+}
+SETTINGS = {"deadline": None}
+
+
+def allreduce(node_of, xs, op="sum", memory="none", **network):
+    """Combine one vector per rank as the communicator does; return all results, and the network."""
+    def program(collectives):
+        x = xs[collectives.rank].copy()
+        if memory != "none" and x.size:
+            # All ranks of a node must ask for a window, whether they use it or not.
+            window = yield from collectives.empty(x.shape, x.dtype)
+            if MEMORIES[memory](collectives.rank, node_of[collectives.rank]):
+                window[...], x = x, window
+        yield from collectives.allreduce(x, op=op, algorithm="hierarchical")
+        return x
+
+    return run(node_of, program, desk_bytes=2048, **network)
+
+
+@pytest.mark.parametrize("p", range(3, 17))
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_contract(p, placement):
+    """Every dtype and op, each at one of the lengths and in one of the memories."""
+    node_of = PLACEMENTS[placement](p)
+    assert 1 < len(set(node_of)) < p
+    lengths = 129, 1, p + 1, 50, 0
+    seed = p
+    for op in contract.OPS:
+        for dtype in contract.OPS_OF[op]:
+            seed += 1
+            n, memory = lengths[seed % len(lengths)], list(MEMORIES)[seed % len(MEMORIES)]
+            xs = [contract.contribution(rank, n, dtype) for rank in range(p)]
+            results, _ = allreduce(node_of, xs, op, memory, seed=seed)
+            contract.check(results[0], p, op)
+            assert all(x.tobytes() == results[0].tobytes() for x in results), "bits differ"
+
+
+@settings(**SETTINGS, max_examples=150)
+@given(data=st.data(), n=st.integers(0, 300), seed=st.integers(0, 2**32),
+       memory=st.sampled_from(list(MEMORIES)))
+def test_any_placement(data, n, seed, memory):
+    node_of = data.draw(st.lists(st.integers(0, 4), min_size=3, max_size=12).filter(
+        lambda nodes: 1 < len(set(nodes)) < len(nodes)))
+    rows = np.random.default_rng(seed).standard_normal((len(node_of), n)).astype("float32")
+    results, _ = allreduce(node_of, rows, "mean", memory, seed=seed)
+    np.testing.assert_allclose(results[0], rows.mean(axis=0), rtol=1e-4, atol=1e-5)
+    assert all(x.tobytes() == results[0].tobytes() for x in results)
+
+
+@pytest.mark.parametrize(("node_of", "n"), [
+    ([0, 0, 1, 1, 2, 2, 3, 3], 5760), ([0, 1, 2, 3] * 2, 5760), ([0, 0, 0, 1, 2, 2], 5400)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("memory", ["all", "none"])
+def test_a_node_sends_the_least_possible(node_of, n, dtype, memory, monkeypatch):
+    monkeypatch.setattr(hierarchical, "SLICE_BYTES", 720)
+    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 1)
+    nodes, itemsize = len(set(node_of)), np.dtype(dtype).itemsize
+    results, network = allreduce(node_of, np.ones((len(node_of), n), dtype), memory=memory)
+    header = 192
+    assert network.bytes_between == dict.fromkeys(
+        range(nodes), 2 * (nodes - 1) * n * itemsize // nodes + header)
+    assert all((x == len(node_of)).all() for x in results)
+
+
+def test_what_is_short_takes_one_message_per_pair_of_nodes():
+    node_of = [0, 1, 2, 3] * 2
+    latency_s = 1e-3
+    network = SimulatedNetwork(8, between=Link(latency_s), node_of=node_of)
+    results, _ = allreduce(node_of, np.ones((8, 6), "float32"), network=network)
+    assert all((x == 8).all() for x in results)
+    assert network.messages_sent == [1 + 3] * 4 + [0] * 4
+    # The header's and the contribution's: no data before it is known that all agree.
+    assert network.time_s == pytest.approx(2 * latency_s)
+
+
+def test_the_wire_does_not_wait_for_a_node(monkeypatch):
+    """While the ranks of a node meet, another piece is under way."""
+    piece_s, count = 1.0, 32
+    slice_bytes, nodes, local = 480, 4, 2
+    monkeypatch.setattr(hierarchical, "SLICE_BYTES", slice_bytes)
+    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 1)
+    piece_bytes = local * slice_bytes
+    bandwidth = 2 * (nodes - 1) / nodes * piece_bytes / piece_s
+    node_of = [0, 0, 1, 1, 2, 2, 3, 3]
+    xs = np.ones((8, count * piece_bytes // 4), "float32")
+    # With desks of 2 KiB, a piece's slices pass in one section: two barriers for a piece.
+    barrier_s = piece_s / 4
+
+    def time_of(in_flight, desk_bytes):
+        monkeypatch.setattr(hierarchical, "IN_FLIGHT", in_flight)
+        network = SimulatedNetwork(8, between=Link(0, bandwidth), node_of=node_of)
+
+        def program(collectives):
+            return collectives.allreduce(xs[collectives.rank].copy(), algorithm="hierarchical")
+
+        run(node_of, program, network=network, barrier_s=barrier_s, desk_bytes=desk_bytes)
+        return network.time_s
+
+    wire_s, in_node_s = count * piece_s, count * 2 * barrier_s
+    assert time_of(1, 1024) == pytest.approx(wire_s + in_node_s, rel=0.05)
+    # Two pieces meet on the wire now and then; three do not let it wait.
+    assert time_of(2, 2048) < wire_s + 0.4 * in_node_s
+    assert time_of(3, 3072) < wire_s + 0.1 * in_node_s
+
+
+def rounded_twice(node_of, rows, op, dtype):
+    """Combine in float32 on each node, then the nodes' in order, rounding each."""
+    leaders = [node_of.index(node) for node in node_of]
+    nodes = ranks_of_nodes(leaders, sorted(range(len(node_of)), key=lambda r: (leaders[r], r)))
+    largest, p = max(map(len, nodes)), len(node_of)
+    ufunc = np.multiply if op == "prod" else np.add
+    divisors = (largest, p / largest) if op == "mean" else (1, 1)
+
+    def combined(parts, divisor):
+        total = parts[0].astype("float32")
+        for part in parts[1:]:
+            total = ufunc(total, part.astype("float32"))
+        return (total / np.float32(divisor)).astype(dtype)
+
+    return combined([combined([rows[r] for r in ranks], divisors[0]) for ranks in nodes],
+                    divisors[1])
+
+
+@pytest.mark.parametrize("node_of", [[0, 0, 1, 1], [0, 1, 2] * 3, [0, 0, 0, 1, 2, 2, 2, 0]])
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+@pytest.mark.parametrize("n", [6, 500])
+def test_sixteen_bits_are_rounded_on_the_node_and_at_the_end(node_of, dtype, n):
+    rows = np.random.default_rng(n).standard_normal((len(node_of), n)).astype(dtype)
+    for op in ("sum", "mean", "prod"):
+        results, _ = allreduce(node_of, rows, op, seed=1)
+        assert results[0].tobytes() == rounded_twice(node_of, rows, op, dtype).tobytes()
+
+
+@pytest.mark.parametrize("node_of", [[0, 0, 1, 1], [0, 0, 0, 1, 2, 2], [0, 0, 0, 0, 1]])
+@pytest.mark.parametrize("n", [1, 100])
+@pytest.mark.parametrize("value", [60000.0, 6e-8])
+def test_a_mean_of_halves_neither_overflows_nor_vanishes_on_the_way(node_of, n, value):
+    rows = np.full((len(node_of), n), value, "float16")
+    for x in allreduce(node_of, rows, "mean")[0]:
+        np.testing.assert_allclose(x, rows[0], rtol=2e-3)
+
+
+KINDS = {
+    "usual": (40, "float32", "sum", "hierarchical"),
+    "shorter": (39, "float32", "sum", "hierarchical"),
+    "much shorter": (4, "float32", "sum", "hierarchical"),
+    "empty": (0, "float32", "sum", "hierarchical"),
+    "other dtype": (40, "int32", "sum", "hierarchical"),
+    "half": (40, "float16", "sum", "hierarchical"),
+    "other op": (40, "float32", "max", "hierarchical"),
+    "ring": (40, "float32", "sum", "ring"),
+}
+
+
+@settings(**SETTINGS, max_examples=400)
+@given(data=st.data(), seed=st.integers(0, 2**32), memory=st.sampled_from(list(MEMORIES)),
+       by_node=st.booleans())
+def test_no_disagreement_gives_a_result(data, seed, memory, by_node):
+    node_of = data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=8).filter(
+        lambda nodes: 1 < len(set(nodes)) < len(nodes)))
+    two = data.draw(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=2))
+    drawn = data.draw(st.lists(st.sampled_from(two), min_size=8, max_size=8))
+    # Whole nodes that agree within, or any rank differs.
+    kinds = [drawn[node_of[rank] if by_node else rank] for rank in range(len(node_of))]
+
+    def program(collectives):
+        n, dtype, op, algorithm = KINDS[kinds[collectives.rank]]
+        x = np.full(n, 1, dtype)
+        if memory != "none" and n:
+            window = yield from collectives.empty(x.shape, x.dtype)
+            if MEMORIES[memory](collectives.rank, node_of[collectives.rank]):
+                window[...], x = x, window
+        yield from collectives.allreduce(x, op=op, algorithm=algorithm)
+        return x
+
+    results, _ = run(node_of, program, seed=seed, desk_bytes=2048, return_errors=True,
+                     call=lambda rank: Call("allreduce", kinds[rank]))
+    if len(set(kinds)) == 1:
+        n, _, op, _ = KINDS[kinds[0]]
+        total = 1 if op == "max" else len(node_of)
+        assert all(x.size == n and (x == total).all() for x in results)
+    else:
+        assert any(isinstance(result, BufferMismatchError) for result in results)
+        assert all(isinstance(result, Exception) for result in results), "a result came out"
+
+
+@settings(deadline=None, max_examples=50)
+@given(n=st.integers(0, 10**8), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6),
+       dtype=st.sampled_from(["float32", "float16"]))
+def test_pieces_cover_the_array_and_the_scratch_memory_is_small(n, sizes, dtype):
+    nodes = [range(size) for size in sizes]
+    itemsize = np.dtype(dtype).itemsize
+    pieces = hierarchical.pieces_of(n, itemsize, nodes)
+    parts = [part for piece in pieces for part in piece]
+    assert {len(piece) for piece in pieces} == {max(sizes)}
+    assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
+    assert parts[-1].stop == n
+    longest = max(hierarchical.SLICE_BYTES, len(nodes) * hierarchical.CHUNK_BYTES) + itemsize
+    assert all((part.stop - part.start) * itemsize <= longest for part in parts)
+    levels = hierarchical.Levels.of("sum", np.dtype(dtype), nodes)
+    assert levels.direct == (dtype == "float16")
+    # No more than a slice for each piece under way.
+    assert hierarchical.inbox_size(n, itemsize, nodes, levels) * itemsize <= (
+        hierarchical.IN_FLIGHT * (longest + 100))

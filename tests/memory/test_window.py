@@ -1,0 +1,35 @@
+"""Tests memory that several processes map, and that nobody else's file is ever touched."""
+
+import os
+
+import pytest
+
+from mpiring.memory import window
+
+
+def test_segments_are_shared_and_zero():
+    first = window.create()
+    second = window.attach(os.getpid(), first, window.identity(first))
+    maps = [window.segments(descriptor, rank, 2, 5000)
+            for rank, descriptor in enumerate((first, second))]
+    os.close(first)
+    os.close(second)
+    assert all((segment == 0).all() and segment.size == 5000 for each in maps for segment in each)
+    maps[0][1][7] = 3
+    assert maps[1][1][7] == 3 and maps[1][0][7] == 0
+
+
+def test_another_file_is_not_touched(tmp_path):
+    """In a container of its own, a rank finds another file under the same path."""
+    file = tmp_path / "precious"
+    file.write_text("data")
+    memory = window.create()
+    with open(file, "r+") as opened, pytest.raises(OSError, match="not of this container"):
+        window.attach(os.getpid(), opened.fileno(), window.identity(memory))
+    os.close(memory)
+    assert file.read_text() == "data"
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(OSError):
+        window.attach(os.getpid(), 10**6, (1, 1))

@@ -1,0 +1,40 @@
+"""Combines arrays in all memories over several hosts of several ranks, also uneven ones."""
+
+import numpy as np
+
+import mpiring
+
+
+def check(comm, n, dtype, op, in_window):
+    x = np.empty(n, dtype)
+    window = comm.empty(n, dtype)
+    if in_window(comm.rank):
+        x = window
+    x[...] = np.arange(n) % 5 + comm.rank
+    comm.allreduce(x, op=op, algorithm="hierarchical")
+    ranks = np.arange(comm.size)
+    want = np.arange(n) % 5 + (ranks.max() if op == "max" else ranks.mean())
+    want *= comm.size if op == "sum" else 1
+    assert np.array_equal(x, want.astype(dtype)), (n, dtype, op, x, want)
+
+
+with mpiring.init() as comm:
+    largest = comm.split(0 if comm.rank < 3 else None)
+    for group in (comm, largest):
+        if group is None:
+            continue
+        nodes = group.allgather_object(group.node_rank)
+        for n in (1, 3000, 1_000_003):
+            for in_window in (lambda rank: True, lambda rank: False, lambda rank: rank % 2,
+                              lambda rank: nodes[rank]):
+                check(group, n, np.float32, "sum", in_window)
+                check(group, n, np.float64, "max", in_window)
+                check(group, n, np.float16, "sum", in_window)
+        handles = [group.iallreduce(np.full(400_000, i, np.float32), algorithm="hierarchical")
+                   for i in range(9)]
+        for i, handle in enumerate(handles):
+            assert (handle.wait() == i * group.size).all()
+        if group.rank == 0:
+            print("checked", nodes, flush=True)
+    if largest is not None:
+        largest.close()

@@ -1,0 +1,24 @@
+"""Runs a training of 2,000 steps, and checks that nothing grows."""
+
+import re
+
+import pytest
+from launching import PROGRAMS, launch
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.mark.parametrize("progress", ["thread", "inline"])
+def test_nothing_grows_in_two_thousand_steps(progress):
+    ended = launch(2, PROGRAMS / "many_steps.py", MPIRING_PROGRESS=progress)
+    assert ended.status == 0, ended.output
+    grown = {name: (int(before), int(after)) for name, before, after in
+             re.findall(r"^(\w+) (\d+) (\d+)$", ended.output, re.MULTILINE)}
+    before, after = grown["windows"]
+    # The meeting place and the buckets; the last small arrays may wait for collection.
+    assert 2 <= after <= before + 2, grown
+    before, after = grown["files"]
+    assert after <= before + 2, grown
+    for kind in ("virtual", "resident"):
+        before, after = grown[kind]
+        assert after < before + (4 << 20), grown

@@ -1,0 +1,192 @@
+"""Tests the predictions for clusters that are not here: models, folding, command line."""
+
+import json
+import struct
+import subprocess
+import sys
+
+import contract
+import numpy as np
+import pytest
+from launching import ROOT
+
+from mpiring.__main__ import main
+from mpiring.errors import StallError
+from mpiring.memory.reduction import Reduction
+from mpiring.simulate import mpich
+from mpiring.simulate.algorithms import ALGORITHMS, predict, selected
+from mpiring.simulate.cluster import Cluster
+from mpiring.transport.folded import FoldedNetwork, cyclic
+from mpiring.transport.simulated import SimulatedNetwork
+
+# Numbers with which everything matters a little.
+CLUSTER = Cluster(latency_s=1e-4, bandwidth=1e9, goodput=0.9, overhead_s=1e-5,
+                  reduction_rate=2e9, node_latency_s=1e-5, node_bandwidth=3e9, barrier_s=1e-5)
+
+
+@pytest.mark.parametrize("nbytes", [1000, 65536, 10_000_001])
+@pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 2), (8, 3), (16, 1), (5, 4)])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_one_node_stands_for_all(name, nodes, ranks_per_node, nbytes):
+    cluster = CLUSTER.of(nodes, ranks_per_node)
+    folded, stepped = (predict(name, cluster, nbytes, fold=fold) for fold in (True, False))
+    if folded is None:
+        assert stepped is None and name in ("shared", "hierarchical")
+        return
+    assert stepped.how == "stepped"
+    assert folded.how == ("stepped" if name == "native" and nodes & nodes - 1 else "folded")
+    # Among messages that come to an interface at the same time, another one may be first.
+    assert folded.seconds == pytest.approx(stepped.seconds, rel=0.03 if name == "direct" else 1e-3)
+
+
+def test_a_schedule_that_prefers_a_node_cannot_be_folded():
+    def only_from_rank_0(net):
+        x = np.empty(1)
+        yield (net.isend(x, 2),) if net.rank == 0 else (net.irecv(x, 0),)
+
+    with pytest.raises(StallError, match="rank 1 waits for"):
+        FoldedNetwork(4, 2, cyclic).run(only_from_rank_0)
+
+
+@pytest.mark.parametrize("p", range(1, 13))
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 3])
+@pytest.mark.parametrize("n", [0, 1, 40, 2000])
+def test_the_model_of_mpich_is_an_allreduce(p, ranks_per_node, n):
+    if p % ranks_per_node:
+        return
+    xs = [contract.contribution(rank, n, "float32") for rank in range(p)]
+    SimulatedNetwork(p, ranks_per_node=ranks_per_node, seed=n).run(lambda net: mpich.allreduce(
+        net, ranks_per_node, xs[net.rank], np.empty(n, "float32"), Reduction("sum", "float32", p)))
+    contract.check(xs[0], p, "sum")
+    assert all(x.tobytes() == xs[0].tobytes() for x in xs)
+
+
+def test_the_time_of_mpich_is_that_of_its_paper():
+    n, c = 1 << 20, CLUSTER
+    wire, combining = n / (c.bandwidth * c.goodput), n / c.reduction_rate
+    eight = predict("native", c.of(8, 1), n).seconds
+    assert eight == pytest.approx(2 * 3 * c.latency_s + 7 / 8 * (2 * wire + combining))
+    short = predict("native", c.of(8, 1), 1024).seconds
+    assert short == pytest.approx(3 * (c.latency_s + (wire + combining) / 1024))
+    # Of six, two step aside; the other four go on.
+    six = predict("native", c.of(6, 1), n).seconds
+    four = predict("native", c.of(4, 1), n).seconds
+    assert 2 * wire < six - four < 2.2 * wire + combining + 2 * c.latency_s
+
+
+def test_shared_memory_takes_two_barriers_combining_and_copies():
+    n, c = 4 << 20, CLUSTER.of(1, 4)
+    assert predict("shared", c, n).seconds == pytest.approx(
+        2 * c.barrier_s + 3 / 4 * n * (1 / c.reduction_rate + 1 / c.node_bandwidth))
+    assert predict("shared", CLUSTER.of(2, 4), n) is None
+    assert predict("direct", c, n) is None
+
+
+def test_nothing_is_faster_than_the_limit():
+    for nodes, ranks_per_node in ((1, 4), (2, 1), (3, 2), (8, 4)):
+        cluster = CLUSTER.of(nodes, ranks_per_node)
+        for name in ALGORITHMS:
+            found = predict(name, cluster, 10**7)
+            assert found is None or found.seconds >= cluster.limit_s(10**7) > 0
+    assert CLUSTER.limit_s(10**7) == 0
+
+
+def test_ranks_that_share_cores_compute_in_turns():
+    crowded = CLUSTER.crowded(4)
+    assert crowded.overhead_s == pytest.approx(4e-5) and crowded.reduction_rate == 5e8
+    assert CLUSTER.crowded(0.5) == CLUSTER
+
+
+def test_what_auto_would_take():
+    assert selected(CLUSTER.of(1, 8), 1 << 20, {"shared": 2, "native": 1}) == "shared"
+    times = {"ring": 2.0, "native": 1.0, "direct": 0.5}
+    assert selected(CLUSTER.of(8, 1), 100, times) == "native"
+    assert selected(CLUSTER.of(8, 1), 100, {**times, "ring": 0.5}) == "ring"
+    assert selected(CLUSTER.of(8, 2), 100, {**times, "hierarchical": 0.5}) == "hierarchical"
+
+
+def test_the_command_prints_and_writes(tmp_path, capsys):
+    files = {name: str(tmp_path / f"out.{name}") for name in ("json", "csv", "png")}
+    assert main(["simulate", "--nodes", "6", "--ranks-per-node", "2", "--size", "10MB", "--json",
+                 files["json"], "--csv", files["csv"], "--plot", files["png"]]) == 0
+    about, head, *table = capsys.readouterr().out.splitlines()
+    assert "10 MB of float32, 2 ranks per node, 100 Gbit/s" in about
+    assert "efficiency %" in head
+    lines = [line.split() for line in table]
+    assert {(words[0], words[1]) for words in lines} == {
+        ("1", "2"), ("2", "4"), ("4", "8"), ("6", "12")}
+    chosen = [words[2] for words in lines if words[-1] == "auto"]
+    assert chosen == ["shared", "hierarchical", "hierarchical", "hierarchical"]
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["benchmark"] == "simulate" and content["environment"]["latency_s"] == 2e-6
+    assert len(content["rows"]) == len(lines) == 3 + 3 * 4
+    for row in content["rows"]:
+        assert row["efficiency_percent"] == pytest.approx(100 * row["limit_ms"] / row["ms"])
+    assert sum(row["selected"] for row in content["rows"]) == 4
+    assert "nodes,ranks,bytes,algorithm" in (tmp_path / "out.csv").read_text()
+    width, height = struct.unpack(">II", (tmp_path / "out.png").read_bytes()[16:24])
+    assert width > 1000 and height > 500
+    assert main(["bench", "plot", files["json"], str(tmp_path / "again.png")]) == 0
+    assert (tmp_path / "again.png").stat().st_size > 10_000
+
+
+def test_a_list_of_node_counts(capsys):
+    assert main(["simulate", "--nodes", "3,2", "--ranks-per-node", "1", "--size", "1MiB"]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == ["2"] * 3 + ["3"] * 3
+
+
+@pytest.mark.parametrize(("option", "value", "remedy"), [
+    ("--latency", "2", "as 2us"), ("--bandwidth", "fast", "as 1gbit"), ("--size", "big", "20MB"),
+    ("--nodes", "0", "expected 1 or more"), ("--nodes", "1,x", "expected 1 or more"),
+    ("--reduction-rate", "5", "as 5GB/s"), ("--goodput", "0", "above 0")])
+def test_bad_numbers_are_refused_with_the_remedy(option, value, remedy, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["simulate", option, value])
+    assert end.value.code == 2
+    assert option in (text := capsys.readouterr().err) and remedy in text
+
+
+def test_a_single_rank_is_refused(capsys):
+    assert main(["simulate", "--nodes", "1", "--ranks-per-node", "1"]) == 2
+    assert "a single rank sends nothing; raise" in capsys.readouterr().err
+
+
+def write_measured(path, **environment):
+    rows = [{"bytes": 1 << 20, "contender": contender, "median_us": median} for contender, median
+            in (("MPI_Allreduce", 2e4), ("mpiring ring", 1e4), ("mpiring auto", 1e4),
+                ("mpiring native", None))]
+    about = {"ranks": 4, "nodes": 2, "cores": 2, "placement": [{"host": "a"}] * 4, **environment}
+    path.write_text(json.dumps({"benchmark": "allreduce", "environment": about, "rows": rows}))
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path, capsys):
+    measured, out = tmp_path / "measured.json", tmp_path / "out.json"
+    write_measured(measured)
+    assert main(["simulate", "--against", str(measured), "--bandwidth", "1gbit",
+                 "--json", str(out)]) == 0
+    assert "pred/meas" in capsys.readouterr().out
+    native, ring = json.loads(out.read_text())["rows"]
+    assert (native["contender"], ring["contender"]) == ("MPI_Allreduce", "mpiring ring")
+    cluster = Cluster(2, 2, bandwidth=125e6).crowded(2)
+    assert ring["ms"] == pytest.approx(predict("ring", cluster, 1 << 20).seconds * 1e3)
+    assert ring["measured_ms"] == 10 and ring["ratio"] == pytest.approx(ring["ms"] / 10)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
+    measured = tmp_path / "measured.json"
+    write_measured(measured, ranks=3)
+    assert main(["simulate", "--against", str(measured)]) == 2
+    assert "3 ranks on 2 nodes; expected a `bench allreduce`" in capsys.readouterr().err
+    write_measured(measured)
+    assert main(["simulate", "--against", str(measured), "--plot", "x.png"]) == 2
+    assert "leave out --against" in capsys.readouterr().err
+
+
+def test_it_needs_no_mpi_and_simulates_four_thousand_ranks():
+    code = ("import sys; sys.modules['mpi4py.MPI'] = None; from mpiring.__main__ import main;"
+            "sys.exit(main(['simulate', '--nodes', '512,513', '--size', '1MB']))")
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120,
+                           capture_output=True)
+    assert ended.returncode == 0, ended.stderr
+    assert "4104  native" in ended.stdout and "stepped" in ended.stdout
