@@ -216,16 +216,16 @@ class Engine:
 
         Within a node most are: it is not worth while to let anybody else know of them.
         """
-        self.raise_failure()
+        if self._failure is not None:
+            self.raise_failure()
         began = time.monotonic()
         with self._lock:
             try:
-                task.step()
-                attempts = 0
-                while not task.done and attempts < _TRIES:
-                    attempts += 1
-                    if not task.step() and attempts > _TRIES_ALONE:
+                for attempt in range(_TRIES):
+                    if not task.step() and attempt > _TRIES_ALONE:
                         _give_way()
+                    if task.done:
+                        break
             except BaseException as error:
                 self._keep(error)
                 raise

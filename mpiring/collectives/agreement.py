@@ -80,7 +80,7 @@ def agreed(
         arriving = net().irecv(theirs, before)
         leaving = net().isend(np.frombuffer(header, np.uint8), after)
     try:
-        first = tuple(next(schedule))
+        first = next(schedule)
     except StopIteration as stop:
         first, schedule = (), _finished(stop.value)
     # The data is under way already; only looking at it has to wait for the headers.

@@ -32,21 +32,13 @@ def eager(node: Node, x: Array, combine: Combine) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    combine.combine((yield from laid_out(node, x)), x)
-
-
-def laid_out(node: Node, x: Array) -> Schedule[list[Array]]:
-    """Return, per rank of the node, a copy of its short vector, on its desk.
-
-    Collective: within the node. Blocking: no (a schedule).
-    """
     if node.met:
         # What an earlier part of this operation has laid on the desks may be read yet.
         yield (node.barrier(),)
-    copies = [desk[:x.size] for desk in node.desks(x.dtype)]
+    copies = node.desks(x.dtype, x.size)
     np.copyto(copies[node.rank], x)
     yield (node.barrier(),)
-    return copies
+    combine.combine(copies, x)
 
 
 def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[None]:

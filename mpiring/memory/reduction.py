@@ -114,6 +114,8 @@ class Reduction:
         self._combine = _UFUNCS[op]
         self._block = (sixteen.block_size(dtype) if self.widens
                        else BLOCK_BYTES // np.dtype(dtype).itemsize)
+        self._one_block = self._in_float32 if self.widens else self._in_own_dtype
+        self._divisor = size if op == "mean" else 1
 
     def prepare(self, x: Array) -> None:
         """Divide `x` by the number of ranks where the mean needs it first."""
@@ -122,7 +124,7 @@ class Reduction:
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Combine `contribution` into `out`, in place."""
-        quietly(self._in_blocks, (out, contribution), 1, out)
+        self._quietly((out, contribution), 1, out)
 
     def finish(self, chunk: Array) -> None:
         """Divide a chunk of sums by the number of ranks if a mean is asked for."""
@@ -137,32 +139,34 @@ class Reduction:
             out: Shape (n,), contiguous, overwritten by the result. May be any one of the
                 sources, but must not overlap one otherwise.
         """
-        divisor = self.size if self.op == "mean" else 1
+        divisor = self._divisor
         if divisor == 1 and len(sources) == 1 and sources[0] is out:
             return
-        quietly(self._in_blocks, sources, divisor, out)
+        self._quietly(sources, divisor, out)
+
+    def _quietly(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
+        quietly(self._one_block if out.size <= self._block else self._in_blocks,
+                sources, divisor, out)
 
     def _in_blocks(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
-        one_block = self._in_float32 if self.widens else self._in_own_dtype
-        if out.size <= self._block:
-            return one_block(sources, divisor, out)
         for start in range(0, out.size, self._block):
             here = slice(start, start + self._block)
-            one_block([x[here] for x in sources], divisor, out[here])
+            self._one_block([x[here] for x in sources], divisor, out[here])
 
     def _in_float32(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
         sixteen.combine(self._combine, sources, divisor, out)
 
     def _in_own_dtype(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
-        if len(sources) == 1:
+        if len(sources) == 2:
+            self._combine(sources[0], sources[1], out=out)
+        elif len(sources) == 1:
             np.copyto(out, sources[0])
         else:
+            # Not in `out`, which may be a source that is yet to be read.
+            scratch = _thread.block[:out.nbytes].view(out.dtype)
             total = sources[0]
-            if len(sources) > 2:
-                # Not in `out`, which may be a source that is yet to be read.
-                scratch = _thread.block[:out.nbytes].view(out.dtype)
-                for x in sources[1:-1]:
-                    total = self._combine(total, x, out=scratch)
+            for x in sources[1:-1]:
+                total = self._combine(total, x, out=scratch)
             self._combine(total, sources[-1], out=out)
         if divisor != 1:
             np.divide(out, out.dtype.type(divisor), out=out)

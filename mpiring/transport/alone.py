@@ -25,9 +25,9 @@ class Alone:
         """Return True: the memory is nobody else's."""
         return True
 
-    def desks(self, dtype: np.dtype[Any]) -> Sequence[Array]:
-        """Return one vector, as long as a board's."""
-        return [np.empty(DESK_BYTES // dtype.itemsize, dtype)]
+    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+        """Return one vector, by default as long as a board's."""
+        return [np.empty(DESK_BYTES // dtype.itemsize, dtype)[:size]]
 
     def agrees(self) -> bool:
         """Return True."""

@@ -19,7 +19,7 @@ class Request(Protocol):
 
 # A collective algorithm: a generator that posts requests, yields those it waits
 # for, and is resumed when all of them are complete.
-Schedule = Generator[Iterable[Request], None, T]
+Schedule = Generator[Sequence[Request], None, T]
 
 
 # How many lanes an operation has; each costs a tag.
@@ -79,8 +79,13 @@ class Node(Protocol):
     def test(self) -> bool:
         """Return whether the memory is this operation's."""
 
-    def desks(self, dtype: np.dtype[Any]) -> Sequence[Array]:
-        """Return per rank a vector, equally long, that all ranks of the node read and write."""
+    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+        """Return per rank a vector that all ranks of the node read and write.
+
+        Args:
+            dtype: Of the elements.
+            size: How many elements; by default, all that fit.
+        """
 
     def agrees(self) -> bool:
         """Return whether all ranks were asked to do the same; after the first barrier."""
@@ -116,7 +121,7 @@ class Task(Generic[T]):
     def __init__(self, schedule: Schedule[T]) -> None:
         self.done = False
         self.result: T | None = None
-        self.pending: list[Request] = []
+        self.pending: Sequence[Request] = ()
         self._schedule = schedule
 
     def start(self) -> None:
@@ -131,24 +136,28 @@ class Task(Generic[T]):
         """
         moved = False
         while not self.done:
-            error = None
-            if self.pending:
-                try:
-                    self.pending = [request for request in self.pending if not request.test()]
-                except Exception as raised:
-                    error = raised
-                if self.pending and error is None:
-                    return moved
+            error, pending = None, self.pending
+            try:
+                # Mostly one: a list of those that are left would take longer than the look.
+                if len(pending) == 1:
+                    if not pending[0].test():
+                        return moved
+                elif pending:
+                    self.pending = pending = [one for one in pending if not one.test()]
+                    if pending:
+                        return moved
+            except Exception as raised:
+                error = raised
             moved = True
             self._resume(error)
         return moved
 
     def _resume(self, error: Exception | None) -> None:
         try:
-            self.pending = list(self._schedule.send(None) if error is None
-                                else self._schedule.throw(error))
+            self.pending = (self._schedule.send(None) if error is None
+                            else self._schedule.throw(error))
         except StopIteration as stop:
-            self.result, self.pending, self.done = stop.value, [], True
+            self.result, self.pending, self.done = stop.value, (), True
 
 
 class _Movement:

@@ -4,6 +4,7 @@ Every rank writes to its own segment only. A segment has a few slots, and operat
 number s uses slot s modulo their count once nobody is in the slot's previous operation.
 """
 
+import platform
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,12 @@ BOARD_BYTES = SLOTS * _SLOT_WORDS * 8
 _COUNT_BITS = 24
 _ENDED = (1 << _COUNT_BITS) - 1
 
+# x86 reorders neither stores nor loads among themselves; ARM and POWER do.
+_REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
+
+# A program may combine vectors of ever new lengths.
+_MOST_DESKS = 256
+
 
 class Board:
     """The shared memory in which the ranks of one node meet.
@@ -46,7 +53,7 @@ class Board:
         self.texts = [segment.data for segment in segments]
         self.others = [words for place, words in enumerate(self.words) if place != rank]
         self.places = [place for place in range(len(ranks)) if place != rank]
-        self._desks: dict[tuple[int, np.dtype[Any]], Sequence[Array]] = {}
+        self._desks: dict[tuple[int, np.dtype[Any], int | None], Sequence[Array]] = {}
         self.written: list[bytes] = [b""] * SLOTS
         self._lock = threading.Lock()
         self._lock.acquire()
@@ -60,20 +67,22 @@ class Board:
         """
         return BoardNode(self, sequence, header, digest, 0)
 
-    def desks(self, slot: int, dtype: np.dtype[Any]) -> Sequence[Array]:
-        """Return, per rank, the desk of a slot, as a vector."""
-        found = self._desks.get((slot, dtype))
+    def desks(self, slot: int, dtype: np.dtype[Any], size: int | None) -> Sequence[Array]:
+        """Return, per rank, the first `size` elements of a slot's desk."""
+        key = slot, dtype, size
+        found = self._desks.get(key)
         if found is None:
+            if len(self._desks) >= _MOST_DESKS:
+                self._desks.clear()
             start = (slot * _SLOT_WORDS + _DESK_WORD) * 8
-            found = self._desks[slot, dtype] = [
-                segment[start:start + DESK_BYTES].view(dtype) for segment in self.segments]
+            found = self._desks[key] = [
+                segment[start:start + DESK_BYTES].view(dtype)[:size] for segment in self.segments]
         return found
 
     def fence(self) -> None:
-        """Let no access to memory move across this line.
+        """Let no access to memory move across this line, where the processor would do that.
 
-        Some processors (ARM, POWER) reorder stores, and loads; giving a lock away and
-        taking it again forbids it on each.
+        Giving a lock away and taking it again forbids it on each.
         """
         self._lock.release()
         self._lock.acquire()
@@ -81,6 +90,9 @@ class Board:
 
 class BoardNode:
     """One operation's meeting place; see base.Node."""
+
+    __slots__ = ("rank", "size", "ranks", "met", "_board", "_sequence", "_header", "_lanes",
+                 "_digest", "_slot", "_flag", "_count")
 
     def __init__(self, board: Board, sequence: int, header: bytes, digest: int,
                  lane: int) -> None:
@@ -93,14 +105,13 @@ class BoardNode:
         self._header = header
         self._lanes: dict[int, BoardNode] = {}
         self._digest = digest
-        self._lane = lane
         self._slot = sequence % SLOTS * _SLOT_WORDS
         self._flag = self._slot + lane * _LANE_WORDS
         self._count = (sequence + 1) << _COUNT_BITS
 
-    def desks(self, dtype: np.dtype[Any]) -> Sequence[Array]:
-        """Return, per rank of the node, a vector of DESK_BYTES bytes for this operation."""
-        return self._board.desks(self._sequence % SLOTS, dtype)
+    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+        """Return, per rank of the node, a vector of at most DESK_BYTES bytes; see base.Node."""
+        return self._board.desks(self._sequence % SLOTS, dtype, size)
 
     def test(self) -> bool:
         """Return whether nobody uses the memory for an earlier operation any more."""
@@ -125,7 +136,8 @@ class BoardNode:
             note = flag + 8 + (self._count & 1) * _NOTE_WORDS
             for place, number in enumerate(numbers):
                 mine[note + place] = number
-        board.fence()
+        if _REORDERS:
+            board.fence()
         mine[flag] = self._count
         return _Arrived(board, flag, self._count)
 
@@ -147,13 +159,17 @@ class BoardNode:
     def leave(self) -> None:
         """Say that this rank has done with the operation."""
         board = self._board
-        board.fence()
+        if _REORDERS:
+            board.fence()
         board.words[self.rank][self._slot] = (self._sequence + 1) << _COUNT_BITS | _ENDED
 
     def agrees(self) -> bool:
         """Return whether all ranks were asked to do the same; after the first barrier."""
         digest, word = self._digest, self._slot + _DIGEST_WORD
-        return all([words[word] == digest for words in self._board.others])
+        for words in self._board.others:
+            if words[word] != digest:
+                return False
+        return True
 
     def headers(self) -> list[tuple[int, bytes]]:
         """Return the other ranks, and what they were asked to do; after the first barrier."""
@@ -179,17 +195,17 @@ class _Arrived:
 
     def __init__(self, board: Board, flag: int, count: int) -> None:
         self._board, self._flag, self._count = board, flag, count
-        self._others = board.others[:]
+        self._others = board.others
 
     def __repr__(self) -> str:
         return f"rank {self._board.ranks[self._board.rank]}: waiting for its node's ranks"
 
     def test(self) -> bool:
         """Return whether all have arrived."""
-        others, flag, count = self._others, self._flag, self._count
-        while others:
-            if others[-1][flag] < count:
+        flag, count = self._flag, self._count
+        for words in self._others:
+            if words[flag] < count:
                 return False
-            others.pop()
-        self._board.fence()
+        if _REORDERS:
+            self._board.fence()
         return True

@@ -76,9 +76,9 @@ class SimulatedNode:
         """Return True: an operation has memory of its own."""
         return True
 
-    def desks(self, dtype: np.dtype[Any]) -> Sequence[Array]:
+    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return per rank a vector that all ranks of the node read and write."""
-        return [self._desk(place).view(dtype) for place in range(self.size)]
+        return [self._desk(place).view(dtype)[:size] for place in range(self.size)]
 
     def _desk(self, place: int) -> Array:
         key = self._node, self._operation, place
