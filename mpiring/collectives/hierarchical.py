@@ -21,7 +21,7 @@ from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine, reduction, widens
 from ..transport.base import Channel, Node, Schedule, together
 from ..transport.members import Members
-from . import direct, ring
+from . import direct, ring, shared
 
 # Length of the slices, and how many pieces are under way at a time. Measured with 4 hosts of
 # 2 ranks at 1 Gbit/s: 320 to 640 KiB are the same; with two pieces, nodes that compete for
@@ -125,8 +125,7 @@ def short(
     # Not after the messages: who disagrees with another node must not have sent any.
     if node.met:
         yield (node.barrier(),)
-    copies = node.desks(x.dtype, x.size)
-    np.copyto(copies[node.rank], x)
+    copies = shared.laid_out(node, x)
     yield (node.barrier(),)
     if node.rank == 0:
         levels.within.combine(copies, x)

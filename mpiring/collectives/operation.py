@@ -20,7 +20,7 @@ from ..transport.members import Members
 from . import chain, direct, hierarchical, native, ring, shared
 from .model import Model
 from .select import choose
-from .windows import Windows
+from .windows import NOWHERE, Windows
 
 _log = logging.getLogger("mpiring")
 
@@ -79,6 +79,8 @@ class Collectives:
         node: The operation's meeting place on this node; None for a rank that is alone there.
         sequence: The operation's number.
     """
+
+    __slots__ = ("rank", "size", "node", "sequence", "_own", "_net", "_windows")
 
     def __init__(self, own: Resources, node: Node | None, sequence: int) -> None:
         self.rank, self.size = own.transport.rank, own.transport.size
@@ -149,10 +151,21 @@ class Collectives:
 
     def _shared(self, node: Node, x: Array, combine: Reduction) -> Schedule[None]:
         windows = self._own.windows
-        places = yield from node.share(*windows.place_of(x))
+        place = windows.place_of(x)
+        short = shared.is_short(x.nbytes, x.dtype, node.size, shared.EAGER_PRIVATE_BYTES)
+        if short and node.met:
+            yield (node.barrier(),)
+        if short and place == NOWHERE:
+            # The others' vectors are probably private, too.
+            copies = shared.laid_out(node, x)
+        places = yield from node.share(*place)
         slices = windows.slices(node, places, x)
-        yield from (shared.staged(node, x, combine) if slices is None
-                    else shared.in_place(node, slices, combine))
+        if slices is not None:
+            yield from shared.in_place(node, slices, combine)
+        elif short and all(other == NOWHERE for other in places):
+            combine.combine(copies, x)
+        else:
+            yield from shared.staged(node, x, combine)
 
     def _hierarchical(self, node: Node, x: Array, op: str) -> Schedule[None]:
         own, nodes = self._own, self._own.nodes

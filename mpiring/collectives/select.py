@@ -41,13 +41,12 @@ def choose(
     """
     if wish == "auto":
         wish = _best(nbytes, dtype, op, ranks, nodes, model)
-    # Every rank would leave its own junk in the padding of an extended double.
-    padded = dtype.char in "gG"
     if wish == "shared" and nodes == 1:
-        small = nbytes * max(ranks, 4) <= shared.EAGER_BYTES
-        return "eager" if small and not padded else "shared"
+        is_short = shared.is_short(nbytes, dtype, ranks, shared.EAGER_BYTES)
+        return "eager" if is_short else "shared"
     if wish == "hierarchical" and 1 < nodes < ranks:
-        return "short" if nbytes <= hierarchical.SHORT_BYTES and not padded else "hierarchical"
+        is_short = nbytes <= hierarchical.SHORT_BYTES and dtype.char not in "gG"
+        return "short" if is_short else "hierarchical"
     _refuse_the_impossible(wish, dtype, op, ranks, nodes)
     return wish
 

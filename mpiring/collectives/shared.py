@@ -15,12 +15,26 @@ from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
 
 # Where all ranks' vectors together are not longer, everybody combines everything: one
-# barrier instead of two. Measured: it wins up to 64 KiB each on 2 and on 4 ranks.
-EAGER_BYTES = 256 << 10
+# barrier instead of two. Measured on 2 and 4 ranks: it wins up to 16 KiB each for vectors
+# in shared memory, which it copies, and up to 64 KiB each for others.
+EAGER_BYTES = 64 << 10
+EAGER_PRIVATE_BYTES = 256 << 10
 # The accumulator and the pieces of two ranks stay in a core's cache. Measured.
 BLOCK_BYTES = 256 << 10
 # So that the pieces of two ranks stay in a core's cache. Measured.
 STAGED_BYTES = 128 << 10
+
+
+def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int) -> bool:
+    """Return whether every rank may combine all vectors.
+
+    Args:
+        nbytes, dtype: Of each vector.
+        ranks: How many vectors there are; few count as four.
+        limit: On the bytes of all.
+    """
+    # In the padding of an extended double every rank would leave its own junk.
+    return nbytes * max(ranks, 4) <= limit and dtype.char not in "gG"
 
 
 def eager(node: Node, x: Array, combine: Combine) -> Schedule[None]:
@@ -35,10 +49,16 @@ def eager(node: Node, x: Array, combine: Combine) -> Schedule[None]:
     if node.met:
         # What an earlier part of this operation has laid on the desks may be read yet.
         yield (node.barrier(),)
-    copies = node.desks(x.dtype, x.size)
-    np.copyto(copies[node.rank], x)
+    copies = laid_out(node, x)
     yield (node.barrier(),)
     combine.combine(copies, x)
+
+
+def laid_out(node: Node, x: Array) -> Sequence[Array]:
+    """Copy a short vector to this rank's desk, and return where all ranks' copies are."""
+    copies = node.desks(x.dtype, x.size)
+    np.copyto(copies[node.rank], x)
+    return copies
 
 
 def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[None]:

@@ -55,12 +55,9 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
     Raises:
         ConfigError: Not an array, masked, not contiguous, or read-only.
     """
-    if not isinstance(x, np.ndarray):
-        raise ConfigError(
-            f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
-            f"convert it with numpy.asarray, or send it with broadcast_object")
-    if isinstance(x, np.ma.MaskedArray):
-        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
+    is_plain = type(x) is np.ndarray
+    if not is_plain:
+        _refuse_other_than_arrays(x)
     flags = x.flags
     if not (flags.c_contiguous or flags.f_contiguous):
         raise ConfigError(
@@ -70,7 +67,16 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
     if writeable and not flags.writeable:
         raise ConfigError(f"array of shape {x.shape} is read-only; pass a copy: x.copy()")
     # As it is, where that is enough: new views would take twice the time of these looks.
-    return x if type(x) is np.ndarray and x.ndim == 1 else np.asarray(x).ravel(order="K")
+    return x if is_plain and x.ndim == 1 else np.asarray(x).ravel(order="K")
+
+
+def _refuse_other_than_arrays(x: Any) -> None:
+    if not isinstance(x, np.ndarray):
+        raise ConfigError(
+            f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
+            f"convert it with numpy.asarray, or send it with broadcast_object")
+    if isinstance(x, np.ma.MaskedArray):
+        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
 
 
 def order_of(x: Array) -> str:
