@@ -11,7 +11,7 @@ from .buckets import Bucket, TensorSpec, plan
 from .collectives.agreement import Call
 from .communicator import Communicator
 from .engine import Handle
-from .errors import GradientError
+from .errors import BufferMismatchError, GradientError
 from .reducers import Mean, Reducer
 from .statistics import Statistics
 
@@ -30,6 +30,7 @@ class Gradients:
         reducer: How a bucket becomes its mean.
         deterministic: Keep the first plan, so that results do not depend on the order
             in which gradients became ready.
+        guarded: Fill buckets that were given up with NaN, for whoever kept a view of them.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
@@ -37,11 +38,13 @@ class Gradients:
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
-                 bucket_bytes: int, reducer: Reducer | None, deterministic: bool) -> None:
+                 bucket_bytes: int, reducer: Reducer | None, deterministic: bool,
+                 guarded: bool = True) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._comm = comm
         self._reducer = reducer or Mean()
         self._bucket_bytes = bucket_bytes
+        self._guarded = guarded
         self._views: dict[str, NDArray[Any]] = {}
         self._home: dict[str, Bucket] = {}
         self._buckets: list[Bucket] = []
@@ -91,7 +94,7 @@ class Gradients:
 
         Collective: yes. Blocking: yes.
         """
-        missing = [name for name, bucket in self._home.items() if name in bucket.missing]
+        missing = self.missing
         if missing:
             raise GradientError(
                 f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self._home)} "
@@ -109,6 +112,11 @@ class Gradients:
         self._order.clear()
         self._steps += 1
 
+    @property
+    def missing(self) -> list[str]:
+        """The names of the gradients that are not ready in this step."""
+        return [name for name, bucket in self._home.items() if name in bucket.missing]
+
     def _send(self, bucket: Bucket) -> Handle[None]:
         detail = (f"{self._reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape} "
                   f"in step {self._steps}")
@@ -122,12 +130,15 @@ class Gradients:
         order = self._comm.broadcast_object(self._order, root=0)
         tensors = [self._tensors[name] for name in order]
         if plan(tensors, self._bucket_bytes) != tuple(bucket.plan for bucket in self._buckets):
-            self._retired = self._buckets
+            old_buckets = self._buckets
             self._build(tensors)
-            for old in self._retired:
+            for old in old_buckets:
                 for name, view in old.views.items():
                     self._views[name][...] = view
-                old.retire()
+            if self._guarded:
+                self._retired = old_buckets
+                for old in old_buckets:
+                    old.retire()
         self._before = self._comm.statistics
 
     def _build(self, tensors: Sequence[TensorSpec]) -> None:
@@ -143,3 +154,26 @@ class Gradients:
         for bucket in self._retired:
             bucket.poison()
         self._retired = []
+
+
+def refuse_different(comm: Communicator, kind: str, mine: Sequence[str]) -> None:
+    """Compare what the parts of this rank's model are with rank 0's.
+
+    Args:
+        comm: The ranks.
+        kind: What the parts are, in the singular.
+        mine: A description of each part, in order.
+
+    Raises:
+        BufferMismatchError: The models differ; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    """
+    theirs = comm.broadcast_object(list(mine), root=0)
+    for place in range(max(len(mine), len(theirs))):
+        here = mine[place] if place < len(mine) else "nothing"
+        there = theirs[place] if place < len(theirs) else "nothing"
+        if here != there:
+            raise BufferMismatchError(
+                f"rank {comm.rank}: {kind} {place} is {here}, but on rank 0 it is {there}; "
+                f"build the same model, in the same order, on every rank")

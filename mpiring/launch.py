@@ -72,6 +72,11 @@ class JobEnder:
         with contextlib.suppress(Exception):
             # One write, so that the launcher does not mix it with other ranks' lines.
             print(f"{text}{last}", file=sys.stderr, flush=True)
+        # Who has wrapped the excepthook may hold back what it prints, as PyTorch does
+        # after init_process_group, and would never come to show it.
+        if sys.__stderr__ is not None and sys.stderr is not sys.__stderr__:
+            with contextlib.suppress(Exception):
+                print(f"{text}{last}", file=sys.__stderr__, flush=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         time.sleep(_FORWARD_S)

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from .buckets import TensorSpec
 from .communicator import Communicator
-from .errors import BufferMismatchError, ConfigError
-from .gradients import Gradients
+from .errors import ConfigError
+from .gradients import Gradients, refuse_different
 from .memory.arrays import COMPLEX, FLOATING, dtype_name, flat
 from .reducers import Reducer
 from .statistics import Statistics
@@ -64,7 +64,7 @@ class DataParallel:
             raise ConfigError(
                 f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
         tensors = [_spec(name, array) for name, array in params.items()]
-        _refuse_different(comm, tensors)
+        refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
         for array in params.values():
             comm.broadcast(array, root=0)
         self._gradients = Gradients(
@@ -117,16 +117,3 @@ def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
         raise ConfigError(
             f"parameter {name!r} is {kind}, which has no gradient; leave it out of params")
     return TensorSpec(name, array.shape, array.dtype)
-
-
-def _refuse_different(comm: Communicator, tensors: list[TensorSpec]) -> None:
-    """Raise unless all ranks have rank 0's parameters."""
-    mine = [str(tensor) for tensor in tensors]
-    theirs = comm.broadcast_object(mine, root=0)
-    for place in range(max(len(mine), len(theirs))):
-        here = mine[place] if place < len(mine) else "nothing"
-        there = theirs[place] if place < len(theirs) else "nothing"
-        if here != there:
-            raise BufferMismatchError(
-                f"rank {comm.rank}: parameter {place} is {here}, but on rank 0 it is {there}; "
-                f"build the same model, in the same order, on every rank")

@@ -1,0 +1,223 @@
+"""Averages gradients while backward runs: hooks on parameters, views into buckets."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from ..buckets import TensorSpec
+from ..communicator import Communicator
+from ..errors import GradientError
+from ..gradients import Gradients
+from ..reducers import Reducer
+from .sparse import SparseGradients
+from .tensors import numpy_dtype, tensor_of
+
+
+class Averaging:
+    """Makes the gradients of some parameters views into buckets, and averages them in backward.
+
+    After a parameter's gradient is complete, it is in its bucket; a full bucket leaves.
+    When backward ends, all have arrived, or, if that is deferred, are under way.
+
+    Args:
+        parameters: By name, in the same order on every rank.
+        sparse: Those of them whose gradients are sparse.
+        comm: The ranks to average over.
+        bucket_bytes, reducer, deterministic: As for `Gradients`.
+        find_unused: Contribute zeros for parameters that a backward pass did not reach.
+        deferred: Leave it to `wait` that gradients arrive.
+
+    Attributes:
+        active: Whether backward passes average; else gradients accumulate on this rank.
+        weight: What this rank's gradients are multiplied with before they are averaged.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
+                 comm: Communicator, *, bucket_bytes: int, reducer: Reducer | None,
+                 deterministic: bool, find_unused: bool, deferred: bool) -> None:
+        self.active = True
+        self.weight = 1.0
+        self._parameters = dict(parameters)
+        self._dense = {name: p for name, p in parameters.items() if p not in sparse}
+        self._comm = comm
+        self._find_unused = find_unused
+        self._deferred = deferred
+        self._under_way = False
+        self._unused: list[str] = []
+        # Of the backward pass whose end will call `_end`; there is none below 0.
+        self._pass = -1
+        specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
+                 for name, p in self._dense.items()]
+        self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
+                                    deterministic=deterministic, guarded=False)
+        self._sparse = SparseGradients(
+            {name: p for name, p in parameters.items() if p in sparse}, comm)
+        self._views: dict[str, torch.Tensor] = {}
+        self._arrays: dict[str, Any] = {}
+        self._renew_views()
+        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+                       for name, p in parameters.items()]
+
+    @property
+    def statistics(self) -> Any:
+        """What communication cost in the last complete step."""
+        return self._gradients.statistics
+
+    def close(self) -> None:
+        """Let go of the parameters; their gradients stay as they are."""
+        self.wait()
+        for hook in self._hooks:
+            hook.remove()
+
+    def watch(self, outputs: object) -> None:
+        """Notice the start of the backward pass that these outputs of the model will begin.
+
+        Its end must be known, not that of a pass within, as of reentrant checkpointing.
+        """
+        for output in _tensors_in(outputs):
+            if output.grad_fn is not None:
+                output.register_hook(self._begun)
+
+    def wait(self) -> None:
+        """Return when all gradients have arrived.
+
+        Raises: what communication raises.
+
+        Collective: yes. Blocking: yes.
+        """
+        if not self._under_way:
+            return
+        self._under_way = False
+        self._gradients.wait()
+        self._sparse.wait()
+        unreached = self._reached_nowhere()
+        self._renew_views()
+        for name, p in self._dense.items():
+            if name not in unreached:
+                p.grad = self._views[name]
+
+    def _begun(self, _: object = None) -> None:
+        """Note that a backward pass runs: look at its end whether all is there."""
+        if self._pass < 0:
+            self.wait()
+            self._pass = torch._C._current_graph_task_id()
+            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+
+    def _accumulated(self, name: str, p: Parameter) -> None:
+        """Put a complete gradient into its bucket, and let that leave if it is full."""
+        self._begun()
+        if p.grad is not None and p.grad.requires_grad:
+            raise GradientError(
+                f"rank {self._comm.rank}: the gradient of {name} is itself part of a graph "
+                f"(create_graph=True), which averaging would tear; call backward on the bare "
+                f"module, or use torch.autograd.grad for the inner derivative")
+        if name in self._dense:
+            self._put(name, p)
+        if self.active:
+            self._ready(name)
+
+    def _put(self, name: str, p: Parameter) -> None:
+        """Make a gradient its view, with its value; where there is none, leave zeros there."""
+        view = self._views[name]
+        if p.grad is None:
+            view.zero_()
+        elif p.grad is not view:
+            if p.grad.layout is not torch.strided:
+                raise GradientError(
+                    f"rank {self._comm.rank}: the gradient of {name} is {p.grad.layout}; only "
+                    f"those of Embedding and EmbeddingBag may be sparse")
+            view.copy_(p.grad)
+            p.grad = view
+
+    def _ready(self, name: str) -> None:
+        if name not in self._dense:
+            self._sparse.ready(name, self.weight)
+            return
+        if self.weight != 1:
+            self._views[name].mul_(self.weight)
+        self._gradients.ready(name)
+
+    @property
+    def _missing(self) -> list[str]:
+        return [*self._gradients.missing, *self._sparse.missing]
+
+    def _end(self) -> None:
+        """See to it, at the end of a backward pass, that all gradients arrive."""
+        self._pass = -1
+        if not self.active:
+            return
+        missing = self._missing
+        if missing and self._find_unused:
+            self.contribute_nothing(missing)
+        elif len(missing) == len(self._parameters):
+            # Another derivative, as torch.autograd.grad takes it: not one of the parameters.
+            return
+        elif missing:
+            raise GradientError(
+                f"rank {self._comm.rank}: backward did not reach {len(missing)} of "
+                f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
+                f"find_unused_parameters=True, or freeze them with requires_grad_(False)")
+        self._under_way = True
+        if not self._deferred:
+            self.wait()
+
+    def contribute_nothing(self, names: Sequence[str] | None = None) -> None:
+        """Let buckets leave without what this rank did not calculate.
+
+        Args:
+            names: Of parameters; by default all. What they have accumulated is sent.
+        """
+        self._unused = list(self._parameters if names is None else names)
+        for name in self._unused:
+            if name in self._dense:
+                self._put(name, self._dense[name])
+            self._ready(name)
+        self._under_way = True
+
+    def _reached_nowhere(self) -> set[str]:
+        """Return which parameters no rank has reached, and that have no gradient either."""
+        if not self._find_unused:
+            return set()
+        names = list(self._dense)
+        has = np.array([name not in self._unused or self._dense[name].grad is not None
+                        for name in names])
+        self._unused = []
+        self._comm.allreduce(has, op="max")
+        return {name for name, one in zip(names, has) if not one}
+
+    def _renew_views(self) -> None:
+        """Follow the buckets, which move once; keep the views that users may hold else."""
+        for name, array in self._gradients.views.items():
+            if self._arrays.get(name) is not array:
+                self._arrays[name] = array
+                self._views[name] = _like(self._dense[name], tensor_of(array.reshape(-1)))
+
+
+def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+    """See a vector as a gradient of `p`: with its strides, if they leave no gaps."""
+    if torch.ops.aten.is_non_overlapping_and_dense(p):
+        return flat.as_strided(p.shape, p.stride())
+    return flat.view(p.shape)
+
+
+def _tensors_in(outputs: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a model returned: in lists, dicts and objects of fields."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from _tensors_in(value)
+    elif isinstance(outputs, (list, tuple, set)):
+        for value in outputs:
+            yield from _tensors_in(value)
+    elif hasattr(outputs, "__dict__"):
+        for value in vars(outputs).values():
+            if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
+                yield from _tensors_in(value)

@@ -1,0 +1,172 @@
+"""Wraps a PyTorch module so that every backward pass leaves the mean gradients of all ranks."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..gradients import refuse_different
+from ..reducers import Reducer
+from ..statistics import Statistics
+from .averaging import Averaging
+from .sparse import sparse_parameters
+from .states import broadcast_parameters
+from .tensors import numpy_dtype
+
+
+class DataParallel(nn.Module):
+    """A module that is trained on all ranks at once, each on its own share of the data.
+
+        model = mpiring.torch.DataParallel(model, comm)
+
+    Everything else stays as it was: `forward`, the loss, `backward`, any optimizer.
+    Parameters and buffers are broadcast from rank 0. A gradient leaves, fused with others,
+    while backward still calculates those before it; `p.grad` is a view into that memory.
+
+    Args:
+        module: Its parameters lie on the CPU; the same on every rank, in the same order.
+        comm: The ranks to average over.
+        bucket_bytes: Gradients are fused into messages of about this many bytes.
+        reducer: How a bucket becomes its mean; a plain mean by default.
+        find_unused_parameters: Let backward passes leave parameters out, on some ranks or all.
+            Costs a short message in each step.
+        broadcast_buffers: Copy rank 0's buffers (BatchNorm's statistics) to all ranks before
+            each forward pass in training.
+        deterministic: Keep the first order of gradients, so that two runs have equal bits
+            even if gradients became ready in different orders.
+        defer_wait: Gradients are complete not before `synchronize()`, or the `step()` of an
+            optimizer of theirs, instead of at the end of backward.
+
+    Attributes:
+        module: The module.
+
+    Raises:
+        ConfigError: The module cannot be trained so.
+        BufferMismatchError: The modules differ between ranks; names the first difference.
+
+    Collective: yes, and so are forward and backward in training. Blocking: yes.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, *, bucket_bytes: int = 25 << 20,
+                 reducer: Reducer | None = None, find_unused_parameters: bool = False,
+                 broadcast_buffers: bool = True, deterministic: bool = False,
+                 defer_wait: bool = False) -> None:
+        super().__init__()
+        _refuse(module, comm)
+        self.module = module
+        self._comm = comm
+        self._broadcasts_buffers = broadcast_buffers
+        self._options: dict[str, Any] = {
+            "bucket_bytes": bucket_bytes, "reducer": reducer, "deterministic": deterministic,
+            "find_unused": find_unused_parameters, "deferred": defer_wait}
+        self._averaging: Averaging | None = None
+        self._trained: tuple[bool, ...] = ()
+        self._syncs = True
+        parts = dict(module.named_parameters()) | dict(module.named_buffers())
+        refuse_different(comm, "parameter or buffer", [
+            f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in parts.items()])
+        broadcast_parameters(parts.values(), comm)
+        self._follow_freezing()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; in training, prepare to average what backward will calculate."""
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        self._follow_freezing()
+        if self.training and self._broadcasts_buffers and self._syncs:
+            broadcast_parameters(self.module.buffers(), self._comm)
+        outputs = self.module(*args, **kwargs)
+        if self._averaging is not None:
+            self._averaging.active = self._syncs
+            self._averaging.watch(outputs)
+        return outputs
+
+    def synchronize(self) -> None:
+        """Return when all gradients have arrived; for `defer_wait`.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._averaging is not None:
+            self._averaging.wait()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes accumulate gradients on this rank, without averaging them.
+
+        The first pass after it averages what has been accumulated. Both the forward and
+        the backward pass must be inside.
+        """
+        before, self._syncs = self._syncs, False
+        try:
+            yield
+        finally:
+            self._syncs = before
+
+    @property
+    def statistics(self) -> Statistics:
+        """What communication cost in the last complete step."""
+        return Statistics() if self._averaging is None else self._averaging.statistics
+
+    def _follow_freezing(self) -> None:
+        """Build the buckets of the parameters that are trained now, if those have changed."""
+        parameters = dict(self.module.named_parameters())
+        trained = tuple(p.requires_grad for p in parameters.values())
+        if trained == self._trained:
+            return
+        names = [name for name, p in parameters.items() if p.requires_grad]
+        refuse_different(self._comm, "trained parameter", names)
+        if self._averaging is not None:
+            self._averaging.close()
+        self._averaging = None
+        if names:
+            self._averaging = Averaging(
+                {name: parameters[name] for name in names}, sparse_parameters(self.module),
+                self._comm, **self._options)
+        self._trained = trained
+
+    # What users of the bare module find on it
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, under the names that the bare module has."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Load what `state_dict`, or the bare module's, has returned; on every rank."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ConfigError(
+            "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
+            "model.state_dict(), or pickle model.module")
+
+
+def _refuse(module: nn.Module, comm: Communicator) -> None:
+    """Raise where a module cannot be trained across ranks."""
+    if not isinstance(comm, Communicator):
+        raise ConfigError(
+            f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
+            f"mpiring.Communicator(comm) for a communicator of mpi4py's")
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
+    if isinstance(module, DataParallel):
+        raise ConfigError(f"rank {comm.rank}: the module is wrapped already")
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name} has no shape yet; run one batch through the "
+                f"module before it is wrapped")
+        if p.device.type != "cpu":
+            raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
+                              f"CPU: wrap module.cpu()")
+        numpy_dtype(p.dtype)

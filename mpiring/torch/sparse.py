@@ -1,0 +1,69 @@
+"""Averages sparse gradients, as of embeddings: every rank gathers the rows of all."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from ..communicator import Communicator
+from ..errors import GradientError
+
+
+def sparse_parameters(module: nn.Module) -> set[Parameter]:
+    """Return the parameters whose gradients will be sparse."""
+    return {layer.weight for layer in module.modules()
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse}
+
+
+class SparseGradients:
+    """Sparse gradients, averaged one after the other when all dense ones have arrived.
+
+    Args:
+        parameters: By name, in the same order on every rank.
+        comm: The ranks to average over.
+
+    Attributes:
+        missing: The names of the gradients that are not ready in this step.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator) -> None:
+        self.missing = list(parameters)
+        self._parameters = dict(parameters)
+        self._weights: dict[str, float] = {}
+        self._comm = comm
+
+    def ready(self, name: str, weight: float) -> None:
+        """Mark a gradient as complete, or as not there.
+
+        Args:
+            name: The parameter's.
+            weight: What this rank's gradient is multiplied with.
+
+        Raises:
+            GradientError: The gradient is dense.
+        """
+        grad = self._parameters[name].grad
+        if grad is not None and grad.layout is not torch.sparse_coo:
+            raise GradientError(
+                f"rank {self._comm.rank}: the gradient of {name} is dense, although its layer has "
+                f"sparse=True; a weight that is used elsewhere too needs sparse=False")
+        self.missing.remove(name)
+        self._weights[name] = weight
+
+    def wait(self) -> None:
+        """Return when every gradient is the mean over ranks, or None where no rank has one.
+
+        Collective: yes. Blocking: yes.
+        """
+        for name, p in self._parameters.items():
+            mine = None
+            if p.grad is not None:
+                grad = p.grad.coalesce()
+                mine = grad.indices(), grad.values() * self._weights[name]
+            parts = [part for part in self._comm.allgather_object(mine) if part is not None]
+            if parts:
+                indices = torch.cat([indices for indices, _ in parts], dim=1)
+                values = torch.cat([values for _, values in parts]) / self._comm.size
+                p.grad = torch.sparse_coo_tensor(indices, values, p.shape).coalesce()
+        self.missing = list(self._parameters)

@@ -1,0 +1,114 @@
+"""Trains a model by mpiring's DataParallel and by PyTorch's over Gloo: all must be equal."""
+
+import copy
+import datetime
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import mpiring
+from mpiring.torch import DataParallel
+
+name, steps, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 4, 64, dropout=0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(x)[:, -1]}
+
+
+class ControlFlow(nn.Module):
+    """Takes a branch by the data: ranks use different parameters, and some nobody uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(20, 5) for _ in range(4))
+
+    def forward(self, x):
+        return self.branches[int(x.sum() * 1000) % 3](x)
+
+
+class Embeddings(nn.Module):
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(500, 16, sparse=sparse)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.head(self.embedding(x))
+
+
+def numbers(rng, n):
+    return torch.randn(n, 20, generator=rng), torch.randint(0, 5, (n,), generator=rng)
+
+
+def images(rng, n):
+    return torch.randn(n, 3, 8, 8, generator=rng), torch.randint(0, 5, (n,), generator=rng)
+
+
+def words(rng, n):
+    return torch.randint(0, 64, (n, 12), generator=rng), torch.randint(0, 5, (n,), generator=rng)
+
+
+MODELS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5)), numbers, {}),
+    "conv": (lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)),
+        images, {}),
+    "channels_last": (lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5),
+    ).to(memory_format=torch.channels_last), images, {}),
+    "transformer": (Transformer, words, {}),
+    "embedding": (Embeddings, words, {}),
+    "sparse": (lambda: Embeddings(sparse=True), words, {}),
+    "control": (ControlFlow, numbers, {"find_unused_parameters": True}),
+}
+
+comm = mpiring.init()
+dist.init_process_group("gloo", init_method=f"file://{folder}/{name}-{comm.size}", rank=comm.rank,
+                        world_size=comm.size, timeout=datetime.timedelta(seconds=60))
+torch.manual_seed(comm.rank)
+make, data, options = MODELS[name]
+theirs = make()
+ours = copy.deepcopy(theirs)
+theirs = nn.parallel.DistributedDataParallel(theirs, **options)
+ours = DataParallel(ours, comm, bucket_bytes=4000, **options)
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if name == "sparse" else 0.9)
+              for model in (ours, theirs)]
+rng = torch.Generator().manual_seed(100 + comm.rank)
+for step in range(steps):
+    x, y = data(rng, 6)
+    losses = []
+    for model, optimizer in zip((ours, theirs), optimizers):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        out = model(x)
+        loss = F.cross_entropy(out["logits"] if isinstance(out, dict) else out, y)
+        loss.backward()
+        losses.append(loss.item())
+        if step % 5 == 4 and name != "sparse":
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    assert abs(losses[0] - losses[1]) < 1e-4 * max(1, abs(losses[1])), (step, losses)
+    for (key, mine), other in zip(ours.state_dict().items(), theirs.module.state_dict().values()):
+        torch.testing.assert_close(mine, other, rtol=2e-4, atol=2e-6, msg=f"{key} in step {step}")
+for key, value in ours.state_dict().items():
+    everyone = comm.allgather_object(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    assert len(set(everyone)) == 1 or "running" in key or "tracked" in key, f"replicas differ: {key}"
+if comm.rank == 0:
+    print(f"equal: {name} on {comm.size} ranks, {steps} steps, loss {losses[0]:.3f}", flush=True)
+comm.close()
+dist.destroy_process_group()
