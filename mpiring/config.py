@@ -166,3 +166,13 @@ def launched_size(environ: Mapping[str, str] | None = None) -> tuple[int, str]:
         if text.isdigit():
             return int(text), f"{name}={text} ({launcher})"
     return 1, ""
+
+
+def threads_are_set(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the user, or the launcher, has said how many threads a rank may use.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+    """
+    environ = os.environ if environ is None else environ
+    return any(environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))

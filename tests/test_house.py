@@ -23,7 +23,7 @@ LAYERS = [
     ["statistics", "launch", "pause", "tuning"],
     ["engine", "watch", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
-    ["numpy"],
+    ["numpy", "torch"],
     ["lab", "bench"],
     ["tune", "simulate"],
     ["__main__", "__init__"],

@@ -81,7 +81,7 @@ class Averaging:
 
         Its end must be known, not that of a pass within, as of reentrant checkpointing.
         """
-        for output in _tensors_in(outputs):
+        for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(self._begun)
 
@@ -108,7 +108,7 @@ class Averaging:
         if self._pass < 0:
             self.wait()
             self._pass = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end)
 
     def _accumulated(self, name: str, p: Parameter) -> None:
         """Put a complete gradient into its bucket, and let that leave if it is full."""
@@ -155,7 +155,7 @@ class Averaging:
             return
         missing = self._missing
         if missing and self._find_unused:
-            self.contribute_nothing(missing)
+            self._contribute_unreached(missing)
         elif len(missing) == len(self._parameters):
             # Another derivative, as torch.autograd.grad takes it: not one of the parameters.
             return
@@ -168,18 +168,27 @@ class Averaging:
         if not self._deferred:
             self.wait()
 
-    def contribute_nothing(self, names: Sequence[str] | None = None) -> None:
-        """Let buckets leave without what this rank did not calculate.
-
-        Args:
-            names: Of parameters; by default all. What they have accumulated is sent.
-        """
-        self._unused = list(self._parameters if names is None else names)
-        for name in self._unused:
+    def _contribute_unreached(self, names: Sequence[str]) -> None:
+        """Let buckets leave with what the parameters accumulated before, or with zeros."""
+        self._unused = list(names)
+        for name in names:
             if name in self._dense:
                 self._put(name, self._dense[name])
             self._ready(name)
+
+    def step_with_nothing(self) -> None:
+        """Take part in a step of the others, for which this rank has no gradients.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._unused = list(self._parameters)
+        for name, p in self._parameters.items():
+            p.grad = None
+            if name in self._dense:
+                self._views[name].zero_()
+            self._ready(name)
         self._under_way = True
+        self.wait()
 
     def _reached_nowhere(self) -> set[str]:
         """Return which parameters no rank has reached, and that have no gradient either."""
@@ -207,17 +216,17 @@ def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return flat.view(p.shape)
 
 
-def _tensors_in(outputs: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a model returned: in lists, dicts and objects of fields."""
+def tensors_in(outputs: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a model takes or returns: in lists, dicts, objects of fields."""
     if isinstance(outputs, torch.Tensor):
         yield outputs
     elif isinstance(outputs, Mapping):
         for value in outputs.values():
-            yield from _tensors_in(value)
+            yield from tensors_in(value)
     elif isinstance(outputs, (list, tuple, set)):
         for value in outputs:
-            yield from _tensors_in(value)
+            yield from tensors_in(value)
     elif hasattr(outputs, "__dict__"):
         for value in vars(outputs).values():
             if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
-                yield from _tensors_in(value)
+                yield from tensors_in(value)

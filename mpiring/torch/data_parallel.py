@@ -1,11 +1,13 @@
 """Wraps a PyTorch module so that every backward pass leaves the mean gradients of all ranks."""
 
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..communicator import Communicator
 from ..errors import ConfigError
@@ -16,6 +18,8 @@ from .averaging import Averaging
 from .sparse import sparse_parameters
 from .states import broadcast_parameters
 from .tensors import numpy_dtype
+from .threads import share_cores
+from .uneven import Uneven
 
 
 class DataParallel(nn.Module):
@@ -66,24 +70,35 @@ class DataParallel(nn.Module):
         self._averaging: Averaging | None = None
         self._trained: tuple[bool, ...] = ()
         self._syncs = True
+        self._uneven: Uneven | None = None
+        share_cores(comm)
         parts = dict(module.named_parameters()) | dict(module.named_buffers())
         refuse_different(comm, "parameter or buffer", [
             f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in parts.items()])
         broadcast_parameters(parts.values(), comm)
         self._follow_freezing()
+        if defer_wait:
+            _wait_before_steps_of(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training, prepare to average what backward will calculate."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._follow_freezing()
-        if self.training and self._broadcasts_buffers and self._syncs:
-            broadcast_parameters(self.module.buffers(), self._comm)
+        if self._uneven is not None:
+            self._uneven.arrive(args, kwargs, syncs=self._syncs)
+        if self._syncs:
+            self._copy_buffers(root=0 if self._uneven is None else self._uneven.root)
         outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
             self._averaging.active = self._syncs
+            self._averaging.weight = 1.0 if self._uneven is None else self._uneven.weight
             self._averaging.watch(outputs)
         return outputs
+
+    def _copy_buffers(self, root: int) -> None:
+        if self.training and self._broadcasts_buffers:
+            broadcast_parameters(self.module.buffers(), self._comm, root=root)
 
     def synchronize(self) -> None:
         """Return when all gradients have arrived; for `defer_wait`.
@@ -105,6 +120,34 @@ class DataParallel(nn.Module):
             yield
         finally:
             self._syncs = before
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Let ranks have different numbers of batches, and batches different numbers of samples.
+
+            with model.join():
+                for x, y in batches:
+                    ...
+
+        A rank that has finished goes on to take part, with nothing, until all have. In
+        each step the mean is over samples: a rank's gradient, a mean over its batch, weighs
+        as much as the batch is long (dimension 0 of the first tensor that `forward` takes).
+        Afterwards all ranks have the parameters and buffers of one that finished last;
+        optimizers, like schedulers, have done as many steps as their rank had batches.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._uneven = uneven = Uneven(self._comm)
+        try:
+            yield
+            while uneven.goes_on_without_us():
+                self._copy_buffers(uneven.root)
+                if self._averaging is not None:
+                    self._averaging.step_with_nothing()
+            for tensors in (self.module.parameters(), self.module.buffers()):
+                broadcast_parameters(tensors, self._comm, root=uneven.root)
+        finally:
+            self._uneven = None
 
     @property
     def statistics(self) -> Statistics:
@@ -148,6 +191,22 @@ class DataParallel(nn.Module):
         raise ConfigError(
             "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
             "model.state_dict(), or pickle model.module")
+
+
+def _wait_before_steps_of(model: DataParallel) -> None:
+    """Complete the gradients before any optimizer of the model's parameters takes a step."""
+    reference = weakref.ref(model)
+
+    def wait(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        model = reference()
+        if model is None:
+            hook.remove()
+            return
+        own = set(model.parameters())
+        if any(p in own for group in optimizer.param_groups for p in group["params"]):
+            model.synchronize()
+
+    hook = register_optimizer_step_pre_hook(wait)
 
 
 def _refuse(module: nn.Module, comm: Communicator) -> None:

@@ -1,9 +1,8 @@
 """Copies parameters, buffers and the state of optimizers from one rank to all."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..communicator import Communicator
@@ -51,3 +50,56 @@ def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> No
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicator, *,
+                              root: int = 0) -> None:
+    """Copy the state of rank `root`'s optimizer (momenta, step counts, settings) to all ranks.
+
+    Args:
+        optimizer: Of the same parameters, in the same groups, on every rank.
+        comm: The ranks.
+        root: Whose state is copied.
+
+    Collective: yes. Blocking: yes.
+    """
+    state = optimizer.state_dict() if comm.rank == root else None
+    # Tensors travel apart: pickled, each would be in memory three times.
+    tensors: list[torch.Tensor] = []
+    outline = comm.broadcast_object(_outlined(state, tensors), root=root)
+    if comm.rank != root:
+        state = _filled(outline, tensors)
+    broadcast_parameters(tensors, comm, root=root)
+    if comm.rank != root:
+        optimizer.load_state_dict(state)
+
+
+class _Place:
+    """Where a tensor was in a nest of dicts, lists and tuples."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def _outlined(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return `tree` with places for its tensors, which are appended to `tensors`."""
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+        return _Place(tree)
+    return _mapped(tree, lambda part: _outlined(part, tensors))
+
+
+def _filled(tree: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return `tree` with new tensors in their places; they are appended to `tensors`, too."""
+    if isinstance(tree, _Place):
+        tensors.append(torch.empty(tree.shape, dtype=tree.dtype))
+        return tensors[-1]
+    return _mapped(tree, lambda part: _filled(part, tensors))
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(tree, dict):
+        return {key: function(value) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([function(value) for value in tree])
+    return tree

@@ -1,0 +1,113 @@
+"""Shares a dataset out among ranks, epoch by epoch, and goes on where it was stopped."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from ..communicator import Communicator
+from ..errors import ConfigError
+
+
+class DistributedSampler(Sampler[int]):
+    """This rank's share of a dataset's indices, in an order that all ranks agree on.
+
+    In place of PyTorch's class of this name. In evaluation (`pad=False`) every sample is
+    seen exactly once; in training every rank gets equally many, so that all take part in
+    every step.
+
+        sampler = DistributedSampler(dataset, comm, seed=1)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler)
+        for epoch in range(10):
+            sampler.set_epoch(epoch)
+
+    Args:
+        dataset: Anything that has a length; the same on every rank.
+        comm: The ranks.
+        shuffle: In each epoch anew, by `seed` and the epoch.
+        seed: The same on every rank.
+        drop_last: Leave out the up to `comm.size - 1` samples that cannot be shared evenly.
+        pad: Else repeat as many from the epoch's start, so that ranks get equally many; without
+            it, the first ranks get one more than the others.
+
+    Raises:
+        ConfigError: The ranks' datasets differ in length, or their settings do.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, dataset: Sized, comm: Communicator, *, shuffle: bool = True, seed: int = 0,
+                 drop_last: bool = False, pad: bool = True) -> None:
+        self._n = len(dataset)
+        self._rank, self._size = comm.rank, comm.size
+        self._shuffle, self._seed = shuffle, seed
+        self._drop_last, self._pad = drop_last, pad
+        self._epoch = 0
+        # Samples of all ranks together that came before this iteration, and before a resume.
+        self._position = self._start = 0
+        mine = (self._n, shuffle, seed, drop_last, pad)
+        for rank, theirs in enumerate(comm.allgather_object(mine)):
+            if theirs != mine:
+                raise ConfigError(
+                    f"rank {self._rank}: (length, shuffle, seed, drop_last, pad) is {mine}, but "
+                    f"rank {rank} has {theirs}; give every rank the same dataset and settings")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch: choose its order, from its first sample on."""
+        if epoch != self._epoch:
+            self._epoch, self._position, self._start = epoch, 0, 0
+
+    def __len__(self) -> int:
+        """Return how many samples this rank has yet to see in this epoch."""
+        return len(range(self._start + self._rank, self._stop, self._size))
+
+    def __iter__(self) -> Iterator[int]:
+        order = self._order()
+        self._position = self._start
+        for place in range(self._start + self._rank, self._stop, self._size):
+            self._position += self._size
+            yield order[place % self._n]
+        self._position = self._start = 0
+
+    @property
+    def _stop(self) -> int:
+        """How many samples all ranks see in an epoch, repeated ones included."""
+        left = self._n - self._start
+        even = left // self._size * self._size
+        if self._drop_last:
+            return self._start + even
+        if self._pad and left > even:
+            return self._start + even + self._size
+        return self._n
+
+    def _order(self) -> list[int]:
+        if not self._shuffle:
+            return list(range(self._n))
+        generator = torch.Generator().manual_seed(self._seed << 32 ^ self._epoch)
+        return [int(index) for index in torch.randperm(self._n, generator=generator)]
+
+    def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
+        """Return where the epoch stands, the same on every rank.
+
+        Args:
+            seen: How many samples this rank has trained on since the iteration began; by
+                default, as many as were drawn, which are more where a DataLoader with
+                workers fetches ahead.
+        """
+        position = self._position if seen is None else self._start + seen * self._size
+        return {"epoch": self._epoch, "position": min(position, self._n), "seed": self._seed,
+                "length": self._n}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken, also with another number of ranks.
+
+        Raises:
+            ConfigError: The dataset's length or the seed was another.
+        """
+        if (state["length"], state["seed"]) != (self._n, self._seed):
+            raise ConfigError(
+                f"rank {self._rank}: the state is of {state['length']} samples and seed "
+                f"{state['seed']}, but this sampler has {self._n} and {self._seed}")
+        self._epoch = state["epoch"]
+        self._start = self._position = state["position"]

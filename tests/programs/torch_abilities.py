@@ -1,0 +1,456 @@
+"""Tries what mpiring.torch can do, one ability after the other; prints the name of each."""
+
+import copy
+import os
+import pickle
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mpiring
+from mpiring.torch import (
+    DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
+
+ABILITIES = []
+comm = mpiring.init()
+r, p = comm.rank, comm.size
+
+
+def ability(function):
+    ABILITIES.append(function)
+    return function
+
+
+def net():
+    """Return the same network on all ranks."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def batch(rank, n=5):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(n, 6, generator=generator), torch.randn(n, 3, generator=generator)
+
+
+def loss_of(model, rank, n=5):
+    x, y = batch(rank, n)
+    return ((model(x) - y) ** 2).mean()
+
+
+def expected(model=None, of=lambda model, rank: loss_of(model, rank)):
+    """Return the gradients of a bare copy: the means over what all ranks have."""
+    bare = model or net()
+    total = sum(of(bare, rank) for rank in range(p)) / p
+    return torch.autograd.grad(total, [q for q in bare.parameters() if q.requires_grad])
+
+
+def check(model, gradients):
+    own = [q.grad for q in model.parameters() if q.requires_grad]
+    for mine, theirs in zip(own, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def fails(function, error, *words):
+    try:
+        function()
+    except error as caught:
+        assert all(word in str(caught) for word in words), caught
+    else:
+        raise AssertionError(f"expected {error.__name__}")
+
+
+def places(model):
+    return sorted(q.grad.data_ptr() for q in model.parameters())
+
+
+@ability
+def gradients_are_views_into_one_bucket():
+    model = DataParallel(net(), comm)
+    loss_of(model, r).backward()
+    first = places(model)
+    assert first[-1] - first[0] < 4 * (60 + 10 + 30 + 3 + 3 * 16), "not in one piece of memory"
+    for to_none in (True, False, True):
+        model.zero_grad(set_to_none=to_none)
+        loss_of(model, r).backward()
+        check(model, expected())
+        assert places(model) == first
+
+
+@ability
+def whoever_rebinds_a_gradient_is_followed():
+    model = DataParallel(net(), comm)
+    loss_of(model, r).backward()
+    before = places(model)
+    for q in model.parameters():
+        q.grad = q.grad.clone() * 2
+    loss_of(model, r).backward()
+    check(model, [3 * g for g in expected()])
+    assert places(model) == before
+
+
+@ability
+def gradients_of_an_early_step_can_be_kept():
+    model = DataParallel(net(), comm, bucket_bytes=64)
+    loss_of(model, r).backward()
+    kept = [q.grad for q in model.parameters()]
+    values = [g.clone() for g in kept]
+    model.zero_grad()
+    operations = model.statistics.operations
+    loss_of(model, r).backward()
+    assert operations > 1 and all(torch.isfinite(g).all() for g in kept) and len(values) == 4
+
+
+@ability
+def no_sync_accumulates_on_this_rank():
+    model = DataParallel(net(), comm)
+    before = comm.statistics.operations
+    with model.no_sync():
+        loss_of(model, r).backward()
+        loss_of(model, r + p).backward()
+    assert comm.statistics.operations == before
+    (alone,) = {q.grad.norm().item() for q in [model.module[0].weight]}
+    bare = net()
+    (loss_of(bare, r) + loss_of(bare, r + p)).backward()
+    assert abs(bare[0].weight.grad.norm().item() - alone) < 1e-5
+    loss_of(model, r + 2 * p).backward()
+    check(model, expected(of=lambda bare, rank: sum(
+        loss_of(bare, rank + i * p) for i in range(3))))
+
+
+@ability
+def accumulating_over_averaged_steps():
+    model = DataParallel(net(), comm)
+    loss_of(model, r).backward()
+    loss_of(model, r).backward()
+    check(model, [2 * g for g in expected()])
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.sometimes, self.never = net(), net(), net()
+
+    def forward(self, x, both):
+        return self.used(x) + (self.sometimes(x) if both else 0)
+
+
+@ability
+def unused_parameters_are_named():
+    model = DataParallel(Branches(), comm)
+    fails(lambda: model(batch(r)[0], True).sum().backward(), mpiring.GradientError,
+          "did not reach 4 of 12 parameters", "never.0.weight", "find_unused_parameters=True")
+
+
+@ability
+def unused_parameters_are_handled():
+    model = DataParallel(Branches(), comm, find_unused_parameters=True, bucket_bytes=300)
+    for _ in range(3):
+        model.zero_grad()
+        model(batch(r)[0], r == 0).sum().backward()
+        assert all(q.grad is None for q in model.module.never.parameters())
+        bare = Branches()
+        total = sum(bare(batch(rank)[0], rank == 0).sum() for rank in range(p)) / p
+        total.backward()
+        for mine, theirs in ((model.used, bare.used), (model.sometimes, bare.sometimes)):
+            check(mine, [q.grad for q in theirs.parameters()])
+
+
+@ability
+def several_forward_passes_per_backward():
+    model = DataParallel(net(), comm)
+    (loss_of(model, r) + loss_of(model, r + p)).backward()
+    check(model, expected(of=lambda bare, rank: loss_of(bare, rank) + loss_of(bare, rank + p)))
+
+
+@ability
+def parameters_can_be_frozen_and_thawed():
+    model = DataParallel(net(), comm)
+    for frozen in (True, False, True):
+        model.module[0].requires_grad_(not frozen)
+        model.zero_grad()
+        loss_of(model, r).backward()
+        bare = net()
+        bare[0].requires_grad_(not frozen)
+        check(model, expected(bare))
+    model.requires_grad_(False)
+    assert not model(batch(r)[0]).requires_grad
+
+
+@ability
+def double_backward_is_refused():
+    model = DataParallel(net(), comm)
+    fails(lambda: loss_of(model, r).backward(create_graph=True), mpiring.GradientError,
+          "create_graph=True", f"rank {r}")
+
+
+@ability
+def other_derivatives_pass():
+    model = DataParallel(net(), comm)
+    x, _ = batch(r)
+    x.requires_grad_()
+    before = comm.statistics.operations
+    torch.autograd.grad(model(x).sum(), x)
+    with torch.no_grad():
+        model(x)
+    model.eval()
+    model(x)
+    assert comm.statistics.operations == before
+
+
+@ability
+def buffers_are_kept_equal():
+    model = DataParallel(nn.BatchNorm1d(6), comm)
+    for _ in range(2):
+        model(batch(r)[0]).sum().backward()
+    assert len(set(comm.allgather_object(model.running_mean.sum().item()))) == p
+    first = comm.broadcast_object(model.running_mean.numpy().copy())
+    model.module.momentum = 0.0
+    model(batch(r)[0]).sum().backward()
+    assert (model.running_mean.numpy() == first).all()
+    model = DataParallel(nn.BatchNorm1d(6), comm, broadcast_buffers=False)
+    model(batch(r)[0])
+    model(batch(r)[0])
+    assert len(set(comm.allgather_object(model.running_mean.sum().item()))) == p
+
+
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.narrow = nn.Linear(6, 6).to(torch.float16)
+        self.brain = nn.Linear(6, 6).to(torch.bfloat16)
+        self.full = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.narrow(x.to(torch.float16)).to(torch.bfloat16)
+        return self.full(self.brain(x).float())
+
+
+@ability
+def dtypes_can_be_mixed():
+    model = DataParallel(Mixed(), comm)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, r).backward()
+        for mine, theirs in zip(model.parameters(), expected(Mixed()), strict=True):
+            assert mine.grad.dtype == mine.dtype
+            torch.testing.assert_close(mine.grad, theirs, rtol=3e-2, atol=2e-2)
+
+
+@ability
+def an_overflow_on_one_rank_skips_the_step_on_all():
+    model = DataParallel(net(), comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for overflow in (True, False):
+        before = copy.deepcopy(model.state_dict())
+        optimizer.zero_grad()
+        x, y = batch(r)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ((model(x).float() - y) ** 2).mean()
+        scaler.scale(loss * (float("inf") if overflow and r == p - 1 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        same = all((model.state_dict()[key] == before[key]).all() for key in before)
+        assert same == overflow
+
+
+@ability
+def optimizers_and_clipping_work():
+    for make in (lambda q: torch.optim.AdamW(q, lr=0.01, foreach=True),
+                 lambda q: torch.optim.AdamW(q, lr=0.01, fused=True),
+                 lambda q: torch.optim.SGD(q, lr=0.01, momentum=0.9, foreach=True)):
+        model, bare = DataParallel(net(), comm), net()
+        one, other = make(model.parameters()), make(bare.parameters())
+        for _ in range(3):
+            one.zero_grad()
+            loss_of(model, r).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            one.step()
+            for q, g in zip(bare.parameters(), expected(bare)):
+                q.grad = g
+            theirs = nn.utils.clip_grad_norm_(bare.parameters(), 0.5)
+            other.step()
+            torch.testing.assert_close(norm, theirs)
+        for mine, theirs in zip(model.parameters(), bare.parameters()):
+            torch.testing.assert_close(mine, theirs)
+
+
+@ability
+def a_compiled_module_can_be_wrapped():
+    model = DataParallel(torch.compile(net(), backend="aot_eager"), comm)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, r).backward()
+        check(model, expected())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second = net()[0], net()[2]
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = checkpoint(lambda x: self.first(x).tanh(), x, use_reentrant=self.reentrant)
+        return checkpoint(lambda x: self.second(x), x, use_reentrant=self.reentrant)
+
+
+@ability
+def activations_can_be_checkpointed():
+    for reentrant in (True, False):
+        model = DataParallel(Checkpointed(reentrant), comm, bucket_bytes=64)
+        for _ in range(2):
+            model.zero_grad()
+            x, y = batch(r)
+            x.requires_grad_()
+            ((model(x) - y) ** 2).mean().backward()
+            check(model, expected())
+
+
+@ability
+def waiting_can_be_left_to_the_optimizer():
+    model = DataParallel(net(), comm, defer_wait=True)
+    bare = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(bare.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss_of(model, r).backward()
+        optimizer.step()
+        for q, g in zip(bare.parameters(), expected(bare)):
+            q.grad = g
+        other.step()
+    for mine, theirs in zip(model.parameters(), bare.parameters()):
+        torch.testing.assert_close(mine, theirs)
+    model.zero_grad()
+    loss_of(model, r).backward()
+    model.synchronize()
+    check(model, expected(bare))
+
+
+@ability
+def inputs_can_be_uneven():
+    torch.manual_seed(7)
+    model, bare = DataParallel(net(), comm, bucket_bytes=64), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    other = torch.optim.SGD(bare.parameters(), lr=0.1)
+    with model.join():
+        for step in range(2 + r):
+            optimizer.zero_grad()
+            loss_of(model, 10 * step + r, n=3 + r + step).backward()
+            optimizer.step()
+    for step in range(1 + p):
+        batches = [batch(10 * step + rank, 3 + rank + step) for rank in range(p)
+                   if step < 2 + rank]
+        x, y = (torch.cat(parts) for parts in zip(*batches))
+        other.zero_grad()
+        ((bare(x) - y) ** 2).mean().backward()
+        other.step()
+    for mine, theirs in zip(model.parameters(), bare.parameters()):
+        torch.testing.assert_close(mine, theirs)
+
+
+@ability
+def states_are_those_of_the_bare_module():
+    model, bare = DataParallel(net(), comm), net()
+    assert list(model.state_dict()) == list(bare.state_dict())
+    bare[0].weight.data += 1
+    model.load_state_dict(bare.state_dict())
+    assert (model.module[0].weight == bare[0].weight).all()
+    for copying in (pickle.dumps, copy.deepcopy):
+        fails(lambda copying=copying: copying(model), mpiring.ConfigError, "cannot be pickled")
+
+
+@ability
+def attributes_are_forwarded():
+    module = nn.BatchNorm1d(6)
+    model = DataParallel(module, comm)
+    assert model.num_features == 6 and model.running_mean is module.running_mean
+    fails(lambda: model.colour, AttributeError, "colour")
+
+
+@ability
+def the_first_rank_decides_at_the_start():
+    torch.manual_seed(r)
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).to(torch.bfloat16)
+    module[1].running_mean += r
+    DataParallel(module, comm)
+    states = comm.allgather_object([v.tolist() for v in module.state_dict().values()])
+    assert all(state == states[0] for state in states)
+
+
+@ability
+def optimizers_can_be_copied():
+    model = DataParallel(net(), comm)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (r + 1))
+    if r == 0:
+        for q in model.parameters():
+            q.grad = torch.full_like(q, 2.0)
+        optimizer.step()
+    broadcast_optimizer_state(optimizer, comm)
+    state = optimizer.state_dict()
+    assert state["param_groups"][0]["lr"] == 0.1
+    assert [float(one["step"]) for one in state["state"].values()] == [1] * 4
+    assert torch.equal(state["state"][0]["exp_avg"], torch.full((10, 6), 0.2))
+
+
+@ability
+def data_is_shared_out():
+    for n in (1, 10, 17):
+        data = range(n)
+        exact = comm.allgather_object(list(DistributedSampler(data, comm, pad=False)))
+        assert sorted(sum(exact, [])) == list(data)
+        padded = comm.allgather_object(list(DistributedSampler(data, comm)))
+        assert {len(part) for part in padded} == {-(-n // p)} and set(sum(padded, [])) == set(data)
+        short = comm.allgather_object(list(DistributedSampler(data, comm, drop_last=True)))
+        assert {len(part) for part in short} == {n // p}
+        assert len(set(sum(short, []))) == n // p * p
+    sampler = DistributedSampler(range(40), comm, pad=False)
+    epochs = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        epochs.append(list(sampler))
+    assert epochs[0] != epochs[1]
+    sampler.set_epoch(0)
+    drawn = iter(sampler)
+    first = [next(drawn) for _ in range(4)]
+    state = sampler.state_dict()
+    again = DistributedSampler(range(40), comm, pad=False)
+    again.load_state_dict(state)
+    assert len(again) == len(epochs[0]) - 4
+    assert first + list(again) == epochs[0]
+    assert sampler.state_dict(seen=2)["position"] == 2 * p
+    fails(lambda: DistributedSampler(range(40 + r), comm), mpiring.ConfigError, f"rank {r}", "40")
+
+
+@ability
+def cores_are_shared_out():
+    before = torch.get_num_threads()
+    saved = {name: os.environ.pop(name, None) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    share = share_cores(comm)
+    assert share == torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // p)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(before)
+    assert share_cores(comm) == before
+    os.environ.update({name: value for name, value in saved.items() if value})
+
+
+@ability
+def what_cannot_be_wrapped_is_refused():
+    for module, words in (
+            (np.ones(3), "pass a torch.nn.Module"), (DataParallel(net(), comm), "wrapped already"),
+            (nn.LazyLinear(3), "has no shape yet"), (net().to("meta"), "is on meta")):
+        fails(lambda module=module: DataParallel(module, comm), mpiring.ConfigError, words)
+    fails(lambda: DataParallel(net(), None), mpiring.ConfigError, "pass mpiring.init()")
+
+
+for function in ABILITIES:
+    function()
+    comm.barrier()
+    if r == 0:
+        print(f"can: {function.__name__}", flush=True)
+comm.close()
