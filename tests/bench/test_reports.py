@@ -11,8 +11,10 @@ from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
 from mpiring.bench import allreduce, overlap, plot, results, steps, table
+from mpiring.bench.contenders import NATIVE
 from mpiring.bench.results import Measurement
 from mpiring.bench.table import Column
+from mpiring.config import ALGORITHMS
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
@@ -170,6 +172,18 @@ def test_what_a_picture_shows():
     limit = (1 << 20) / 0.5e-3 / 1e9 * 1.5
     assert list(bandwidth.get_lines()[2].get_ydata()) == pytest.approx([limit])
     assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
+
+
+def test_no_two_curves_look_alike_and_no_two_labels_touch():
+    names = [NATIVE, *(f"mpiring {name}" for name in ALGORITHMS), "Gloo", "Horovod"]
+    found = [of_allreduce(name, [1e-3], nbytes) for name in names
+             for nbytes in (8, 512, 8 << 10, 128 << 10, 1 << 20, 8 << 20)]
+    time, _ = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
+    plot._curves(axes, allreduce.rows(found, ABOUT, OPTIONS))
+    looks = {(line.get_color(), line.get_marker()) for line in time.get_lines()}
+    assert len(looks) == len({colour for colour, _ in looks}) == len(names)
+    labels = [label.get_text() for label in time.get_xticklabels()]
+    assert labels == ["8 MiB", "128 KiB", "8 KiB", "512 B", "8 B"]
 
 
 def test_nothing_to_draw(tmp_path, monkeypatch):
