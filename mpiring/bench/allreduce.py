@@ -108,7 +108,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     limits: dict[tuple[Any, ...], float] = {}
     for measurement in found:
         best = {NATIVE: references, COPY: limits}.get(measurement.labels["contender"])
-        median = timing.median(measurement.seconds["call"])
+        median = timing.median(measurement.readings["call"])
         if best is not None and median == median:
             best[_case(measurement)] = min(median, best.get(_case(measurement), median))
     return [_row(measurement, about, options, references.get(_case(measurement), float("nan")),
@@ -121,7 +121,7 @@ def _case(measurement: Measurement) -> tuple[Any, ...]:
 
 def _row(measurement: Measurement, about: Environment, options: Namespace, reference_s: float,
          copy_s: float) -> Row:
-    labels, seconds = measurement.labels, measurement.seconds["call"]
+    labels, seconds = measurement.labels, measurement.readings["call"]
     median, nbytes, p = timing.median(seconds), labels["bytes"], about["ranks"]
     algbw = nbytes / median / 1e9
     limit_s = _link_limit(nbytes, about["nodes"], options) or copy_s

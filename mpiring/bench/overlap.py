@@ -148,7 +148,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
 def _row(measurement: Measurement) -> Row:
     """Compare the three readings of each round, which lie close in time, and take the medians."""
     names = ("compute", "communication", "total")
-    rounds = list(zip(*(measurement.seconds[name] for name in names)))
+    rounds = list(zip(*(measurement.readings[name] for name in names)))
     compute, communication, total = (timing.median(values) for values in zip(*rounds))
     return {
         "size": size_text(measurement.labels["bytes"]),

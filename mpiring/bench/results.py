@@ -27,15 +27,15 @@ _PACKAGES = ("mpi4py", "numpy", "torch", "horovod", "ml_dtypes")
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of one case and contender.
+    """The readings of one case and contender.
 
     Attributes:
         labels: What was measured, and how.
-        seconds: Readings, by what was timed; none where the contender cannot do the case.
+        readings: By what was read, times in seconds; none where the contender cannot do the case.
     """
 
     labels: dict[str, Any]
-    seconds: dict[str, list[float]]
+    readings: dict[str, list[float]]
 
 
 def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -44,8 +44,8 @@ def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
     for measurement in measurements:
         key = json.dumps(measurement.labels, sort_keys=True)
         known = found.setdefault(key, Measurement(measurement.labels, {}))
-        for name, seconds in measurement.seconds.items():
-            known.seconds.setdefault(name, []).extend(seconds)
+        for name, values in measurement.readings.items():
+            known.readings.setdefault(name, []).extend(values)
     return list(found.values())
 
 
