@@ -95,15 +95,20 @@ class Wires:
             slowness: Multiplies all times.
             left, landed: Are told when its last byte has left, and when it is there.
         """
-        whole = self._link.bandwidth == math.inf
-        count = 1 if whole else min(max(1, -(-nbytes // _QUANTUM_BYTES)), _MOST_QUANTA)
+        latency_s = slowness * self._link.latency_s
+        if self._link.bandwidth == math.inf:
+            # There is nothing to share: adversarial networks are many, and mostly like this.
+            left(self._clock.time_s)
+            landed(self._clock.time_s + latency_s)
+            return
+        count = min(max(1, -(-nbytes // _QUANTUM_BYTES)), _MOST_QUANTA)
         part = slowness * nbytes / count
 
         def onward(last: bool, first_s: float, last_s: float) -> None:
             """Let a part enter its destination while it leaves its source."""
             def passed(_: float, passed_s: float) -> None:
                 if last:
-                    landed(max(last_s, passed_s) + slowness * self._link.latency_s)
+                    landed(max(last_s, passed_s) + latency_s)
 
             if last:
                 left(last_s)
