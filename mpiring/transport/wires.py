@@ -67,9 +67,9 @@ class Interface:
             self._clock.at(self._free_s, self._serve)
 
 
-# What TCP sends at a time, and in how many parts a message travels at most: finer ones
-# would take longer to simulate, and change little.
-_QUANTUM_BYTES = 64 << 10
+# Length of the parts in which messages travel, and their number at most: TCP sends finer ones,
+# which would take longer to simulate, and change little.
+_QUANTUM_BYTES = 256 << 10
 _MOST_QUANTA = 16
 
 

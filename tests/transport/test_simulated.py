@@ -44,7 +44,7 @@ def test_the_ranks_of_a_node_share_its_nic_each_way():
 @pytest.mark.parametrize(("long", "short"), [((0, 1), (0, 2)), ((1, 0), (2, 0))])
 def test_messages_that_meet_at_a_nic_share_it(long, short):
     """Going out, and coming in; the short one does not wait for the end of the long one."""
-    quarter = 256 << 10
+    quarter = 1 << 20
     net, arrivals = SimulatedNetwork(3, between=Link(0, quarter)), {}
 
     def program(channel, pair, n):
