@@ -3,8 +3,8 @@
 import shlex
 import sys
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .. import __version__
 from ..bench import results, table
@@ -72,7 +72,8 @@ def _cluster(options: Namespace) -> Cluster:
     return Cluster(
         ranks_per_node=options.ranks_per_node, latency_s=options.latency,
         bandwidth=options.bandwidth, goodput=options.goodput, burst_bytes=options.burst,
-        overhead_s=options.message_overhead, reduction_rate=options.reduction_rate,
+        overhead_s=options.message_overhead, mpi_overhead_s=options.mpi_overhead,
+        reduction_rate=options.reduction_rate,
         node_latency_s=options.node_latency, node_bandwidth=options.node_bandwidth,
         barrier_s=options.barrier)
 
@@ -112,10 +113,10 @@ def _scaling(options: Namespace, usual: Cluster) -> list[Row]:
     return rows
 
 
-def _crowd(about: Environment) -> float:
-    """Return how many ranks there were for a core: a lab's hosts are all one machine."""
-    machines = Counter(place["host"] for place in about["placement"])
-    return max(machines.values()) / int(about["cores"])
+def _cores(about: Environment) -> int:
+    """Return the cores that all ranks had in common, if any: a lab's hosts are one machine."""
+    machines = {place["host"] for place in about["placement"]}
+    return int(about["cores"]) if len(machines) == 1 else 0
 
 
 def _against(path: str, usual: Cluster) -> list[Row]:
@@ -124,7 +125,8 @@ def _against(path: str, usual: Cluster) -> list[Row]:
     if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
         raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
                           f"nodes; expected a `bench allreduce` with equally many on each")
-    cluster = usual.of(about["nodes"], about["ranks"] // about["nodes"]).crowded(_crowd(about))
+    cluster = replace(usual, nodes=about["nodes"], cores=_cores(about),
+                      ranks_per_node=about["ranks"] // about["nodes"])
     rows = []
     for row in measured:
         name, median_ms = _CONTENDERS.get(row["contender"]), row["median_us"] / 1e3
