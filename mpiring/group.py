@@ -85,7 +85,7 @@ class Group:
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
         self._resources = Resources(
-            self._transport, Turns(), Scratch(keep=config.operations_in_flight + 1), Windows(),
+            self._transport, Turns(), Scratch(keep=config.operations_in_flight), Windows(),
             self._order, self._nodes, config.algorithm)
         self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
