@@ -112,8 +112,8 @@ class Reduction:
         self.widens = widens(dtype, op)
         self.divides_first = op == "mean" and self.widens
         self._combine = _UFUNCS[op]
-        self._block = (sixteen.block_size(dtype) if self.widens
-                       else BLOCK_BYTES // np.dtype(dtype).itemsize)
+        self._combine_16 = sixteen.combiner(dtype) if self.widens else None
+        self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
 
     def prepare(self, x: Array) -> None:
         """Divide `x` by the number of ranks where the mean needs it first."""
@@ -143,15 +143,14 @@ class Reduction:
         quietly(self._in_blocks, sources, divisor, out)
 
     def _in_blocks(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
-        one_block = self._in_float32 if self.widens else self._in_own_dtype
-        if out.size <= self._block:
-            return one_block(sources, divisor, out)
-        for start in range(0, out.size, self._block):
-            here = slice(start, start + self._block)
-            one_block([x[here] for x in sources], divisor, out[here])
-
-    def _in_float32(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
-        sixteen.combine(self._combine, sources, divisor, out)
+        if self._combine_16 is not None:
+            self._combine_16(self._combine, sources, divisor, out)
+        elif out.size <= self._block:
+            self._in_own_dtype(sources, divisor, out)
+        else:
+            for start in range(0, out.size, self._block):
+                here = slice(start, start + self._block)
+                self._in_own_dtype([x[here] for x in sources], divisor, out[here])
 
     def _in_own_dtype(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
         if len(sources) == 1:
