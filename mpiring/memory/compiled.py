@@ -26,6 +26,17 @@ _log = logging.getLogger("mpiring")
 _compiling = threading.Lock()
 
 
+class _Scratch(threading.local):
+    """A thread's sums, and where they are, which takes NumPy a microsecond to tell."""
+
+    def __init__(self) -> None:
+        self.total = np.empty(_BLOCK, np.float32)
+        self.address = self.total.ctypes.data
+
+
+_scratch = _Scratch()
+
+
 def combiner(name: str) -> Combine16 | None:
     """Return a function that does what `sixteen.combine` does, bit by bit; None if there is none.
 
@@ -93,9 +104,9 @@ def _caller(kernel: Any) -> Combine16:
 
     def combine(op: Callable[..., Any], sources: Sequence[Array], divisor: float,
                 out: Array) -> None:
-        p, total = len(sources), np.empty(min(_BLOCK, out.size), np.float32)
+        p = len(sources)
         addresses = (ctypes.c_void_p * p)(*[x.ctypes.data for x in sources])
-        function(addresses, p, out.size, op is np.multiply, divisor, total.ctypes.data,
+        function(addresses, p, out.size, op is np.multiply, divisor, _scratch.address,
                  out.ctypes.data)
 
     combine.kernel = kernel  # type: ignore[attr-defined]  # which owns the code
