@@ -112,7 +112,9 @@ class Reduction:
         self.widens = widens(dtype, op)
         self.divides_first = op == "mean" and self.widens
         self._combine = _UFUNCS[op]
-        self._combine_16 = sixteen.combiner(dtype) if self.widens else None
+        # One rank alone has nothing to combine, and no reason to load what is fast at it.
+        self._combine_16 = None if not self.widens else (
+            sixteen.combine if size == 1 else sixteen.combiner(dtype))
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
 
     def prepare(self, x: Array) -> None:
