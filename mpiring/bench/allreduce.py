@@ -68,7 +68,7 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
             continue
 
         def prepare(call: Callable[[], object] = call) -> None:
-            inputs.fill(x)
+            inputs.fill(x, world.rank, world.size)
             call()
 
         def run(times: int, call: Callable[[], object] = call,
@@ -86,7 +86,7 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
 
 def _checked(world: World, contender: Contender, x: Array) -> Callable[[], object] | None:
     """Return the contender's call on `x`, after it was right once; None if it declines `x`."""
-    inputs.fill_to_check(x, world.rank)
+    inputs.fill(x, world.rank, world.size)
     try:
         call = contender.blocking(x)
         call()
