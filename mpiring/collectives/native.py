@@ -7,6 +7,7 @@ when the network lets them, so native calls are posted strictly in turn.
 from collections import deque
 from typing import Protocol
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from ..memory.arrays import Array, dtype_name, pieces_of
@@ -90,8 +91,12 @@ def allreduce(
     """
     yield (turn,)
     op = "sum" if reduction.op == "mean" else reduction.op
-    reduction.prepare(x)
-    for piece in pieces_of(x, piece_bytes):
+    # mpi4py knows no MPI type for elements at odd addresses, and MPI could not add them.
+    aligned = x if x.flags.aligned else x.copy()
+    reduction.prepare(aligned)
+    for piece in pieces_of(aligned, piece_bytes):
         yield (transport.iallreduce(piece, op),)
     turn.leave()
-    reduction.finish(x)
+    reduction.finish(aligned)
+    if aligned is not x:
+        np.copyto(x, aligned)

@@ -153,6 +153,18 @@ def test_shapes_and_orders(comm):
         assert (comm.allreduce(x) == comm.size).all()
 
 
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct", "shared", "native"])
+def test_elements_at_odd_addresses(comm, algorithm):
+    """On the last rank only: the others do not know."""
+    for dtype in ("float64", "int32", "complex64"):
+        packed = np.empty(1 + 1000 * np.dtype(dtype).itemsize, np.uint8)
+        x = np.frombuffer(packed.data, dtype, 1000, offset=comm.rank == comm.size - 1)
+        assert x.flags.aligned == (comm.rank < comm.size - 1)
+        x[...] = contract.contribution(comm.rank, 1000, dtype)
+        comm.allreduce(x, algorithm=algorithm)
+        contract.check(x, comm.size, "sum")
+
+
 @pytest.mark.parametrize(("x", "remedy"), [
     (np.ones((4, 4))[:, 1], "ascontiguousarray"),
     (np.ones(8)[::-1], "ascontiguousarray"),
