@@ -200,14 +200,19 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        task = Task(self._schedule(call, build))
-        handle = self._handle(call, task)
-        if self.size == 1:
-            task.step()
-            handle.done = True
-            return handle
-        self._watch.enter(handle)
-        return self._engine.submit(handle)
+        schedule = self._schedule(call, build)
+        try:
+            self._sequence += 1
+            handle = self._handle(call, Task(schedule))
+            if self.size > 1:
+                self._watch.enter(handle)
+                return self._engine.submit(handle)
+        except BaseException as error:
+            self._engine.keep(error)
+            raise
+        handle.task.step()
+        handle.done = True
+        return handle
 
     def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
         """Run an operation, ahead of those in the background, and return its result.
@@ -218,24 +223,32 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        task = Task(self._schedule(call, build))
+        schedule = self._schedule(call, build)
+        try:
+            self._sequence += 1
+            task = Task(schedule)
+            if self.size > 1 and not self._engine.run_at_once(task):
+                handle = self._handle(call, task)
+                self._watch.enter(handle, patient=patient)
+                self._engine.run(handle)
+        except BaseException as error:
+            self._engine.keep(error)
+            raise
         if self.size == 1:
             task.step()
-        elif not self._engine.run_at_once(task):
-            handle = self._handle(call, task)
-            self._watch.enter(handle, patient=patient)
-            self._engine.run(handle)
         return task.result  # type: ignore[return-value]
 
     def _schedule(self, call: Call, build: Build[T]) -> Schedule[T]:
-        """Give an operation its number, and compose its schedule."""
+        """Compose the schedule of the next operation.
+
+        Its number is not used up yet: what the user got wrong shows here. Afterwards, even
+        a signal whose handler raises must not take an operation from one rank unnoticed.
+        """
         self.check_open()
         sequence, board = self._sequence, self._board
         node = None if board is None else board.node(sequence, call.header, call.digest)
         collectives = Collectives(self._resources, node, sequence)
         schedule = build(collectives)
-        # Not before: what the user got wrong must not use up a number.
-        self._sequence += 1
         if self.size == 1:
             return schedule
         self._watch.called(sequence, call)

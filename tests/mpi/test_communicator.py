@@ -1,11 +1,14 @@
 """Tests the communicator's face on real MPI, at any number of ranks."""
 
+import atexit
 import dataclasses
 import mmap
 import os
 import resource
+import sys
 import time
 import zlib
+from pathlib import Path
 
 import contract
 import ml_dtypes
@@ -288,6 +291,52 @@ def test_two_communicators_may_be_used_in_different_orders(comm):
     handles = [group.iallreduce(np.ones(10)) for group in (first, second) for _ in range(5)]
     assert all((handle.wait() == comm.size).all() for handle in handles)
     other.close()
+
+
+class Interrupt(BaseException):
+    """Raised as by a signal's handler."""
+
+
+def interrupted(call, entries):
+    """Make a call, but raise on entry of a function of mpiring's: there, signals are noticed."""
+    def trace(frame, event, argument):
+        nonlocal entries
+        if Path(mpiring.__file__).parent in Path(frame.f_code.co_filename).parents:
+            entries -= 1
+            if entries < 0:
+                raise Interrupt
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypatch, background):
+    """Else this rank's next call would meet what is the last call of the others, and hang."""
+    monkeypatch.setattr("mpiring.engine._TRIES", 1)
+    if comm.size == 1:
+        pytest.skip(reason="there is no other rank")
+    for entries in range(30):
+        other = mpiring.init(config=mpiring.Config(progress="inline"))
+        group, x = other._group, np.ones(3)
+        if comm.rank == 0:
+            begun = interrupted(lambda: (other.iallreduce if background else other.allreduce)(x),
+                                entries)
+            assert begun or background and entries > 20
+            if begun and group._sequence:
+                with pytest.raises(mpiring.TransportError, match="Interrupt"):
+                    group._engine.raise_failure()
+        # Not close(): that waits for what was begun.
+        atexit.unregister(group._close_at_exit)
+        group._disconnect()
+        group._transport.free()
+    comm.barrier()
 
 
 def test_topology_of_one_node(comm):
