@@ -271,9 +271,13 @@ class Group:
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.
 
+        Waits for all operations.
+
         Collective: yes. Blocking: yes.
         """
         mpi = load_mpi()
+        # Their native collectives and MPI's split must come in one order on all ranks.
+        self._wait_for_all()
         # After the barrier every rank is known to be here, so MPI's call cannot stall.
         self.run(Call("split"), lambda collectives: collectives.barrier())
         part = self._transport.comm.Split(mpi.UNDEFINED if color is None else color, key)
@@ -292,8 +296,7 @@ class Group:
             return
         self.check_open()
         if self.size > 1:
-            for handle in self._watch.unfinished():
-                handle.wait()
+            self._wait_for_all()
             # Other ranks may compute for hours before they close, too.
             self.run(Call("close"), lambda collectives: collectives.barrier(),
                      patient=True)
@@ -301,6 +304,11 @@ class Group:
         atexit.unregister(self._close_at_exit)
         self._disconnect()
         self._transport.free()
+
+    def _wait_for_all(self) -> None:
+        """Wait for the operations in the background."""
+        for handle in self._watch.unfinished():
+            handle.wait()
 
     def _close_at_exit(self) -> None:
         """Close a group whose program forgot to, or has left early."""

@@ -285,6 +285,33 @@ def test_split(comm):
         alone.close()
 
 
+def test_a_split_keeps_the_order_of_native_collectives(monkeypatch):
+    """MPI matches the collectives of a communicator by their order, the same on all ranks."""
+    log = []
+    # Without a thread, little of what is in the background is done before the split.
+    with mpiring.init(config=mpiring.Config(progress="inline")) as comm:
+        transport = comm._group._transport
+        monkeypatch.setattr(transport, "comm", Logging(transport.comm, log))
+        handles = [comm.iallreduce(np.ones(1_000_000, np.float32), algorithm="native")
+                   for _ in range(6)]
+        comm.split(0).close()
+        for handle in handles:
+            handle.wait()
+        assert log == ["Iallreduce"] * 6 * (comm.size > 1) + ["Split"]
+
+
+class Logging:
+    """An MPI communicator that notes the collectives that it is asked for."""
+
+    def __init__(self, comm, log):
+        self._comm, self._log = comm, log
+
+    def __getattr__(self, name):
+        if name in ("Iallreduce", "Split"):
+            self._log.append(name)
+        return getattr(self._comm, name)
+
+
 def test_two_communicators_may_be_used_in_different_orders(comm):
     other = comm.split(0)
     first, second = (comm, other) if comm.rank % 2 else (other, comm)
