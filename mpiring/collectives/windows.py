@@ -106,7 +106,9 @@ class Windows:
     def empty(
         self, node: Node, shape: Sequence[int], dtype: DTypeLike, number: int,
     ) -> Schedule[Array]:
-        """Return an array of zeros in memory that is shared within the node, where possible.
+        """Return an array in memory that is shared within the node, where possible.
+
+        Its content is undefined: memory that is shared begins as zeros, other does not.
 
         Args:
             number: The window's own, the same on all ranks.
@@ -122,10 +124,6 @@ class Windows:
         self._windows[id(root)] = _Window(number, segments, node.rank)
         weakref.finalize(root, self._windows.pop, id(root)).atexit = False
         return root.view(dtype).reshape(shape)
-
-    def __len__(self) -> int:
-        """Return how many windows are in use."""
-        return len(self._windows)
 
     def place_of(self, x: Array) -> tuple[int, int]:
         """Return the number of the window that holds the vector `x`, and its byte offset.
