@@ -248,11 +248,16 @@ class Group:
         sequence, board = self._sequence, self._board
         node = None if board is None else board.node(sequence, call.header, call.digest)
         collectives = Collectives(self._resources, node, sequence)
-        schedule = build(collectives)
-        if self.size == 1:
-            return schedule
-        self._watch.called(sequence, call)
-        return agreed(lambda: collectives.net, node, self._neighbours, call, schedule)
+        try:
+            schedule = build(collectives)
+            if self.size == 1:
+                return schedule
+            self._watch.called(sequence, call)
+            return agreed(lambda: collectives.net, node, self._neighbours, call, schedule)
+        except BaseException:
+            # It came to nothing: later operations must not wait for its turn.
+            self._resources.turns.forget(sequence)
+            raise
 
     def _handle(self, call: Call, task: Task[T]) -> Handle[T]:
         return Handle(self._lane, call, self._sequence - 1, task)

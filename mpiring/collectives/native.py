@@ -60,6 +60,11 @@ class Turns:
         self._queue.append(sequence)
         return Turn(self._queue, sequence)
 
+    def forget(self, sequence: int) -> None:
+        """Give up the places of the newest operation, which was not begun."""
+        while self._queue and self._queue[-1] == sequence:
+            self._queue.pop()
+
 
 class Turn:
     """A request that is complete once this operation is the oldest in the queue."""

@@ -150,6 +150,18 @@ def test_16_bits_are_rounded_once(comm, dtype, op):
         assert contract.same_bits(chunk, want[start:stop])
 
 
+def test_an_operation_that_is_refused_half_made_leaves_no_turn_behind():
+    def build(collectives):
+        collectives.allreduce(np.ones(3), algorithm="native")
+        return collectives.allreduce(np.ones(3), op="avg")
+
+    with mpiring.init(config=mpiring.Config(stall_timeout_s=5)) as comm:
+        with pytest.raises(mpiring.ConfigError, match="op='avg'"):
+            comm.submit(Call("own"), build)
+        for _ in range(3):
+            assert (comm.allreduce(np.ones(3), algorithm="native") == comm.size).all()
+
+
 def test_shapes_and_orders(comm):
     for x in (np.ones((3, 4, 5), np.float32), np.asfortranarray(np.ones((3, 4))),
               np.array(1.0), np.ones((0, 3)), np.ones(7)[2:5]):
