@@ -122,7 +122,7 @@ def test_memory_that_cannot_be_had_becomes_private(comm, caplog):
     if comm.rank == comm.size - 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     x = comm.empty(1 << 20)
-    y = comm.empty(1 << 20)
+    y = comm.empty(1 << 19)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     x[...] = y[...] = 1
     assert (comm.allreduce(x) == comm.size).all() and (comm.allreduce(y) == comm.size).all()
