@@ -74,6 +74,10 @@ class Resources:
 class Collectives:
     """The schedules of one operation, bound to its channel: what Reducers build on.
 
+    An operation may run several, but one after the other, in the same order on all ranks:
+    they share its barriers, its desks and its channel. What shall run at once must be
+    operations of their own.
+
     Attributes:
         rank, size: This rank, and how many there are.
         node: The operation's meeting place on this node; None for a rank that is alone there.
