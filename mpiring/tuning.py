@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from .collectives.model import Curve, Model
 from .memory.arrays import Array
+
+_log = logging.getLogger("mpiring")
 
 # To be raised when the algorithms change so much that kept models mislead.
 _EDITION = 2
@@ -128,13 +131,18 @@ class Tuner:
         measured = min(curve.points[-1][0] for _, curve in model.curves)
         if self._rank or self._file is None or measured < _CHECKED_BYTES:
             return
-        with contextlib.suppress(OSError):
+        try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             # Other jobs may write the same file at the same time.
             handle, name = tempfile.mkstemp(dir=self._file.parent)
             with os.fdopen(handle, "w") as file:
                 json.dump({"cluster": self._key, "model": model.to_json()}, file, indent=1)
             os.replace(name, self._file)
+        except OSError as exc:
+            _log.warning(
+                "what was measured cannot be kept in %s (%s), so each job measures anew; set "
+                "MPIRING_TUNING_FOLDER to a folder that rank 0 can write to, or to nothing",
+                self._file.parent, exc.strerror or exc)
 
 
 def _calls(expected_s: float) -> int:

@@ -188,6 +188,7 @@ def test_the_exit_status_is_the_jobs(possible):
 
 @pytest.mark.parametrize(("hosts", "rate", "message"), [
     (0, "1gbit", "hosts=0: expected 1 to 250"), (2, "fast", "rate='fast': expected a number"),
+    (2, "0gbit", "rate='0gbit': expected a number"),
 ])
 def test_bad_labs(possible, hosts, rate, message):
     with pytest.raises(ConfigError, match=message), lab.temporary(hosts, rate):

@@ -82,6 +82,8 @@ def test_the_tuning_command_runs():
     ended = launch(2, *line.split()[4:])
     assert ended.status == 0, ended.output
     assert "auto takes shared" in ended.output and "bucket_bytes" in ended.output
+    alone = launch(1, *line.split()[4:])
+    assert alone.status == 2 and "start several, as with mpirun" in alone.output, alone.output
 
 
 def test_the_simulation_has_real_options():

@@ -91,9 +91,13 @@ def test_a_spoilt_file_is_no_reason_to_fail(cluster, tmp_path, content):
     assert "ring" in json.loads(file.read_text())["model"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_reason_to_fail(cluster, tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_told_and_no_reason_to_fail(
+        cluster, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert cluster.tuner(tmp_path / "file").find().curves
+    (message,) = caplog.messages
+    assert f"cannot be kept in {tmp_path / 'file'} (File exists)" in message
+    assert "set MPIRING_TUNING_FOLDER" in message
 
 
 def test_only_rank_0_reads_and_writes(cluster, tmp_path):

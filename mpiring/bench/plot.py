@@ -1,11 +1,12 @@
 """Draws what was measured; alone imports matplotlib."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependencyError
 from .contenders import COPY
-from .results import Environment, Row
+from .results import Environment, Row, writing
 from .table import ranks_text
 from .units import size_text
 
@@ -26,6 +27,23 @@ _STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid"
           "axes.spines.top": False, "axes.spines.right": False}
 
 
+def refuse_undrawable(path: str) -> None:
+    """Raise if no picture of this name can be drawn.
+
+    Raises:
+        ConfigError: Its ending names no format that matplotlib knows.
+        MissingDependencyError: There is no matplotlib.
+    """
+    try:
+        import matplotlib.figure
+    except ImportError as exc:
+        raise MissingDependencyError("drawing needs matplotlib: pip install 'mpiring[bench]'"
+                                     ) from exc
+    known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
+        raise ConfigError(f"{path}: expected a name that ends in .{', .'.join(sorted(known))}")
+
+
 def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
     """Write a picture of the results of a benchmark.
 
@@ -33,18 +51,15 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
         path: Its ending tells the format: .png, .pdf, .svg.
 
     Raises:
-        ConfigError: There is nothing to draw.
+        ConfigError: There is nothing to draw, or the file cannot be written.
         MissingDependencyError: There is no matplotlib.
     """
     if not rows:
         raise ConfigError(f"{path}: there is nothing to draw")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise MissingDependencyError("--plot needs matplotlib: pip install 'mpiring[bench]'"
-                                     ) from exc
-    with matplotlib.rc_context(_STYLE):
+    refuse_undrawable(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    with rc_context(_STYLE):
         panels = _panels(benchmark, rows)
         figure = Figure((_INCHES[0], _INCHES[1] * len(panels)), layout="constrained")
         grid = figure.subplots(len(panels), 1 if benchmark == "steps" else 2, squeeze=False)
@@ -55,7 +70,8 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
         if handles:
             figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(_caption(about), fontsize=8)
-        figure.savefig(path, dpi=_DPI)
+        with writing(path):
+            figure.savefig(path, dpi=_DPI)
 
 
 def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:

@@ -139,6 +139,29 @@ def test_a_peer_that_is_not_installed_is_named():
     assert ended.status == 2 and "needs the packages torch, horovod" in ended.output
 
 
+@pytest.mark.launch
+@pytest.mark.parametrize("ranks", [0, 3], ids=["jobs of its own", "a launcher's job"])
+@pytest.mark.parametrize(("option", "name", "message"), [
+    ("--json", "missing/out.json", "missing/out.json: cannot be written: No such file"),
+    ("--csv", ".", ": cannot be written: Is a directory"),
+    ("--plot", "out.nonsense", "out.nonsense: expected a name that ends in"),
+])
+def test_files_that_cannot_be_written_are_refused_at_once(tmp_path, ranks, option, name, message):
+    needed("matplotlib")
+    mpiexec()
+    words = (*ALLREDUCE, option, str(tmp_path / name))
+    if ranks:
+        ended = bench(ranks, *words)
+        status, output = ended.status, ended.output
+    else:
+        own = subprocess.run([sys.executable, "-m", "mpiring", "bench", *words], cwd=ROOT,
+                             env=environment(), capture_output=True, text=True, timeout=60)
+        status, output = own.returncode, own.stdout + own.stderr
+    assert status == 2 and message in output and "Traceback" not in output, output
+    assert "MPI_Allreduce" not in output, "nothing is measured in vain"
+    assert not list(tmp_path.iterdir())
+
+
 def test_jobs_alternate_between_the_levels():
     levels = ["multiple", "serialized"]
     assert jobs.plan(levels, 5) == [

@@ -117,11 +117,26 @@ def test_json_comes_back_as_it_went(tmp_path):
     assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(rows))
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"rows": 3}'])
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    missing = str(tmp_path / "missing" / "out.json")
+    with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
+        results.read_json(missing)
+    for write in (lambda: results.write_json(missing, "allreduce", ABOUT, []),
+                  lambda: results.write_csv(missing, ABOUT, []),
+                  lambda: results.refuse_unwritable(missing)):
+        with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
+            write()
+    kept = tmp_path / "kept.json"
+    kept.write_text("1")
+    results.refuse_unwritable(str(kept))
+    results.refuse_unwritable(str(tmp_path / "new.json"))
+    assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}'])
 def test_bad_json(tmp_path, text):
     path = tmp_path / "result.json"
-    if text is not None:
-        path.write_text(text)
+    path.write_text(text)
     with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
         results.read_json(path)
 
