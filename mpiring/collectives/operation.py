@@ -28,7 +28,7 @@ _log = logging.getLogger("mpiring")
 @functools.cache
 def _say_fallback(reason: str) -> None:
     """Say once that the configured algorithm cannot be used."""
-    _log.warning("the configured %s", reason)
+    _log.warning('the configured algorithm cannot be used, "auto" is taken instead: %s', reason)
 
 
 class Transport(native.NativeTransport, Protocol):

@@ -3,11 +3,11 @@
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import replace
 
 from .. import __version__
 from ..bench import results, table
+from ..bench.command import check_files, report
 from ..bench.results import Environment, Row
 from ..bench.table import Column
 from ..bench.units import size_text
@@ -38,6 +38,11 @@ def run(options: Namespace) -> int:
     Raises:
         ConfigError: There is nothing to predict.
     """
+    if options.plot and options.against:
+        raise ConfigError("--plot draws node counts; leave out --against")
+    if options.size == 0:
+        raise ConfigError("--size 0: an empty array takes no time; expected 1 byte or more")
+    check_files(options)
     cluster = _cluster(options)
     if options.against:
         rows, columns = _against(options.against, cluster), _AGAINST
@@ -51,21 +56,8 @@ def run(options: Namespace) -> int:
     print(table.head(columns))
     for row in rows:
         print(table.line(row, columns))
-    _write(options, about, rows)
+    report("against" if options.against else "simulate", about, rows, options)
     return 0
-
-
-def _write(options: Namespace, about: Environment, rows: Sequence[Row]) -> None:
-    name = "against" if options.against else "simulate"
-    if options.json:
-        results.write_json(options.json, name, about, rows)
-    if options.csv:
-        results.write_csv(options.csv, about, rows)
-    if options.plot:
-        if options.against:
-            raise ConfigError("--plot draws node counts; leave out --against")
-        from ..bench.plot import draw
-        draw(options.plot, name, about, rows)
 
 
 def _cluster(options: Namespace) -> Cluster:
