@@ -299,6 +299,8 @@ class Communicator:
     def split(self, color: int | None, *, key: int = 0) -> "Communicator | None":
         """Return a communicator of the ranks that pass the same color.
 
+        Waits for the operations under way.
+
         Args:
             color: Any number from 0, or None to join no communicator.
             key: Orders the ranks; ties keep their present order.

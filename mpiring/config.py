@@ -1,5 +1,6 @@
 """Holds every setting, and alone reads the environment."""
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -14,6 +15,8 @@ from .errors import ConfigError
 PREFIX = "MPIRING_"
 ALGORITHMS = ("auto", "ring", "direct", "shared", "hierarchical", "native")
 PROGRESS = ("auto", "thread", "inline")
+_KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
+          float: "a number", str: "text"}
 
 # Variables that change how fast MPI and NumPy are.
 SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
@@ -81,17 +84,15 @@ class Config:
     def __post_init__(self) -> None:
         _refuse_unknown_variables()
         for entry in dataclasses.fields(self):
-            default = entry.metadata["default"]
+            value = default = entry.metadata["default"]
             variable = PREFIX + entry.name.upper()
-            given = getattr(self, entry.name)
+            given, source = getattr(self, entry.name), f"Config.{entry.name}"
+            if given is None and variable in os.environ:
+                given, source = os.environ[variable], variable
             if given is not None:
-                value = _converted(given, type(default), f"Config.{entry.name}")
-            elif variable in os.environ:
-                value = _converted(os.environ[variable], type(default), variable)
-            else:
-                value = default
+                value = _converted(given, type(default), source)
+                _check_range(entry.name, value, source)
             object.__setattr__(self, entry.name, value)
-        _check_range(self)
 
 
 def _refuse_unknown_variables() -> None:
@@ -108,33 +109,30 @@ def _converted(value: Any, kind: type, name: str) -> Any:
     if kind is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
     elif kind in (int, float) and isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             value = kind(value)
-        except ValueError as exc:
-            raise ConfigError(f"{name}={value!r}: expected {kind.__name__}") from exc
     elif kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
         value = float(value)
     elif kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
         value = int(value)
     if type(value) is not kind:
-        raise ConfigError(f"{name}={value!r}: expected {kind.__name__}")
+        raise ConfigError(f"{name}={value!r}: expected {_KINDS[kind]}")
     return value
 
 
-def _check_range(config: Config) -> None:
-    for name, allowed in (("algorithm", ALGORITHMS), ("progress", PROGRESS)):
-        if getattr(config, name) not in allowed:
-            raise ConfigError(f"{name}={getattr(config, name)!r}: expected one of {allowed}")
-    for name in ("max_pause_s", "stall_warning_s", "stall_timeout_s"):
-        value = getattr(config, name)
-        if not 0 <= value < math.inf:
-            raise ConfigError(f"{name}={value!r}: expected a finite number of seconds, 0 or more")
-    if config.tuning_folder and config.tuning_folder[0] not in "/~":
-        raise ConfigError(
-            f"tuning_folder={config.tuning_folder!r}: expected an absolute path, or ''")
-    if config.operations_in_flight < 1:
-        raise ConfigError(
-            f"operations_in_flight={config.operations_in_flight!r}: expected 1 or more")
+def _check_range(name: str, value: Any, source: str) -> None:
+    allowed = {"algorithm": ALGORITHMS, "progress": PROGRESS}.get(name)
+    expected = ""
+    if allowed and value not in allowed:
+        expected = f"one of {', '.join(allowed)}"
+    elif name.endswith("_s") and not 0 <= value < math.inf:
+        expected = "a finite number of seconds, 0 or more"
+    elif name == "tuning_folder" and value and value[0] not in "/~":
+        expected = "an absolute path, or ''"
+    elif name == "operations_in_flight" and value < 1:
+        expected = "1 or more"
+    if expected:
+        raise ConfigError(f"{source}={value!r}: expected {expected}")
 
 
 def relevant_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -214,21 +214,18 @@ class Engine:
     def run_at_once(self, task: Task[Any]) -> bool:
         """Start an operation, and return whether it is complete after a moment.
 
-        Within a node most are: it is not worth while to let anybody else know of them.
+        Within a node most are: it is not worth while to let anybody else know of them. So it
+        is for the caller to `keep` what this raises.
         """
         if self._failure is not None:
             self.raise_failure()
         began = time.monotonic()
         with self._lock:
-            try:
-                for attempt in range(_TRIES):
-                    if not task.step() and attempt > _TRIES_ALONE:
-                        _give_way()
-                    if task.done:
-                        break
-            except BaseException as error:
-                self._keep(error)
-                raise
+            for attempt in range(_TRIES):
+                if not task.step() and attempt > _TRIES_ALONE:
+                    _give_way()
+                if task.done:
+                    break
             took = time.monotonic() - began
             self.exposed_s += took
             if task.done:
@@ -274,6 +271,12 @@ class Engine:
         """Progress once where no thread does it."""
         if not self.threaded:
             self.advance()
+
+    def keep(self, error: BaseException) -> None:
+        """Remember an error that is about to be raised: no operation can be trusted after it."""
+        if self._failure is None:
+            self._failure = error
+            self._failure_noticed = threading.current_thread() is not self._thread
 
     def raise_failure(self) -> None:
         """Raise the error of an operation that failed; nothing can be trusted after it."""
@@ -324,7 +327,7 @@ class Engine:
                 for lane in self._lanes:
                     lane.watch.look()
         except BaseException as error:
-            self._keep(error)
+            self.keep(error)
             raise
         return moved
 
@@ -343,18 +346,12 @@ class Engine:
         try:
             handle.start()
         except BaseException as error:
-            self._keep(error)
+            self.keep(error)
             raise
         if handle.finished:
             self._completed(handle)
         else:
             active.append(handle)
-
-    def _keep(self, error: BaseException) -> None:
-        """Remember an error that is about to be raised: no operation can be trusted after it."""
-        if self._failure is None:
-            self._failure = error
-            self._failure_noticed = threading.current_thread() is not self._thread
 
     def _completed(self, handle: Handle[T]) -> None:
         """Note that an operation is complete, and how long any were under way."""

@@ -1,8 +1,7 @@
 """Keeps an adapter's gradients in buckets, and sends each bucket once it is full."""
 
 import difflib
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -14,6 +13,32 @@ from .engine import Handle
 from .errors import BufferMismatchError, GradientError
 from .reducers import Mean, Reducer
 from .statistics import Statistics
+
+
+class Views(Mapping[str, NDArray[Any]]):
+    """Gradients by name, which can be written into, but not replaced."""
+
+    def __init__(self, views: Mapping[str, NDArray[Any]]) -> None:
+        self._views = views
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        """Accept the end of `grads[name] += value`, which has written in place already.
+
+        Raises:
+            GradientError: Another array is assigned, which no bucket would hold.
+        """
+        if value is not self._views.get(name):
+            raise GradientError(f"grads[{name!r}] lies in a bucket and cannot be replaced; write "
+                                f"into it: grads[{name!r}][...] = ...")
 
 
 class Gradients:
@@ -53,7 +78,7 @@ class Gradients:
         self._handles: list[Handle[None]] = []
         self._order: list[str] = []
         self._settled = deterministic
-        self.views: Mapping[str, NDArray[Any]] = MappingProxyType(self._views)
+        self.views = Views(self._views)
         self.statistics = Statistics()
         self._build(tensors[::-1])
         comm.prepare()

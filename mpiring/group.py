@@ -85,7 +85,7 @@ class Group:
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
         self._resources = Resources(
-            self._transport, Turns(), Scratch(keep=config.operations_in_flight + 1), Windows(),
+            self._transport, Turns(), Scratch(keep=config.operations_in_flight), Windows(),
             self._order, self._nodes, config.algorithm)
         self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
@@ -200,14 +200,19 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        task = Task(self._schedule(call, build))
-        handle = self._handle(call, task)
-        if self.size == 1:
-            task.step()
-            handle.done = True
-            return handle
-        self._watch.enter(handle)
-        return self._engine.submit(handle)
+        schedule = self._schedule(call, build)
+        try:
+            self._sequence += 1
+            handle = self._handle(call, Task(schedule))
+            if self.size > 1:
+                self._watch.enter(handle)
+                return self._engine.submit(handle)
+        except BaseException as error:
+            self._engine.keep(error)
+            raise
+        handle.task.step()
+        handle.done = True
+        return handle
 
     def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
         """Run an operation, ahead of those in the background, and return its result.
@@ -218,28 +223,41 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        task = Task(self._schedule(call, build))
+        schedule = self._schedule(call, build)
+        try:
+            self._sequence += 1
+            task = Task(schedule)
+            if self.size > 1 and not self._engine.run_at_once(task):
+                handle = self._handle(call, task)
+                self._watch.enter(handle, patient=patient)
+                self._engine.run(handle)
+        except BaseException as error:
+            self._engine.keep(error)
+            raise
         if self.size == 1:
             task.step()
-        elif not self._engine.run_at_once(task):
-            handle = self._handle(call, task)
-            self._watch.enter(handle, patient=patient)
-            self._engine.run(handle)
         return task.result  # type: ignore[return-value]
 
     def _schedule(self, call: Call, build: Build[T]) -> Schedule[T]:
-        """Give an operation its number, and compose its schedule."""
+        """Compose the schedule of the next operation.
+
+        Its number is not used up yet: what the user got wrong shows here. Afterwards, even
+        a signal whose handler raises must not take an operation from one rank unnoticed.
+        """
         self.check_open()
         sequence, board = self._sequence, self._board
         node = None if board is None else board.node(sequence, call.header, call.digest)
         collectives = Collectives(self._resources, node, sequence)
-        schedule = build(collectives)
-        # Not before: what the user got wrong must not use up a number.
-        self._sequence += 1
-        if self.size == 1:
-            return schedule
-        self._watch.called(sequence, call)
-        return agreed(lambda: collectives.net, node, self._neighbours, call, schedule)
+        try:
+            schedule = build(collectives)
+            if self.size == 1:
+                return schedule
+            self._watch.called(sequence, call)
+            return agreed(lambda: collectives.net, node, self._neighbours, call, schedule)
+        except BaseException:
+            # It came to nothing: later operations must not wait for its turn.
+            self._resources.turns.forget(sequence)
+            raise
 
     def _handle(self, call: Call, task: Task[T]) -> Handle[T]:
         return Handle(self._lane, call, self._sequence - 1, task)
@@ -258,9 +276,13 @@ class Group:
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.
 
+        Waits for all operations.
+
         Collective: yes. Blocking: yes.
         """
         mpi = load_mpi()
+        # Their native collectives and MPI's split must come in one order on all ranks.
+        self._wait_for_all()
         # After the barrier every rank is known to be here, so MPI's call cannot stall.
         self.run(Call("split"), lambda collectives: collectives.barrier())
         part = self._transport.comm.Split(mpi.UNDEFINED if color is None else color, key)
@@ -279,8 +301,7 @@ class Group:
             return
         self.check_open()
         if self.size > 1:
-            for handle in self._watch.unfinished():
-                handle.wait()
+            self._wait_for_all()
             # Other ranks may compute for hours before they close, too.
             self.run(Call("close"), lambda collectives: collectives.barrier(),
                      patient=True)
@@ -288,6 +309,11 @@ class Group:
         atexit.unregister(self._close_at_exit)
         self._disconnect()
         self._transport.free()
+
+    def _wait_for_all(self) -> None:
+        """Wait for the operations in the background."""
+        for handle in self._watch.unfinished():
+            handle.wait()
 
     def _close_at_exit(self) -> None:
         """Close a group whose program forgot to, or has left early."""

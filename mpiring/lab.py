@@ -187,7 +187,7 @@ def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str
     _check_tools()
     if not 1 <= hosts <= _MOST_HOSTS:
         raise ConfigError(f"hosts={hosts}: expected 1 to {_MOST_HOSTS}")
-    if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", rate):
+    if not re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)?[kmg]bit", rate):
         raise ConfigError(f"rate={rate!r}: expected a number with kbit, mbit or gbit, as 1gbit")
     process = subprocess.Popen(
         ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",

@@ -68,15 +68,15 @@ class JobEnder:
     def end(self, error: BaseException, text: str = "") -> None:
         """Print `text` and a last line, and end the job because of `error`."""
         last = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
-        # On a full disk nobody can be told, but the other ranks must end all the same.
-        with contextlib.suppress(Exception):
-            # One write, so that the launcher does not mix it with other ranks' lines.
-            print(f"{text}{last}", file=sys.stderr, flush=True)
-        # Who has wrapped the excepthook may hold back what it prints, as PyTorch does
-        # after init_process_group, and would never come to show it.
-        if sys.__stderr__ is not None and sys.stderr is not sys.__stderr__:
+        # Who has wrapped the excepthook may hold back what it prints, as PyTorch does after
+        # init_process_group, and would never come to show it.
+        held_back = sys.stderr is not sys.__stderr__
+        for stream in (sys.stderr, sys.__stderr__) if held_back else (sys.stderr,):
+            # On a full disk nobody can be told, but the other ranks must end all the same.
             with contextlib.suppress(Exception):
-                print(f"{text}{last}", file=sys.__stderr__, flush=True)
+                # One write (print makes two), so that the launcher does not mix ranks' lines.
+                stream.write(f"{text}{last}\n")  # type: ignore[union-attr]
+                stream.flush()  # type: ignore[union-attr]
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         time.sleep(_FORWARD_S)

@@ -70,7 +70,7 @@ class DataParallel:
         self._gradients = Gradients(
             tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
             deterministic=deterministic)
-        self.grads: Mapping[str, NDArray[Any]] = self._gradients.views
+        self.grads = self._gradients.views
 
     def ready(self, name: str) -> None:
         """Mark the gradient of a parameter as written; its bucket leaves once it is full.

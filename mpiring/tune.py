@@ -9,6 +9,7 @@ import numpy as np
 from .bench.units import size_text
 from .collectives.model import Model
 from .communicator import Communicator, init
+from .errors import ConfigError
 
 _SMALLEST, _LARGEST = 8, 1 << 30
 
@@ -22,8 +23,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, keep the result for later jobs, and print it on rank 0."""
+    """Measure, keep the result for later jobs, and print it on rank 0.
+
+    Raises:
+        ConfigError: There is one rank only.
+    """
     with init() as comm:
+        if comm.size == 1:
+            raise ConfigError("there is nothing to measure: a single rank sends nothing; start "
+                              "several, as with mpirun -n 8 python -m mpiring tune")
         _report(comm, f"{comm.size} ranks, nodes: {comm.num_nodes}", comm.rank == 0)
         if 1 < comm.num_nodes < comm.size:
             inside = comm.split(comm.node_rank)

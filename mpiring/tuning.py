@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import tempfile
 import time
@@ -12,15 +13,18 @@ from pathlib import Path
 from .collectives.model import Curve, Model
 from .memory.arrays import Array
 
+_log = logging.getLogger("mpiring")
+
 # To be raised when the algorithms change so much that kept models mislead.
-_EDITION = 1
+_EDITION = 2
 SIZES = (64, 4 << 10, 64 << 10, 512 << 10, 2 << 20)
 # Of so many calls the fastest counts: whatever disturbs one makes it slower.
 _CALLS, _LONG_CALLS = 5, 2
 _LONG_S = 1e-3
 # No size is begun that would end later than this: half a second is promised.
 _BUDGET_S = 0.35
-# A kept model is checked at a size that outlasts what a network buffers.
+# A kept model is checked at a size that outlasts what a network buffers; one that does not
+# reach it, because the network was slow or the machine busy, is not kept.
 _CHECKED_BYTES = 512 << 10
 # A model from the disk is not believed if one call takes this many times longer or shorter.
 _TOLERANCE = 2.0
@@ -109,9 +113,8 @@ class Tuner:
         if tuple(curves) != tuple(self._candidates):
             return False
         name = self._candidates[0]
-        size = min(_CHECKED_BYTES, curves[name].points[-1][0])
-        expected_s = curves[name].time_s(size)
-        ratio = self._time_of(name, self._zeros(size), expected_s) / expected_s
+        expected_s = curves[name].time_s(_CHECKED_BYTES)
+        ratio = self._time_of(name, self._zeros(_CHECKED_BYTES), expected_s) / expected_s
         return 1 / _TOLERANCE < ratio < _TOLERANCE
 
     def _kept(self) -> Model | None:
@@ -125,15 +128,21 @@ class Tuner:
 
     def _keep(self, model: Model) -> None:
         """Write the model on rank 0; a folder that cannot be written to is no reason to fail."""
-        if self._rank or self._file is None:
+        measured = min(curve.points[-1][0] for _, curve in model.curves)
+        if self._rank or self._file is None or measured < _CHECKED_BYTES:
             return
-        with contextlib.suppress(OSError):
+        try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             # Other jobs may write the same file at the same time.
             handle, name = tempfile.mkstemp(dir=self._file.parent)
             with os.fdopen(handle, "w") as file:
                 json.dump({"cluster": self._key, "model": model.to_json()}, file, indent=1)
             os.replace(name, self._file)
+        except OSError as exc:
+            _log.warning(
+                "what was measured cannot be kept in %s (%s), so each job measures anew; set "
+                "MPIRING_TUNING_FOLDER to a folder that rank 0 can write to, or to nothing",
+                self._file.parent, exc.strerror or exc)
 
 
 def _calls(expected_s: float) -> int:

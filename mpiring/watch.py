@@ -172,4 +172,6 @@ class _Inquiry:
 
 
 def _print_at_once(text: str) -> None:
-    print(f"mpiring: {text}", file=sys.stderr, flush=True)
+    # One write (print makes two), so that the launcher does not mix ranks' lines.
+    sys.stderr.write(f"mpiring: {text}\n")
+    sys.stderr.flush()

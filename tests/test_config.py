@@ -33,9 +33,11 @@ def test_frozen():
 @pytest.mark.parametrize(("name", "value", "message"), [
     ("MPIRING_STALL_TIMEOUT", "5", "did you mean MPIRING_STALL_TIMEOUT_S"),
     ("MPIRING_COLOUR", "red", "known: MPIRING_ABORT_ON_EXCEPTION"),
-    ("MPIRING_STALL_TIMEOUT_S", "soon", "MPIRING_STALL_TIMEOUT_S='soon': expected float"),
-    ("MPIRING_ABORT_ON_EXCEPTION", "maybe", "expected bool"),
-    ("MPIRING_ALGORITHM", "tree", "expected one of .*ring"),
+    ("MPIRING_STALL_TIMEOUT_S", "soon", "MPIRING_STALL_TIMEOUT_S='soon': expected a number"),
+    ("MPIRING_STALL_TIMEOUT_S", "-1", "MPIRING_STALL_TIMEOUT_S=-1.0: expected a finite number"),
+    ("MPIRING_ABORT_ON_EXCEPTION", "maybe", "='maybe': expected .* in a variable 1 or 0"),
+    ("MPIRING_ALGORITHM", "tree", "MPIRING_ALGORITHM='tree': expected one of auto, ring"),
+    ("MPIRING_TUNING_FOLDER", "here", "MPIRING_TUNING_FOLDER='here': expected an absolute path"),
 ])
 def test_bad_variables(monkeypatch, name, value, message):
     monkeypatch.setenv(name, value)
@@ -44,7 +46,7 @@ def test_bad_variables(monkeypatch, name, value, message):
 
 
 @pytest.mark.parametrize(("field", "value", "message"), [
-    ("stall_timeout_s", -1, "expected a finite number of seconds, 0 or more"),
+    ("stall_timeout_s", -1, "Config.stall_timeout_s=-1.0: expected a finite number of seconds, 0"),
     ("stall_warning_s", float("nan"), "expected a finite number"),
     ("max_pause_s", float("inf"), "expected a finite number"),
     ("stall_timeout_s", np.float64(3), None),
@@ -52,9 +54,9 @@ def test_bad_variables(monkeypatch, name, value, message):
     ("stall_timeout_s", 3, None),
     ("stall_timeout_s", "3", None),
     ("operations_in_flight", 0, "expected 1 or more"),
-    ("operations_in_flight", 1.5, "expected int"),
-    ("operations_in_flight", True, "expected int"),
-    ("algorithm", 3, "expected str"),
+    ("operations_in_flight", 1.5, "expected a whole number"),
+    ("operations_in_flight", True, "expected a whole number"),
+    ("algorithm", 3, "expected text"),
 ])
 def test_bad_arguments(field, value, message):
     if message is None:

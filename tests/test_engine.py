@@ -60,8 +60,12 @@ class Setup:
     def run(self, schedule):
         """Make a blocking call, as Group does."""
         handle = self.handle(schedule)
-        if not self.engine.run_at_once(handle.task):
-            self.engine.run(handle)
+        try:
+            if not self.engine.run_at_once(handle.task):
+                self.engine.run(handle)
+        except BaseException as error:
+            self.engine.keep(error)
+            raise
         return handle.task.result
 
     def submit(self, schedule, lane=None):
@@ -273,7 +277,7 @@ def test_an_interrupted_operation_does_not_look_complete(inline):
 
     handle = inline.handle(waits_for(Interrupting()))
     with pytest.raises(KeyboardInterrupt):
-        inline.engine.run_at_once(handle.task)
+        inline.engine.run(handle)
     with pytest.raises(TransportError, match="KeyboardInterrupt"):
         handle.wait()
     assert not handle.done

@@ -144,7 +144,7 @@ def test_import_is_light_and_starts_no_mpi():
     out = run("import sys, mpiring, mpiring.numpy; print(*sys.modules)")
     loaded = set(out.split())
     assert "mpi4py.MPI" not in loaded
-    third_party = {"torch", "cupy", "sklearn", "scipy", "tqdm", "ml_dtypes", "matplotlib"}
+    third_party = {"torch", "cupy", "sklearn", "scipy", "tqdm", "ml_dtypes", "matplotlib", "numba"}
     assert not loaded & third_party
 
 

@@ -92,15 +92,18 @@ def test_two_levels(possible, placement, nodes):
 
 def test_the_first_allreduce_between_hosts_measures_and_keeps(possible, tmp_path):
     settings = environment(MPIRING_TUNING="1", MPIRING_TUNING_FOLDER=str(tmp_path))
-    for _ in range(2):
+    # On a busy machine a measurement may end too early to be worth keeping.
+    for _ in range(5):
         ended = subprocess.run(
             command("run", "--hosts", 2, "--ranks-per-host", 2, *python(PROGRAMS / "tuned.py")),
             cwd=ROOT, text=True, capture_output=True, timeout=120, env=settings)
         assert ended.returncode == 0, ended.stderr
         # At least the check of a kept model; on a busy machine it is measured anew.
         assert int(re.fullmatch(r"tuned (\d+) operations\n", ended.stdout)[1]) > 5
-        (file,) = tmp_path.iterdir()
-        assert "ranks per node [2, 2]" in file.read_text()
+        if list(tmp_path.iterdir()):
+            break
+    (file,) = tmp_path.iterdir()
+    assert "ranks per node [2, 2]" in file.read_text()
     assert gone()
 
 
@@ -185,6 +188,7 @@ def test_the_exit_status_is_the_jobs(possible):
 
 @pytest.mark.parametrize(("hosts", "rate", "message"), [
     (0, "1gbit", "hosts=0: expected 1 to 250"), (2, "fast", "rate='fast': expected a number"),
+    (2, "0gbit", "rate='0gbit': expected a number"),
 ])
 def test_bad_labs(possible, hosts, rate, message):
     with pytest.raises(ConfigError, match=message), lab.temporary(hosts, rate):

@@ -2,9 +2,12 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from launching import ROOT, environment
+
+from mpiring.launch import JobEnder
 
 pytestmark = pytest.mark.launch
 
@@ -51,3 +54,20 @@ def test_a_missing_mpi_library_is_an_error_with_the_remedy():
     ended = python("import sys, mpiring; sys.modules['mpi4py.MPI'] = None; mpiring.init()")
     assert "MissingDependencyError" in ended.stderr
     assert "pip install 'mpiring[mpich]'" in ended.stderr
+
+
+def test_a_failure_is_printed_in_one_write(monkeypatch):
+    class Aborted(Exception):
+        pass
+
+    def abort(status):
+        raise Aborted(status)
+
+    writes, seen = [], []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=writes.append, flush=lambda: None))
+    monkeypatch.setattr(sys, "__stderr__", SimpleNamespace(write=seen.append, flush=lambda: None))
+    with pytest.raises(Aborted, match="1"):
+        JobEnder(1, 3, abort)(ValueError("a bug"))
+    (text,) = writes
+    assert seen == writes, "whoever has replaced stderr may hold it back"
+    assert "ValueError: a bug\nmpiring: rank 1 of 3 on " in text and text.endswith("job ends\n")

@@ -71,7 +71,7 @@ def test_the_bench_commands_have_real_options():
     assert {words[words.index("bench") + 1] for words in found} == {"allreduce", "overlap", "steps"}
     for words in found:
         if "lab" in words:
-            words = _parser().parse_args(words[3:]).command
+            words = _parser().parse_args(words[words.index("lab"):]).command
         # parse_args ends the test where a word is no option.
         options = _parser().parse_args(words[words.index("mpiring") + 1:])
         assert options.rounds >= 1
@@ -82,6 +82,8 @@ def test_the_tuning_command_runs():
     ended = launch(2, *line.split()[4:])
     assert ended.status == 0, ended.output
     assert "auto takes shared" in ended.output and "bucket_bytes" in ended.output
+    alone = launch(1, *line.split()[4:])
+    assert alone.status == 2 and "start several, as with mpirun" in alone.output, alone.output
 
 
 def test_the_simulation_has_real_options():

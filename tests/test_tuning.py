@@ -53,6 +53,13 @@ def test_a_slow_network_is_probed_with_small_arrays_only(monkeypatch):
     assert max(size for _, curve in model.curves for size, _ in curve.points) < 1 << 20
 
 
+def test_a_model_that_stops_short_is_not_kept(monkeypatch, tmp_path):
+    """It would stay for ever: later jobs could confirm it only where it was measured."""
+    cluster = Cluster(monkeypatch, slower=1000)
+    cluster.tuner(tmp_path).find()
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_found_is_kept_and_checked_by_few_calls(cluster, tmp_path):
     folder = tmp_path / "new" / "folder"
     first = cluster.tuner(folder).find()
@@ -84,9 +91,13 @@ def test_a_spoilt_file_is_no_reason_to_fail(cluster, tmp_path, content):
     assert "ring" in json.loads(file.read_text())["model"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_no_reason_to_fail(cluster, tmp_path):
+def test_a_folder_that_cannot_be_written_to_is_told_and_no_reason_to_fail(
+        cluster, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert cluster.tuner(tmp_path / "file").find().curves
+    (message,) = caplog.messages
+    assert f"cannot be kept in {tmp_path / 'file'} (File exists)" in message
+    assert "set MPIRING_TUNING_FOLDER" in message
 
 
 def test_only_rank_0_reads_and_writes(cluster, tmp_path):

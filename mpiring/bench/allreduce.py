@@ -68,7 +68,7 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
             continue
 
         def prepare(call: Callable[[], object] = call) -> None:
-            inputs.fill(x)
+            inputs.fill(x, world.rank, world.size)
             call()
 
         def run(times: int, call: Callable[[], object] = call,
@@ -86,7 +86,7 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
 
 def _checked(world: World, contender: Contender, x: Array) -> Callable[[], object] | None:
     """Return the contender's call on `x`, after it was right once; None if it declines `x`."""
-    inputs.fill_to_check(x, world.rank)
+    inputs.fill(x, world.rank, world.size)
     try:
         call = contender.blocking(x)
         call()
@@ -108,7 +108,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     limits: dict[tuple[Any, ...], float] = {}
     for measurement in found:
         best = {NATIVE: references, COPY: limits}.get(measurement.labels["contender"])
-        median = timing.median(measurement.seconds["call"])
+        median = timing.median(measurement.readings["call"])
         if best is not None and median == median:
             best[_case(measurement)] = min(median, best.get(_case(measurement), median))
     return [_row(measurement, about, options, references.get(_case(measurement), float("nan")),
@@ -121,7 +121,7 @@ def _case(measurement: Measurement) -> tuple[Any, ...]:
 
 def _row(measurement: Measurement, about: Environment, options: Namespace, reference_s: float,
          copy_s: float) -> Row:
-    labels, seconds = measurement.labels, measurement.seconds["call"]
+    labels, seconds = measurement.labels, measurement.readings["call"]
     median, nbytes, p = timing.median(seconds), labels["bytes"], about["ranks"]
     algbw = nbytes / median / 1e9
     limit_s = _link_limit(nbytes, about["nodes"], options) or copy_s

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..config import launched_size
+from ..errors import MpiringError
 from . import jobs, results, table
 from .inputs import WrongAnswerError
 from .progress import Progress
@@ -54,6 +55,7 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
 def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     world = World()
     shown = world.rank == 0
+    _check_files_of_rank_0(world, options)
     about = results.environment(world)
     reporter = _Reporter(benchmark, options, several_levels=False, shown=shown)
     found: list[Measurement] = []
@@ -76,7 +78,22 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     return 0
 
 
+def _check_files_of_rank_0(world: World, options: Namespace) -> None:
+    """Raise on all ranks what rank 0 finds: the others may not see its disk."""
+    problem = None
+    # Whoever has started this part of a benchmark writes the files, and has looked.
+    if world.rank == 0 and not options.part:
+        try:
+            check_files(options)
+        except MpiringError as error:
+            problem = error
+    problem = world.raw.bcast(problem, root=0)
+    if problem is not None:
+        raise problem
+
+
 def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
+    check_files(options)
     ranks = _DEFAULT_RANKS if options.ranks is None else options.ranks
     planned = jobs.plan(options.levels, options.rounds)
     progress = Progress(f"bench {benchmark.name}", len(planned) * benchmark.cases(options))
@@ -124,6 +141,20 @@ class _Reporter:
     def close(self) -> None:
         """Take the bar away."""
         self._progress.close()
+
+
+def check_files(options: Namespace) -> None:
+    """Raise before anything is measured if a file that the options ask for cannot be written.
+
+    Raises:
+        ConfigError: Its folder is missing or read-only, or a picture's format is unknown.
+        MissingDependencyError: A picture needs matplotlib.
+    """
+    for path in filter(None, (options.json, options.csv, options.plot)):
+        results.refuse_unwritable(path)
+    if options.plot:
+        from .plot import refuse_undrawable
+        refuse_undrawable(options.plot)
 
 
 def report(name: str, about: Environment, rows: Sequence[Row], options: Namespace) -> None:

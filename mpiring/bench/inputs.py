@@ -1,15 +1,17 @@
 """Fills the arrays that are summed, and checks the sums.
 
-An allreduce in place makes its input p times as large, so values would soon
-overflow, and infinities do not cost what numbers do. Zeros would stay zeros, but
-some processors skip writing them. So a timed array starts from the smallest
-normal number of its dtype, is summed until it comes near the largest, and is
-only then written anew. The call after that is not timed: it finds the array in
-the cache as writing has left it, and leaves it as every later call finds it.
+The numbers differ from place to place and from rank to rank: memory that holds one
+value everywhere is faster than data. An allreduce in place makes its input p times
+as large, so values would soon overflow, and infinities do not cost what numbers do.
+So a timed array starts near the smallest normal number of its dtype, is summed until
+it comes near the largest, and is only then written anew. The call after that is not
+timed: it finds the array in the cache as writing has left it, and leaves it as every
+later call finds it.
 """
 
+import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,17 +19,31 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, MissingDependencyError
 from .world import World
 
-# By dtype: the binary exponents of the first value, and of the last that is safe.
-_EXPONENTS = {
-    "float16": (-14, 15), "bfloat16": (-126, 127), "float32": (-126, 127),
-    "float64": (-1022, 1023), "int32": (0, 30), "int64": (0, 62),
-}
-DTYPES = tuple(_EXPONENTS)
-# Sums of whole numbers are exact up to here; beyond, each of p additions may round.
-_EXACT = {"float16": 2.0 ** 11, "bfloat16": 2.0 ** 8}
 
-_PERIOD = 7
-_RANK_PERIOD = 3
+class _Range(NamedTuple):
+    """Numbers of a dtype that are safe, and how many bits of them are summed exactly.
+
+    Attributes:
+        first: The binary exponent of the first numbers of a series.
+        last: All sums of a series stay below 2**last.
+        digits: Whole numbers up to 2**digits, and their multiples by powers of two, are exact.
+    """
+
+    first: int
+    last: int
+    digits: int
+
+
+_RANGES = {
+    "float16": _Range(-14, 15, 11), "bfloat16": _Range(-126, 127, 8),
+    "float32": _Range(-126, 127, 24), "float64": _Range(-1022, 1023, 53),
+    "int32": _Range(8, 30, 30), "int64": _Range(8, 62, 62),
+}
+DTYPES = tuple(_RANGES)
+
+# Data repeats only after so many elements; a prime, so that no array's slices are alike.
+_PERIOD = 65_521
+_SEED = 20_261_121
 _LONGEST_SERIES = 1000
 
 Array = NDArray[Any]
@@ -58,37 +74,73 @@ def dtype_of(name: str) -> np.dtype[Any]:
 
 def series_length(dtype: np.dtype[Any], size: int) -> int:
     """Return after how many sums over `size` ranks an array must be filled anew."""
-    first, last = _EXPONENTS[dtype.name]
+    numbers = _RANGES[dtype.name]
     if size == 1:
         return _LONGEST_SERIES
-    return max(1, min(_LONGEST_SERIES, int((last - first) / math.log2(size))))
+    # The first numbers are below 2**(first + 1).
+    room = numbers.last - numbers.first - 1
+    return max(1, min(_LONGEST_SERIES, int(room / math.log2(size))))
 
 
-def fill(x: Array) -> None:
-    """Write the first value of a series."""
-    first, _ = _EXPONENTS[x.dtype.name]
-    x.fill(2.0 ** first)
+def fill(x: Array, rank: int, size: int) -> None:
+    """Write a rank's first numbers of a series, the same ones each time.
+
+    Args:
+        x: Shape (n,), of a dtype in DTYPES.
+        rank, size: Of `size` ranks that will sum; their numbers of one place have one sign.
+    """
+    numbers = _first_numbers(x.dtype, rank, size)
+    for start in range(0, x.size, _PERIOD):
+        part = x[start:start + _PERIOD]
+        np.copyto(part, numbers[:part.size])
 
 
-def fill_to_check(x: Array, rank: int) -> None:
-    """Write small whole numbers from 1 that differ from rank to rank and place to place."""
-    x[...] = np.resize((1 + np.arange(_PERIOD) + rank % _RANK_PERIOD).astype(x.dtype), x.shape)
+@functools.lru_cache(maxsize=8)
+def _first_numbers(dtype: np.dtype[Any], rank: int, size: int) -> Array:
+    """Return a period of random numbers of sizes from 2**first up to 2**(first + 1)."""
+    first, _, digits = _RANGES[dtype.name]
+    if dtype.kind == "i":
+        bits = first
+    else:
+        # So few that the sum over ranks is exact, where the dtype allows for that.
+        bits = max(1, digits - 1 - math.ceil(math.log2(size)))
+    signs = np.random.default_rng([0, _SEED]).choice([-1, 1], _PERIOD)
+    whole = np.random.default_rng([1 + rank, _SEED]).integers(1 << bits, 2 << bits, _PERIOD)
+    return np.ldexp((signs * whole).astype(np.float64), first - bits).astype(dtype)
+
+
+@functools.lru_cache(maxsize=1)
+def _sums(dtype: np.dtype[Any], size: int) -> Array:
+    """Return a period of the sums over all ranks; exact in float64, where they are in `dtype`."""
+    total = np.zeros(_PERIOD)
+    for rank in range(size):
+        total += _first_numbers(dtype, rank, size).astype(np.float64)
+    return total
 
 
 def first_wrong(x: Array, size: int) -> int | None:
-    """Return the place of the first element that is not the sum, or None if all are right."""
-    of_ranks = sum(rank % _RANK_PERIOD for rank in range(size))
-    right = size * np.arange(1, 1 + _PERIOD, dtype=np.float32) + of_ranks
-    exact = np.float32(_EXACT.get(x.dtype.name, np.inf))
-    tolerance = np.where(right <= exact, 0, right * size / exact)
-    # Written so that NaN is wrong, too.
-    difference = np.abs(x.astype(np.float32) - np.resize(right, x.shape))
-    good = difference <= np.resize(tolerance, x.shape)
-    return None if good.all() else int(good.argmin())
+    """Return the place of the first element that is not the sum, or None if all are right.
+
+    Args:
+        x: What was made of `size` ranks' arrays, as `fill` writes them.
+    """
+    right = _sums(x.dtype, size)
+    digits = _RANGES[x.dtype.name].digits
+    # The ranks' numbers have at least 2 bits each, 1 of them free. All are of one sign: where
+    # there are too many to be exact, each addition rounds by half a bit of the sum at most.
+    exact = x.dtype.kind == "i" or 4 * size <= 2 ** digits
+    tolerance = np.zeros(1) if exact else np.abs(right) * (size - 1) * 2.0 ** -digits
+    for start in range(0, x.size, _PERIOD):
+        part = x[start:start + _PERIOD].astype(np.float64)
+        # Written so that NaN is wrong, too.
+        good = np.abs(part - right[:part.size]) <= tolerance[:part.size]
+        if not good.all():
+            return start + int(good.argmin())
+    return None
 
 
 def check(world: World, x: Array, contender: str) -> None:
-    """Raise on all ranks if on any of them `x` is not the sum of what `fill_to_check` wrote.
+    """Raise on all ranks if on any of them `x` is not the sum of what `fill` wrote.
 
     Raises:
         WrongAnswerError: Names the contender, and the first rank and place that are wrong.

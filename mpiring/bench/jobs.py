@@ -107,4 +107,4 @@ def write_part(path: str, about: Environment, found: Sequence[Measurement]) -> N
 def read_part(path: Path) -> tuple[Environment, list[Measurement]]:
     """Return what `write_part` has written."""
     about, found = json.loads(path.read_text())
-    return about, [Measurement(labels, seconds) for labels, seconds in found]
+    return about, [Measurement(labels, readings) for labels, readings in found]

@@ -95,7 +95,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
             actions = subjects[place].actions
             for name in dice.sample(list(actions), len(actions)):
                 seconds[place][name] += timing.timed(
-                    world, actions[name], 1, prepare=lambda: _fill(buckets))
+                    world, actions[name], 1, prepare=lambda: _fill(world, buckets))
         if count < options.rounds - 1:
             yield []
     labels = {"bytes": sum(bucket.nbytes for bucket in buckets), "buckets": len(buckets),
@@ -104,9 +104,9 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
            for subject, times in zip(subjects, seconds)]
 
 
-def _fill(buckets: Sequence[NDArray[Any]]) -> None:
+def _fill(world: World, buckets: Sequence[NDArray[Any]]) -> None:
     for bucket in buckets:
-        inputs.fill(bucket)
+        inputs.fill(bucket, world.rank, world.size)
 
 
 def _subjects(world: World, contender: Contender, buckets: Sequence[NDArray[Any]],
@@ -125,12 +125,12 @@ def _subjects(world: World, contender: Contender, buckets: Sequence[NDArray[Any]
     def communicate() -> None:
         together(lambda: None)
 
-    for bucket in buckets:
-        inputs.fill_to_check(bucket, world.rank)
+    _fill(world, buckets)
     communicate()
     for bucket in buckets:
         inputs.check(world, bucket, name)
-    alone = timing.median(timing.timed(world, communicate, 3, prepare=lambda: _fill(buckets)))
+    alone = timing.median(timing.timed(
+        world, communicate, 3, prepare=lambda: _fill(world, buckets)))
     subjects = []
     for kind in options.computes:
         compute = calibrated(world, _UNITS[kind](), options.ratio * alone)
@@ -148,7 +148,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
 def _row(measurement: Measurement) -> Row:
     """Compare the three readings of each round, which lie close in time, and take the medians."""
     names = ("compute", "communication", "total")
-    rounds = list(zip(*(measurement.seconds[name] for name in names)))
+    rounds = list(zip(*(measurement.readings[name] for name in names)))
     compute, communication, total = (timing.median(values) for values in zip(*rounds))
     return {
         "size": size_text(measurement.labels["bytes"]),

@@ -118,21 +118,25 @@ def _address(interface: str) -> str:
 
 
 def _horovod() -> Peer:
+    """Start Horovod; it finds the ranks in MPI_COMM_WORLD by itself."""
     import horovod.torch as hvd
     hvd.init()
-    # Under one name in each call, so that Horovod's cache of responses works as in training.
     numbers = itertools.count()
 
-    def call(x: Array) -> Call:
-        tensor, name = tensor_of(x), f"array {next(numbers)}"
-        return lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum)
-
     def start(x: Array) -> Callable[[], Call]:
+        # Under one name in each call, so that Horovod's cache of responses works as in training.
         tensor, name = tensor_of(x), f"array {next(numbers)}"
 
         def begin() -> Call:
-            handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum)
+            try:
+                handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum)
+            except ValueError as exc:
+                raise ConfigError(f"Horovod has no {x.dtype.name}") from exc
             return lambda: hvd.synchronize(handle)
         return begin
+
+    def call(x: Array) -> Call:
+        begin = start(x)
+        return lambda: begin()()
 
     return "Horovod", call, start

@@ -1,25 +1,47 @@
 """Draws what was measured; alone imports matplotlib."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependencyError
 from .contenders import COPY
-from .results import Environment, Row
+from .results import Environment, Row, writing
 from .table import ranks_text
 from .units import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, without the yellow.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555")
-_MARKERS = "osD^vPX"
+# Okabe and Ito's colours, which colour-blind readers can tell apart, without the yellow, and two
+# more: as many as there are contenders.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555",
+            "#882255", "#000000")
+_GREY = _COLOURS[6]
+_MARKERS = "osD^vPX<>"
 _INCHES = (7.2, 3.4)
 _DPI = 200
+_MOST_LABELS = 6
 _STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid": True,
           "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
           "axes.spines.top": False, "axes.spines.right": False}
+
+
+def refuse_undrawable(path: str) -> None:
+    """Raise if no picture of this name can be drawn.
+
+    Raises:
+        ConfigError: Its ending names no format that matplotlib knows.
+        MissingDependencyError: There is no matplotlib.
+    """
+    try:
+        import matplotlib.figure
+    except ImportError as exc:
+        raise MissingDependencyError("drawing needs matplotlib: pip install 'mpiring[bench]'"
+                                     ) from exc
+    known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
+    if Path(path).suffix[1:].lower() not in known:
+        raise ConfigError(f"{path}: expected a name that ends in .{', .'.join(sorted(known))}")
 
 
 def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
@@ -29,18 +51,15 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
         path: Its ending tells the format: .png, .pdf, .svg.
 
     Raises:
-        ConfigError: There is nothing to draw.
+        ConfigError: There is nothing to draw, or the file cannot be written.
         MissingDependencyError: There is no matplotlib.
     """
     if not rows:
         raise ConfigError(f"{path}: there is nothing to draw")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise MissingDependencyError("--plot needs matplotlib: pip install 'mpiring[bench]'"
-                                     ) from exc
-    with matplotlib.rc_context(_STYLE):
+    refuse_undrawable(path)
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+    with rc_context(_STYLE):
         panels = _panels(benchmark, rows)
         figure = Figure((_INCHES[0], _INCHES[1] * len(panels)), layout="constrained")
         grid = figure.subplots(len(panels), 1 if benchmark == "steps" else 2, squeeze=False)
@@ -48,9 +67,11 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
             _DRAW[benchmark](axes, members)
             axes[0].set_title(title, loc="left")
         handles, labels = grid[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+        if handles:
+            figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
         figure.suptitle(_caption(about), fontsize=8)
-        figure.savefig(path, dpi=_DPI)
+        with writing(path):
+            figure.savefig(path, dpi=_DPI)
 
 
 def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -120,8 +141,11 @@ def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
-    """Mark every third size or so, in bytes as people read them."""
-    shown = sizes[::-1][::max(1, -(-len(sizes) // 6))]
+    """Mark sizes, in bytes as people read them, from the largest on; none that has no room."""
+    shown = [sizes[-1]]
+    for size in reversed(sizes[:-1]):
+        if shown[-1] / size >= (sizes[-1] / sizes[0]) ** (1 / _MOST_LABELS):
+            shown.append(size)
     panel.set_xticks(shown, [size_text(size) for size in shown])
     panel.set_xticks([], minor=True)
 
@@ -132,7 +156,7 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     places = range(len(rows))
     compute = [min(row["compute_ms"], row["total_ms"]) for row in rows]
     added = [max(0.0, row["total_ms"] - row["compute_ms"]) for row in rows]
-    axes[0].barh(places, compute, color=_COLOURS[-1], label="compute alone")
+    axes[0].barh(places, compute, color=_GREY, label="compute alone")
     axes[0].barh(places, added, left=compute, color=_COLOURS[1], label="added by communication")
     axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], places, "k|",
                  markersize=12, label="compute + communication alone")
@@ -152,7 +176,7 @@ def _step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the time of a step, with the scaling efficiency beside it."""
     places = range(len(rows))
     bars = axes[0].barh(places, [row["median_ms"] for row in rows], color=[
-        _COLOURS[0] if "mpiring" in row["contender"] else _COLOURS[-1] for row in rows])
+        _COLOURS[0] if "mpiring" in row["contender"] else _GREY for row in rows])
     axes[0].bar_label(bars, [f"{row['efficiency_percent']:.0f} %" for row in rows], padding=3)
     axes[0].set_yticks(places, [row["contender"] for row in rows])
     axes[0].invert_yaxis()

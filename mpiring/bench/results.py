@@ -1,5 +1,6 @@
 """Keeps what was measured, where and with what, and writes it as JSON and CSV."""
 
+import contextlib
 import csv
 import datetime
 import importlib.metadata
@@ -9,7 +10,7 @@ import platform
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,15 +28,15 @@ _PACKAGES = ("mpi4py", "numpy", "torch", "horovod", "ml_dtypes")
 
 @dataclass(frozen=True)
 class Measurement:
-    """The times of one case and contender.
+    """The readings of one case and contender.
 
     Attributes:
         labels: What was measured, and how.
-        seconds: Readings, by what was timed; none where the contender cannot do the case.
+        readings: By what was read, times in seconds; none where the contender cannot do the case.
     """
 
     labels: dict[str, Any]
-    seconds: dict[str, list[float]]
+    readings: dict[str, list[float]]
 
 
 def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -44,8 +45,8 @@ def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
     for measurement in measurements:
         key = json.dumps(measurement.labels, sort_keys=True)
         known = found.setdefault(key, Measurement(measurement.labels, {}))
-        for name, seconds in measurement.seconds.items():
-            known.seconds.setdefault(name, []).extend(seconds)
+        for name, values in measurement.readings.items():
+            known.readings.setdefault(name, []).extend(values)
     return list(found.values())
 
 
@@ -103,11 +104,38 @@ def _cpu() -> str:
     return names[0] if names else platform.machine()
 
 
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Make the system's errors ours, while a file is written.
+
+    Raises:
+        ConfigError: It cannot be written; says why.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+
+
+def refuse_unwritable(path: str) -> None:
+    """Raise if a file could not be written later; leave none where there is none.
+
+    Raises:
+        ConfigError: It cannot be written; says why.
+    """
+    with writing(path):
+        new = not os.path.lexists(path)
+        open(path, "a").close()
+        if new:
+            os.unlink(path)
+
+
 def write_json(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
     """Write rows and environment; a value that is missing is null."""
     content = {"benchmark": benchmark, "environment": about,
                "rows": [{key: _finite(value) for key, value in row.items()} for row in rows]}
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    with writing(path):
+        Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def read_json(path: str) -> tuple[str, Environment, list[Row]]:
@@ -121,13 +149,15 @@ def read_json(path: str) -> tuple[str, Environment, list[Row]]:
         rows = [{key: float("nan") if value is None else value for key, value in row.items()}
                 for row in content["rows"]]
         return content["benchmark"], content["environment"], rows
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
+    except (ValueError, KeyError, TypeError) as exc:
         raise ConfigError(f"{path}: no file that --json has written ({exc!r})") from exc
 
 
 def write_csv(path: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Write rows under a header, and above it the environment in lines that begin with #."""
-    with open(path, "w", newline="") as file:
+    with writing(path), open(path, "w", newline="") as file:
         for key, value in about.items():
             text = value if isinstance(value, str) else json.dumps(value)
             file.write(f"# {key}: {text}\n")

@@ -3,6 +3,7 @@
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from . import timing
 from .command import Benchmark
 from .contenders import Contender, chosen
 from .inputs import WrongAnswerError
+from .memory import Growth
 from .results import Environment, Measurement, Row
 from .table import Column
 from .world import World
@@ -23,6 +25,7 @@ OURS = "mpiring DataParallel"
 _LEARNING_RATE = np.float32(1e-3)
 # Gradients come from sums of float32 in another order.
 _TOLERANCE = 1e-4
+_WARM_BYTES = 1 << 20
 
 Array = NDArray[Any]
 Gradients = Mapping[str, Array]
@@ -36,6 +39,10 @@ class Network:
         layers: How many there are.
         batch: Rows of data.
         rank: Ranks have equal weights, but data of their own.
+
+    Attributes:
+        params: By name.
+        names_as_ready: In the order in which `backward` computes their gradients.
     """
 
     def __init__(self, width: int, layers: int, batch: int, rank: int) -> None:
@@ -46,6 +53,8 @@ class Network:
             values = weights.standard_normal((width, width), np.float32)
             self.params[f"w{layer}"] = values * np.float32(np.sqrt(2 / width))
             self.params[f"b{layer}"] = np.zeros(width, np.float32)
+        self.names_as_ready = [
+            f"{kind}{layer}" for layer in reversed(self._layers) for kind in "wb"]
         self._x = data.standard_normal((batch, width), np.float32)
         self._y = data.standard_normal((batch, width), np.float32)
 
@@ -78,12 +87,17 @@ class Network:
 
 
 class _Variant:
-    """A way to take training steps; `gradients` returns what the last one has used."""
+    """A way to take training steps.
+
+    Attributes:
+        gradients: Returns what the last step has used.
+        own_bytes: Of the gradients, where they were made together with the variant.
+    """
 
     def __init__(self, name: str, network: Network, combine: Callable[[], object],
                  gradients: Callable[[], Gradients],
-                 ready: Callable[[str], object] = lambda name: None) -> None:
-        self.name, self.gradients = name, gradients
+                 ready: Callable[[str], object] = lambda name: None, own_bytes: int = 0) -> None:
+        self.name, self.gradients, self.own_bytes = name, gradients, own_bytes
         self._network, self._combine, self._ready = network, combine, ready
 
     def step(self) -> None:
@@ -92,12 +106,27 @@ class _Variant:
         self._combine()
         self._network.update(self.gradients())
 
+    def communicate(self) -> None:
+        """Do what a step does with gradients, without the computation and its memory."""
+        gradients = self.gradients()
+        for name in self._network.names_as_ready:
+            gradients[name][...] = 1
+            self._ready(name)
+        self._combine()
+
 
 def _views(flat: Array, params: Mapping[str, Array]) -> Gradients:
     """Return views of a vector, one after the other, of the parameters' shapes."""
     ends = np.cumsum([value.size for value in params.values()])
     return {name: flat[end - value.size:end].reshape(value.shape)
             for (name, value), end in zip(params.items(), ends)}
+
+
+def _while_computing(world: World, network: Network, bucket_bytes: int) -> _Variant:
+    """Return steps in which DataParallel averages the gradients during backward."""
+    dp = DataParallel(network.params, world.comm, bucket_bytes=bucket_bytes)
+    return _Variant(OURS, network, dp.wait, lambda: dp.grads, dp.ready,
+                    sum(value.nbytes for value in network.params.values()))
 
 
 def _after_backward(contender: Contender, network: Network, flat: Array, size: int) -> _Variant:
@@ -112,22 +141,47 @@ def _after_backward(contender: Contender, network: Network, flat: Array, size: i
     return _Variant(f"{contender.name} after backward", network, combine, lambda: views)
 
 
-def _variants(world: World, options: Namespace) -> list[_Variant]:
+def _makers(world: World, options: Namespace) -> list[Callable[[], _Variant]]:
+    """Return what makes the variants; their parameters exist already, and gradients but ours."""
     def network() -> Network:
         return Network(options.width, options.layers, options.batch, world.rank)
 
     alone = network()
     length = sum(value.size for value in alone.params.values())
     flat = world.comm.empty(length, np.float32)
-    views = _views(np.empty(length, np.float32), alone.params)
-    ours = network()
-    dp = DataParallel(ours.params, world.comm, bucket_bytes=options.bucket)
+    # Written to, so that it has memory of its own.
+    flat[...] = 1
+    views = _views(np.ones(length, np.float32), alone.params)
     return [
-        _Variant(ALONE, alone, lambda: None, lambda: views),
-        _Variant(OURS, ours, dp.wait, lambda: dp.grads, dp.ready),
-        *(_after_backward(contender, network(), flat, world.size) for contender in chosen(
+        partial(_Variant, ALONE, alone, lambda: None, lambda: views),
+        partial(_while_computing, world, network(), options.bucket),
+        *(partial(_after_backward, contender, network(), flat, world.size) for contender in chosen(
             world, options.contenders, ["auto"], options.interface)),
     ]
+
+
+def _warm_up(world: World) -> None:
+    """Take the memory that a process's first messages cost, whoever sends them."""
+    few, many = np.ones(world.size), np.ones(world.size * _WARM_BYTES // 8)
+    world.comm.iallreduce(few).wait()
+    world.comm.allreduce(few)
+    world.raw.Alltoall(many, np.empty_like(many))
+
+
+def _begun(world: World, make: Callable[[], _Variant], right: Mapping[str, Array],
+           ) -> tuple[_Variant, float]:
+    """Make and check a variant; return it, and the bytes that it has beyond the gradients."""
+    growth = Growth(world.comm.local_size)
+    variant = make()
+    # The first step of all starts from the same weights, so that it can be checked.
+    variant.step()
+    if variant.name != ALONE:
+        _check(world, variant, right)
+    variant.step()
+    growth.forget_peak()
+    variant.communicate()
+    variant.communicate()
+    return variant, world.slowest([growth.most_bytes() - variant.own_bytes])[0]
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -135,26 +189,22 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    variants = _variants(world, options)
     right = _mean_gradients(world, options)
-    for variant in variants:
-        # The first step of all starts from the same weights, so that it can be checked.
-        variant.step()
-        if variant.name != ALONE:
-            _check(world, variant, right)
-        variant.step()
-    seconds: dict[str, list[float]] = {variant.name: [] for variant in variants}
+    _warm_up(world)
+    begun = [_begun(world, make, right) for make in _makers(world, options)]
+    variants = [variant for variant, _ in begun]
+    readings: dict[str, dict[str, list[float]]] = {
+        variant.name: {"step": [], "extra_bytes": [extra]} for variant, extra in begun}
     dice = random.Random(options.seed)
     for count in range(options.rounds):
         for variant in dice.sample(variants, len(variants)):
             variant.step()
-            seconds[variant.name] += timing.timed(world, variant.step, options.calls)
+            readings[variant.name]["step"] += timing.timed(world, variant.step, options.calls)
         if count < options.rounds - 1:
             yield []
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
-    yield [Measurement({**labels, "contender": name}, {"step": times})
-           for name, times in seconds.items()]
+    yield [Measurement({**labels, "contender": name}, found) for name, found in readings.items()]
 
 
 def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
@@ -181,11 +231,11 @@ def _check(world: World, variant: _Variant, right: Mapping[str, Array]) -> None:
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each variant, compared with the compute alone at its thread level."""
-    alone = {measurement.labels["thread_level"]: timing.median(measurement.seconds["step"])
+    alone = {measurement.labels["thread_level"]: timing.median(measurement.readings["step"])
              for measurement in found if measurement.labels["contender"] == ALONE}
     table = []
     for measurement in found:
-        seconds, labels = measurement.seconds["step"], measurement.labels
+        seconds, labels = measurement.readings["step"], measurement.labels
         median = timing.median(seconds)
         table.append({
             **labels,
@@ -193,6 +243,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
             "median_ms": median * 1e3,
             "p95_ms": timing.p95(seconds) * 1e3,
             "samples_per_s": labels["batch"] * about["ranks"] / median,
+            "extra_MiB": max(measurement.readings["extra_bytes"]) / 2 ** 20,
             "efficiency_percent": 100 * alone[labels["thread_level"]] / median,
         })
     return table
@@ -207,6 +258,7 @@ def columns(several_levels: bool) -> list[Column]:
         Column("median_ms", "median ms", 10, 4), Column("p95_ms", "p95 ms", 10, 4),
         Column("samples_per_s", "samples/s", 10, 4),
         Column("efficiency_percent", "efficiency %", 12, 3),
+        Column("extra_MiB", "extra MiB", 9, 3),
     ]
 
 

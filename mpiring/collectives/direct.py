@@ -8,9 +8,9 @@ from ..transport.base import Channel, Request, Schedule
 from . import ring
 
 # Length of the shortest and longest pieces. Two pieces from every other rank are held at a
-# time; they take no more than a chunk, but where shorter ones would cost more in messages
-# than they save in memory. Longer ones gain nothing.
-PIECE_BYTES = 16 << 10, 512 << 10
+# time; those of two operations take no more than a chunk, but where shorter ones would cost
+# more in messages than they save in memory. Longer ones gain nothing.
+PIECE_BYTES = 16 << 10, 256 << 10
 
 
 def reduce_scatter(
@@ -92,5 +92,5 @@ def _pieces(longest: int, p: int, itemsize: int, piece_bytes: tuple[int, int]) -
     """Return in how many pieces chunks of up to `longest` elements travel."""
     shortest_bytes, longest_bytes = piece_bytes
     nbytes = longest * itemsize
-    fair_bytes = nbytes // max(2 * (p - 1), 1)
+    fair_bytes = nbytes // max(4 * (p - 1), 1)
     return max(-(-nbytes // min(max(fair_bytes, shortest_bytes), longest_bytes)), 1)

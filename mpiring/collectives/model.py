@@ -19,6 +19,8 @@ _LATENCY_SHARE = 0.1
 # MPI may change its algorithm. (MPICH between 4 hosts was as fast as a ring at 2 MiB, and
 # took twice its time at 16 MiB.)
 _UNMEASURED = 1.25
+# Times of arrays this many times shorter tell nothing: only bytes count.
+_FAR = 32
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 25 << 20
 
 
@@ -78,6 +80,9 @@ class Model:
         """
         candidates = list(candidates)
         curves = dict(self.curves)
+        if any(name in curves and nbytes > _FAR * curves[name].points[-1][0]
+               for name in candidates):
+            return candidates[-1]
 
         def time_s(name: str) -> float:
             curve = curves[name]

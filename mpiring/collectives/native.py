@@ -7,6 +7,7 @@ when the network lets them, so native calls are posted strictly in turn.
 from collections import deque
 from typing import Protocol
 
+import numpy as np
 from numpy.typing import DTypeLike
 
 from ..memory.arrays import Array, dtype_name, pieces_of
@@ -59,6 +60,11 @@ class Turns:
         self._queue.append(sequence)
         return Turn(self._queue, sequence)
 
+    def forget(self, sequence: int) -> None:
+        """Give up the places of the newest operation, which was not begun."""
+        while self._queue and self._queue[-1] == sequence:
+            self._queue.pop()
+
 
 class Turn:
     """A request that is complete once this operation is the oldest in the queue."""
@@ -90,8 +96,12 @@ def allreduce(
     """
     yield (turn,)
     op = "sum" if reduction.op == "mean" else reduction.op
-    reduction.prepare(x)
-    for piece in pieces_of(x, piece_bytes):
+    # mpi4py knows no MPI type for elements at odd addresses, and MPI could not add them.
+    aligned = x if x.flags.aligned else x.copy()
+    reduction.prepare(aligned)
+    for piece in pieces_of(aligned, piece_bytes):
         yield (transport.iallreduce(piece, op),)
     turn.leave()
-    reduction.finish(x)
+    reduction.finish(aligned)
+    if aligned is not x:
+        np.copyto(x, aligned)

@@ -28,7 +28,7 @@ _log = logging.getLogger("mpiring")
 @functools.cache
 def _say_fallback(reason: str) -> None:
     """Say once that the configured algorithm cannot be used."""
-    _log.warning("the configured %s", reason)
+    _log.warning('the configured algorithm cannot be used, "auto" is taken instead: %s', reason)
 
 
 class Transport(native.NativeTransport, Protocol):
@@ -73,6 +73,10 @@ class Resources:
 
 class Collectives:
     """The schedules of one operation, bound to its channel: what Reducers build on.
+
+    An operation may run several, but one after the other, in the same order on all ranks:
+    they share its barriers, its desks and its channel. What shall run at once must be
+    operations of their own.
 
     Attributes:
         rank, size: This rank, and how many there are.

@@ -87,6 +87,7 @@ def _refuse_the_impossible(
     if wish == "hierarchical":
         raise ConfigError(
             f"algorithm='hierarchical': expected several nodes, and several ranks on one of them "
-            f"that share its memory, not {ranks} ranks on {nodes} nodes; use algorithm='auto'")
+            f"that share its memory; here are {ranks} ranks and {nodes} node(s); use "
+            f"algorithm='auto'")
     if wish not in ALGORITHMS:
         raise ConfigError(f"algorithm={wish!r}: expected one of {', '.join(ALGORITHMS)}")

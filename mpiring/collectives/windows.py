@@ -23,10 +23,10 @@ _MOST_SLICES = 64
 
 
 @functools.cache
-def _say_problem(rank: int, nbytes: int, problem: str) -> None:
-    """Say once that memory is not to be had."""
-    _log.warning("rank %d cannot share %d bytes with its node (%s): private memory is used, which "
-                 "collectives must copy", rank, nbytes, problem)
+def _say_problem(rank: int, problem: str) -> None:
+    """Say once why memory is not to be had."""
+    _log.warning("rank %d cannot share memory with its node (%s): private memory is used, which "
+                 "collectives must copy", rank, problem)
 
 
 class Sharers(Protocol):
@@ -53,7 +53,7 @@ def mapped(node: Sharers, nbytes: int) -> Schedule[Sequence[Array] | None]:
     try:
         descriptor = window.create() if node.rank == 0 else -1
     except OSError as error:
-        problem = str(error)
+        problem = error.strerror or str(error)
     device, number = window.identity(descriptor) if descriptor >= 0 else (0, 0)
     offers = yield from node.share(os.getpid(), descriptor, device, number)
     try:
@@ -63,13 +63,13 @@ def mapped(node: Sharers, nbytes: int) -> Schedule[Sequence[Array] | None]:
                 descriptor = window.attach(pid, theirs, (device, number))
             segments = window.segments(descriptor, node.rank, node.size, nbytes)
     except OSError as error:
-        problem = str(error)
+        problem = error.strerror or str(error)
     # The file must not be closed before all others have opened it.
     answers = yield from node.share(int(segments is not None))
     if descriptor >= 0:
         os.close(descriptor)
     if problem:
-        _say_problem(node.ranks[node.rank], nbytes, problem)
+        _say_problem(node.ranks[node.rank], problem)
     return segments if all(ok for ok, in answers) else None
 
 
@@ -106,7 +106,9 @@ class Windows:
     def empty(
         self, node: Node, shape: Sequence[int], dtype: DTypeLike, number: int,
     ) -> Schedule[Array]:
-        """Return an array of zeros in memory that is shared within the node, where possible.
+        """Return an array in memory that is shared within the node, where possible.
+
+        Its content is undefined: memory that is shared begins as zeros, other does not.
 
         Args:
             number: The window's own, the same on all ranks.
@@ -122,10 +124,6 @@ class Windows:
         self._windows[id(root)] = _Window(number, segments, node.rank)
         weakref.finalize(root, self._windows.pop, id(root)).atexit = False
         return root.view(dtype).reshape(shape)
-
-    def __len__(self) -> int:
-        """Return how many windows are in use."""
-        return len(self._windows)
 
     def place_of(self, x: Array) -> tuple[int, int]:
         """Return the number of the window that holds the vector `x`, and its byte offset.

@@ -112,9 +112,10 @@ class Reduction:
         self.widens = widens(dtype, op)
         self.divides_first = op == "mean" and self.widens
         self._combine = _UFUNCS[op]
-        self._block = (sixteen.block_size(dtype) if self.widens
-                       else BLOCK_BYTES // np.dtype(dtype).itemsize)
-        self._one_block = self._in_float32 if self.widens else self._in_own_dtype
+        # One rank alone has nothing to combine, and no reason to load what is fast at it.
+        self._combine_16 = None if not self.widens else (
+            sixteen.combine if size == 1 else sixteen.combiner(dtype))
+        self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
         self._divisor = size if op == "mean" else 1
 
     def prepare(self, x: Array) -> None:
@@ -145,16 +146,17 @@ class Reduction:
         self._quietly(sources, divisor, out)
 
     def _quietly(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
-        quietly(self._one_block if out.size <= self._block else self._in_blocks,
-                sources, divisor, out)
+        if self._combine_16 is not None:
+            quietly(self._combine_16, self._combine, sources, divisor, out)
+        elif out.size <= self._block:
+            quietly(self._in_own_dtype, sources, divisor, out)
+        else:
+            quietly(self._in_blocks, sources, divisor, out)
 
     def _in_blocks(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
         for start in range(0, out.size, self._block):
             here = slice(start, start + self._block)
-            self._one_block([x[here] for x in sources], divisor, out[here])
-
-    def _in_float32(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
-        sixteen.combine(self._combine, sources, divisor, out)
+            self._in_own_dtype([x[here] for x in sources], divisor, out[here])
 
     def _in_own_dtype(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
         if len(sources) == 2:

@@ -1,8 +1,8 @@
 """Converts float16 and bfloat16 to float32 and back, and combines them in float32.
 
-NumPy's own casts of these types go element by element; shifts and masks of whole
-blocks, as here, are several times faster. For float16, PyTorch's are faster still, and
-used where the program has loaded it.
+Where numba is installed, `compiled` combines them. What is here needs only NumPy, whose own
+casts of these types go element by element; shifts and masks of whole blocks are several
+times faster.
 
 A float16 s|eeeee|mmmmmmmmmm, spread out to s000eeeeemmmmmmmmmm0000000000000, is a
 float32 that is 2**-112 times as large, subnormal numbers included: the smallest
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from . import torch_casts
+from . import compiled
 from .arrays import Array, dtype_name
 
 # Elements in a block. A sum uses two scratch blocks of 4 bytes per element, which stay in
@@ -33,6 +33,7 @@ _SCALE, _UNSCALE = np.float32(2.0**112), np.float32(2.0**-112)
 _INFINITY = 0x7c00                          # the bits of float16's
 _LARGEST = np.float32(65519.996)            # the last that rounds to a finite float16
 _SPREAD = np.int32(-0x70002000)             # 0x8fffe000: all but three copies of the sign
+_SUBNORMAL = np.float32(2.0**-130)
 _EXPONENT, _SIGN = np.int32(0x7f800000), np.int32(-0x80000000)
 
 Wide = NDArray[np.float32]
@@ -70,6 +71,11 @@ def _spare() -> _Spare:
     return spare
 
 
+def combiner(dtype: DTypeLike) -> compiled.Combine16:
+    """Return the fastest way there is to do what `combine` does: numba's, or else NumPy's."""
+    return compiled.combiner(dtype_name(dtype)) or combine
+
+
 def widen(x: Array, out: Wide) -> None:
     """Convert a float16 or bfloat16 vector to float32, exactly.
 
@@ -77,10 +83,9 @@ def widen(x: Array, out: Wide) -> None:
         x: Shape (n,), contiguous.
         out: Shape (n,), overwritten.
     """
-    size = block_size(x.dtype)
     with np.errstate(all="ignore"):
-        for start in range(0, x.size, size):
-            _widen(x[start:start + size], out[start:start + size])
+        for start in range(0, x.size, BLOCK):
+            _widen(x[start:start + BLOCK], out[start:start + BLOCK])
 
 
 def narrow(x: Wide, out: Array) -> None:
@@ -92,35 +97,33 @@ def narrow(x: Wide, out: Array) -> None:
         x: Shape (n,), contiguous.
         out: Shape (n,), overwritten.
     """
-    size = block_size(out.dtype)
     with np.errstate(all="ignore"):
-        for start in range(0, x.size, size):
-            block = x[start:start + size]
-            _narrow(block, out[start:start + size])
-
-
-def block_size(dtype: DTypeLike) -> int:
-    """Return how many elements of a 16-bit dtype `combine` should be given at a time."""
-    return torch_casts.LONGEST if dtype == np.float16 and torch_casts.available() else BLOCK
+        for start in range(0, x.size, BLOCK):
+            _narrow(x[start:start + BLOCK], out[start:start + BLOCK])
 
 
 def combine(
     op: Callable[..., Any], sources: Sequence[Array], divisor: float, out: Array,
 ) -> None:
-    """Combine blocks of 16 bits in float32, in the order given, and round once, at the end.
+    """Combine vectors of 16 bits in float32, in the order given, and round once, at the end.
 
     Args:
         op: numpy.add or numpy.multiply.
-        sources: Vectors of float16 or of bfloat16, of one length of at most BLOCK.
+        sources: Vectors of float16 or of bfloat16, contiguous, of one length.
         divisor: The result is divided by it before it is rounded.
         out: Overwritten by the result; may be one of the sources.
     """
-    if out.size == 0:
-        return
+    for start in range(0, out.size, BLOCK):
+        here = slice(start, start + BLOCK)
+        _combine_block(op, [x[here] for x in sources], divisor, out[here])
+
+
+def _combine_block(
+    op: Callable[..., Any], sources: Sequence[Array], divisor: float, out: Array,
+) -> None:
     half = out.dtype == np.float16
-    if half and op is np.add and not torch_casts.available(out, *sources):
-        if _sum_of_halves(sources, divisor, out):
-            return
+    if half and op is np.add and _sum_of_halves(sources, divisor, out):
+        return
     total, term = _spare().blocks[:2, :out.size]
     _widen(sources[0], total)
     for x in sources[1:]:
@@ -140,7 +143,8 @@ def _sum_of_halves(sources: Sequence[Array], divisor: float, out: Array) -> bool
     p = len(sources)
     # p numbers below 2**(16 - k), where p <= 2**k, have a sum below the largest float16.
     k = (p - 1).bit_length() if divisor < p else 0
-    if divisor > _MOST_DIVIDED or any(_peak(x) >= _INFINITY - (k << 10) for x in sources):
+    if (divisor > _MOST_DIVIDED or _flushes_subnormals()
+            or any(_peak(x) >= _INFINITY - (k << 10) for x in sources)):
         return False
     total, term = _spare().blocks[:2, :out.size]
     _spread(sources[0], total)
@@ -158,6 +162,16 @@ def _peak(x: Array) -> int:
     positive = np.maximum.reduce(x.view(np.int16))
     negative = np.maximum.reduce(x.view(np.uint16))
     return max(int(positive), int(negative) - 0x8000)
+
+
+def _flushes_subnormals() -> bool:
+    """Return whether this thread takes float32's subnormal numbers for zero.
+
+    Some libraries, such as those built with -ffast-math, let the processor do so. Float16's
+    own subnormal numbers, which gradients often are, are no such numbers of float32 and must
+    survive it: but not at their own scale, where they are.
+    """
+    return bool(_SUBNORMAL * np.float32(1) == 0)
 
 
 def _spread(x: Array, out: Wide) -> None:
@@ -186,9 +200,7 @@ def _widen(x: Array, out: Wide) -> None:
         bits = out.view(np.int32)
         np.copyto(bits, x.view(np.int16))
         np.left_shift(bits, _BFLOAT.dropped, out=bits)
-    elif torch_casts.available(x, out):
-        torch_casts.cast(x, out)
-    elif x.size and _peak(x) < _INFINITY:
+    elif _peak(x) < _INFINITY and not _flushes_subnormals():
         _spread(x, out)
         np.multiply(out, _SCALE, out=out)
     else:
@@ -197,16 +209,12 @@ def _widen(x: Array, out: Wide) -> None:
 
 def _narrow(x: Wide, out: Array) -> None:
     """Round a block, which may be the first of this thread's scratch blocks."""
-    if x.size == 0:
-        return
-    if out.dtype == np.float16 and torch_casts.available(x, out):
-        return torch_casts.cast(x, out)
     spare, rounded = _spare().blocks[1:, :x.size]
     # A carry could turn NaN into Inf or zero, and 2**16 at float16's scale is beyond Inf.
     if dtype_name(out.dtype) == "bfloat16":
         if not np.isnan(np.maximum.reduce(x)):
             return _round_off(x, out, _BFLOAT, spare)
-    elif np.maximum.reduce(np.absolute(x, out=spare)) <= _LARGEST:
+    elif not _flushes_subnormals() and np.maximum.reduce(np.absolute(x, out=spare)) <= _LARGEST:
         _round_to_half(x, rounded, spare)
         np.multiply(rounded, _UNSCALE, out=rounded)
         return _round_off(rounded, out, _HALF, spare)

@@ -10,7 +10,7 @@ from ..collectives import direct, hierarchical, ring, shared
 from ..collectives.model import Curve, Model
 from ..collectives.select import choose
 from ..memory.arrays import Array, slice_of
-from ..transport.base import Channel, Schedule
+from ..transport.base import HEADER_BYTES, Channel, Schedule
 from ..transport.folded import cyclic, pairwise
 from ..transport.prices import PricedCombine, ghost
 from ..transport.simulated import SimulatedNetwork
@@ -19,9 +19,9 @@ from . import mpich
 from .cluster import Cluster, Symmetry
 
 DTYPE = np.dtype(np.float32)
-# With bursts a call depends on those before it, which have emptied the bucket of tokens; as
-# in a benchmark, one follows the other at once.
-_CALLS = 4
+# With bursts a call depends on those before it, which have emptied the bucket of tokens: as
+# in a benchmark, calls follow each other, until they have sent so many bursts.
+_BURSTS = 8
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,19 @@ class Algorithm:
     in_python: bool = True
 
 
+def _announced(rank: _Rank, schedule: Schedule[None]) -> Schedule[None]:
+    """Run a schedule as `agreement.agreed` does: nodes tell the next one what they were asked."""
+    r, net = rank.cluster.ranks_per_node, rank.net
+    headers = []
+    if rank.node.rank == 0 and rank.cluster.nodes > 1:
+        header = ghost(HEADER_BYTES, np.uint8)
+        headers = [net.irecv(header, (net.rank - r) % net.size),
+                   net.isend(header, (net.rank + r) % net.size)]
+    first = next(schedule)
+    yield (*headers, *first)
+    yield from schedule
+
+
 def _ring(rank: _Rank, n: int) -> Schedule[None]:
     inbox = rank.array(ring.inbox_size(n, rank.net.size, DTYPE.itemsize))
     return ring.allreduce(rank.net, rank.array(n), inbox, rank.combine)
@@ -93,6 +106,10 @@ def _hierarchical(rank: _Rank, n: int) -> Schedule[None]:
     r = cluster.ranks_per_node
     nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     levels = hierarchical.Levels(rank.combine, rank.combine, False)
+    if n * DTYPE.itemsize <= hierarchical.SHORT_BYTES:
+        inbox = rank.array((len(nodes) - 1) * n)
+        return (yield from hierarchical.short(
+            rank.net, nodes, node, rank.array(n), inbox, levels))
     # Where the vectors are is shared first, as in Collectives.
     yield from node.share(0)
     inside = hierarchical.in_windows(node, [rank.array(n) for _ in node.ranks], levels.within)
@@ -131,20 +148,25 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> P
     algorithm = ALGORITHMS[name]
     if not algorithm.suits(cluster) or cluster.ranks == 1:
         return None
-    symmetry = algorithm.symmetry(cluster) if fold and cluster.nodes > 1 else None
+    fold &= cluster.nodes > 1 and not cluster.cores
+    symmetry = algorithm.symmetry(cluster) if fold else None
     n = math.ceil(nbytes / DTYPE.itemsize)
     network = cluster.network(symmetry, in_python=algorithm.in_python)
-    memory = SimulatedMemory(network, barrier_s=cluster.barrier_s)
-    seconds = 0.0
-    for operation in range(_CALLS if cluster.burst_bytes else 1):
-        began_s = network.time_s
+    memory = SimulatedMemory(network, barrier_s=cluster.barrier_s,
+                             desk_bytes=hierarchical.SHORT_BYTES)
+    operation, last = 0, False
+    while not last:
+        last = cluster.nodes == 1 or network.bytes_between[0] >= _BURSTS * cluster.burst_bytes
+        began_s = network.time_s = network.time_s + cluster.pause_s
 
         def program(net: Channel, operation: int = operation) -> Schedule[None]:
-            return algorithm.schedule(_Rank(cluster, network, memory, net, operation), n)
+            rank = _Rank(cluster, network, memory, net, operation)
+            schedule = algorithm.schedule(rank, n)
+            return _announced(rank, schedule) if algorithm.in_python else schedule
 
         network.run(program)
-        seconds = network.time_s - began_s
-    return Prediction(seconds, "stepped" if symmetry is None else "folded")
+        operation += 1
+    return Prediction(network.time_s - began_s, "stepped" if symmetry is None else "folded")
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:

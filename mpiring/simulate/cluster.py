@@ -21,10 +21,13 @@ class Cluster:
         goodput: Share of it that is data.
         burst_bytes: What passes at full speed of the sender after a pause, see Link.
         overhead_s: Computing per message of our schedules, which are Python, at either
-            end. MPI's own, which are C, are taken to be free beside the latency.
+            end; MPI's own, which are C, do without.
+        mpi_overhead_s: Computing per message in MPI and below it, at either end.
         reduction_rate: Bytes per second that a rank combines, while all ranks do.
         node_latency_s, node_bandwidth: Of copies between ranks of a node, for each rank.
         barrier_s: Of a barrier in a node's shared memory.
+        cores: Of the one machine that all nodes are, as in a lab: ranks compute there in
+            turns. 0: each rank has one of its own.
     """
 
     nodes: int = 1
@@ -34,10 +37,12 @@ class Cluster:
     goodput: float = 0.97
     burst_bytes: float = 0.0
     overhead_s: float = 5e-6
+    mpi_overhead_s: float = 0.0
     reduction_rate: float = 5e9
     node_latency_s: float = 0.5e-6
     node_bandwidth: float = 5e9
     barrier_s: float = 3e-6
+    cores: int = 0
 
     @property
     def ranks(self) -> int:
@@ -48,12 +53,12 @@ class Cluster:
         """Return the same kind of cluster in another size."""
         return replace(self, nodes=nodes, ranks_per_node=ranks_per_node)
 
-    def crowded(self, ranks_per_core: float) -> "Cluster":
-        """Return the same cluster, where ranks compute in turns because cores are fewer."""
-        turns = max(1.0, ranks_per_core)
-        return replace(self, overhead_s=self.overhead_s * turns,
-                       reduction_rate=self.reduction_rate / turns,
-                       node_bandwidth=self.node_bandwidth / turns)
+    @property
+    def pause_s(self) -> float:
+        """Seconds of a barrier in the rounds of MPI's own, with which benchmarks part calls."""
+        turns = max(1.0, self.ranks / self.cores) if self.cores else 1.0
+        rounds = (self.ranks - 1).bit_length()
+        return rounds * (self.latency_s + 2 * self.mpi_overhead_s * turns)
 
     def limit_s(self, nbytes: int) -> float:
         """Return the least seconds in which the bytes of an allreduce can move.
@@ -75,10 +80,10 @@ class Cluster:
         """
         between = Link(self.latency_s, self.bandwidth * self.goodput, self.burst_bytes)
         within = Link(self.node_latency_s, self.node_bandwidth)
-        overhead_s = self.overhead_s * in_python
+        overhead_s = self.mpi_overhead_s + self.overhead_s * in_python
         if symmetry is None:
             return SimulatedNetwork(
                 self.ranks, ranks_per_node=self.ranks_per_node, payload=False,
-                between=between, within=within, overhead_s=overhead_s)
+                between=between, within=within, overhead_s=overhead_s, cores=self.cores)
         return FoldedNetwork(self.nodes, self.ranks_per_node, symmetry,
                              between=between, within=within, overhead_s=overhead_s)

@@ -3,11 +3,11 @@
 import shlex
 import sys
 from argparse import Namespace
-from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 
 from .. import __version__
 from ..bench import results, table
+from ..bench.command import check_files, report
 from ..bench.results import Environment, Row
 from ..bench.table import Column
 from ..bench.units import size_text
@@ -38,6 +38,11 @@ def run(options: Namespace) -> int:
     Raises:
         ConfigError: There is nothing to predict.
     """
+    if options.plot and options.against:
+        raise ConfigError("--plot draws node counts; leave out --against")
+    if options.size == 0:
+        raise ConfigError("--size 0: an empty array takes no time; expected 1 byte or more")
+    check_files(options)
     cluster = _cluster(options)
     if options.against:
         rows, columns = _against(options.against, cluster), _AGAINST
@@ -51,28 +56,16 @@ def run(options: Namespace) -> int:
     print(table.head(columns))
     for row in rows:
         print(table.line(row, columns))
-    _write(options, about, rows)
+    report("against" if options.against else "simulate", about, rows, options)
     return 0
-
-
-def _write(options: Namespace, about: Environment, rows: Sequence[Row]) -> None:
-    name = "against" if options.against else "simulate"
-    if options.json:
-        results.write_json(options.json, name, about, rows)
-    if options.csv:
-        results.write_csv(options.csv, about, rows)
-    if options.plot:
-        if options.against:
-            raise ConfigError("--plot draws node counts; leave out --against")
-        from ..bench.plot import draw
-        draw(options.plot, name, about, rows)
 
 
 def _cluster(options: Namespace) -> Cluster:
     return Cluster(
         ranks_per_node=options.ranks_per_node, latency_s=options.latency,
         bandwidth=options.bandwidth, goodput=options.goodput, burst_bytes=options.burst,
-        overhead_s=options.message_overhead, reduction_rate=options.reduction_rate,
+        overhead_s=options.message_overhead, mpi_overhead_s=options.mpi_overhead,
+        reduction_rate=options.reduction_rate,
         node_latency_s=options.node_latency, node_bandwidth=options.node_bandwidth,
         barrier_s=options.barrier)
 
@@ -112,10 +105,10 @@ def _scaling(options: Namespace, usual: Cluster) -> list[Row]:
     return rows
 
 
-def _crowd(about: Environment) -> float:
-    """Return how many ranks there were for a core: a lab's hosts are all one machine."""
-    machines = Counter(place["host"] for place in about["placement"])
-    return max(machines.values()) / int(about["cores"])
+def _cores(about: Environment) -> int:
+    """Return the cores that all ranks had in common, if any: a lab's hosts are one machine."""
+    machines = {place["host"] for place in about["placement"]}
+    return int(about["cores"]) if len(machines) == 1 else 0
 
 
 def _against(path: str, usual: Cluster) -> list[Row]:
@@ -124,7 +117,8 @@ def _against(path: str, usual: Cluster) -> list[Row]:
     if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
         raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
                           f"nodes; expected a `bench allreduce` with equally many on each")
-    cluster = usual.of(about["nodes"], about["ranks"] // about["nodes"]).crowded(_crowd(about))
+    cluster = replace(usual, nodes=about["nodes"], cores=_cores(about),
+                      ranks_per_node=about["ranks"] // about["nodes"])
     rows = []
     for row in measured:
         name, median_ms = _CONTENDERS.get(row["contender"]), row["median_us"] / 1e3

@@ -4,11 +4,11 @@ A node's first rank collects its node's contributions, the first ranks combine t
 and hand the result back.
 
 How good it is, against MPICH 5.0.2 on hosts with links of 1 Gbit/s, 64 KiB to 16 MiB, one
-rank each: two hosts within 1 %, three hosts 15 % too fast from 1 MiB, four hosts 14 % too
-fast at 1 MiB and 30 % at 16 MiB. TCP shares a link among messages that arrive at once;
-here they come one after the other. That is with `UCX_RNDV_THRESH=inf`: by default, UCX
-takes large messages over TCP by rendezvous, two that meet on their way then often go one
-after the other, and four hosts take twice as long.
+rank each, with `UCX_RNDV_THRESH=inf`: three hosts within 3 %. By default, UCX takes large
+messages over TCP by rendezvous, two that meet on their way then often go one after the other,
+and four hosts take twice as long. And where ranks share cores, they drift apart; then a
+step's messages meet those of the step before at a host, which delays both: four hosts on two
+cores took 1.0 (at best) to 1.5 times as long as here at 16 MiB.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
 operations in MPICH", IJHPCA 19(1), 2005; MPICH's MPIR_Allreduce_intra_auto.

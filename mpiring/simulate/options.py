@@ -46,7 +46,11 @@ def declare(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--reduction-rate", type=rate, default=usual.reduction_rate,
                        help="of combining; default: 5GB/s")
     ranks.add_argument("--message-overhead", type=time, default=usual.overhead_s,
-                       help="computing per message, at either end; default: 5us")
+                       help="computing per message of our schedules in Python, at either "
+                            "end; default: 5us")
+    ranks.add_argument("--mpi-overhead", type=time, default=usual.mpi_overhead_s,
+                       help="computing per message in MPI and the system, at either end: where "
+                            "it is not in the latency, because ranks share cores; default: 0us")
     ranks.add_argument("--node-latency", type=time, default=usual.node_latency_s,
                        help="of a message within a node; default: 500ns")
     ranks.add_argument("--node-bandwidth", type=rate, default=usual.node_bandwidth,

@@ -25,23 +25,24 @@ class Link:
     burst_bytes: float = 0.0
 
 
-class Interface:
-    """One direction of a node's network interface (NIC), which its ranks share.
+class Cores:
+    """The cores of a machine, which take work as it comes.
 
     Args:
-        link: Its rate and burst.
+        count: How many.
     """
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._burst_s = link.burst_bytes / link.bandwidth
-        self._free_s = -math.inf
+    def __init__(self, count: int) -> None:
+        self._free_s = [-math.inf] * count
 
-    def carry(self, nbytes: int, now_s: float, slowness: float) -> tuple[float, float]:
-        """Take bytes that come at `now_s`; return when the first and last of them pass."""
-        start_s = max(now_s - self._burst_s, self._free_s)
-        self._free_s = start_s + slowness * nbytes / self._link.bandwidth
-        return max(now_s, start_s), max(now_s, self._free_s)
+    def take(self, now_s: float, seconds: float) -> float:
+        """Return when work is done that can begin at `now_s`."""
+        # The one that fell idle last is most often the one where this rank has been.
+        idle = [free_s for free_s in self._free_s if free_s <= now_s]
+        free_s = max(idle) if idle else min(self._free_s)
+        done_s = max(now_s, free_s) + seconds
+        self._free_s[self._free_s.index(free_s)] = done_s
+        return done_s
 
 
 class _Ghost(np.ndarray[Any, np.dtype[Any]]):

@@ -1,9 +1,9 @@
 """Simulates a whole cluster in one process, on a virtual clock.
 
 No threads and no real time: an event queue, the same for the same seed. A
-message costs latency plus bytes over bandwidth, and the ranks of a node share
-one full-duplex network interface (NIC). Computing takes time where it is given
-a price: a busy rank neither posts nor goes on. With a seed the network is an
+message costs latency plus bytes over bandwidth, and messages that meet at a
+node's full-duplex network interface (NIC) share it. Computing takes time where it
+is given a price: a busy rank neither posts nor goes on. With a seed the network is an
 adversary: it delays and reorders whatever MPI allows it to, reads send buffers
 late, and fills receive buffers with junk until the message is there.
 """
@@ -19,7 +19,8 @@ import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError, StallError
 from .base import LANES, Array, Channel, Schedule, Task
-from .prices import Interface, Link
+from .prices import Cores, Link
+from .wires import Wires
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class SimulatedNetwork:
         ranks_per_node: Ranks r with equal `r // ranks_per_node` share a node.
         node_of: The node of each rank, instead; any placement, also uneven.
         overhead_s: Computing that each message costs its sender, and its receiver.
+        cores: On which all ranks compute, as in a lab; 0: each has one of its own.
         seed: Makes the network an adversary, deterministic in the seed.
         faults: What goes wrong.
         payload: False moves sizes only; give the schedules `ghost` arrays then.
@@ -143,7 +145,7 @@ class SimulatedNetwork:
     def __init__(
         self, size: int, *, between: Link = Link(), within: Link = Link(),
         ranks_per_node: int = 1, node_of: Sequence[int] | None = None, overhead_s: float = 0.0,
-        seed: int | None = None, faults: Iterable[Fault] = (), payload: bool = True,
+        cores: int = 0, seed: int | None = None, faults: Iterable[Fault] = (), payload: bool = True,
     ) -> None:
         self.size = size
         self.stepped = range(size)
@@ -151,7 +153,7 @@ class SimulatedNetwork:
         self.time_s = 0.0
         self.bytes_sent = [0] * size
         self.messages_sent = [0] * size
-        self._within, self._latency_s = within, between.latency_s
+        self._within = within
         self._overhead_s = overhead_s
         self.node_of = node_of or [rank // ranks_per_node for rank in range(size)]
         self.bytes_between = dict.fromkeys(self.node_of, 0)
@@ -162,11 +164,11 @@ class SimulatedNetwork:
         self._slow = {f.rank: f.factor for f in faults if isinstance(f, Slow)}
         self._sent_to: dict[tuple[int, int], int] = defaultdict(int)
         self._lanes: dict[tuple[int, int, int, int], _Lane] = defaultdict(_Lane)
-        self._out: dict[int, Interface] = defaultdict(lambda: Interface(between))
-        self._in: dict[int, Interface] = defaultdict(lambda: Interface(between))
+        self._wires = Wires(between, self)
+        self._cores = Cores(cores) if cores else None
         self._busy_until_s: dict[int, float] = defaultdict(float)
         self._to_wake: set[int] = set()
-        self._events: list[tuple[float, float, int, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, float, int, int | None, Callable[[], None]]] = []
         self._count = 0
         self._tasks: list[list[Task[Any]]] = [[] for _ in range(size)]
         self._errors: dict[int, Exception] = {}
@@ -193,9 +195,10 @@ class SimulatedNetwork:
                 self._tasks[rank].append(Task(program(channel)))
             self._at(self.time_s, rank, lambda: None)
         while self._events:
-            self.time_s, _, _, rank, action = heapq.heappop(self._events)
+            self.time_s, _, _, whose, action = heapq.heappop(self._events)
             action()
-            self._resume(rank)
+            if whose is not None:
+                self._resume(whose)
         self.time_s = max(self.time_s, *self._busy_until_s.values(), 0.0)
         waits = [self._waits(rank) for rank in self.stepped]
         stall = StallError("; ".join(text for text in waits if text))
@@ -232,9 +235,16 @@ class SimulatedNetwork:
         shuffle = self._random.random() if self._random else 0.0
         heapq.heappush(self._events, (time_s, shuffle, self._count, rank, action))
 
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Do `action`, which concerns no rank by itself, at a virtual time."""
+        self._count += 1
+        heapq.heappush(self._events, (time_s, 0.0, self._count, None, action))
+
     def work(self, rank: int, seconds: float) -> None:
         """Keep a rank busy: what it posts from now on leaves later, and it goes on later."""
-        self._busy_until_s[rank] = self.clock_s(rank) + seconds
+        now_s = self.clock_s(rank)
+        self._busy_until_s[rank] = (
+            self._cores.take(now_s, seconds) if self._cores and seconds else now_s + seconds)
 
     def clock_s(self, rank: int) -> float:
         """Return the virtual time of a rank, which is ahead of the others' while it computes."""
@@ -242,9 +252,7 @@ class SimulatedNetwork:
 
     def later(self, delay_s: float, rank: int, request: Completable) -> None:
         """Complete a rank's request after a virtual time; an adversary waits longer."""
-        if self._random:
-            delay_s += self._random.choice((0.0, self._random.expovariate(1.0)))
-        self._complete(request, rank, self.time_s + delay_s)
+        self._complete(request, rank, self.time_s + delay_s + self._delay_s())
 
     def _is_dead(self, rank: int) -> bool:
         return rank in self._dies and self.messages_sent[rank] >= self._dies[rank]
@@ -290,41 +298,43 @@ class SimulatedNetwork:
         return request
 
     def _depart(self, channel: _Channel, message: _Message, dest: int, lost: bool) -> None:
-        """Put a message on its way, and note when it has left and when it arrives."""
-        source = channel.rank
-        left_s, arrival_s = self._price(source, dest, message.nbytes)
-        source, dest = self._received(source, dest)
-        lane = self._lanes[source, dest, channel.tag, channel.index]
+        """Put a message on its way, and see to it when it has left and when it has arrived."""
+        here, there = self.node_of[channel.rank], self.node_of[dest]
+        source, to = self._received(channel.rank, dest)
+        lane = self._lanes[source, to, channel.tag, channel.index]
         lane.messages.append(message)
-        # A lost message blocks its lane: MPI lets no later one overtake it.
-        if not lost:
-            arrival_s = lane.last_arrival_s = max(arrival_s, lane.last_arrival_s)
-            self._at(arrival_s, dest, lambda: self._arrive(lane, message, source))
-        if not message.late:
-            self._complete(message.request, channel.rank, left_s)
+
+        def left(time_s: float) -> None:
+            if not message.late:
+                self._complete(message.request, channel.rank, time_s)
+
+        def landed(time_s: float) -> None:
+            # A lost message blocks its lane: MPI lets no later one overtake it.
+            if not lost:
+                lane.last_arrival_s = max(time_s + self._delay_s(), lane.last_arrival_s)
+                self._at(lane.last_arrival_s, to, lambda: self._arrive(lane, message, source))
+
+        factor = self._slow.get(channel.rank, 1.0)
+        if here == there:
+            # A message within a node is a copy, which its sender makes.
+            self.work(channel.rank, factor * message.nbytes / self._within.bandwidth)
+            left_s = self.clock_s(channel.rank)
+            left(left_s)
+            landed(left_s + factor * self._within.latency_s)
+        else:
+            self.bytes_between[here] += message.nbytes
+            self._wires.carry((channel.rank, dest), here, self.node_of[to], message.nbytes,
+                              factor, left, landed)
 
     def _received(self, source: int, dest: int) -> tuple[int, int]:
         """Return whom a message comes from, and on which of the stepped ranks it arrives."""
         return source, dest
 
-    def _price(self, source: int, dest: int, nbytes: int) -> tuple[float, float]:
-        """Return when the last byte has left `source`, and when it is at `dest`."""
-        factor = self._slow.get(source, 1.0)
-        here, there = self.node_of[source], self.node_of[dest]
-        if here == there:
-            # A message within a node is a copy, which its sender makes.
-            self.work(source, factor * nbytes / self._within.bandwidth)
-            left_s = self.clock_s(source)
-            arrival_s = left_s + factor * self._within.latency_s
-        else:
-            self.bytes_between[here] += nbytes
-            there = self.node_of[self._received(source, dest)[1]]
-            first_s, left_s = self._out[here].carry(nbytes, self.time_s, factor)
-            _, landed_s = self._in[there].carry(nbytes, first_s, factor)
-            arrival_s = max(left_s, landed_s) + factor * self._latency_s
-        if self._random:
-            arrival_s += self._random.choice((0.0, self._random.expovariate(1.0)))
-        return left_s, arrival_s
+    def _delay_s(self) -> float:
+        """Return how long an adversary keeps something back."""
+        if self._random is None:
+            return 0.0
+        return self._random.choice((0.0, self._random.expovariate(1.0)))
 
     def _complete(self, request: Completable, rank: int, time_s: float) -> None:
         self._at(time_s, rank, lambda: setattr(request, "complete", True))

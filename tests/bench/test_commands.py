@@ -4,13 +4,16 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from launching import PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
-from mpiring.bench import jobs
+from mpiring.bench import inputs, jobs, peers
 from mpiring.bench.jobs import Job
 from mpiring.config import ALGORITHMS
+from mpiring.errors import ConfigError
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
@@ -103,6 +106,8 @@ def test_steps(tmp_path):
         "compute only", "mpiring DataParallel", "MPI_Allreduce after backward",
         "mpiring auto after backward"]
     assert rows[0]["efficiency_percent"] == 100 and rows[0]["parameters"] == 3 * (32 * 32 + 32)
+    for row in rows if sys.platform == "linux" else ():
+        assert -1 < row["extra_MiB"] < 16, row
     assert (tmp_path / "out.png").stat().st_size > 10_000
     again = bench(1, "plot", tmp_path / "out.json", tmp_path / "again.png")
     assert again.status == 0 and (tmp_path / "again.png").stat().st_size > 10_000
@@ -132,6 +137,29 @@ def test_a_peer_that_is_not_installed_is_named():
     if ended.status == 0:
         pytest.skip(reason="Horovod is installed")
     assert ended.status == 2 and "needs the packages torch, horovod" in ended.output
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize("ranks", [0, 3], ids=["jobs of its own", "a launcher's job"])
+@pytest.mark.parametrize(("option", "name", "message"), [
+    ("--json", "missing/out.json", "missing/out.json: cannot be written: No such file"),
+    ("--csv", ".", ": cannot be written: Is a directory"),
+    ("--plot", "out.nonsense", "out.nonsense: expected a name that ends in"),
+])
+def test_files_that_cannot_be_written_are_refused_at_once(tmp_path, ranks, option, name, message):
+    needed("matplotlib")
+    mpiexec()
+    words = (*ALLREDUCE, option, str(tmp_path / name))
+    if ranks:
+        ended = bench(ranks, *words)
+        status, output = ended.status, ended.output
+    else:
+        own = subprocess.run([sys.executable, "-m", "mpiring", "bench", *words], cwd=ROOT,
+                             env=environment(), capture_output=True, text=True, timeout=60)
+        status, output = own.returncode, own.stdout + own.stderr
+    assert status == 2 and message in output and "Traceback" not in output, output
+    assert "MPI_Allreduce" not in output, "nothing is measured in vain"
+    assert not list(tmp_path.iterdir())
 
 
 def test_jobs_alternate_between_the_levels():
@@ -166,3 +194,26 @@ def test_help_needs_no_mpi(command):
 def test_bad_options(words, message):
     ended = run("allreduce", *words)
     assert ended.returncode == 2 and message in ended.stderr, ended.stderr
+
+
+def test_horovod_declines_what_it_cannot_sum(monkeypatch):
+    torch = needed("torch")
+    done = []
+
+    def begin(tensor, name, op):
+        if tensor.dtype == torch.bfloat16:
+            raise ValueError("Tensor type torch.BFloat16Tensor is not supported.")
+        return name
+
+    horovod = SimpleNamespace(init=lambda: None, allreduce_async_=begin, synchronize=done.append,
+                              Sum="sum")
+    monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=horovod))
+    monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
+    _, blocking, starting = peers._horovod()
+    again, wait = blocking(np.ones(3)), starting(np.ones(3))()
+    for call in (again, again, wait):
+        call()
+    assert done == ["array 0", "array 0", "array 1"]
+    bfloat16 = inputs.dtype_of("bfloat16")
+    with pytest.raises(ConfigError, match="Horovod has no bfloat16"):
+        blocking(np.ones(3, bfloat16))()

@@ -11,8 +11,10 @@ from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
 from mpiring.bench import allreduce, overlap, plot, results, steps, table
+from mpiring.bench.contenders import NATIVE
 from mpiring.bench.results import Measurement
 from mpiring.bench.table import Column
+from mpiring.config import ALGORITHMS
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
@@ -70,11 +72,12 @@ def test_rows_of_an_overlap_and_of_steps():
     assert row["overlap_percent"] == 75 and row["total_over_longest"] == 1.125
     assert row["rounds"] == 3 and row["compute_ms"] == 2000 and row["total_ms"] == 4500
     labels = {"batch": 8, "thread_level": "multiple"}
-    rows = steps.rows([Measurement({**labels, "contender": steps.ALONE}, {"step": [0.1]}),
-                       Measurement({**labels, "contender": "other"}, {"step": [0.4]})],
-                      ABOUT, OPTIONS)
+    rows = steps.rows([
+        Measurement({**labels, "contender": steps.ALONE}, {"step": [0.1], "extra_bytes": [0]}),
+        Measurement({**labels, "contender": "other"}, {"step": [0.4], "extra_bytes": [0, 3 << 20]}),
+    ], ABOUT, OPTIONS)
     assert rows[1]["efficiency_percent"] == pytest.approx(25)
-    assert rows[1]["samples_per_s"] == pytest.approx(80)
+    assert rows[1]["samples_per_s"] == pytest.approx(80) and rows[1]["extra_MiB"] == 3
 
 
 def test_a_table():
@@ -101,8 +104,8 @@ def test_the_lines_above_a_table():
 def test_readings_of_several_jobs_are_pooled():
     again = [of_allreduce("mpiring auto", [7e-3]), of_allreduce("mpiring auto", [1.0], nbytes=8)]
     pooled = results.pooled([*FOUND, *again])
-    assert [len(one.seconds["call"]) for one in pooled] == [3, 2, 0, 1, 1]
-    assert pooled[1].seconds["call"] == [1e-3, 7e-3]
+    assert [len(one.readings["call"]) for one in pooled] == [3, 2, 0, 1, 1]
+    assert pooled[1].readings["call"] == [1e-3, 7e-3]
 
 
 def test_json_comes_back_as_it_went(tmp_path):
@@ -114,11 +117,26 @@ def test_json_comes_back_as_it_went(tmp_path):
     assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(rows))
 
 
-@pytest.mark.parametrize("text", [None, "", "[]", "{}", '{"rows": 3}'])
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    missing = str(tmp_path / "missing" / "out.json")
+    with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
+        results.read_json(missing)
+    for write in (lambda: results.write_json(missing, "allreduce", ABOUT, []),
+                  lambda: results.write_csv(missing, ABOUT, []),
+                  lambda: results.refuse_unwritable(missing)):
+        with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
+            write()
+    kept = tmp_path / "kept.json"
+    kept.write_text("1")
+    results.refuse_unwritable(str(kept))
+    results.refuse_unwritable(str(tmp_path / "new.json"))
+    assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}'])
 def test_bad_json(tmp_path, text):
     path = tmp_path / "result.json"
-    if text is not None:
-        path.write_text(text)
+    path.write_text(text)
     with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
         results.read_json(path)
 
@@ -144,7 +162,7 @@ def rows_of(benchmark):
         times = {"compute": [2.0], "communication": [1.0], "total": [2.25]}
         return overlap.rows([Measurement(labels, times)], ABOUT, OPTIONS)
     labels = {"contender": steps.ALONE, "batch": 8, "thread_level": "multiple"}
-    return steps.rows([Measurement(labels, {"step": [0.1]})], ABOUT, OPTIONS)
+    return steps.rows([Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
 
 
 @pytest.mark.parametrize("benchmark", ["allreduce", "overlap", "steps"])
@@ -169,6 +187,18 @@ def test_what_a_picture_shows():
     limit = (1 << 20) / 0.5e-3 / 1e9 * 1.5
     assert list(bandwidth.get_lines()[2].get_ydata()) == pytest.approx([limit])
     assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
+
+
+def test_no_two_curves_look_alike_and_no_two_labels_touch():
+    names = [NATIVE, *(f"mpiring {name}" for name in ALGORITHMS), "Gloo", "Horovod"]
+    found = [of_allreduce(name, [1e-3], nbytes) for name in names
+             for nbytes in (8, 512, 8 << 10, 128 << 10, 1 << 20, 8 << 20)]
+    time, _ = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
+    plot._curves(axes, allreduce.rows(found, ABOUT, OPTIONS))
+    looks = {(line.get_color(), line.get_marker()) for line in time.get_lines()}
+    assert len(looks) == len({colour for colour, _ in looks}) == len(names)
+    labels = [label.get_text() for label in time.get_xticklabels()]
+    assert labels == ["8 MiB", "128 KiB", "8 KiB", "512 B", "8 B"]
 
 
 def test_nothing_to_draw(tmp_path, monkeypatch):

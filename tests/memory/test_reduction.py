@@ -1,5 +1,6 @@
 """Tests the elementwise ops: what they accept, and their edges."""
 
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -8,12 +9,29 @@ import contract
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import needed
+from launching import ROOT, environment, needed
 
 from mpiring import ConfigError
+from mpiring.memory import compiled, sixteen
 from mpiring.memory.reduction import Reduction
 
 SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
+
+
+@pytest.fixture
+def without_numba(monkeypatch):
+    """Combine 16 bits by NumPy."""
+    monkeypatch.setattr(compiled, "combiner", lambda name: None)
+
+
+@pytest.fixture(params=["NumPy", "numba"])
+def by(request):
+    """Combine 16 bits in either way."""
+    if request.param == "numba":
+        needed("numba")
+    else:
+        request.getfixturevalue("without_numba")
+    return request.param
 
 
 @pytest.mark.parametrize("op", contract.OPS)
@@ -53,6 +71,7 @@ def test_nan_infinity_and_overflow_pass_through_silently():
     assert combined("sum", np.array([127], "int8"), np.array([1], "int8"))[0] == -128
 
 
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
 def test_a_16_bit_mean_divides_first(dtype):
     a, b = np.array([60000], dtype), np.array([60000], dtype)
@@ -65,6 +84,7 @@ def combined_at_once(op, sources, out):
     return out
 
 
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 @pytest.mark.parametrize("op", contract.OPS)
 def test_combine_every_dtype_into_any_source(op, p):
@@ -105,25 +125,15 @@ def numbers(kind, seed, n, dtype):
     "usual", "tiny", "spread", "large", "full", "anything", "zeros"])
 @pytest.mark.parametrize("op", ["sum", "mean", "prod"])
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
-@pytest.mark.parametrize("torch", ["absent", "present"])
-def test_16_bits_are_rounded_once(torch, dtype, op, kind, monkeypatch):
-    if torch == "present":
-        needed("torch")
-    else:
-        monkeypatch.delitem(sys.modules, "torch", raising=False)
+@pytest.mark.usefixtures("by")
+def test_16_bits_are_rounded_once(dtype, op, kind):
     for p in (1, 2, 3, 4, 7, 16, 33):
         rows = [numbers(kind, 100 * p + rank, 60_000, dtype) for rank in range(p)]
         out = combined_at_once(op, rows, np.empty(60_000, dtype))
         assert contract.same_bits(out, contract.rounded_once(rows, op)), (p, kind)
 
 
-@pytest.fixture
-def without_torch(monkeypatch):
-    """Hide PyTorch, which another test may have loaded."""
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-
-
-@pytest.mark.usefixtures("without_torch")
+@pytest.mark.usefixtures("by")
 def test_a_float16_mean_over_very_many_ranks_is_rounded_once():
     """8193 / 16385 is so little above one half that it must not be rounded to that first."""
     rows = [np.array([steps * 2.0**-24], "float16") for steps in (8192, 1)]
@@ -132,7 +142,7 @@ def test_a_float16_mean_over_very_many_ranks_is_rounded_once():
     assert out[0] == np.float16(2.0**-24)
 
 
-@pytest.mark.usefixtures("without_torch")
+@pytest.mark.usefixtures("by")
 def test_a_float16_mean_at_and_beside_the_ties_of_subnormal_numbers():
     for p in (3, 5, 6, 7, 11, 24, 1000, 4096):
         steps = np.arange(60_000, dtype=np.uint16)
@@ -142,7 +152,7 @@ def test_a_float16_mean_at_and_beside_the_ties_of_subnormal_numbers():
         assert contract.same_bits(out, contract.rounded_once(rows, "mean")), p
 
 
-@pytest.mark.usefixtures("without_torch")
+@pytest.mark.usefixtures("by")
 def test_sums_that_overflow_on_the_way_come_back():
     rows = [np.array([x], "float16") for x in (60000, 60000, -60000, -59968)]
     assert combined_at_once("sum", rows, np.empty(1, "float16"))[0] == 32
@@ -150,6 +160,7 @@ def test_sums_that_overflow_on_the_way_come_back():
     assert np.isposinf(combined_at_once("sum", rows[:2], np.empty(1, "float16"))[0])
 
 
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("dtype", ["float32", *SIXTEEN_BIT])
 def test_threads_may_share_a_reduction(dtype):
     reduction = Reduction("sum", dtype, 3)
@@ -172,6 +183,7 @@ def test_threads_may_share_a_reduction(dtype):
     assert not wrong
 
 
+@pytest.mark.usefixtures("by")
 @pytest.mark.parametrize("dtype", ["float32", "float64", *SIXTEEN_BIT])
 def test_combine_takes_no_memory_of_the_length_of_its_data(dtype):
     rows = [np.ones(3_000_000, dtype) for _ in range(4)]
@@ -180,3 +192,48 @@ def test_combine_takes_no_memory_of_the_length_of_its_data(dtype):
     Reduction("mean", dtype, 4).combine(rows, rows[2])
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT)
+def test_numba_and_numpy_take_every_number_alike(dtype):
+    needed("numba")
+    name = np.dtype(dtype).name
+    by_numba, by_numpy = compiled.combiner(name), sixteen.combine
+    every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
+    results = []
+    for way in (by_numba, by_numpy):
+        for shift in (1, 0x0123, 0x4567, 0x8000, 0xfffe):
+            for op in (np.add, np.multiply):
+                out = np.empty_like(every)
+                with np.errstate(all="ignore"):
+                    way(op, [every, np.roll(every, shift)], 3, out)
+                results.append(out)
+    half = len(results) // 2
+    assert all(contract.same_bits(a, b) for a, b in zip(results[:half], results[half:]))
+
+
+def run(code, **variables):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(**variables),
+                          check=True, text=True, capture_output=True, timeout=60).stdout
+
+
+SUM = ("import numpy as np; from mpiring.memory.reduction import Reduction; "
+       "x = np.array([1, 2.5], 'float16'); Reduction('sum', x.dtype, 2).combine([x, x], x); ")
+
+
+def test_numba_is_loaded_when_16_bits_are_combined():
+    needed("numba")
+    assert run("import sys; from mpiring.memory.reduction import Reduction; "
+               "Reduction('max', 'float16', 2); Reduction('sum', 'float32', 2); "
+               "print('numba' in sys.modules)") == "False\n"
+    assert run(SUM + "import sys; print(x, 'numba' in sys.modules)") == "[2. 5.] True\n"
+
+
+def test_without_numba():
+    assert run("import sys; sys.modules['numba'] = None; " + SUM + "print(x)") == "[2. 5.]\n"
+
+
+def test_a_processor_that_cannot_convert_float16():
+    """LLVM would call a function that is not there, and the process would end by a signal."""
+    needed("numba")
+    assert run(SUM + "print(x)", NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="") == "[2. 5.]\n"

@@ -1,27 +1,15 @@
 """Tests the conversions of 16-bit floats against NumPy's and ml_dtypes' own, bit by bit."""
 
-import sys
-
 import contract
 import ml_dtypes
 import numpy as np
 import pytest
 from launching import needed
 
-from mpiring.memory import sixteen, torch_casts
+from mpiring.memory import sixteen
 
 DTYPES = [np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 pytestmark = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-@pytest.fixture(autouse=True, params=["by NumPy", "by PyTorch"])
-def way(request, monkeypatch):
-    """Take PyTorch's kernels where it is installed, and do without everywhere."""
-    if request.param == "by PyTorch":
-        needed("torch")
-    else:
-        monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert torch_casts.available() == (request.param == "by PyTorch")
 
 
 def every(dtype):
@@ -104,3 +92,24 @@ def test_any_length_and_start(dtype, n):
         back = np.full(n + 2, 7, dtype)
         sixteen.narrow(wide[1:], back[1:-1])
         assert back[0] == back[-1] == 7 and np.array_equal(back[1:-1], x)
+
+
+def test_subnormal_numbers_survive_where_those_of_float32_do_not(dtype):
+    torch = needed("torch")
+    x = every(np.dtype("float16"))
+    with np.errstate(all="ignore"):
+        x = x[np.isfinite(x)].astype(dtype)
+        want, total = x.astype("float32"), (x.astype("float32") + x[::-1].astype("float32"))
+        total = total.astype(dtype)
+    wide, out, narrow = np.empty(x.size, np.float32), np.empty(x.size, dtype), None
+    if not torch.set_flush_denormal(True):
+        pytest.skip(reason="this processor cannot flush subnormal numbers to zero")
+    try:
+        assert np.float32(1e-40) * np.float32(1) == 0
+        sixteen.widen(x, wide)
+        narrow = narrowed(want, dtype)
+        sixteen.combine(np.add, [x, x[::-1].copy()], 1, out)
+    finally:
+        torch.set_flush_denormal(False)
+    assert np.array_equal(wide.view("uint32"), want.view("uint32"))
+    assert contract.same_bits(narrow, x) and contract.same_bits(out, total)

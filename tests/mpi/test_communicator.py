@@ -1,11 +1,14 @@
 """Tests the communicator's face on real MPI, at any number of ranks."""
 
+import atexit
 import dataclasses
 import mmap
 import os
 import resource
+import sys
 import time
 import zlib
+from pathlib import Path
 
 import contract
 import ml_dtypes
@@ -119,7 +122,7 @@ def test_memory_that_cannot_be_had_becomes_private(comm, caplog):
     if comm.rank == comm.size - 1:
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     x = comm.empty(1 << 20)
-    y = comm.empty(1 << 20)
+    y = comm.empty(1 << 19)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     x[...] = y[...] = 1
     assert (comm.allreduce(x) == comm.size).all() and (comm.allreduce(y) == comm.size).all()
@@ -147,10 +150,34 @@ def test_16_bits_are_rounded_once(comm, dtype, op):
         assert contract.same_bits(chunk, want[start:stop])
 
 
+def test_an_operation_that_is_refused_half_made_leaves_no_turn_behind():
+    def build(collectives):
+        collectives.allreduce(np.ones(3), algorithm="native")
+        return collectives.allreduce(np.ones(3), op="avg")
+
+    with mpiring.init(config=mpiring.Config(stall_timeout_s=5)) as comm:
+        with pytest.raises(mpiring.ConfigError, match="op='avg'"):
+            comm.submit(Call("own"), build)
+        for _ in range(3):
+            assert (comm.allreduce(np.ones(3), algorithm="native") == comm.size).all()
+
+
 def test_shapes_and_orders(comm):
     for x in (np.ones((3, 4, 5), np.float32), np.asfortranarray(np.ones((3, 4))),
               np.array(1.0), np.ones((0, 3)), np.ones(7)[2:5]):
         assert (comm.allreduce(x) == comm.size).all()
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct", "shared", "native"])
+def test_elements_at_odd_addresses(comm, algorithm):
+    """On the last rank only: the others do not know."""
+    for dtype in ("float64", "int32", "complex64"):
+        packed = np.empty(1 + 1000 * np.dtype(dtype).itemsize, np.uint8)
+        x = np.frombuffer(packed.data, dtype, 1000, offset=comm.rank == comm.size - 1)
+        assert x.flags.aligned == (comm.rank < comm.size - 1)
+        x[...] = contract.contribution(comm.rank, 1000, dtype)
+        comm.allreduce(x, algorithm=algorithm)
+        contract.check(x, comm.size, "sum")
 
 
 @pytest.mark.parametrize(("x", "remedy"), [
@@ -270,12 +297,85 @@ def test_split(comm):
         alone.close()
 
 
+def test_a_split_keeps_the_order_of_native_collectives(monkeypatch):
+    """MPI matches the collectives of a communicator by their order, the same on all ranks."""
+    log = []
+    # Without a thread, little of what is in the background is done before the split.
+    with mpiring.init(config=mpiring.Config(progress="inline")) as comm:
+        transport = comm._group._transport
+        monkeypatch.setattr(transport, "comm", Logging(transport.comm, log))
+        handles = [comm.iallreduce(np.ones(1_000_000, np.float32), algorithm="native")
+                   for _ in range(6)]
+        comm.split(0).close()
+        for handle in handles:
+            handle.wait()
+        assert log == ["Iallreduce"] * 6 * (comm.size > 1) + ["Split"]
+
+
+class Logging:
+    """An MPI communicator that notes the collectives that it is asked for."""
+
+    def __init__(self, comm, log):
+        self._comm, self._log = comm, log
+
+    def __getattr__(self, name):
+        if name in ("Iallreduce", "Split"):
+            self._log.append(name)
+        return getattr(self._comm, name)
+
+
 def test_two_communicators_may_be_used_in_different_orders(comm):
     other = comm.split(0)
     first, second = (comm, other) if comm.rank % 2 else (other, comm)
     handles = [group.iallreduce(np.ones(10)) for group in (first, second) for _ in range(5)]
     assert all((handle.wait() == comm.size).all() for handle in handles)
     other.close()
+
+
+class Interrupt(BaseException):
+    """Raised as by a signal's handler."""
+
+
+def interrupted(call, entries):
+    """Make a call, but raise on entry of a function of mpiring's: there, signals are noticed."""
+    def trace(frame, event, argument):
+        nonlocal entries
+        if Path(mpiring.__file__).parent in Path(frame.f_code.co_filename).parents:
+            entries -= 1
+            if entries < 0:
+                raise Interrupt
+
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypatch, background):
+    """Else this rank's next call would meet what is the last call of the others, and hang."""
+    monkeypatch.setattr("mpiring.engine._TRIES", 1)
+    if comm.size == 1:
+        pytest.skip(reason="there is no other rank")
+    for entries in range(30):
+        other = mpiring.init(config=mpiring.Config(progress="inline"))
+        group, x = other._group, np.ones(3)
+        if comm.rank == 0:
+            begun = interrupted(lambda: (other.iallreduce if background else other.allreduce)(x),
+                                entries)
+            assert begun or background and entries > 20
+            if begun and group._sequence:
+                with pytest.raises(mpiring.TransportError, match="Interrupt"):
+                    group._engine.raise_failure()
+        # Not close(): that waits for what was begun.
+        atexit.unregister(group._close_at_exit)
+        group._disconnect()
+        group._transport.free()
+    comm.barrier()
 
 
 def test_topology_of_one_node(comm):

@@ -79,6 +79,7 @@ MODELS = {
     "control": (ControlFlow, numbers, {"find_unused_parameters": True}),
 }
 
+
 def step_of(model, optimizer, x, y, *, to_none, clips):
     """Take a step, and return the loss."""
     optimizer.zero_grad(set_to_none=to_none)

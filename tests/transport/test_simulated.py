@@ -41,6 +41,21 @@ def test_the_ranks_of_a_node_share_its_nic_each_way():
     assert net.time_s == pytest.approx(1000 / 1e6), "the two directions are independent"
 
 
+@pytest.mark.parametrize(("long", "short"), [((0, 1), (0, 2)), ((1, 0), (2, 0))])
+def test_messages_that_meet_at_a_nic_share_it(long, short):
+    """Going out, and coming in; the short one does not wait for the end of the long one."""
+    quarter = 1 << 20
+    net, arrivals = SimulatedNetwork(3, between=Link(0, quarter)), {}
+
+    def program(channel, pair, n):
+        yield from one_message(channel, *pair, n)
+        arrivals[n] = net.time_s
+
+    net.run(lambda channel: program(channel, long, 4 * quarter),
+            lambda channel: program(channel, short, quarter))
+    assert arrivals == {quarter: pytest.approx(2, abs=0.3), 4 * quarter: pytest.approx(5)}
+
+
 def test_messages_within_a_node_use_no_nic():
     net = SimulatedNetwork(2, between=Link(1, 1), within=Link(1e-6, 1e9), ranks_per_node=2)
     net.run(lambda channel: one_message(channel, 0, 1))
@@ -192,6 +207,19 @@ def test_a_busy_rank_posts_later_and_goes_on_later():
 
     net.run(program)
     assert went_on == [(0, pytest.approx(0.75 + 1000 / 1e6)), (1, 3)]
+
+
+def test_ranks_that_share_cores_take_turns():
+    net = SimulatedNetwork(3, cores=2)
+
+    def program(channel):
+        net.work(channel.rank, 1 + channel.rank)
+        net.work(channel.rank, 1)
+        yield ()
+        return net.clock_s(channel.rank)
+
+    assert net.run(program) == [2, 3, 6]
+    assert net.time_s == 6
 
 
 def test_work_at_the_end_counts():

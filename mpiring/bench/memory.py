@@ -1,0 +1,63 @@
+"""Asks the system how much memory a process takes: what it has now, and had at most."""
+
+import ctypes
+import gc
+import math
+from pathlib import Path
+
+_PROC = Path("/proc/self")
+_FORGET_PEAK = "5"
+
+
+class Growth:
+    """By how much this process's memory has grown since this was made, as Linux counts it.
+
+    Memory that the ranks of a node share counts as its size, divided among them: Linux
+    counts what a process has touched of it, also of the other ranks' parts.
+
+    Args:
+        sharers: How many ranks share the windows.
+    """
+
+    def __init__(self, sharers: int) -> None:
+        self._sharers = sharers
+        self._before = self._now("VmRSS")
+
+    def forget_peak(self) -> None:
+        """Let the peak begin with what the process has now."""
+        _give_back()
+        if _is_known():
+            (_PROC / "clear_refs").write_text(_FORGET_PEAK)
+
+    def most_bytes(self) -> float:
+        """Return the growth at the peak since `forget_peak`; NaN where the system is not Linux."""
+        return self._now("VmHWM") - self._before
+
+    def _now(self, key: str) -> float:
+        if key == "VmRSS":
+            _give_back()
+        if not _is_known():
+            return math.nan
+        lines = (_PROC / "status").read_text().splitlines()
+        found = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
+        private = (int(found[key]) - int(found["RssShmem"])) << 10
+        return private + _windows_bytes() / self._sharers
+
+
+def _is_known() -> bool:
+    return (_PROC / "clear_refs").exists()
+
+
+def _give_back() -> None:
+    """Return memory to the system that was freed, but kept for the next allocation (glibc)."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _windows_bytes() -> int:
+    """Return the length of all of mpiring's node-shared memory, all of which is allocated."""
+    ranges = [line.split()[0].split("-") for line in (_PROC / "maps").read_text().splitlines()
+              if "memfd:mpiring" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)

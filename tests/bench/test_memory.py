@@ -1,0 +1,67 @@
+"""Checks that memory is seen when it comes, at its peak, and when it goes."""
+
+import mmap
+import os
+import sys
+
+import numpy as np
+import pytest
+
+from mpiring.bench.memory import Growth
+
+MIB = 1 << 20
+# The system counts pages in batches, and Python allocates a little meanwhile.
+NOISE = MIB
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system is not Linux")
+
+
+def measured(action, sharers=1):
+    growth = Growth(sharers)
+    growth.forget_peak()
+    kept = action()
+    found = growth.most_bytes()
+    del kept
+    return found
+
+
+def test_nothing():
+    assert abs(measured(lambda: None)) < NOISE
+
+
+def test_what_stays():
+    assert abs(measured(lambda: np.ones(32 * MIB, np.uint8)) - 32 * MIB) < NOISE
+
+
+def test_what_was_there_only_for_a_moment():
+    assert abs(measured(lambda: np.ones(32 * MIB, np.uint8).sum()) - 32 * MIB) < NOISE
+
+
+def test_what_was_there_only_before():
+    growth = Growth(1)
+    np.ones(32 * MIB, np.uint8).sum()
+    growth.forget_peak()
+    assert abs(growth.most_bytes()) < NOISE
+
+
+def test_what_was_freed_before_counts_again():
+    def both():
+        return [np.ones(MIB // 8, np.uint8) for _ in range(8 * 16)]
+
+    both()
+    assert abs(measured(both) - 16 * MIB) < NOISE
+
+
+@pytest.mark.parametrize("touched", [0, 8, 32])
+def test_a_window_counts_as_its_share_however_much_of_it_was_touched(touched):
+    def window():
+        descriptor = os.memfd_create("mpiring")
+        os.posix_fallocate(descriptor, 0, 32 * MIB)
+        mapping = mmap.mmap(descriptor, 32 * MIB)
+        os.close(descriptor)
+        mapping[:touched * MIB] = bytes(1) * (touched * MIB) if touched else b""
+        return mapping
+
+    # The bytes that are written come from private memory of the same length.
+    found = measured(window, sharers=4)
+    assert abs(found - (8 + touched) * MIB) < NOISE
