@@ -6,11 +6,12 @@ import sys
 
 import numpy as np
 import pytest
-from launching import ROOT, environment, launch
+from launching import ROOT, environment, launch, needed
 
 pytestmark = pytest.mark.launch
 
 TRAIN = ROOT / "examples" / "train_numpy.py"
+TRAIN_TORCH = ROOT / "examples" / "train_torch.py"
 
 
 def test_allreduce_is_short_and_adds():
@@ -45,3 +46,22 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
     for ranks in (2, 3, 4):
         for name, alone in weights[1].items():
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
+
+
+def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path):
+    needed("torch")
+    small = ("--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--report", 4)
+
+    def train(ranks, steps, *options):
+        ended = launch(ranks, TRAIN_TORCH, "--steps", steps, *small, *options)
+        assert ended.status == 0, ended.output
+        return re.findall(r"validation (\d\.\d{3}) bits per byte", ended.output)
+
+    whole = train(1, 12)
+    assert len(whole) == 3 and float(whole[-1]) < float(whole[0]) < 8
+    assert train(3, 12) == whole
+    checkpoint = "--checkpoint", tmp_path / "last.pt"
+    assert train(2, 8, *checkpoint) == whole[:2]
+    assert train(3, 12, *checkpoint) == whole[2:]
+    ended = launch(4, TRAIN_TORCH, *small)
+    assert ended.status != 0 and "--batch 6 cannot be shared evenly by 4 ranks" in ended.output

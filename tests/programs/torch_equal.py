@@ -13,7 +13,7 @@ import mpiring
 from mpiring.torch import DataParallel
 
 # Rounding grows apart with time; replicas never may.
-TOGETHER, ALONE = 20, 200
+TOGETHER, STEPS = 20, int(sys.argv[2])
 
 
 class Transformer(nn.Module):
@@ -103,7 +103,7 @@ def compare(name):
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.02, momentum=momentum)
                   for model in (ours, theirs)]
     rng = torch.Generator().manual_seed(100 + comm.rank)
-    for step in range(ALONE):
+    for step in range(STEPS):
         x, y = data(rng, 6)
         how = {"to_none": step % 2 == 0, "clips": step % 5 == 4 and name != "sparse"}
         loss = step_of(ours, optimizers[0], x, y, **how)

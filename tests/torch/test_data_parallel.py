@@ -15,9 +15,10 @@ def torch():
     return needed("torch")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_losses_and_weights_are_those_of_pytorch(ranks, tmp_path):
-    ended = launch(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store")
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 200), (3, 200), (4, 20)])
+def test_losses_and_weights_are_those_of_pytorch(ranks, steps, tmp_path):
+    """Step by step in the first 20; replicas are bit-equal after all."""
+    ended = launch(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps)
     assert ended.status == 0, ended.output
     assert re.findall(r"equal: (\w+)", ended.output) == [
         "mlp", "conv", "channels_last", "transformer", "embedding", "sparse", "control"]
@@ -28,3 +29,19 @@ def test_abilities(ranks):
     ended = launch(ranks, PROGRAMS / "torch_abilities.py")
     assert ended.status == 0, ended.output
     assert re.findall(r"can: (\w+)", ended.output) == ABILITIES and len(ABILITIES) > 20
+
+
+@pytest.mark.parametrize(("kind", "words"), [
+    ("model", ["rank 2: parameter or buffer 0 is weight torch.float32 (3, 5)",
+               "on rank 0 it is weight torch.float32 (3, 4)"]),
+    ("forward", ["ValueError: a bug in forward", "rank 2 of 3"]),
+    ("batch", ["mat1 and mat2 shapes cannot be multiplied (2x5 and 4x3)", "rank 2 of 3"]),
+    ("exit", ["rank 0 called reduce", "but rank 2 called close"]),
+    ("kill", []),
+])
+def test_a_failing_rank_ends_the_job_with_the_reason(kind, words):
+    ended = launch(3, PROGRAMS / "torch_fault.py", kind)
+    assert ended.status != 0 and ended.seconds < 30
+    assert "unreachable" not in ended.output
+    for text in words:
+        assert text in ended.output, ended.output

@@ -1,0 +1,145 @@
+"""Trains a byte-level transformer on Python's own source text, on any number of ranks.
+
+python examples/train_torch.py                                    # one rank
+mpirun -n 4 python examples/train_torch.py                        # four ranks, the same result
+mpirun -n 4 python examples/train_torch.py --checkpoint last.pt   # stop it, start it again
+
+The data are the modules of the standard library that runs this program: some ten million
+bytes of real text on every machine. The loss is in bits per byte; 8 is knowing nothing.
+"""
+
+import argparse
+import math
+import os
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import mpiring
+from mpiring.torch import DataParallel, DistributedSampler, broadcast_optimizer_state
+
+parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+parser.add_argument("--steps", type=int, default=200)
+parser.add_argument("--batch", type=int, default=32, help="sequences per step, over all ranks")
+parser.add_argument("--context", type=int, default=128, help="bytes per sequence")
+parser.add_argument("--width", type=int, default=128)
+parser.add_argument("--layers", type=int, default=4)
+parser.add_argument("--learning-rate", type=float, default=3e-3)
+parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--checkpoint", type=Path, help="written every --report steps, and resumed")
+parser.add_argument("--report", type=int, default=50, help="steps between two reports")
+args = parser.parse_args()
+
+comm = mpiring.init()
+if args.batch % comm.size:
+    raise SystemExit(f"--batch {args.batch} cannot be shared evenly by {comm.size} ranks")
+torch.manual_seed(args.seed)
+
+
+class Block(nn.Module):
+    """Attends to earlier bytes, then thinks about each on its own."""
+
+    def __init__(self, width, heads=4):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.think = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x):
+        n, length, width = x.shape
+        qkv = self.attend(self.norm1(x)).view(n, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        x = x + self.project(seen.transpose(1, 2).reshape(n, length, width))
+        return x + self.think(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Predicts each next byte."""
+
+    def __init__(self, width, layers, context):
+        super().__init__()
+        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+
+    def forward(self, x):
+        return self.head(self.blocks(self.byte(x) + self.place.weight[:x.shape[1]]))
+
+
+def text(modules):
+    """Return sequences of bytes, each one longer than the context: its last is only a target."""
+    data = torch.frombuffer(bytearray(b"".join(m.read_bytes() for m in modules)), dtype=torch.uint8)
+    return data.unfold(0, args.context + 1, args.context)
+
+
+def bits_per_byte(model, sequences):
+    sequences = sequences.long()
+    scores = model(sequences[:, :-1])
+    return F.cross_entropy(scores.flatten(0, 1), sequences[:, 1:].flatten()) / math.log(2)
+
+
+modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+train, validation = text(modules[: -len(modules) // 10]), text(modules[-len(modules) // 10:])
+sampler = DistributedSampler(train, comm, seed=args.seed, drop_last=True)
+loader = DataLoader(train, args.batch // comm.size, sampler=sampler, drop_last=True)
+mine = DistributedSampler(range(min(256, len(validation))), comm, shuffle=False, pad=False)
+
+bare = Transformer(args.width, args.layers, args.context)
+saved = None
+if args.checkpoint and comm.rank == 0 and args.checkpoint.exists():
+    saved = torch.load(args.checkpoint, weights_only=True)
+    bare.load_state_dict(saved.pop("model"))
+model = DataParallel(bare, comm)                # copies rank 0's parameters to all
+optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
+if saved:
+    optimizer.load_state_dict(saved.pop("optimizer"))
+broadcast_optimizer_state(optimizer, comm)
+saved = comm.broadcast_object(saved)
+step = epoch = 0
+if saved:
+    step, epoch = saved["step"], saved["sampler"]["epoch"]
+    sampler.load_state_dict(saved["sampler"])
+
+
+@torch.no_grad()
+def validate():
+    """Return the mean over all ranks' shares of the validation sequences."""
+    shares = validation[list(mine)].split(32)
+    total = torch.tensor([sum(bits_per_byte(model, share).item() * len(share) for share in shares),
+                          float(len(mine))], dtype=torch.float64)
+    comm.allreduce(total.numpy())
+    return (total[0] / total[1]).item()
+
+
+began, first = time.perf_counter(), step
+while step < args.steps:
+    sampler.set_epoch(epoch)
+    for sequences in loader:
+        optimizer.zero_grad()
+        loss = bits_per_byte(model, sequences)
+        loss.backward()                         # gradients leave while it runs
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % args.report == 0 or step == args.steps:
+            held_out = validate()
+            if comm.rank == 0:
+                rate = (step - first) * args.batch * args.context / (time.perf_counter() - began)
+                print(f"step {step:5d}  training {loss.item():.3f}  validation {held_out:.3f} "
+                      f"bits per byte  {rate:,.0f} bytes/s", flush=True)
+                if args.checkpoint:
+                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                             "sampler": sampler.state_dict(), "step": step}
+                    torch.save(state, f"{args.checkpoint}.new")
+                    os.replace(f"{args.checkpoint}.new", args.checkpoint)
+        if step == args.steps:
+            break
+    epoch += 1
+comm.close()
