@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from .buckets import Bucket, TensorSpec, plan
 from .collectives.agreement import Call
 from .communicator import Communicator
-from .engine import Handle
+from .handle import Handle
 from .errors import GradientError
 from .reducers import Mean, Reducer
 from .statistics import Statistics

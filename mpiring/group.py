@@ -15,8 +15,9 @@ from .collectives.operation import Collectives, Resources
 from .collectives.select import candidates
 from .collectives.windows import Windows, mapped
 from .config import Config
-from .engine import Engine, Handle
+from .engine import Engine
 from .errors import ClosedError, ConfigError, MissingDependencyError
+from .handle import Handle
 from .launch import JobEnder, end_job_on_exceptions
 from .memory.scratch import Scratch
 from .statistics import Statistics

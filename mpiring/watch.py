@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .collectives.agreement import Call
 from .config import Config
-from .engine import Handle
+from .handle import Handle
 from .errors import StallError
 
 # How long a stalled rank waits for the others' answers before it reports.

@@ -14,7 +14,8 @@ from .base import LANES, Array, Request, Schedule
 PIECE_BYTES = 1 << 30
 
 _CONTROL_TAG = 0
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
+        "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 
 
 class _Pending:
