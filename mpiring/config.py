@@ -166,3 +166,8 @@ def launched_size(environ: Mapping[str, str] | None = None) -> tuple[int, str]:
         if text.isdigit():
             return int(text), f"{name}={text} ({launcher})"
     return 1, ""
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process, and of those that it starts."""
+    os.environ.update(variables)
