@@ -70,8 +70,9 @@ class JobEnder:
         last = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
         # On a full disk nobody can be told, but the other ranks must end all the same.
         with contextlib.suppress(Exception):
-            # One write, so that the launcher does not mix it with other ranks' lines.
-            print(f"{text}{last}", file=sys.stderr, flush=True)
+            # One write, so that the launcher does not mix it with other ranks' lines. To the
+            # real stderr: PyTorch's excepthook collects what is printed by those it calls.
+            print(f"{text}{last}", file=sys.__stderr__, flush=True)
         with contextlib.suppress(Exception):
             sys.stdout.flush()
         time.sleep(_FORWARD_S)

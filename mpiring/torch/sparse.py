@@ -35,8 +35,10 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         all_places = yield from collectives.allgather_bytes(raw_places)
         all_values = yield from collectives.allgather_bytes(raw_values)
         total = torch.sparse_coo_tensor(
-            _joined(all_places, places).T, _joined(all_values, values), mine.shape).coalesce()
-        tensor.detach().copy_(total / collectives.size if op.name == "mean" else total)
+            _joined(all_places, places).T, _joined(all_values, values), mine.shape,
+            check_invariants=False).coalesce()
+        with torch.no_grad():    # a detached sparse tensor would keep the news to itself
+            tensor.copy_(total / collectives.size if op.name == "mean" else total)
 
     return schedule
 

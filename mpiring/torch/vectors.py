@@ -35,7 +35,9 @@ class Loan:
 
     def raw(self, tensor: torch.Tensor, *, written: bool) -> Array:
         """Return a tensor's bytes; of any dtype, otherwise as `numbers`."""
-        flat = self._contiguous(tensor, written).reshape(-1)
+        contiguous = self._contiguous(tensor, written)
+        # Where there is one element, PyTorch takes any stride for contiguous, but not here.
+        flat = contiguous.as_strided((contiguous.numel(),), (1,))
         raw: Array = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
         return raw
 

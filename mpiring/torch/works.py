@@ -40,7 +40,40 @@ def in_callback() -> bool:
     return _callback.depth > 0
 
 
-class Future(torch.futures.Future):  # type: ignore[misc]
+class _Chained(torch.futures.Future):  # type: ignore[misc]
+    """A future that follows from an operation.
+
+    Args:
+        handle: The operation.
+    """
+
+    def __init__(self, handle: Handle[Any]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def then(self, callback: Callable[[Any], Any]) -> "_Chained":
+        """Return a future of what `callback` returns, given this one when it is complete."""
+        following = _Chained(self._handle)
+
+        def call(future: Any) -> None:
+            try:
+                with _callback:
+                    value = callback(future)
+            except Exception as error:
+                following.set_exception(error)
+            else:
+                following.set_result(value)
+
+        super().then(call)
+        return following
+
+    def wait(self) -> Any:
+        """Return the result, making progress meanwhile."""
+        self._handle.wait()
+        return super().wait()
+
+
+class Future(_Chained):
     """Is complete when an operation is; callbacks run in the order of the operations.
 
     Args:
@@ -49,8 +82,7 @@ class Future(torch.futures.Future):  # type: ignore[misc]
     """
 
     def __init__(self, handle: Handle[Any], value: Any) -> None:
-        super().__init__()
-        self._handle = handle
+        super().__init__(handle)
         self._value = value
         handle.when_done(self._complete)
 
@@ -61,17 +93,12 @@ class Future(torch.futures.Future):  # type: ignore[misc]
             self.set_exception(error)
 
     def wait(self) -> Any:
-        """Return the result, making progress meanwhile; also from inside a callback."""
+        """Return the result, making progress meanwhile; also from inside a callback.
+
+        There, what completes this future may have to wait for the end of the callback.
+        """
         self._handle.wait()
         return self._value
-
-    def then(self, callback: Callable[[Any], Any]) -> Any:
-        """Return a future of what `callback` returns, given this one when it is complete."""
-        def call(future: Any) -> Any:
-            with _callback:
-                return callback(future)
-
-        return super().then(call)
 
 
 class Work(dist.Work):  # type: ignore[misc]
