@@ -57,6 +57,7 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def __init__(self, store: Any, group: Group) -> None:
         super().__init__(group.rank, group.size)
         self._store = store
+        self._name = self._description = ""
         self._group = group
         self._beside: Group | None = None
         self._messages = group.messages()
@@ -67,6 +68,22 @@ class ProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
         """Return the name of the back end."""
         return "mpiring"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Remember the name by which torch.distributed finds the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return that name."""
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        """Remember what the group is for."""
+        self._description = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return what the group is for."""
+        return self._description
 
     def get_group_store(self) -> Any:
         """Return the store that torch.distributed made for this group."""
