@@ -1,0 +1,52 @@
+"""Breaks a job that uses the back end in the way that the first argument names; run by mpirun."""
+
+import os
+import signal
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import mpiring.torch  # noqa: F401 (registers the back end)
+
+fault = sys.argv[1]
+dist.init_process_group("mpiring", init_method="mpi://", timeout=timedelta(seconds=2))
+rank = dist.get_rank()
+x = torch.ones(1000)
+dist.all_reduce(x)
+
+if fault == "shape":
+    dist.all_reduce(x[:999] if rank == 1 else x)
+elif fault == "splits":
+    splits = [1] * dist.get_world_size()
+    dist.all_to_all_single(torch.empty(sum(splits)), torch.empty(sum(splits) + (rank == 1)),
+                           splits, [*splits[:-1], 1 + (rank == 1)])
+elif fault == "message":
+    if rank == 1:
+        dist.send(torch.ones(3), 0)
+    elif rank == 0:
+        dist.recv(torch.ones(4), 1)
+    dist.barrier()
+elif fault == "missing call":
+    if rank != 1:
+        dist.all_reduce(x)
+    time.sleep(60)
+elif fault == "missing message":
+    if rank == 1:
+        dist.recv(x, 0)
+elif fault == "missing bucket":
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+    loss = model(torch.ones(2, 10)).sum()
+    if rank != 1:
+        loss.backward()
+    time.sleep(60)
+elif fault == "killed":
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(x)
+elif fault == "exception":
+    if rank == 1:
+        raise ValueError("a bug in the user's code")
+    dist.all_reduce(x)
