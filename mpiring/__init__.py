@@ -2,7 +2,7 @@
 
 from .communicator import Communicator, init
 from .config import Config
-from .engine import Handle
+from .handle import Handle
 from .errors import (
     BufferMismatchError,
     ClosedError,

@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike, NDArray
 from .collectives.agreement import Call
 from .collectives.model import Model
 from .config import Config
-from .engine import Handle
+from .handle import Handle
 from .errors import ConfigError
 from .group import Build, Group, load_mpi
 from .launch import refuse_singleton

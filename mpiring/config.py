@@ -174,3 +174,8 @@ def threads_are_set(environ: Mapping[str, str] | None = None) -> bool:
     """
     environ = os.environ if environ is None else environ
     return any(environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process, and of those that it starts."""
+    os.environ.update(variables)

@@ -9,14 +9,12 @@ caller then tests itself, without pause.
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Any
 
-from .collectives.agreement import Call
 from .config import Config
-from .errors import ClosedError, TransportError
+from .errors import ClosedError, StallError, TransportError
+from .handle import Action, Handle, Lane, Watch
 from .pause import Pause
 from .transport.base import T, Task
 
@@ -38,102 +36,6 @@ _TRIES_ALONE = 20
 _GRACE_S = 2.0
 
 _give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
-
-
-class Handle(Generic[T]):
-    """An operation under way.
-
-    Attributes:
-        call: What the operation is.
-        task: Its schedule.
-        sequence: Its number among its communicator's operations.
-        started: Whether its first messages are under way; until then it is queued.
-        done: Whether it is complete, as far as anybody has looked.
-    """
-
-    def __init__(self, lane: "Lane", call: Call, sequence: int, task: Task[T]) -> None:
-        self.call = call
-        self.sequence = sequence
-        self.started = False
-        self.done = False
-        self.lane = lane
-        self.task = task
-        self._moved_s = time.monotonic()
-
-    def __repr__(self) -> str:
-        return f"#{self.sequence} {self.call}"
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds since the operation last moved on."""
-        return time.monotonic() - self._moved_s
-
-    def test(self) -> bool:
-        """Return whether the operation is complete; give it a chance to progress.
-
-        Raises:
-            MpiringError: The operation, or an earlier one, failed.
-
-        Collective: no. Blocking: no.
-        """
-        if not self.done:
-            self.lane.engine.advance()
-        if not self.done:
-            self.lane.engine.raise_failure()
-        return self.done
-
-    def wait(self) -> T:
-        """Return the operation's result when it is complete on this rank.
-
-        Raises:
-            BufferMismatchError: The ranks called different things.
-            StallError: Some ranks did not arrive in time.
-            TransportError: MPI failed, or an earlier operation did.
-
-        Collective: no. Blocking: yes.
-        """
-        if not self.done:
-            self.lane.engine.wait(self)
-        return self.task.result  # type: ignore[return-value]
-
-    @property
-    def finished(self) -> bool:
-        """Whether the schedule has returned; `done` follows when the engine has counted it."""
-        return self.task.done
-
-    def step(self) -> bool:
-        """Advance as far as the network allows; for the engine."""
-        moved = self.task.step()
-        if moved:
-            self._moved_s = time.monotonic()
-        return moved
-
-    def start(self) -> None:
-        """Post the first requests; for the engine."""
-        self.started = True
-        self._moved_s = time.monotonic()
-        self.task.step()
-
-
-class Watch(Protocol):
-    """What the engine calls now and then, to see to one communicator."""
-
-    def look(self) -> None:
-        """Answer questions of other ranks; raise StallError if an operation is overdue."""
-
-
-@dataclass
-class Lane:
-    """One communicator's operations: a few are under way in the background, the rest queue.
-
-    Each communicator has its own, because two ranks may call those of two
-    communicators in different orders.
-    """
-
-    engine: "Engine"
-    watch: Watch
-    queue: deque[Handle[Any]] = field(default_factory=deque)
-    active: list[Handle[Any]] = field(default_factory=list)
 
 
 class Engine:
@@ -179,9 +81,14 @@ class Engine:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
             self._thread.start()
 
-    def join(self, watch: Watch) -> Lane:
-        """Begin to look after a communicator."""
-        lane = Lane(self, watch)
+    def join(self, watch: Watch, in_flight: float | None = None) -> Lane:
+        """Begin to look after a communicator.
+
+        Args:
+            watch: Is called now and then.
+            in_flight: How many operations may be under way; by default, as in the settings.
+        """
+        lane = Lane(self, watch, in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
         return lane
 
@@ -243,8 +150,12 @@ class Engine:
             self._blocking.append(handle)
         self.wait(handle)
 
-    def wait(self, handle: Handle[T]) -> None:
-        """Return when `handle` is complete, testing in this thread."""
+    def wait(self, handle: Handle[T], timeout_s: float | None = None) -> None:
+        """Return when `handle` is complete, testing in this thread.
+
+        Raises:
+            StallError: It is not, after `timeout_s`.
+        """
         began = time.monotonic()
         try:
             self._enter()
@@ -253,8 +164,10 @@ class Engine:
                 self.raise_failure()
                 with self._lock:
                     moved = self._progress()
+                self._call_actions()
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless > _YIELDS:
+                    _give_up_after(timeout_s, began, handle)
                     time.sleep(_WAITER_PAUSE_S)
                 elif fruitless:
                     _give_way()
@@ -266,6 +179,24 @@ class Engine:
         """Progress once, if nobody else is at it, without waiting for anything."""
         if not self._unless_busy(self._progress):
             _give_way()
+
+    def call(self, handle: Handle[Any], action: Action) -> None:
+        """Call an action when `handle` is complete; see Handle.when_done."""
+        handle.lane.actions.append((handle, action))
+        self._call_actions()
+        # Another thread may just have found nothing to call.
+        self._wake.set()
+
+    def _call_actions(self) -> None:
+        """Call what was to be called when operations are complete. Nobody holds the lock."""
+        for lane in tuple(self._lanes):
+            if lane.actions and lane.calling.acquire(blocking=False):
+                try:
+                    while lane.actions and (lane.actions[0][0].done or self._failure):
+                        handle, action = lane.actions.popleft()
+                        action(None if handle.done else self._failure)
+                finally:
+                    lane.calling.release()
 
     def poke(self) -> None:
         """Progress once where no thread does it."""
@@ -334,7 +265,7 @@ class Engine:
     def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, as long as few are under way."""
         admitted = False
-        while lane.queue and len(lane.active) < self._config.operations_in_flight:
+        while lane.queue and len(lane.active) < lane.in_flight:
             self._start(lane.queue.popleft(), lane.active)
             admitted = True
         return admitted
@@ -378,15 +309,24 @@ class Engine:
                 if self._stopping:
                     return
                 moved = [self._unless_busy(self._progress) for _ in range(_LOOKS)]
+                self._call_actions()
                 time.sleep(pause.after(any(moved)))
+            # Where a waiting caller has met a failure, others may wait for their actions.
+            self._call_actions()
         except BaseException as error:
             self._hand_over(error)
 
     def _hand_over(self, error: BaseException) -> None:
         """Leave an error to the main thread; end the job if it does not take it."""
+        self._call_actions()
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             if self._failure_noticed or self._stopping:
                 return
             time.sleep(0.01)
         self._end_job(error)
+
+
+def _give_up_after(timeout_s: float | None, began: float, handle: Handle[Any]) -> None:
+    if timeout_s is not None and time.monotonic() - began > timeout_s:
+        raise StallError(f"waited {timeout_s:g} s for {handle}")

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from .buckets import Bucket, TensorSpec, plan
 from .collectives.agreement import Call
 from .communicator import Communicator
-from .engine import Handle
 from .errors import BufferMismatchError, GradientError
+from .handle import Handle
 from .reducers import Mean, Reducer
 from .statistics import Statistics
 

@@ -2,7 +2,7 @@
 
 import atexit
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,10 +15,12 @@ from .collectives.operation import Collectives, Resources
 from .collectives.select import candidates
 from .collectives.windows import Windows, mapped
 from .config import Config
-from .engine import Engine, Handle
+from .engine import Engine
 from .errors import ClosedError, ConfigError, MissingDependencyError
+from .handle import Handle
 from .launch import JobEnder, end_job_on_exceptions
 from .memory.scratch import Scratch
+from .messages import Messages
 from .statistics import Statistics
 from .topology import neighbours, node_order, ranks_of_nodes, topology
 from .transport.base import Schedule, T, Task, run_to_end
@@ -91,7 +93,8 @@ class Group:
         self._engine = engine or self._start_engine(mpi)
         self._watch = StallWatch(self.rank, self.size, Mailbox(self._transport), config)
         self._lane = self._engine.join(self._watch)
-        self._disconnect = before_finalize(lambda: self._engine.leave(self._lane))
+        self._messages: Messages | None = None
+        self._disconnect = before_finalize(self._leave_engine)
         atexit.register(self._close_at_exit)
 
     def _open_board(self) -> None:
@@ -292,6 +295,60 @@ class Group:
         part.Free()
         return child
 
+    def subgroup(self, ranks: Sequence[int], tag: int, config: Config) -> "Group":
+        """Return a group of some ranks, which shares this one's engine.
+
+        Args:
+            ranks: Of this group, this rank among them, in their new order.
+            tag: Tells groups apart that overlapping ranks make at once.
+            config: Its settings.
+
+        Collective: yes, among those ranks. Blocking: yes.
+        """
+        self.check_open()
+        comm = self._transport.comm
+        everybody = comm.Get_group()
+        members = everybody.Incl(ranks)
+        part = comm.Create_group(members, tag % self._transport.tag_limit)
+        child = Group(part, config, self._engine)
+        for used in (members, everybody, part):
+            used.Free()
+        return child
+
+    def messages(self) -> Messages:
+        """Return single messages among these ranks, beside the collectives.
+
+        Collective: yes, the first time. Blocking: yes.
+        """
+        if self._messages is None:
+            self.check_open()
+            from .transport.mpi import MpiTransport
+            self._messages = Messages(
+                MpiTransport(self._transport.comm), self._engine, self.config)
+        return self._messages
+
+    def beside(self) -> "Group":
+        """Return another group of the same ranks, whose operations have an order of their own.
+
+        Collective: yes. Blocking: yes. Needs `messages()`, on whose communicator nothing
+        else is collective: some rank may be amid an operation of this group.
+        """
+        return Group(self.messages().comm, self.config, self._engine)
+
+    def set_stall_timeout(self, seconds: float) -> None:
+        """Change `stall_timeout_s` for this group."""
+        self.config = self._watch.config = replace(self.config, stall_timeout_s=seconds)
+
+    @property
+    def threaded(self) -> bool:
+        """Whether operations advance in the background."""
+        return self._engine.threaded
+
+    def _leave_engine(self) -> None:
+        if self._messages is not None:
+            self._messages.leave()
+        self._engine.leave(self._lane)
+
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
 
@@ -308,6 +365,8 @@ class Group:
         self.closed = True
         atexit.unregister(self._close_at_exit)
         self._disconnect()
+        if self._messages is not None:
+            self._messages.free()
         self._transport.free()
 
     def _wait_for_all(self) -> None:

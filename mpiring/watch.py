@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from .collectives.agreement import Call
 from .config import Config
-from .engine import Handle
+from .handle import Handle
 from .errors import StallError
 
 # How long a stalled rank waits for the others' answers before it reports.
@@ -34,13 +34,16 @@ class StallWatch:
         post: The control messages.
         config: `stall_warning_s` and `stall_timeout_s`.
         say: Where a report goes; standard error by default.
+
+    Attributes:
+        config: As above; may be replaced.
     """
 
     def __init__(self, rank: int, size: int, post: Post, config: Config,
                  say: Callable[[str], None] | None = None) -> None:
         self._rank, self._size = rank, size
         self._post = post
-        self._config = config
+        self.config = config
         self._say = say or _print_at_once
         self._unfinished: list[Handle[Any]] = []
         self._lock = threading.Lock()    # the caller enters, the engine's thread looks
@@ -78,7 +81,7 @@ class StallWatch:
         if oldest is None:
             self._inquiry = None
             return
-        warning_s, timeout_s = self._config.stall_warning_s, self._timeout_s
+        warning_s, timeout_s = self.config.stall_warning_s, self._timeout_s
         if self._inquiry is None or self._inquiry.is_over(oldest):
             self._inquiry = _Inquiry(oldest)
         inquiry = self._inquiry
@@ -95,7 +98,7 @@ class StallWatch:
     @property
     def _timeout_s(self) -> float:
         """Seconds that an operation may stall; 0 for ever."""
-        return 0.0 if self._patient else self._config.stall_timeout_s
+        return 0.0 if self._patient else self.config.stall_timeout_s
 
     def _have_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
         """Ask all ranks once per purpose; return whether they answered, or had time to."""

@@ -3,7 +3,8 @@
 import ml_dtypes
 import numpy as np
 
-OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
+OPS = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply,
+       "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 FLOATS = ["float16", ml_dtypes.bfloat16, "float32", "float64", "longdouble"]
 COMPLEX = ["complex64", "complex128"]
@@ -11,7 +12,8 @@ DTYPES = ["bool", *INTEGERS, *FLOATS, *COMPLEX]
 OPS_OF = {
     "sum": [*INTEGERS, *FLOATS, *COMPLEX], "prod": [*INTEGERS, *FLOATS, *COMPLEX],
     "mean": [*FLOATS, *COMPLEX],
-    "max": ["bool", *INTEGERS, *FLOATS], "min": ["bool", *INTEGERS, *FLOATS]}
+    "max": ["bool", *INTEGERS, *FLOATS], "min": ["bool", *INTEGERS, *FLOATS],
+    **dict.fromkeys(("band", "bor", "bxor"), ["bool", *INTEGERS])}
 
 
 def defined(op, dtype):

@@ -9,7 +9,8 @@ import pytest
 
 from mpiring import ClosedError, Config, TransportError
 from mpiring.collectives.agreement import Call
-from mpiring.engine import Engine, Handle
+from mpiring.engine import Engine
+from mpiring.handle import Handle
 from mpiring.pause import Pause
 from mpiring.transport.base import Task, together
 

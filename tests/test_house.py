@@ -21,7 +21,7 @@ LAYERS = [
     ["transport", "memory", "topology"],
     ["collectives"],
     ["statistics", "launch", "pause", "tuning"],
-    ["engine", "watch", "buckets", "group", "communicator"],
+    ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
     ["numpy", "torch"],
     ["lab", "bench"],

@@ -6,7 +6,8 @@ import pytest
 
 from mpiring import Config, StallError
 from mpiring.collectives.agreement import Call
-from mpiring.engine import Engine, Handle
+from mpiring.engine import Engine
+from mpiring.handle import Handle
 from mpiring.transport.base import Task
 from mpiring.watch import StallWatch
 

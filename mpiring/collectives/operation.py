@@ -17,7 +17,7 @@ from ..memory.scratch import Scratch
 from ..transport.alone import Alone
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
-from . import chain, direct, hierarchical, native, ring, shared
+from . import chain, direct, exchange, hierarchical, native, ring, shared
 from .model import Model
 from .select import choose
 from .windows import NOWHERE, Windows
@@ -211,17 +211,87 @@ class Collectives:
     def _reduce_scatter(self, x: Array, op: str, combine: Reduction) -> Schedule[Array]:
         if widens(x.dtype, op) and self.size > 1:
             chunks = chunks_of(x, self.size)
-            with self._direct_inbox(x) as inbox:
-                mine = yield from direct.reduce_scatter(self.net, chunks, inbox, combine)
-            # Others than the left neighbour have been believed; who disagrees is not here.
-            yield from chain.barrier(self.net)
-            return mine
+            yield from self._confirmed(self._direct_chunks(chunks, combine))
+            return chunks[self.rank]
         with self._inbox(x) as inbox:
             return (yield from ring.reduce_scatter(self.ring, self._chunks(x), inbox, combine))
+
+    def reduce_scatter_chunks(
+        self, chunks: Sequence[Array], *, op: str = "sum",
+    ) -> Schedule[None]:
+        """Return the schedule that combines vector r of `chunks` of all ranks on rank r.
+
+        Args:
+            chunks: Per rank a vector, all equally long, in any memory. This rank's own is
+                overwritten by the result, the others are only read.
+
+        Raises:
+            ConfigError: The op does not suit the dtype.
+        """
+        combine = reduction(op, chunks[0].dtype, self.size)
+        return self._confirmed(self._direct_chunks(chunks, combine))
+
+    def _direct_chunks(self, chunks: Sequence[Array], combine: Reduction) -> Schedule[None]:
+        n, itemsize = max(chunk.size for chunk in chunks), chunks[0].itemsize
+        size = direct.inbox_size(n * self.size, self.size, itemsize)
+        with self._own.scratch.borrow(size, chunks[0].dtype) as inbox:
+            yield from direct.reduce_scatter(self.net, chunks, inbox, combine)
+
+    def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
+        """Return the schedule that combines the vector `x` of all ranks into that of `root`.
+
+        Each rank combines a chunk, and sends it to `root`. Elsewhere `x` is only read.
+
+        Raises:
+            ConfigError: The op does not suit the dtype.
+        """
+        return self._confirmed(self._reduce(x, root, reduction(op, x.dtype, self.size)))
+
+    def _reduce(self, x: Array, root: int, combine: Reduction) -> Schedule[None]:
+        chunks = chunks_of(x, self.size)
+        if self.rank == root:
+            yield from self._direct_chunks(chunks, combine)
+            yield from exchange.gather(self.net, chunks[root], chunks, root)
+            return
+        own = chunks[self.rank]
+        with self._own.scratch.borrow(own.size, x.dtype) as mine:
+            mine[...] = own
+            chunks[self.rank] = mine
+            yield from self._direct_chunks(chunks, combine)
+            yield from exchange.gather(self.net, mine, (), root)
 
     def allgather(self, x: Array) -> Schedule[None]:
         """Return the schedule that copies every rank's chunk of the vector `x` to all."""
         return ring.allgather(self.ring, self._chunks(x))
+
+    def allgather_chunks(self, chunks: Sequence[Array]) -> Schedule[None]:
+        """Return the schedule that copies vector r of `chunks` of rank r to all ranks.
+
+        Args:
+            chunks: Per rank a vector, of lengths that all ranks agree on, in any memory;
+                all but this rank's own are overwritten.
+        """
+        return ring.allgather(self.ring, [chunks[rank] for rank in self._own.order])
+
+    def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
+        """Return the schedule that sends `sends[r]` to rank r; see exchange.all_to_all."""
+        return self._confirmed(exchange.all_to_all(self.net, sends, receives))
+
+    def gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        """Return the schedule that copies `mine` of all ranks to `root`; see exchange.gather."""
+        return self._confirmed(exchange.gather(self.net, mine, parts, root))
+
+    def scatter(self, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
+        """Return the schedule that copies a part to each rank; see exchange.scatter."""
+        return self._confirmed(exchange.scatter(self.net, parts, mine, root))
+
+    def _confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
+        """Run a schedule in which ranks that are no neighbours exchange data."""
+        yield from schedule
+        if len(self._own.nodes) > 1:
+            # Between nodes only the left neighbour's call was compared; the others' were
+            # believed. Who disagrees is not here.
+            yield from chain.barrier(self.net)
 
     def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
         """Return the schedule that collects a byte vector from every rank, in rank order."""

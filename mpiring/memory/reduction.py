@@ -1,4 +1,4 @@
-"""Combines vectors elementwise: sum, mean, max, min, prod, for every dtype."""
+"""Combines vectors elementwise: sum, mean, max, min, prod, bitwise, for every dtype."""
 
 import contextvars
 import functools
@@ -18,7 +18,8 @@ from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 BLOCK_BYTES = 256 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
-    "sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+    "sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
+    "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
 _NUMPY_1 = np.__version__.startswith("1.")
 _DTYPES = {
     "sum": (*FLOATING, *COMPLEX, *INTEGER),
@@ -26,11 +27,15 @@ _DTYPES = {
     "prod": (*FLOATING, *COMPLEX, *INTEGER),
     "max": (*FLOATING, *INTEGER, "bool"),
     "min": (*FLOATING, *INTEGER, "bool"),
+    "band": (*INTEGER, "bool"),
+    "bor": (*INTEGER, "bool"),
+    "bxor": (*INTEGER, "bool"),
 }
 _REMEDIES = {
     "bool": "view it as numpy.uint8 to count, or use max (or) and min (and)",
     "mean": "convert to a floating dtype, or use sum",
     "complex": "complex numbers have no order; reduce the real and imaginary parts",
+    "bits": "view it as integers of its width",
 }
 
 
@@ -105,7 +110,8 @@ class Reduction:
         if op not in _UFUNCS:
             raise ConfigError(f"op={op!r}: expected one of {', '.join(_UFUNCS)}")
         if name not in _DTYPES[op]:
-            remedy = _REMEDIES["bool" if name == "bool" else "mean" if op == "mean" else "complex"]
+            remedy = _REMEDIES["bool" if name == "bool" else "mean" if op == "mean" else
+                               "bits" if op[0] == "b" else "complex"]
             raise ConfigError(f"op={op!r} is not defined for {name}; {remedy}")
         self.op = op
         self.size = size

@@ -1,9 +1,15 @@
-"""Joins PyTorch: a module wrapper that averages gradients, and what goes with it."""
+"""Joins PyTorch: a module wrapper, and a back end of torch.distributed that importing registers."""
 
+from . import process_group, rendezvous
 from .data_parallel import DataParallel
+from .process_group import ProcessGroup
+from .rendezvous import export_environment
 from .sampler import DistributedSampler
 from .states import broadcast_optimizer_state, broadcast_parameters
 from .threads import share_cores
 
-__all__ = ["DataParallel", "DistributedSampler", "broadcast_optimizer_state",
-           "broadcast_parameters", "share_cores"]
+process_group.register()
+rendezvous.register()
+
+__all__ = ["DataParallel", "DistributedSampler", "ProcessGroup", "broadcast_optimizer_state",
+           "broadcast_parameters", "export_environment", "share_cores"]

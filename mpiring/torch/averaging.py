@@ -14,7 +14,7 @@ from ..communicator import Communicator
 from ..errors import GradientError
 from ..gradients import Gradients
 from ..reducers import Reducer
-from .sparse import SparseGradients
+from .sparse_gradients import SparseGradients
 from .tensors import numpy_dtype, tensor_of
 
 

@@ -15,7 +15,7 @@ from ..gradients import refuse_different
 from ..reducers import Reducer
 from ..statistics import Statistics
 from .averaging import Averaging
-from .sparse import sparse_parameters
+from .sparse_gradients import sparse_parameters
 from .states import broadcast_parameters
 from .tensors import numpy_dtype
 from .threads import share_cores

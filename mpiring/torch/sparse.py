@@ -1,70 +1,49 @@
-"""Averages sparse gradients, as of embeddings: every rank gathers the rows of all."""
+"""Sums sparse tensors over ranks, by gathering what is not zero."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
-from torch import nn
-from torch.nn import Parameter
 
-from ..communicator import Communicator
-from ..errors import GradientError
-
-
-def sparse_parameters(module: nn.Module) -> set[Parameter]:
-    """Return the parameters whose gradients will be sparse."""
-    return {layer.weight for layer in module.modules()
-            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse}
+from ..collectives.operation import Collectives
+from ..errors import ConfigError
+from ..memory.arrays import Array
+from ..transport.base import Schedule
+from .ops import Op
+from .vectors import Loan
 
 
-class SparseGradients:
-    """Sparse gradients, averaged one after the other when all dense ones have arrived.
+def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[None]]:
+    """Return what builds the schedule that sums a sparse tensor over all ranks, in place.
 
     Args:
-        parameters: By name, in the same order on every rank.
-        comm: The ranks to average over.
+        tensor: COO, of any number of sparse and dense dimensions.
+        op: "sum" or "mean".
 
-    Attributes:
-        missing: The names of the gradients that are not ready in this step.
+    Raises:
+        ConfigError: Another layout or op.
     """
+    if tensor.layout is not torch.sparse_coo or op.name not in ("sum", "mean"):
+        raise ConfigError(f"{op.name} of a {tensor.layout} tensor: expected a sum or mean of "
+                          f"torch.sparse_coo")
+    mine = op.scaled(tensor.detach()).coalesce()
+    places, values = mine.indices().T.contiguous(), mine.values()
+    loan = Loan()
+    raw_places, raw_values = (loan.raw(one, written=False) for one in (places, values))
 
-    def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator) -> None:
-        self.missing = list(parameters)
-        self._parameters = dict(parameters)
-        self._weights: dict[str, float] = {}
-        self._comm = comm
+    def schedule(collectives: Collectives) -> Schedule[None]:
+        all_places = yield from collectives.allgather_bytes(raw_places)
+        all_values = yield from collectives.allgather_bytes(raw_values)
+        total = torch.sparse_coo_tensor(
+            _joined(all_places, places).T, _joined(all_values, values), mine.shape,
+            check_invariants=False).coalesce()
+        with torch.no_grad():    # a detached sparse tensor would keep the news to itself
+            tensor.copy_(total / collectives.size if op.name == "mean" else total)
 
-    def ready(self, name: str, weight: float) -> None:
-        """Mark a gradient as complete, or as not there.
+    return schedule
 
-        Args:
-            name: The parameter's.
-            weight: What this rank's gradient is multiplied with.
 
-        Raises:
-            GradientError: The gradient is dense.
-        """
-        grad = self._parameters[name].grad
-        if grad is not None and grad.layout is not torch.sparse_coo:
-            raise GradientError(
-                f"rank {self._comm.rank}: the gradient of {name} is dense, although its layer has "
-                f"sparse=True; a weight that is used elsewhere too needs sparse=False")
-        self.missing.remove(name)
-        self._weights[name] = weight
-
-    def wait(self) -> None:
-        """Return when every gradient is the mean over ranks, or None where no rank has one.
-
-        Collective: yes. Blocking: yes.
-        """
-        for name, p in self._parameters.items():
-            mine = None
-            if p.grad is not None:
-                grad = p.grad.coalesce()
-                mine = grad.indices(), grad.values() * self._weights[name]
-            parts = [part for part in self._comm.allgather_object(mine) if part is not None]
-            if parts:
-                indices = torch.cat([indices for indices, _ in parts], dim=1)
-                values = torch.cat([values for _, values in parts]) / self._comm.size
-                p.grad = torch.sparse_coo_tensor(
-                    indices, values, p.shape, check_invariants=False).coalesce()
-        self.missing = list(self._parameters)
+def _joined(gathered: Sequence[Array], like: torch.Tensor) -> torch.Tensor:
+    """Return all ranks' rows as one tensor of the dtype and row shape of `like`."""
+    raw = torch.from_numpy(np.concatenate(gathered))
+    return raw.view(like.dtype).reshape(-1, *like.shape[1:])

@@ -50,8 +50,10 @@ def array_of(tensor: torch.Tensor) -> NDArray[Any]:
     flat = tensor.detach().view(-1)
     if dtype is _BFLOAT16:
         # NumPy knows its name only from ml_dtypes, and PyTorch does not hand it over.
-        return flat.view(torch.int16).numpy().view(dtype)
-    return flat.numpy()
+        array: NDArray[Any] = flat.view(torch.int16).numpy().view(dtype)
+    else:
+        array = flat.numpy()
+    return array
 
 
 def tensor_of(array: NDArray[Any]) -> torch.Tensor:

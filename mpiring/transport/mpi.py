@@ -14,7 +14,8 @@ from .base import LANES, Array, Request, Schedule
 PIECE_BYTES = 1 << 30
 
 _CONTROL_TAG = 0
-_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD}
+_OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
+        "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
 
 
 class _Pending:
@@ -30,6 +31,11 @@ class _Pending:
 
     def __repr__(self) -> str:
         return _text(*self._about)
+
+    @property
+    def source(self) -> int:
+        """Who has sent what was received; once complete."""
+        return -1 if self._status is None else self._status.Get_source()
 
     def test(self) -> bool:
         """Return whether it is complete.
@@ -59,6 +65,7 @@ def _text(rank: int, action: str, nbytes: int, other: int) -> str:
 
 _SEND = "sending {nbytes} bytes to rank {other}"
 _RECEIVE = "receiving {nbytes} bytes from rank {other}"
+_RECEIVE_ANY = "receiving {nbytes} bytes from any rank"
 _ALLREDUCE = "MPI_Iallreduce of {nbytes} bytes"
 
 
@@ -87,6 +94,8 @@ class MpiTransport:
     Attributes:
         rank, size: As in MPI.
         bytes_sent: By this rank, so far, in channels (not in MPI's own collectives).
+        piece_bytes: As above.
+        tag_limit: The highest tag that MPI takes.
     """
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
@@ -98,14 +107,18 @@ class MpiTransport:
         self.piece_bytes = piece_bytes
         # Tag 0 is the control messages'. Tags come round again long after the
         # operations that used them are complete.
-        tag_limit = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767
-        self._tags = min(int(tag_limit), 1 << 20)
+        self.tag_limit = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
+        self._tags = min(self.tag_limit, 1 << 20)
 
     def channel(self, sequence: int, lane: int = 0) -> "MpiChannel":
         """Return a lane of operation number `sequence`; see base.Channel.lane."""
         if not 0 <= lane < LANES:
             raise ConfigError(f"rank {self.rank}: lane {lane}: expected 0 to {LANES - 1}")
         return MpiChannel(self, sequence, 1 + (sequence * LANES + lane) % self._tags)
+
+    def tagged(self, tag: int) -> "MpiChannel":
+        """Return the messages of one tag: a transport's that gives no other channels."""
+        return MpiChannel(self, 0, tag)
 
     def iallreduce(self, x: Array, op: str) -> Request:
         """Start MPI_Iallreduce of a vector, in place; every rank in the same order."""
@@ -115,7 +128,7 @@ class MpiTransport:
             lambda: self.comm.Iallreduce(MPI.IN_PLACE, x, _OPS[op]), _ALLREDUCE, x.nbytes)
 
     def started(self, start: Callable[[], MPI.Request], action: str, nbytes: int,
-                other: int = -1, expected: int | None = None) -> Request:
+                other: int = -1, expected: int | None = None) -> _Pending:
         """Make an MPI call that returns a request; its errors become ours here."""
         try:
             request = start()
@@ -157,6 +170,12 @@ class MpiChannel:
         return self._in_pieces(array, lambda piece: self._transport.started(
             lambda: self._comm.Irecv([piece, MPI.BYTE], source, self._tag),
             _RECEIVE, piece.nbytes, source, expected=piece.nbytes))
+
+    def irecv_any(self, array: Array) -> _Pending:
+        """Start receiving a contiguous vector from whoever sends first; see `source` there."""
+        return self._transport.started(
+            lambda: self._comm.Irecv([as_bytes(array), MPI.BYTE], MPI.ANY_SOURCE, self._tag),
+            _RECEIVE_ANY, array.nbytes, expected=array.nbytes)
 
     def _in_pieces(self, array: Array, start: Callable[[Array], Request]) -> Request:
         if array.nbytes <= self._transport.piece_bytes:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cluster import run
 
-from mpiring.collectives import chain, direct, ring, shared
+from mpiring.collectives import chain, direct, exchange, ring, shared
 from mpiring.collectives.agreement import Call, agreed
 from mpiring.collectives.select import choose
 from mpiring.memory.arrays import chunks_of
@@ -184,6 +184,75 @@ def test_broadcast(p):
             assert all(np.array_equal(x, np.arange(n) + 1000 * root) for x in xs)
 
 
+def sent(source, dest, p):
+    """What rank `source` has for rank `dest`: another length and content for each pair."""
+    return np.arange((3 * source + dest) % (p + 2), dtype="int32") + 1000 * source + dest
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_all_to_all(p, in_flight):
+    inputs = [[sent(source, dest, p) for dest in range(p)] for source in range(p)]
+    outputs = [[np.full_like(inputs[source][dest], -1) for source in range(p)]
+               for dest in range(p)]
+    SimulatedNetwork(p, seed=p).run(lambda net: exchange.all_to_all(
+        net, inputs[net.rank], outputs[net.rank], in_flight))
+    for dest in range(p):
+        for source in range(p):
+            assert np.array_equal(outputs[dest][source], sent(source, dest, p))
+            assert np.array_equal(inputs[source][dest], sent(source, dest, p))
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+def test_gather_and_scatter(p):
+    for root in {0, p // 2, p - 1}:
+        mine = [sent(rank, root, p) for rank in range(p)]
+        parts = [np.full_like(x, -1) for x in mine]
+        SimulatedNetwork(p, seed=root).run(lambda net: exchange.gather(
+            net, mine[net.rank], parts if net.rank == root else (), root))
+        assert all(map(np.array_equal, parts, mine))
+
+        parts = [sent(root, rank, p) for rank in range(p)]
+        mine = [np.full_like(x, -1) for x in parts]
+        SimulatedNetwork(p, seed=root).run(lambda net: exchange.scatter(
+            net, parts if net.rank == root else (), mine[net.rank], root))
+        assert all(map(np.array_equal, mine, parts))
+
+
+PLACES = {"one node": lambda rank: 0, "nodes of 2": lambda rank: rank // 2,
+          "round-robin": lambda rank: rank % 3, "own nodes": lambda rank: rank}
+
+
+@pytest.mark.parametrize("p", range(1, 17))
+@pytest.mark.parametrize("place", PLACES)
+def test_out_of_place(p, place):
+    """As PyTorch needs them: inputs are left alone, and results go to any memory."""
+    node_of = [PLACES[place](rank) for rank in range(p)]
+    n, root = 5, p // 2
+    cases = [(op, dtype) for op in contract.OPS for dtype in contract.OPS_OF[op][::4]]
+    # On many ranks few of them, to save time.
+    for seed, (op, dtype) in enumerate(cases if p <= 4 else cases[p % 8::8]):
+        whole = [contract.contribution(rank, p * n, dtype) for rank in range(p)]
+
+        def program(collectives):
+            r, mine = collectives.rank, whole[collectives.rank].copy()
+            chunks = [mine[k * n:][:n] for k in range(p)]
+            chunks[r] = chunks[r].copy()
+            yield from collectives.reduce_scatter_chunks(chunks, op=op)
+            assert np.array_equal(mine, whole[r]), "an input was changed"
+            gathered = [np.zeros(n, dtype) for _ in range(p)]
+            gathered[r][...] = chunks[r]
+            yield from collectives.allgather_chunks(gathered)
+            yield from collectives.reduce(mine, root, op=op)
+            assert r == root or np.array_equal(mine, whole[r]), "an input was changed"
+            return np.concatenate(gathered), mine
+
+        found = run(node_of, program, seed=seed)[0]
+        for gathered, _ in found:
+            contract.check(gathered, p, op)
+        contract.check(found[root][1], p, op)
+
+
 @pytest.mark.parametrize("p", range(1, 17))
 def test_objects(p):
     texts = [np.frombuffer(b"x" * (rank * 37 % 50), np.uint8) for rank in range(p)]
@@ -222,12 +291,15 @@ def test_ten_thousand_adversarial_deliveries():
         hs = [contract.contribution(rank, n, "float16") for rank in range(p)]
         ys = [np.full(n, rank) for rank in range(p)]
         texts = [np.full(rank * n % 7, rank, np.uint8) for rank in range(p)]
+        rows = [[sent(rank, dest, p) for dest in range(p)] for rank in range(p)]
+        columns = [[np.empty_like(row[rank]) for row in rows] for rank in range(p)]
         found = SimulatedNetwork(p, seed=seed, ranks_per_node=1 + seed % 3).run(
             lambda net: by_agreed_ring(net, xs[net.rank], op),
             lambda net: by_members(net, zs[net.rank], "sum"),
             lambda net: by_pieces(net, vs[net.rank], "sum"),
             lambda net: by_direct_pieces(net, hs[net.rank], op),
             lambda net: chain.broadcast(net, ys[net.rank], root, piece_bytes=32),
+            lambda net: exchange.all_to_all(net, rows[net.rank], columns[net.rank], 1 + seed % 3),
             lambda net: chain.broadcast_bytes(net, texts[net.rank], root),
             lambda net: ring.allgather_bytes(net, texts[net.rank]),
             lambda net: chain.barrier(net))
@@ -238,6 +310,8 @@ def test_ten_thousand_adversarial_deliveries():
         for results in (xs, zs, vs, hs):
             assert all(x.tobytes() == results[0].tobytes() for x in results)
         assert all((y == root).all() for y in ys)
+        for rank, column in enumerate(columns):
+            assert all(np.array_equal(x, row[rank]) for x, row in zip(column, rows))
         for *_, text, gathered, _ in found:
             assert np.array_equal(text, texts[root])
             assert all(map(np.array_equal, gathered, texts))

@@ -1,38 +1,52 @@
-"""Trains on several ranks, of which the last one does something wrong in the third step."""
+"""Breaks a job that uses the back end in the way that the first argument names; run by mpirun."""
 
 import os
 import signal
 import sys
+import time
+from datetime import timedelta
 
 import torch
-from torch import nn
+import torch.distributed as dist
 
-import mpiring
-from mpiring.torch import DataParallel
+import mpiring.torch  # noqa: F401 (registers the back end)
 
-kind = sys.argv[1]
-comm = mpiring.init()
-last = comm.rank == comm.size - 1
+fault = sys.argv[1]
+dist.init_process_group("mpiring", init_method="mpi://", timeout=timedelta(seconds=2))
+rank = dist.get_rank()
+x = torch.ones(1000)
+dist.all_reduce(x)
 
-
-class Net(nn.Linear):
-    def forward(self, x):
-        if step == 2 and last and kind == "forward":
-            raise ValueError("a bug in forward")
-        return super().forward(x)
-
-
-step = -1
-model = DataParallel(Net(5 if last and kind == "model" else 4, 3), comm)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-for step in range(5):
-    wrong = last and step == 2
-    if wrong and kind == "exit":
-        sys.exit(0)
-    if wrong and kind == "kill":
+if fault == "shape":
+    dist.all_reduce(x[:999] if rank == 1 else x)
+elif fault == "splits":
+    splits = [1] * dist.get_world_size()
+    dist.all_to_all_single(torch.empty(sum(splits)), torch.empty(sum(splits) + (rank == 1)),
+                           splits, [*splits[:-1], 1 + (rank == 1)])
+elif fault == "message":
+    if rank == 1:
+        dist.send(torch.ones(3), 0)
+    elif rank == 0:
+        dist.recv(torch.ones(4), 1)
+    dist.barrier()
+elif fault == "missing call":
+    if rank != 1:
+        dist.all_reduce(x)
+    time.sleep(60)
+elif fault == "missing message":
+    if rank == 1:
+        dist.recv(x, 0)
+elif fault == "missing bucket":
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
+    loss = model(torch.ones(2, 10)).sum()
+    if rank != 1:
+        loss.backward()
+    time.sleep(60)
+elif fault == "killed":
+    if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    optimizer.zero_grad()
-    model(torch.ones(2, 5 if wrong and kind == "batch" else 4)).sum().backward()
-    optimizer.step()
-comm.close()
-print("unreachable", flush=True)
+    dist.all_reduce(x)
+elif fault == "exception":
+    if rank == 1:
+        raise ValueError("a bug in the user's code")
+    dist.all_reduce(x)

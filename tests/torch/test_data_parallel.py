@@ -40,7 +40,7 @@ def test_abilities(ranks):
     ("kill", []),
 ])
 def test_a_failing_rank_ends_the_job_with_the_reason(kind, words):
-    ended = launch(3, PROGRAMS / "torch_fault.py", kind)
+    ended = launch(3, PROGRAMS / "torch_training_fault.py", kind)
     assert ended.status != 0 and ended.seconds < 30
     assert "unreachable" not in ended.output
     for text in words:

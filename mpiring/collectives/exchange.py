@@ -1,0 +1,101 @@
+"""Sends every rank what is meant for it alone: all-to-all, gather, scatter."""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from ..memory.arrays import Array
+from ..transport.base import Channel, Request, Schedule
+
+# With how many ranks a rank exchanges at a time: one message is copied while the next travels,
+# and no rank has to hold what all others send at once.
+IN_FLIGHT = 4
+
+
+def all_to_all(
+    net: Channel, sends: Sequence[Array], receives: Sequence[Array], in_flight: int = IN_FLIGHT,
+) -> Schedule[None]:
+    """Send `sends[r]` to rank r, and receive `receives[r]` from it, pairwise, in p-1 steps.
+
+    In step s rank r sends to r+s and receives from r-s, so that nobody is flooded.
+
+    Args:
+        sends: p vectors of any lengths and dtypes.
+        receives: p vectors, contiguous, overwritten; vector r has as many bytes as rank r
+            sends to this rank.
+        in_flight: So many steps are under way at once.
+
+    Raises:
+        BufferMismatchError: A rank sent another number of bytes.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    p, r = net.size, net.rank
+    np.copyto(receives[r], sends[r])
+    yield from _a_few_at_once(in_flight, (
+        (net.irecv(receives[(r - s) % p], (r - s) % p), net.isend(sends[(r + s) % p], (r + s) % p))
+        for s in range(1, p)))
+
+
+def gather(
+    net: Channel, mine: Array, parts: Sequence[Array], root: int, in_flight: int = IN_FLIGHT,
+) -> Schedule[None]:
+    """Copy `mine` of every rank r to `parts[r]` of rank `root`.
+
+    Args:
+        mine: Contiguous.
+        parts: On `root`, p vectors, contiguous, each as long as what its rank sends; they
+            are overwritten. Ignored elsewhere.
+        root: The rank that receives.
+        in_flight: From so many ranks it receives at once.
+
+    Raises:
+        BufferMismatchError: A rank sent another number of bytes.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    p, r = net.size, net.rank
+    if r != root:
+        yield (net.isend(mine, root),)
+        return
+    if parts[r] is not mine:
+        np.copyto(parts[r], mine)
+    yield from _a_few_at_once(in_flight, (
+        (net.irecv(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
+
+
+def scatter(
+    net: Channel, parts: Sequence[Array], mine: Array, root: int, in_flight: int = IN_FLIGHT,
+) -> Schedule[None]:
+    """Copy `parts[r]` of rank `root` to `mine` of every rank r.
+
+    Args:
+        parts: On `root`, p vectors, contiguous. Ignored elsewhere.
+        mine: Contiguous, as long as what `root` sends; overwritten.
+        root: The rank that sends.
+        in_flight: To so many ranks it sends at once.
+
+    Raises:
+        BufferMismatchError: `root` sent another number of bytes.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    p, r = net.size, net.rank
+    if r != root:
+        yield (net.irecv(mine, root),)
+        return
+    np.copyto(mine, parts[r])
+    yield from _a_few_at_once(in_flight, (
+        (net.isend(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
+
+
+def _a_few_at_once(in_flight: int, steps: Iterable[Sequence[Request]]) -> Schedule[None]:
+    """Wait for the oldest step before one more is drawn, and so begun."""
+    under_way: deque[Sequence[Request]] = deque()
+    for step in steps:
+        under_way.append(step)
+        if len(under_way) == in_flight:
+            yield under_way.popleft()
+    while under_way:
+        yield under_way.popleft()

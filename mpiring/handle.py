@@ -1,0 +1,152 @@
+"""Is what a caller holds of an operation under way, and the lane in which it queues."""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol
+
+from .collectives.agreement import Call
+from .transport.base import T, Task
+
+# Called with None when an operation is complete, or with the error that ended it.
+Action = Callable[[BaseException | None], None]
+
+
+class Driver(Protocol):
+    """What a handle asks of the engine; see there."""
+
+    def advance(self) -> None:
+        """Progress once, without waiting for anything."""
+
+    def wait(self, handle: "Handle[Any]", timeout_s: float | None = None) -> None:
+        """Return when `handle` is complete."""
+
+    def raise_failure(self) -> None:
+        """Raise the error of an operation that failed."""
+
+    def call(self, handle: "Handle[Any]", action: Action) -> None:
+        """Call an action when `handle` is complete."""
+
+
+class Handle(Generic[T]):
+    """An operation under way.
+
+    Attributes:
+        call: What the operation is.
+        task: Its schedule.
+        sequence: Its number among its communicator's operations.
+        started: Whether its first messages are under way; until then it is queued.
+        done: Whether it is complete, as far as anybody has looked.
+    """
+
+    def __init__(self, lane: "Lane", call: Call, sequence: int, task: Task[T]) -> None:
+        self.call = call
+        self.sequence = sequence
+        self.started = False
+        self.done = False
+        self.lane = lane
+        self.task = task
+        self._moved_s = time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"#{self.sequence} {self.call}"
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds since the operation last moved on."""
+        return time.monotonic() - self._moved_s
+
+    def test(self) -> bool:
+        """Return whether the operation is complete; give it a chance to progress.
+
+        Raises:
+            MpiringError: The operation, or an earlier one, failed.
+
+        Collective: no. Blocking: no.
+        """
+        if not self.done:
+            self.lane.engine.advance()
+        if not self.done:
+            self.lane.engine.raise_failure()
+        return self.done
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the operation's result when it is complete on this rank.
+
+        Args:
+            timeout_s: Give up after so many seconds; the operation stays under way. By
+                default, what the settings say.
+
+        Raises:
+            BufferMismatchError: The ranks called different things.
+            StallError: Some ranks did not arrive in time.
+            TransportError: MPI failed, or an earlier operation did.
+
+        Collective: no. Blocking: yes.
+        """
+        if not self.done:
+            self.lane.engine.wait(self, timeout_s)
+        return self.task.result  # type: ignore[return-value]
+
+    def when_done(self, action: Action) -> None:
+        """Call `action` once the operation is complete, or has failed.
+
+        Actions of one communicator are called one after the other, in the order in which
+        they were asked for, by whatever thread makes progress; by this one, now, if the
+        operation is complete already. An action may wait for other operations.
+
+        Args:
+            action: Given None, or the error; raises nothing.
+
+        Collective: no. Blocking: no.
+        """
+        self.lane.engine.call(self, action)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the schedule has returned; `done` follows when the engine has counted it."""
+        return self.task.done
+
+    def step(self) -> bool:
+        """Advance as far as the network allows; for the engine."""
+        moved = self.task.step()
+        if moved:
+            self._moved_s = time.monotonic()
+        return moved
+
+    def start(self) -> None:
+        """Post the first requests; for the engine."""
+        self.started = True
+        self._moved_s = time.monotonic()
+        self.task.step()
+
+
+class Watch(Protocol):
+    """What the engine calls now and then, to see to one communicator."""
+
+    def look(self) -> None:
+        """Answer questions of other ranks; raise StallError if an operation is overdue."""
+
+
+@dataclass
+class Lane:
+    """One communicator's operations: a few are under way in the background, the rest queue.
+
+    Each communicator has its own, because two ranks may call those of two
+    communicators in different orders.
+
+    Attributes:
+        in_flight: How many may be under way.
+        actions: What is to be called, in this order, when an operation is complete.
+        calling: Held by who calls them.
+    """
+
+    engine: Driver
+    watch: Watch
+    in_flight: float
+    queue: deque[Handle[Any]] = field(default_factory=deque)
+    active: list[Handle[Any]] = field(default_factory=list)
+    actions: deque[tuple[Handle[Any], Action]] = field(default_factory=deque)
+    calling: threading.Lock = field(default_factory=threading.Lock)

@@ -1,0 +1,412 @@
+"""Is the back end `mpiring` of torch.distributed: every collective, over a group of MPI ranks.
+
+PyTorch's Python functions call these methods directly, with lists of one tensor, because a
+rank has one device; DistributedDataParallel and DTensor reach some of them from C++.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..collectives.agreement import Call
+from ..collectives.operation import Collectives
+from ..errors import ConfigError
+from ..group import Group
+from ..memory.arrays import Array
+from ..transport.base import Schedule
+from . import sparse
+from .groups import monitored_barrier, open_group
+from .ops import op_of
+from .vectors import Loan, by_splits, check_alike, check_count, check_multiple, described, only
+from .vectors import parts as in_parts
+from .works import Coalesced, Work, in_callback
+
+Tensors = Sequence[torch.Tensor]
+
+
+def register() -> None:
+    """Make the back end known to torch.distributed."""
+    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=["cpu"])
+
+
+def _make(options: Any, _: Any) -> "ProcessGroup":
+    """Open a process group; torch.distributed calls this on its members."""
+    default = dist.group.WORLD
+    known = default._group if isinstance(default, ProcessGroup) else None
+    return ProcessGroup(options.store, open_group(options, known))
+
+
+@functools.lru_cache(maxsize=4096)
+def _call(kind: str, detail: str) -> Call:
+    """Return a Call, kept from the last time: it has to be hashed for the comparison."""
+    return Call(kind, detail)
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """The collectives and messages of torch.distributed among some MPI ranks.
+
+    Args:
+        store: What torch.distributed made; kept for those who ask for it.
+        group: The ranks.
+    """
+
+    def __init__(self, store: Any, group: Group) -> None:
+        super().__init__(group.rank, group.size)
+        self._store = store
+        self._name = self._description = ""
+        self._group = group
+        self._beside: Group | None = None
+        self._messages = group.messages()
+        self._coalescing: list[Work] | None = None
+
+    # What torch.distributed asks for
+
+    def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
+        """Return the name of the back end."""
+        return "mpiring"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Remember the name by which torch.distributed finds the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return that name."""
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        """Remember what the group is for."""
+        self._description = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return what the group is for."""
+        return self._description
+
+    def get_group_store(self) -> Any:
+        """Return the store that torch.distributed made for this group."""
+        return self._store
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change after which time without progress collectives fail."""
+        self._group.set_stall_timeout(timeout.total_seconds())
+
+    def shutdown(self) -> None:
+        """Wait for all operations and for all members, and close the group.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._beside is not None:
+            self._beside.close()
+        self._group.close()
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        works, self._coalescing = self._coalescing or [], None
+        return Coalesced(works)
+
+    # Submitting
+
+    def _submit(self, kind: str, detail: str, loan: Loan, value: Any,
+                build: Callable[[Collectives], Schedule[Any]]) -> Work:
+        group = self._group
+        if in_callback():
+            # Collective as the calls that lead here are: in the order of the operations.
+            group = self._beside = self._beside or group.beside()
+        handle = group.submit(
+            _call(kind, detail), lambda collectives: loan.settled(build(collectives)))
+        return self._work(Work(handle, value, threaded=group.threaded))
+
+    def _work(self, work: Work) -> Work:
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _check_root(self, root: int) -> None:
+        if not 0 <= root < self.size():
+            raise ConfigError(f"root={root} is no rank of this group; expected 0 to "
+                              f"{self.size() - 1}")
+
+    # Reductions
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        """Combine a tensor over all ranks, in place."""
+        if only(tensors).layout is not torch.strided:
+            return self._sparse_allreduce(tensors, opts)
+        return self._allreduce("all_reduce", tensors, opts or dist.AllreduceOptions())
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        """Combine several tensors over all ranks, in place, as one operation."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        return self._allreduce("all_reduce_coalesced", tensors, opts)
+
+    def _allreduce(self, kind: str, tensors: Tensors, opts: Any) -> Work:
+        loan, vectors, names = Loan(), [], []
+        for tensor in tensors:
+            op = op_of(opts.reduceOp, tensor.dtype)
+            vectors.append(loan.numbers(tensor, written=True))
+            names.append(op.name)
+            if op.factor is not None:
+                tensor.detach().mul_(op.factor)
+        detail = f"{names} of " + ", ".join(map(described, tensors))
+        return self._submit(kind, detail, loan, list(tensors), lambda collectives: _in_turn(
+            [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
+
+    def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> Work:
+        tensor, op = only(tensors), op_of(opts.reduceOp, only(tensors).dtype)
+        return self._submit(
+            "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", Loan(),
+            list(tensors), sparse.allreduce(tensor, op))
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        """Combine a tensor over all ranks into that of the root; others keep theirs."""
+        tensor, root = only(tensors), opts.rootRank
+        self._check_root(root)
+        op, loan, is_root = op_of(opts.reduceOp, tensor.dtype), Loan(), self.rank() == root
+        x = loan.numbers(tensor if is_root else op.scaled(tensor), written=is_root)
+        if is_root and op.factor is not None:
+            x *= op.factor
+        return self._submit(
+            "reduce", f"{op.name} of {described(tensor)} to root {root}", loan, list(tensors),
+            lambda collectives: collectives.reduce(x, root, op=op.name))
+
+    def reduce_scatter(
+        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None,
+    ) -> Work:
+        """Combine tensor r of a list over all ranks, into the output of rank r."""
+        output = only(outputs)
+        if len(inputs) != 1:
+            raise ConfigError(f"{len(inputs)} lists of tensors: expected one")
+        check_count(inputs[0], self.size(), "input")
+        check_alike(inputs[0], output, "input")
+        opts, loan = opts or dist.ReduceScatterOptions(), Loan()
+        op = op_of(opts.reduceOp, output.dtype)
+        contributions = [loan.numbers(op.scaled(one), written=False) for one in inputs[0]]
+        chunks = _with_own(contributions, self.rank(), loan.numbers(output, written=True))
+        return self._submit(
+            "reduce_scatter", f"{op.name} of {described(output)}", loan, list(outputs),
+            lambda collectives: collectives.reduce_scatter_chunks(chunks, op=op.name))
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
+    ) -> Work:
+        """Combine a tensor over all ranks; rank r gets its r-th part."""
+        return self._reduce_scatter("reduce_scatter_single", [output], [input], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None,
+    ) -> Work:
+        """Combine several tensors over all ranks; rank r gets their r-th parts."""
+        return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, inputs, opts)
+
+    def _reduce_scatter(self, kind: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
+        check_count(inputs, len(outputs), "input")
+        opts, loan, rows = opts or dist.ReduceScatterOptions(), Loan(), []
+        for output, input in zip(outputs, inputs):
+            check_multiple(input, output, self.size(), "input")
+            op = op_of(opts.reduceOp, output.dtype)
+            contributions = in_parts(
+                loan.numbers(op.scaled(input), written=False), self.size())
+            own = loan.numbers(output, written=True)
+            rows.append((_with_own(contributions, self.rank(), own), op.name))
+        detail = f"{[name for _, name in rows]} of " + ", ".join(map(described, inputs))
+        return self._submit(kind, detail, loan, list(outputs), lambda collectives: _in_turn(
+            [collectives.reduce_scatter_chunks(chunks, op=name) for chunks, name in rows]))
+
+    # Copies
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        """Copy the root's tensor to all ranks."""
+        tensor, root = only(tensors), opts.rootRank
+        self._check_root(root)
+        loan = Loan()
+        x = loan.raw(tensor, written=self.rank() != root)
+        return self._submit(
+            "broadcast", f"of {described(tensor)} from root {root}", loan, list(tensors),
+            lambda collectives: collectives.broadcast(x, root))
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        """Copy every rank's tensor to a list of tensors on all ranks."""
+        return self._allgather_lists("all_gather", outputs, [only(inputs)])
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None,
+    ) -> Work:
+        """Copy every rank's tensors: list r of the output takes those of rank r."""
+        check_count(outputs, self.size(), "lists of output")
+        by_input = list(zip(*outputs, strict=True))
+        return self._allgather_lists("all_gather_coalesced", by_input, inputs, outputs)
+
+    def _allgather_lists(self, kind: str, outputs: Sequence[Tensors], inputs: Tensors,
+                         value: Any = None) -> Work:
+        check_count(inputs, len(outputs), "input")
+        loan, rows = Loan(), []
+        for targets, input in zip(outputs, inputs):
+            check_count(targets, self.size(), "output")
+            check_alike(targets, input, "output")
+            mine = loan.raw(input, written=False)
+            rows.append((mine, [loan.raw(one, written=True) for one in targets]))
+        return self._gather_all(kind, inputs, loan, value or [*map(list, outputs)], rows)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
+    ) -> Work:
+        """Copy every rank's tensor to a part of one tensor on all ranks."""
+        return self._allgather("all_gather_single", [output], [input])
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None,
+    ) -> Work:
+        """Copy several tensors of every rank, each to parts of one tensor on all ranks."""
+        return self._allgather("all_gather_single_coalesced", outputs, inputs)
+
+    def _allgather(self, kind: str, outputs: Tensors, inputs: Tensors) -> Work:
+        check_count(inputs, len(outputs), "input")
+        loan, rows = Loan(), []
+        for output, input in zip(outputs, inputs):
+            check_multiple(output, input, self.size(), "output")
+            mine = loan.raw(input, written=False)
+            rows.append((mine, in_parts(loan.raw(output, written=True), self.size())))
+        return self._gather_all(kind, inputs, loan, list(outputs), rows)
+
+    def _gather_all(self, kind: str, inputs: Tensors, loan: Loan, value: Any,
+                    rows: Sequence[tuple[Array, Sequence[Array]]]) -> Work:
+        for mine, places in rows:
+            places[self.rank()][...] = mine
+        detail = "of " + ", ".join(map(described, inputs))
+        return self._submit(kind, detail, loan, value, lambda collectives: _in_turn(
+            [collectives.allgather_chunks(places) for _, places in rows]))
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+        """Copy every rank's tensor to a list of tensors on the root."""
+        input, root, loan = only(inputs), opts.rootRank, Loan()
+        self._check_root(root)
+        targets = outputs[0] if outputs else ()
+        if self.rank() == root:
+            check_count(targets, self.size(), "output")
+            check_alike(targets, input, "output")
+        elif targets:
+            raise ConfigError("output tensors on another rank than the root of a gather")
+        mine = loan.raw(input, written=False)
+        places = [loan.raw(one, written=True) for one in targets]
+        return self._submit(
+            "gather", f"of {described(input)} to root {root}", loan, [list(targets)],
+            lambda collectives: collectives.gather(mine, places, root))
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+        """Copy tensor r of the root's list to rank r."""
+        output, root, loan = only(outputs), opts.rootRank, Loan()
+        self._check_root(root)
+        sources = inputs[0] if inputs else ()
+        if self.rank() == root:
+            check_count(sources, self.size(), "input")
+            check_alike(sources, output, "input")
+        elif sources:
+            raise ConfigError("input tensors on another rank than the root of a scatter")
+        mine = loan.raw(output, written=True)
+        pieces = [loan.raw(one, written=False) for one in sources]
+        return self._submit(
+            "scatter", f"of {described(output)} from root {root}", loan, list(outputs),
+            lambda collectives: collectives.scatter(pieces, mine, root))
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Send tensor r of a list to rank r; shapes may differ."""
+        check_count(outputs, self.size(), "output")
+        check_count(inputs, self.size(), "input")
+        loan = Loan()
+        sends = [loan.raw(one, written=False) for one in inputs]
+        receives = [loan.raw(one, written=True) for one in outputs]
+        return self._all_to_all("all_to_all", inputs[0], loan, list(outputs), sends, receives)
+
+    def all_to_all_single(
+        self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (), opts: Any = None,
+    ) -> Work:
+        """Send part r of a tensor's rows to rank r."""
+        loan, size = Loan(), self.size()
+        sends = by_splits(loan.raw(input, written=False), _rows(input), input_split_sizes,
+                          size, "input")
+        receives = by_splits(loan.raw(output, written=True), _rows(output),
+                             output_split_sizes, size, "output")
+        return self._all_to_all("all_to_all_single", input, loan, [output], sends, receives)
+
+    def _all_to_all(self, kind: str, model: torch.Tensor, loan: Loan, value: Any,
+                    sends: Sequence[Array], receives: Sequence[Array]) -> Work:
+        own = sends[self.rank()], receives[self.rank()]
+        if own[0].size != own[1].size:
+            raise ConfigError(f"rank {self.rank()} sends {own[0].size} bytes to itself, but "
+                              f"receives {own[1].size}")
+        return self._submit(kind, f"of {model.dtype}", loan, value, lambda collectives: (
+            collectives.all_to_all(sends, receives)))
+
+    # Messages
+
+    def send(self, tensors: Tensors, dest: int, tag: int = 0) -> Work:
+        """Send a tensor to a rank."""
+        x = Loan().raw(only(tensors), written=False)
+        return self._message(self._messages.isend(x, dest, tag), tensors)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
+        """Receive a tensor from a rank."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """Receive a tensor from whichever rank sends first."""
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
+        loan = Loan()
+        x = loan.raw(only(tensors), written=True)
+        return self._message(self._messages.irecv(x, source, tag, loan.settled), tensors)
+
+    def _message(self, handle: Any, tensors: Tensors) -> Work:
+        timeout_s = self._group.config.stall_timeout_s or None
+        return self._work(
+            Work(handle, list(tensors), timeout_s, threaded=self._group.threaded))
+
+    # Barriers
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Complete when every rank has called."""
+        return self._submit(
+            "barrier", "", Loan(), [], lambda collectives: collectives.barrier())
+
+    def monitored_barrier(self, timeout: timedelta | None = None,
+                          wait_all_ranks: bool = False) -> None:
+        """Return when every rank has called; on rank 0, an error names those who have not.
+
+        torch.distributed.monitored_barrier refuses every back end but Gloo; this is to be
+        called on the group itself.
+
+        Raises:
+            StallError: Some rank has not called in time.
+        """
+        limit = None if timeout is None else timeout.total_seconds()
+        monitored_barrier(self._group, limit, wait_all_ranks=wait_all_ranks)
+
+    # Their names before PyTorch 2.12
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+
+def _with_own(contributions: list[Array], rank: int, own: Array) -> list[Array]:
+    """Return the contributions, but this rank's own in the memory of its result."""
+    own[...] = contributions[rank]
+    return [*contributions[:rank], own, *contributions[rank + 1:]]
+
+
+def _rows(tensor: torch.Tensor) -> int:
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def _in_turn(schedules: Sequence[Schedule[Any]]) -> Schedule[None]:
+    """Run schedules one after the other."""
+    for schedule in schedules:
+        yield from schedule

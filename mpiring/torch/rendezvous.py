@@ -1,0 +1,160 @@
+"""Finds, over MPI, the address of the store that torch.distributed wants."""
+
+import contextlib
+import fcntl
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.rendezvous import register_rendezvous_handler
+
+from ..communicator import Communicator, init
+from ..config import set_variables
+from ..errors import ConfigError, TransportError
+
+_LOOPBACK = "127.0.0.1"
+_PROBE_S = 1.0
+# Linux: the ioctl that tells the IPv4 address of an interface.
+_SIOCGIFADDR = 0x8915
+
+
+def register() -> None:
+    """Make `init_method="mpi://"` known to torch.distributed."""
+    register_rendezvous_handler("mpi", rendezvous)
+
+
+def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
+    """Serve `init_method="mpi://"`: yield a store, and MPI's rank and size.
+
+    Args:
+        url: "mpi://"; rank and world_size, if the user gave them, stand behind it.
+        timeout: For the store.
+
+    Raises:
+        ConfigError: The user's rank or world_size is not MPI's.
+        LaunchError: As mpiring.init.
+
+    Collective: yes. Blocking: yes.
+    """
+    with init() as comm:
+        _refuse_others(url, comm)
+        listener = _listener() if comm.rank == 0 else None
+        address, port = _meet(comm, listener)
+        rank, size = comm.rank, comm.size
+    if listener is None:
+        store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+    else:
+        # The store takes the socket over, so that nobody else can take the port.
+        store = dist.TCPStore(
+            _LOOPBACK, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
+            master_listen_fd=listener.detach())
+    yield store, rank, size
+    raise ConfigError("init_method='mpi://' cannot be used again in one call")
+
+
+def _refuse_others(url: str, comm: Communicator) -> None:
+    """Compare the rank and world size in a URL, if there are any, with MPI's."""
+    query = dict(part.split("=") for part in url.partition("?")[2].split("&") if part)
+    for name, mpi in (("rank", comm.rank), ("world_size", comm.size)):
+        if query.get(name, "-1") not in ("-1", str(mpi)):
+            raise ConfigError(
+                f"{name}={query[name]}, but this is rank {comm.rank} of {comm.size} in MPI; "
+                f"leave {name} out: MPI knows it")
+
+
+def export_environment(comm: Communicator) -> None:
+    """Set the variables that frameworks read which insist on `init_method="env://"`.
+
+    MASTER_ADDR and MASTER_PORT (an address of rank 0 that all ranks reach, and a port that was
+    free there), RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
+
+    Args:
+        comm: A communicator over all ranks.
+
+    Raises:
+        TransportError: Some rank reaches none of rank 0's addresses.
+
+    Collective: yes. Blocking: yes.
+    """
+    listener = _listener() if comm.rank == 0 else None
+    address, port = _meet(comm, listener)
+    if listener is not None:
+        listener.close()
+    set_variables({
+        "MASTER_ADDR": address, "MASTER_PORT": str(port),
+        "RANK": str(comm.rank), "WORLD_SIZE": str(comm.size),
+        "LOCAL_RANK": str(comm.local_rank), "LOCAL_WORLD_SIZE": str(comm.local_size)})
+
+
+def _listener() -> socket.socket:
+    """Return a socket that listens at every address of this host, on a free port."""
+    return socket.create_server(("", 0), backlog=4096)
+
+
+def _meet(comm: Communicator, listener: socket.socket | None) -> tuple[str, int]:
+    """Return an address and port of rank 0's listener that every rank reaches."""
+    port = 0 if listener is None else int(listener.getsockname()[1])
+    token = secrets.token_bytes(16)
+    offered: list[str] = [] if comm.num_nodes == 1 else _addresses()
+    offered, port, token = comm.broadcast_object((offered, port, token))
+    if comm.num_nodes == 1:
+        return _LOOPBACK, port
+    with contextlib.nullcontext() if listener is None else _answering(listener, token):
+        reached = [address for address in offered if _reaches(address, port, token)]
+        found = comm.allgather_object(reached)
+    for address in offered:
+        if all(address in those for those in found):
+            return address, port
+    lost = next(rank for rank, those in enumerate(found) if not those or those != offered)
+    raise TransportError(
+        f"rank {comm.rank}: no address of rank 0 is reached by all ranks: it has {offered}, and "
+        f"rank {lost} reaches {found[lost]}; does a firewall close port {port}?")
+
+
+def _addresses() -> list[str]:
+    """Return this host's IPv4 addresses, of all its interfaces but the loopback."""
+    addresses = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            # An interface may have no address.
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", name.encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in addresses if not address.startswith("127.")]
+
+
+@contextlib.contextmanager
+def _answering(listener: socket.socket, token: bytes) -> Iterator[None]:
+    """Send a token to everybody who connects, which another host at the same address cannot."""
+    done = threading.Event()
+    listener.settimeout(0.05)
+
+    def answer() -> None:
+        while not done.is_set():
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(token)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        listener.setblocking(True)
+
+
+def _reaches(address: str, port: int, token: bytes) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_PROBE_S) as connection:
+            return connection.recv(len(token), socket.MSG_WAITALL) == token
+    except OSError:
+        return False

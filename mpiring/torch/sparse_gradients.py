@@ -1,0 +1,78 @@
+"""Averages sparse gradients, as of embeddings: every rank gathers the rows of all."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from ..collectives.agreement import Call
+from ..communicator import Communicator
+from ..errors import GradientError
+from .ops import Op
+from .sparse import allreduce
+
+
+def sparse_parameters(module: nn.Module) -> set[Parameter]:
+    """Return the parameters whose gradients will be sparse."""
+    return {layer.weight for layer in module.modules()
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse}
+
+
+class SparseGradients:
+    """Sparse gradients, averaged when all dense ones have arrived.
+
+    Args:
+        parameters: By name, in the same order on every rank.
+        comm: The ranks to average over.
+
+    Attributes:
+        missing: The names of the gradients that are not ready in this step.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator) -> None:
+        self.missing = list(parameters)
+        self._parameters = dict(parameters)
+        self._weights: dict[str, float] = {}
+        self._comm = comm
+
+    def ready(self, name: str, weight: float) -> None:
+        """Mark a gradient as complete, or as not there.
+
+        Args:
+            name: The parameter's.
+            weight: What this rank's gradient is multiplied with.
+
+        Raises:
+            GradientError: The gradient is dense.
+        """
+        grad = self._parameters[name].grad
+        if grad is not None and grad.layout is not torch.sparse_coo:
+            raise GradientError(
+                f"rank {self._comm.rank}: the gradient of {name} is dense, although its layer has "
+                f"sparse=True; a weight that is used elsewhere too needs sparse=False")
+        self.missing.remove(name)
+        self._weights[name] = weight
+
+    def wait(self) -> None:
+        """Return when every gradient is the mean over ranks, or None where no rank has one.
+
+        Collective: yes. Blocking: yes.
+        """
+        handles = []
+        for name, p in self._parameters.items():
+            mine = _nothing_like(p) if p.grad is None else p.grad * self._weights[name]
+            call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)
+            handles.append((p, mine, self._comm.submit(call, allreduce(mine, Op("mean")))))
+        for p, mine, handle in handles:
+            handle.wait()
+            if p.grad is not None or mine._nnz():
+                p.grad = mine
+        self.missing = list(self._parameters)
+
+
+def _nothing_like(p: Parameter) -> torch.Tensor:
+    # One dimension is sparse in the gradients of embeddings.
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *p.shape[1:]), dtype=p.dtype),
+        p.shape, check_invariants=False)

@@ -1,0 +1,209 @@
+"""Is what a collective of torch.distributed returns: a Work, and its Future.
+
+DistributedDataParallel waits for futures in C++, where nobody can make progress: the engine's
+thread completes them. Callbacks of futures may begin collectives of their own. Those would take
+their place among the others by chance, in another order on every rank; so they are told apart,
+see `in_callback`, and go beside the others.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import StallError
+from ..handle import Handle
+
+_NO_TIMEOUT = timedelta(0)
+
+
+class _Callback(threading.local):
+    """Whether this thread is inside a callback of a future."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+_callback = _Callback()
+
+
+def in_callback() -> bool:
+    """Return whether this is called from a callback of a future."""
+    return _callback.depth > 0
+
+
+class _Chained(torch.futures.Future):
+    """A future that follows from an operation.
+
+    Args:
+        handle: The operation.
+    """
+
+    def __init__(self, handle: Handle[Any]) -> None:
+        super().__init__()
+        self._handle = handle
+
+    def then(self, callback: Callable[[Any], Any]) -> "_Chained":
+        """Return a future of what `callback` returns, given this one when it is complete."""
+        following = _Chained(self._handle)
+
+        def call(future: Any) -> None:
+            try:
+                with _callback:
+                    value = callback(future)
+            except Exception as error:
+                following.set_exception(error)
+            else:
+                following.set_result(value)
+
+        super().then(call)
+        return following
+
+    def wait(self) -> Any:
+        """Return the result, making progress meanwhile."""
+        self._handle.wait()
+        return super().wait()
+
+
+class Future(_Chained):
+    """Is complete when an operation is; callbacks run in the order of the operations.
+
+    Args:
+        handle: The operation.
+        value: What it leaves.
+    """
+
+    def __init__(self, handle: Handle[Any], value: Any) -> None:
+        super().__init__(handle)
+        self._value = value
+        handle.when_done(self._complete)
+
+    def _complete(self, error: BaseException | None) -> None:
+        if error is None:
+            self.set_result(self._value)
+        else:
+            self.set_exception(error)
+
+    def wait(self) -> Any:
+        """Return the result, making progress meanwhile; also from inside a callback.
+
+        There, what completes this future may have to wait for the end of the callback.
+        """
+        self._handle.wait()
+        return self._value
+
+
+class Work(dist.Work):
+    """One operation under way.
+
+    Args:
+        handle: The operation; returns, for a receive, the rank that sent.
+        value: What futures give: the tensors that it leaves.
+        timeout_s: How long `wait` waits at most; None for what the group's timeout says.
+        threaded: Whether operations advance in the background.
+    """
+
+    def __init__(self, handle: Handle[Any], value: Sequence[Any],
+                 timeout_s: float | None = None, *, threaded: bool) -> None:
+        super().__init__()
+        self._handle = handle
+        self._value = value
+        self._timeout_s = timeout_s
+        self._threaded = threaded
+        self._error: BaseException | None = None
+        self._future: Future | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when the operation is complete.
+
+        Raises:
+            StallError: It is not, in time.
+            MpiringError: As the handle's `wait`.
+        """
+        try:
+            self._handle.wait(timeout.total_seconds() or self._timeout_s)
+        except BaseException as error:
+            self._error = error
+            raise
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is complete, or has failed."""
+        try:
+            return self._handle.test()
+        except StallError as error:
+            self._error = error
+            return True
+
+    def is_success(self) -> bool:
+        """Return whether the operation is complete."""
+        return self._handle.done
+
+    def exception(self) -> BaseException | None:
+        """Return the error that ended the operation, if any."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Return the rank that sent what was received."""
+        return int(self._handle.wait())
+
+    _source_rank = source_rank
+
+    def result(self) -> Sequence[Any]:
+        """Return the tensors that the operation leaves, when it is complete."""
+        self.wait()
+        return self._value
+
+    def get_future(self) -> Future:
+        """Return a future of the tensors that the operation leaves."""
+        if self._future is None:
+            if not _wait_after_backward(self._handle) and not self._threaded:
+                self.wait()
+            self._future = Future(self._handle, self._value)
+        return self._future
+
+
+def _wait_after_backward(handle: Handle[Any]) -> bool:
+    """During a backward pass, have the thread that runs it wait for `handle` at its end.
+
+    DistributedDataParallel would wait there in C++, and the engine's thread, which does not
+    know that anybody waits, would sleep between its looks.
+    """
+    try:
+        # In the order of these calls, and so before DistributedDataParallel's own.
+        torch.autograd.Variable._execution_engine.queue_callback(handle.wait)
+    except RuntimeError:
+        return False
+    return True
+
+
+class Coalesced(dist.Work):
+    """Several operations as one.
+
+    Args:
+        works: What each returned.
+    """
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return True when all are complete; each may take the timeout."""
+        return all([work.wait(timeout) for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Return whether all are complete."""
+        return all(work.is_completed() for work in self._works)

@@ -1,0 +1,129 @@
+"""Uses works and futures of the back end in every way; run by mpirun."""
+
+import threading
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+import mpiring
+import mpiring.torch  # noqa: F401 (registers the back end)
+
+dist.init_process_group("mpiring", init_method="mpi://", timeout=timedelta(seconds=20))
+RANK, SIZE = dist.get_rank(), dist.get_world_size()
+TOTAL = SIZE * (SIZE - 1) // 2
+
+
+def many_at_once():
+    xs = [torch.full((1000 + i,), float(RANK + i)) for i in range(40)]
+    works = [dist.all_reduce(x, async_op=True) for x in xs]
+    for i in reversed(range(40)):
+        works[i].wait()
+        assert works[i].is_completed() and works[i].is_success()
+        assert works[i].exception() is None
+        assert works[i].result()[0] is xs[i]
+        assert (xs[i] == TOTAL + SIZE * i).all()
+
+
+def a_waiter_in_another_thread():
+    x, done = torch.full((1000,), float(RANK)), []
+    work = dist.all_reduce(x, async_op=True)
+    thread = threading.Thread(target=lambda: done.append(work.wait()))
+    thread.start()
+    thread.join()
+    assert done == [True] and x[0] == TOTAL
+
+
+def futures_that_chain():
+    x = torch.full((5,), float(RANK))
+    future = dist.all_reduce(x, async_op=True).get_future()
+    chain = future.then(lambda one: one.value()[0] + 1).then(lambda one: one.value() * 2)
+    assert (chain.wait() == 2 * (TOTAL + 1)).all()
+    failed = future.then(lambda one: 1 // 0)
+    try:
+        failed.wait()
+        raise AssertionError("no error")
+    except ZeroDivisionError as error:
+        assert "division" in str(error)
+    # PyTorch itself waits for this one, and makes no progress.
+    lists = [torch.empty(5) for _ in range(SIZE)]
+    gathered = dist.all_gather(lists, x, async_op=True).get_future()
+    assert torch.futures.wait_all([gathered])[0][0][SIZE - 1].equal(x)
+
+
+def collectives_in_callbacks():
+    """Callbacks meet only callbacks, though they run at any time, in any thread."""
+    results = []
+    for i in range(30):
+        x = torch.full((2000,), float(RANK + i))
+
+        def again(future, i=i):
+            y = future.value()[0] + i
+            dist.all_reduce(y)
+            return dist.all_reduce(y, async_op=True).get_future().wait()[0]
+
+        results.append(dist.all_reduce(x, async_op=True).get_future().then(again))
+        if (RANK + i) % 3 == 0:
+            time.sleep(0.002)
+        dist.barrier()
+    for i, result in enumerate(results):
+        assert (result.wait() == SIZE * SIZE * (TOTAL + SIZE * i + i)).all()
+
+
+def messages_in_any_number():
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    inbox = [torch.empty(4) for _ in range(100)]
+    receives = [dist.irecv(x, left, tag=i) for i, x in enumerate(inbox)]
+    # They wait for long, and hold nobody up.
+    dist.barrier()
+    assert not any(work.is_completed() for work in receives)
+    dist.barrier()
+    for i in reversed(range(100)):
+        dist.send(torch.full((4,), float(i + RANK)), right, tag=i)
+    for i, work in enumerate(receives):
+        work.wait()
+        assert inbox[i][0] == i + left and work.source_rank() == left
+    strided = torch.zeros(4, 2)[:, 0]
+    work = dist.irecv(strided, left)
+    dist.send(torch.ones(4), right)
+    work.wait()
+    assert strided.sum() == 4
+
+
+def barriers_that_name_the_missing():
+    group = dist.group.WORLD
+    group.monitored_barrier(timedelta(seconds=10))
+    if RANK == 0:
+        try:
+            group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
+            raise AssertionError("nobody was missed")
+        except mpiring.StallError as error:
+            assert all(str(rank) in str(error) for rank in range(1, SIZE)), error
+
+
+def waits_that_end():
+    if RANK == 0:
+        x = torch.empty(3)
+        work = dist.irecv(x, 1, tag=9)
+        began = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=0.2))
+            raise AssertionError("nothing was sent")
+        except mpiring.StallError as error:
+            assert "recv 12 bytes from 1, tag 9" in str(error)
+            assert 0.2 <= time.monotonic() - began < 5 and work.exception() is error
+    dist.barrier()
+    if RANK == 0:
+        work.wait()
+        assert (x == 1).all()
+    elif RANK == 1:
+        dist.send(torch.ones(3), 0, tag=9)
+
+
+for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain,
+             collectives_in_callbacks, messages_in_any_number, waits_that_end,
+             barriers_that_name_the_missing):
+    dist.barrier()
+    test()
+print("all is well", flush=True)

@@ -1,0 +1,155 @@
+"""Makes groups, shards and saves models, and starts again over the back end; run by mpirun."""
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import mpiring
+import mpiring.torch
+
+warnings.simplefilter("ignore")
+FOLDER = sys.argv[1]
+
+
+def subgroups():
+    """Overlapping groups, one after the other and at once; a rank may be in none of them."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    members = [list(range(size)), list(range(0, size, 2)), [size - 1], [0, size - 1][:size]]
+    if rank in members[1]:    # PyTorch names such a group by how many its ranks have already
+        local = dist.new_group(members[1], use_local_synchronization=True)
+        dist.barrier(local)
+        dist.destroy_process_group(local)
+    groups = [dist.new_group(ranks, timeout=timedelta(seconds=30)) for ranks in members]
+    for _ in range(3):
+        works = []
+        for number, (ranks, group) in enumerate(zip(members, groups)):
+            if rank in ranks:
+                x = torch.tensor([rank, 100 * number])
+                works.append((x, ranks, number, dist.all_reduce(x, group=group, async_op=True)))
+        # In another order than they were begun.
+        for x, ranks, number, work in reversed(works):
+            work.wait()
+            assert x.tolist() == [sum(ranks), 100 * number * len(ranks)]
+    last, _ = dist.new_subgroups(1)
+    assert last.size() == 1
+    if rank in members[1]:
+        x = torch.tensor([rank])
+        dist.broadcast(x, members[1][-1], group=groups[1])
+        assert x.item() == members[1][-1]
+    dist.destroy_process_group(groups[0])
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 13), nn.ReLU(), nn.Linear(13, 5), nn.ReLU(), nn.Linear(5, 3))
+
+
+def batch(rank, step):
+    return torch.randn(6, 7, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def sharded_training(mesh):
+    """fully_shard learns what one process with the whole batch learns; then save and load."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    alone, model = net(), net()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    mine = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+    theirs = torch.optim.AdamW(alone.parameters(), lr=0.01, eps=1e-3)
+    for step in range(4):
+        model(batch(rank, step)).square().mean().backward()
+        torch.cat([alone(batch(r, step)) for r in range(size)]).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        for optimizer in mine, theirs:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = parameter.full_tensor()
+        torch.testing.assert_close(whole, alone.get_parameter(name).detach(), atol=1e-5, rtol=1e-4)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=FOLDER)
+    fresh = nn.Sequential(*(nn.Linear(*shape) if shape else nn.ReLU()
+                            for shape in ((7, 13), (), (13, 5), (), (5, 3))))
+    fully_shard(fresh, mesh=mesh)
+    state = {"model": fresh.state_dict()}
+    checkpoint.load(state, checkpoint_id=FOLDER)
+    fresh.load_state_dict(state["model"])
+    for a, b in zip(model.parameters(), fresh.parameters()):
+        assert torch.equal(a.full_tensor(), b.full_tensor())
+
+
+def distributed_tensors(mesh):
+    size = dist.get_world_size()
+    whole = torch.arange(4.0 * size * 3).reshape(4 * size, 3)
+    rows = distribute_tensor(whole, mesh, [Shard(0)])
+    assert rows.to_local().shape == (4, 3)
+    columns = rows.redistribute(mesh, [Shard(1)])
+    assert torch.equal(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
+    assert torch.equal((rows.T @ rows).full_tensor(), whole.T @ whole)
+    assert torch.equal(rows.sum(0).full_tensor(), whole.sum(0))
+
+
+def two_dimensions():
+    """A mesh of groups within groups."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("outer", "inner"))
+    x = distribute_tensor(torch.arange(24.0).reshape(4, 6), mesh, [Shard(0), Shard(1)])
+    assert torch.equal((x + 1).full_tensor(), torch.arange(24.0).reshape(4, 6) + 1)
+
+
+def again_by_environment():
+    """The whole life again, by another door."""
+    with mpiring.init() as comm:
+        mpiring.torch.export_environment(comm)
+        assert os.environ["WORLD_SIZE"] == str(comm.size)
+        assert os.environ["LOCAL_RANK"] == str(comm.local_rank)
+        rank = comm.rank
+    dist.init_process_group("mpiring")
+    assert dist.get_rank() == rank
+    x = torch.ones(3)
+    dist.all_reduce(x)
+    assert x[0] == dist.get_world_size()
+    dist.destroy_process_group()
+
+
+def refused():
+    """A rank that is not MPI's is refused, by both doors."""
+    size = int(os.environ["WORLD_SIZE"])
+    for arguments in ({"init_method": "mpi://", "rank": int(os.environ["RANK"]),
+                       "world_size": size + 1},
+                      {"store": dist.HashStore(), "rank": 0, "world_size": size + 1}):
+        try:
+            dist.init_process_group("mpiring", **arguments)
+        except mpiring.ConfigError as error:
+            assert "MPI" in str(error)
+        else:
+            raise AssertionError("a wrong world size was taken")
+        assert not dist.is_initialized()
+
+
+dist.init_process_group("mpiring", init_method="mpi://")
+subgroups()
+mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+sharded_training(mesh)
+distributed_tensors(mesh)
+if dist.get_world_size() > 1:
+    two_dimensions()
+dist.destroy_process_group()
+again_by_environment()
+refused()
+dist.init_process_group("mpiring", init_method="mpi://")
+dist.barrier()
+print("all is well", flush=True)
+# Without destroy_process_group, as many scripts end.

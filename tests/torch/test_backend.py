@@ -1,0 +1,58 @@
+"""Tests the torch.distributed back end: the same programs over it and over Gloo."""
+
+import pytest
+from launching import PROGRAMS, launch, needed
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.fixture(autouse=True)
+def _torch():
+    needed("torch")
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_collective_does_what_gloo_does(ranks):
+    ended = launch(ranks, PROGRAMS / "torch_collectives.py")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("cases agree with Gloo") == ranks
+
+
+def test_training_does_what_it_does_over_gloo():
+    ended = launch(3, PROGRAMS / "torch_training.py")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("ways of training agree with Gloo") == 3
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_groups_sharding_and_starting_again(ranks, tmp_path):
+    ended = launch(ranks, PROGRAMS / "torch_groups.py", tmp_path)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == ranks
+
+
+@pytest.mark.parametrize("progress", ["thread", "inline"])
+def test_works_and_futures(progress):
+    ended = launch(3, PROGRAMS / "torch_async.py", MPIRING_PROGRESS=progress)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 3
+
+
+FAULTS = {
+    "shape": ["all_reduce ['sum'] of float32 (999,)", "all_reduce ['sum'] of float32 (1000,)"],
+    "splits": ["bytes from rank 1: it sent"],
+    "message": ["receiving 16 bytes from rank 1: it sent 12"],
+    "missing call": ["StallError", "rank 1 has NOT CALLED it; its last call was #0 all_reduce"],
+    "missing message": ["StallError", "waited 2 s for #0 recv 4000 bytes from 0, tag 0"],
+    "missing bucket": ["StallError", "all_reduce ['sum'] of float32 (110,)", "rank 1 has NOT"],
+    "killed": [],
+    "exception": ["rank 1 of 2", "ValueError: a bug in the user's code"],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_job_ends_with_the_reason(fault):
+    ended = launch(2, PROGRAMS / "torch_fault.py", fault)
+    assert ended.status != 0 and ended.seconds < 30
+    for text in FAULTS[fault]:
+        assert text in ended.output, ended.output
