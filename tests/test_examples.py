@@ -48,6 +48,7 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.any_mpi
 def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path):
     needed("torch")
     small = ("--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--report", 4)
