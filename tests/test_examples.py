@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from launching import ROOT, environment, launch
+from launching import ROOT, environment, launch, needed
 
 pytestmark = pytest.mark.launch
 
@@ -45,3 +45,10 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
     for ranks in (2, 3, 4):
         for name, alone in weights[1].items():
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
+
+
+def test_the_ddp_script_learns():
+    needed("torch")
+    ended = launch(3, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "5")
+    assert ended.status == 0, ended.output
+    assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output
