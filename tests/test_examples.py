@@ -66,3 +66,10 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
     assert train(3, 12, *checkpoint) == whole[2:]
     ended = launch(4, TRAIN_TORCH, *small)
     assert ended.status != 0 and "--batch 6 cannot be shared evenly by 4 ranks" in ended.output
+
+
+def test_the_ddp_script_learns():
+    needed("torch")
+    ended = launch(3, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "5")
+    assert ended.status == 0, ended.output
+    assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output

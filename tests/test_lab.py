@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, ROOT, environment
+from launching import PROGRAMS, ROOT, environment, needed
 
 from mpiring import ConfigError, LaunchError, MissingDependencyError, lab
 
@@ -105,6 +105,14 @@ def test_the_first_allreduce_between_hosts_measures_and_keeps(possible, tmp_path
     (file,) = tmp_path.iterdir()
     assert "ranks per node [2, 2]" in file.read_text()
     assert gone()
+
+
+def test_pytorch_finds_rank_0_where_names_mean_nothing(possible):
+    needed("torch")
+    ended = run("run", "--hosts", 2, "--ranks-per-host", 2, *python(PROGRAMS / "torch_meeting.py"))
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.splitlines()) == [
+        f"rank {rank} of 4, local {rank % 2} of 2, met at 10.77.0.1" for rank in range(4)]
 
 
 @pytest.mark.parametrize(("ranks_per_host", "placement"), [

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import ROOT, environment, launch
+from launching import ROOT, environment, launch, needed
 
 from mpiring import Config
 from mpiring.__main__ import _parser
@@ -34,7 +34,7 @@ def test_the_first_command_trains():
 
 
 def test_the_diff_is_a_working_program_of_at_most_four_new_lines(tmp_path):
-    (diff,) = blocks("diff")
+    diff, _ = blocks("diff")
     new = [line for line in diff.splitlines() if line.startswith("+")]
     assert len(new) <= 4
     program = tmp_path / "train.py"
@@ -47,6 +47,22 @@ def test_the_diff_is_a_working_program_of_at_most_four_new_lines(tmp_path):
         "backward = lambda rank: [('b', rank), ('w', np.arange(3) * rank)]",
         *(line[1:] for line in diff.splitlines() if not line.startswith("-")),
         "assert params['w'].tolist() == [0.0, -1.5, -3.0] and params['b'] == -1.5, params"]))
+    ended = launch(3, program)
+    assert ended.status == 0, ended.output
+
+
+def test_the_pytorch_diff_is_a_working_program(tmp_path):
+    needed("torch")
+    _, diff = blocks("diff")
+    program = tmp_path / "train.py"
+    program.write_text("\n".join([
+        "import torch",
+        "from mpi4py import MPI",
+        "model = torch.nn.Linear(2, 1)",
+        *(line[1:] for line in diff.splitlines() if not line.startswith("-")),
+        "model(torch.full((1, 2), float(MPI.COMM_WORLD.rank))).sum().backward()",
+        "assert model.module.weight.grad.tolist() == [[1.0, 1.0]]",
+        "optimizer.step()"]))
     ended = launch(3, program)
     assert ended.status == 0, ended.output
 

@@ -20,9 +20,21 @@ from ..memory.arrays import Array
 from ..transport.base import Schedule
 from . import sparse
 from .groups import monitored_barrier, open_group
+from .names import Named
 from .ops import op_of
-from .vectors import Loan, by_splits, check_alike, check_count, check_multiple, described, only
-from .vectors import parts as in_parts
+from .vectors import (
+    Loan,
+    by_splits,
+    check_alike,
+    check_count,
+    check_multiple,
+    described,
+    equal_parts,
+    in_turn,
+    only,
+    rows_of,
+    with_own,
+)
 from .works import Coalesced, Work, in_callback
 
 Tensors = Sequence[torch.Tensor]
@@ -46,7 +58,7 @@ def _call(kind: str, detail: str) -> Call:
     return Call(kind, detail)
 
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(Named):
     """The collectives and messages of torch.distributed among some MPI ranks.
 
     Args:
@@ -55,39 +67,13 @@ class ProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Any, group: Group) -> None:
-        super().__init__(group.rank, group.size)
-        self._store = store
-        self._name = self._description = ""
+        super().__init__(store, group.rank, group.size)
         self._group = group
         self._beside: Group | None = None
         self._messages = group.messages()
         self._coalescing: list[Work] | None = None
 
     # What torch.distributed asks for
-
-    def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
-        """Return the name of the back end."""
-        return "mpiring"
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        """Remember the name by which torch.distributed finds the group."""
-        self._name = name
-
-    def getGroupName(self) -> str:  # noqa: N802
-        """Return that name."""
-        return self._name
-
-    def setGroupDesc(self, text: str) -> None:  # noqa: N802
-        """Remember what the group is for."""
-        self._description = text
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        """Return what the group is for."""
-        return self._description
-
-    def get_group_store(self) -> Any:
-        """Return the store that torch.distributed made for this group."""
-        return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change after which time without progress collectives fail."""
@@ -153,7 +139,7 @@ class ProcessGroup(dist.ProcessGroup):
             if op.factor is not None:
                 tensor.detach().mul_(op.factor)
         detail = f"{names} of " + ", ".join(map(described, tensors))
-        return self._submit(kind, detail, loan, list(tensors), lambda collectives: _in_turn(
+        return self._submit(kind, detail, loan, list(tensors), lambda collectives: in_turn(
             [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
 
     def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> Work:
@@ -186,7 +172,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts, loan = opts or dist.ReduceScatterOptions(), Loan()
         op = op_of(opts.reduceOp, output.dtype)
         contributions = [loan.numbers(op.scaled(one), written=False) for one in inputs[0]]
-        chunks = _with_own(contributions, self.rank(), loan.numbers(output, written=True))
+        chunks = with_own(contributions, self.rank(), loan.numbers(output, written=True))
         return self._submit(
             "reduce_scatter", f"{op.name} of {described(output)}", loan, list(outputs),
             lambda collectives: collectives.reduce_scatter_chunks(chunks, op=op.name))
@@ -209,12 +195,12 @@ class ProcessGroup(dist.ProcessGroup):
         for output, input in zip(outputs, inputs):
             check_multiple(input, output, self.size(), "input")
             op = op_of(opts.reduceOp, output.dtype)
-            contributions = in_parts(
+            contributions = equal_parts(
                 loan.numbers(op.scaled(input), written=False), self.size())
             own = loan.numbers(output, written=True)
-            rows.append((_with_own(contributions, self.rank(), own), op.name))
+            rows.append((with_own(contributions, self.rank(), own), op.name))
         detail = f"{[name for _, name in rows]} of " + ", ".join(map(described, inputs))
-        return self._submit(kind, detail, loan, list(outputs), lambda collectives: _in_turn(
+        return self._submit(kind, detail, loan, list(outputs), lambda collectives: in_turn(
             [collectives.reduce_scatter_chunks(chunks, op=name) for chunks, name in rows]))
 
     # Copies
@@ -270,7 +256,7 @@ class ProcessGroup(dist.ProcessGroup):
         for output, input in zip(outputs, inputs):
             check_multiple(output, input, self.size(), "output")
             mine = loan.raw(input, written=False)
-            rows.append((mine, in_parts(loan.raw(output, written=True), self.size())))
+            rows.append((mine, equal_parts(loan.raw(output, written=True), self.size())))
         return self._gather_all(kind, inputs, loan, list(outputs), rows)
 
     def _gather_all(self, kind: str, inputs: Tensors, loan: Loan, value: Any,
@@ -278,7 +264,7 @@ class ProcessGroup(dist.ProcessGroup):
         for mine, places in rows:
             places[self.rank()][...] = mine
         detail = "of " + ", ".join(map(described, inputs))
-        return self._submit(kind, detail, loan, value, lambda collectives: _in_turn(
+        return self._submit(kind, detail, loan, value, lambda collectives: in_turn(
             [collectives.allgather_chunks(places) for _, places in rows]))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
@@ -328,9 +314,9 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> Work:
         """Send part r of a tensor's rows to rank r."""
         loan, size = Loan(), self.size()
-        sends = by_splits(loan.raw(input, written=False), _rows(input), input_split_sizes,
+        sends = by_splits(loan.raw(input, written=False), rows_of(input), input_split_sizes,
                           size, "input")
-        receives = by_splits(loan.raw(output, written=True), _rows(output),
+        receives = by_splits(loan.raw(output, written=True), rows_of(output),
                              output_split_sizes, size, "output")
         return self._all_to_all("all_to_all_single", input, loan, [output], sends, receives)
 
@@ -394,19 +380,3 @@ class ProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _with_own(contributions: list[Array], rank: int, own: Array) -> list[Array]:
-    """Return the contributions, but this rank's own in the memory of its result."""
-    own[...] = contributions[rank]
-    return [*contributions[:rank], own, *contributions[rank + 1:]]
-
-
-def _rows(tensor: torch.Tensor) -> int:
-    return tensor.shape[0] if tensor.dim() else 1
-
-
-def _in_turn(schedules: Sequence[Schedule[Any]]) -> Schedule[None]:
-    """Run schedules one after the other."""
-    for schedule in schedules:
-        yield from schedule

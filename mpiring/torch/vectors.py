@@ -1,6 +1,7 @@
 """Lends tensors to a collective as vectors of NumPy, by a copy where they are not contiguous."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def parts(x: Array, count: int) -> list[Array]:
+def equal_parts(x: Array, count: int) -> list[Array]:
     """Cut a vector into `count` equal views."""
     n = x.size // count
     return [x[i * n:(i + 1) * n] for i in range(count)]
@@ -127,3 +128,20 @@ def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) 
     width = x.size // rows if rows else 0
     bounds = np.cumsum([0, *counts]) * width
     return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
+
+
+def with_own(contributions: list[Array], rank: int, own: Array) -> list[Array]:
+    """Return the contributions, but this rank's in the memory of its result, `own`."""
+    own[...] = contributions[rank]
+    return [*contributions[:rank], own, *contributions[rank + 1:]]
+
+
+def rows_of(tensor: torch.Tensor) -> int:
+    """Return the length of the first dimension; 1 for a number."""
+    return tensor.shape[0] if tensor.dim() else 1
+
+
+def in_turn(schedules: Sequence[Schedule[Any]]) -> Schedule[None]:
+    """Run schedules one after the other."""
+    for schedule in schedules:
+        yield from schedule

@@ -1,0 +1,46 @@
+"""Keeps what torch.distributed notes of a process group: its name, its purpose, its store.
+
+A ProcessGroup of PyTorch's has these from its back ends, of which a Python class has none.
+"""
+
+from typing import Any
+
+import torch.distributed as dist
+
+
+class Named(dist.ProcessGroup):
+    """A process group that is known by a name.
+
+    Args:
+        store: What torch.distributed made for it; kept for those who ask for it.
+        rank, size: This rank, and how many there are.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._store = store
+        self._name = self._description = ""
+
+    def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
+        """Return the name of the back end."""
+        return "mpiring"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Remember the name by which torch.distributed finds the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return that name."""
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        """Remember what the group is for."""
+        self._description = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return what the group is for."""
+        return self._description
+
+    def get_group_store(self) -> Any:
+        """Return the store that torch.distributed made for this group."""
+        return self._store

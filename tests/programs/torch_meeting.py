@@ -1,0 +1,32 @@
+"""Opens the default process group by both doors, and says where the ranks have met."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import mpiring
+import mpiring.torch
+
+dist.init_process_group("mpiring", init_method="mpi://")
+objects = [None] * dist.get_world_size()
+dist.all_gather_object(objects, dist.get_rank())
+assert objects == list(range(dist.get_world_size()))
+dist.destroy_process_group()
+
+with mpiring.init() as comm:
+    mpiring.torch.export_environment(comm)
+dist.init_process_group("mpiring", init_method="env://")
+x = torch.arange(8.0)
+mine = torch.empty(2)
+dist.reduce_scatter_tensor(mine, x)
+assert mine.tolist() == [8.0 * dist.get_rank(), 8.0 * dist.get_rank() + 4]
+mine[...] = 1
+dist.reduce(mine, 3)
+assert mine[0] == (4 if dist.get_rank() == 3 else 1)
+rows = torch.empty(4, dtype=torch.int64)
+dist.all_to_all_single(rows, torch.arange(4) + 10 * dist.get_rank())
+assert rows.tolist() == [10 * rank + dist.get_rank() for rank in range(4)]
+print("rank {RANK} of {WORLD_SIZE}, local {LOCAL_RANK} of {LOCAL_WORLD_SIZE}, "
+      "met at {MASTER_ADDR}".format(**os.environ), flush=True)
+dist.destroy_process_group()
