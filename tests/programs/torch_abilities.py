@@ -91,6 +91,15 @@ def whoever_rebinds_a_gradient_is_followed():
     assert places(model) == before
 
 
+@ability
+def gradients_lie_in_memory_as_their_parameters():
+    """Optimizers are slower where the two are strided in different ways."""
+    model = DataParallel(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last), comm)
+    for _ in range(2):
+        model(torch.ones(1, 3, 5, 5)).sum().backward()
+        assert model.weight.grad.stride() == model.weight.stride() != (27, 9, 3, 1)
+
+
 class Backwards(nn.Module):
     """Uses its layers in another order than it has them: buckets are built anew."""
 
