@@ -112,7 +112,8 @@ class Communicator:
             x: Any shape, contiguous, writeable; bool, integer, floating (bfloat16 of
                 ml_dtypes included) or complex. Bits are equal on all ranks afterwards.
             op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN
-                propagates; on bool: or, and) or "prod".
+                propagates; on bool: or, and), "prod", or, bit by bit, "band", "bor" or
+                "bxor" (integers, bool).
             algorithm: "auto", "ring", "direct", "shared" (in a node's memory), "hierarchical"
                 (in the memory of several nodes, then between them), or "native" (MPI's
                 own). Sums in 16 bits are made in float32 and rounded once ("hierarchical":

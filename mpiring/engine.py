@@ -92,6 +92,14 @@ class Engine:
         self._lanes.append(lane)
         return lane
 
+    def abandon(self, lane: Lane) -> list[Handle[Any]]:
+        """Advance a lane's operations no more, and return those that are not complete."""
+        with self._lock:
+            left = [*lane.active, *lane.queue]
+            lane.active.clear()
+            lane.queue.clear()
+        return left
+
     def leave(self, lane: Lane) -> None:
         """Cease to look after a communicator; when it was the last, stop the thread."""
         with self._lock:

@@ -111,9 +111,7 @@ class Messages:
 
     def leave(self) -> None:
         """Cease to advance messages; nothing may be called afterwards but `free`."""
-        left = [*self._lane.active, *self._lane.queue]
-        self._lane.active.clear()
-        self._lane.queue.clear()
+        left = self._engine.abandon(self._lane)
         if left:
             _log.warning("%d messages were never completed, the first is %s", len(left), left[0])
             _abandoned.extend(left)

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 
-from mpiring import ClosedError, Config, TransportError
+from mpiring import ClosedError, Config, StallError, TransportError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine
 from mpiring.handle import Handle
@@ -307,3 +307,68 @@ def test_many_threads_wait_for_many_operations(background):
         thread.join(5)
     assert results == {i: i for i in range(20)}
     assert background.engine.operations == 20
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_actions_are_called_in_the_order_in_which_they_were_asked_for(threaded):
+    setup, flags, called = Setup(threaded), [Flag(), Flag(), Flag()], []
+    handles = [setup.submit(waits_for(flag)) for flag in flags[:2]]
+    for i, handle in enumerate(handles):
+        handle.when_done(lambda error, i=i: called.append((i, error)))
+    flags[1].complete = True
+    handles[1].wait()
+    assert called == [], "the first operation is not complete"
+    flags[0].complete = True
+    handles[0].wait()
+    until(lambda: len(called) == 2)
+    assert called == [(0, None), (1, None)]
+    handles[0].when_done(lambda error: called.append("late"))
+    assert called[2:] == ["late"], "what is complete already is told at once"
+
+
+def test_an_action_may_wait_for_another_operation_in_the_background():
+    setup, flags, called = Setup(threaded=True), [Flag(), Flag()], []
+    first, second = (setup.submit(waits_for(flag)) for flag in flags)
+    first.when_done(lambda error: called.append(second.wait()))
+    flags[0].complete = True
+    threading.Timer(0.05, lambda: setattr(flags[1], "complete", True)).start()
+    until(lambda: called)
+    assert called == [None] and second.done
+
+
+@pytest.mark.parametrize("waiter", [True, False])
+def test_actions_are_told_of_failures(waiter):
+    setup, flag, called = Setup(threaded=True), Flag(), []
+    setup.submit(breaks(flag))
+    never = setup.submit(waits_for(Flag()))
+    never.when_done(called.append)
+    flag.complete = True
+    if waiter:
+        with pytest.raises(ValueError, match="broken"):
+            never.wait()
+    until(lambda: called)
+    assert isinstance(called[0], ValueError)
+    with suppress(ValueError, TransportError):
+        never.test()
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_wait_may_end_before_the_operation(threaded):
+    setup, flag = Setup(threaded), Flag()
+    handle = setup.submit(waits_for(flag, result=7))
+    with pytest.raises(StallError, match="waited 0.05 s for #0 test"):
+        handle.wait(0.05)
+    flag.complete = True
+    assert handle.wait(0.05) == 7
+
+
+def test_a_lane_may_take_any_number():
+    setup, flags = Setup(threaded=False, operations_in_flight=1), [Flag() for _ in range(5)]
+    lane = setup.engine.join(Blind(), 5)
+    handles = [setup.handle(waits_for(flag), lane) for flag in flags]
+    for handle in handles:
+        setup.engine.submit(handle)
+    for flag, handle in reversed(list(zip(flags, handles))):
+        flag.complete = True
+        assert handle.test()
+        assert handle.done

@@ -26,7 +26,7 @@ def choose(
     Args:
         nbytes: Of the array.
         dtype: Of the array.
-        op: sum, mean, max, min or prod.
+        op: As in Reduction.
         wish: "auto", or the algorithm that the user insists on.
         ranks: How many there are.
         nodes: How many memories they share.

@@ -102,6 +102,13 @@ def barriers_that_name_the_missing():
             assert all(str(rank) in str(error) for rank in range(1, SIZE)), error
 
 
+def timeouts_that_change():
+    group = dist.group.WORLD
+    assert group._group.config.stall_timeout_s == 20, "init_process_group's"
+    group.set_timeout(timedelta(seconds=15))
+    assert group._group._watch.config.stall_timeout_s == 15
+
+
 def waits_that_end():
     if RANK == 0:
         x = torch.empty(3)
@@ -122,8 +129,8 @@ def waits_that_end():
 
 
 for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain,
-             collectives_in_callbacks, messages_in_any_number, waits_that_end,
-             barriers_that_name_the_missing):
+             collectives_in_callbacks, messages_in_any_number, timeouts_that_change,
+             waits_that_end, barriers_that_name_the_missing):
     dist.barrier()
     test()
 print("all is well", flush=True)

@@ -1,0 +1,70 @@
+"""Tests messages beside the collectives, and groups of some ranks, on real MPI."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiring
+from mpiring import Config, ConfigError
+from mpiring.collectives.agreement import Call
+from mpiring.group import Group
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def group():
+    """A group of all ranks."""
+    opened = Group(MPI.COMM_WORLD, Config())
+    yield opened
+    opened.close()
+
+
+def test_long_messages_travel_in_pieces(group, monkeypatch):
+    messages, size = group.messages(), group.size
+    monkeypatch.setattr(messages._transport, "piece_bytes", 100)
+    right, left = (group.rank + 1) % size, (group.rank - 1) % size
+    x, y = np.arange(1000) + group.rank, np.empty(1000, int)
+    receives = [messages.irecv(y[:500], left, 3), messages.irecv(y[500:], left, 3)]
+    sends = [messages.isend(x[:500], right, 3), messages.isend(x[500:], right, 3)]
+    assert [one.wait(10) for one in receives] == [left, left]
+    assert [one.wait(10) for one in sends] == [right, right]
+    assert np.array_equal(y, np.arange(1000) + left)
+    with pytest.raises(ConfigError, match="say which rank sends"):
+        messages.irecv(y, None)
+
+
+def test_tags_that_mpi_has_not(group):
+    for tag in (-2, 1 << 62):
+        with pytest.raises(ConfigError, match=f"tag={tag}: this MPI takes 0 to"):
+            group.messages().isend(np.empty(1), 0, tag)
+
+
+def test_groups_of_some_ranks_and_beside_others(group):
+    even = list(range(0, group.size, 2))
+    x = np.full(10, float(group.rank))
+    if group.rank in even:
+        part = group.subgroup(even[::-1], 7, Config())
+        assert part.rank == even[::-1].index(group.rank) and part.size == len(even)
+        part.run(Call("allreduce"), lambda collectives: collectives.allreduce(x))
+        assert x[0] == sum(even)
+        part.close()
+    beside = group.beside()
+    mine, other = np.ones(5), np.ones(5)
+    # Ranks may call those of the two groups in different orders.
+    handles = [
+        those.submit(Call("allreduce"), lambda collectives, y=y: collectives.allreduce(y))
+        for those, y in ((group, mine), (beside, other))[::1 - 2 * (group.rank % 2)]]
+    for handle in handles:
+        handle.wait()
+    beside.close()
+    assert mine[0] == other[0] == group.size
+
+
+def test_bits(comm):
+    x = np.array([1 << comm.rank, 3, comm.rank % 2], np.uint8)
+    assert comm.allreduce(x.copy(), op="bor")[0] == (1 << comm.size) - 1
+    assert comm.allreduce(x.copy(), op="band")[1] == 3
+    assert comm.allreduce(x.copy(), op="bxor", algorithm="native")[2] == comm.size // 2 % 2
+    with pytest.raises(mpiring.ConfigError, match="integers of its width"):
+        comm.allreduce(np.ones(3), op="bor")
