@@ -259,10 +259,20 @@ def check(world: World, contender: str, found: Mapping[str, Array],
 
     Collective: yes. Blocking: yes.
     """
-    wrong = [name for name, value in found.items() if not close_to(value, right[name])]
-    if world.anywhere(bool(wrong)):
-        raise WrongAnswerError(f"{contender} on rank {world.rank}: the gradients "
-                               f"{wrong} are not the means over ranks")
+    rank, wrong = first_wrong(world, found, right)
+    if wrong:
+        raise WrongAnswerError(f"{contender} on rank {rank}: the gradients {wrong} are not the "
+                               f"means over ranks")
+
+
+def first_wrong(world: World, found: Mapping[str, Array], right: Mapping[str, Array],
+                ) -> tuple[int, list[str]]:
+    """Return the lowest rank on which arrays differ from others, and their names, if there is one.
+
+    Collective: yes. Blocking: yes.
+    """
+    wrong = [name for name, value in right.items() if not close_to(found[name], value)]
+    return next(filter(lambda one: one[1], enumerate(world.raw.allgather(wrong))), (0, []))
 
 
 def close_to(value: Array, right: Array) -> bool:

@@ -15,7 +15,7 @@ from .command import Benchmark
 from .inputs import WrongAnswerError
 from .memory import Growth
 from .results import Environment, Measurement, Row
-from .steps import ALONE, Array, Readings, check, close_to, in_turns, means_over_ranks, warm_up
+from .steps import ALONE, Array, Readings, check, first_wrong, in_turns, means_over_ranks, warm_up
 from .table import Column
 from .world import World
 
@@ -122,11 +122,10 @@ def check_parameters(world: World, found: Mapping[str, Mapping[str, Array]]) -> 
         if len(set(world.raw.allgather(digest.digest()))) > 1:
             raise WrongAnswerError(f"{contender} on rank {world.rank}: the parameters differ "
                                    f"between ranks after training")
-        wrong = [name for name, value in found.get(GLOO, {}).items()
-                 if not close_to(parameters[name], value)]
-        if world.anywhere(bool(wrong)):
-            raise WrongAnswerError(f"{contender} on rank {world.rank}: after training, the "
-                                   f"parameters {wrong} are not those with {GLOO}")
+        rank, wrong = first_wrong(world, parameters, found.get(GLOO, {}))
+        if wrong:
+            raise WrongAnswerError(f"{contender} on rank {rank}: after training, the parameters "
+                                   f"{wrong} are not those with {GLOO}")
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
