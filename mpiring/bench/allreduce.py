@@ -144,7 +144,7 @@ def _link_limit(nbytes: int, nodes: int, options: Namespace) -> float | None:
     """Return the seconds in which a node's link can carry what must cross it, where known."""
     if nodes == 1 or options.link_rate is None:
         return None
-    return float(2 * (nodes - 1) / nodes * nbytes / (options.link_rate * options.goodput))
+    return timing.wire_seconds(nbytes, nodes, options.link_rate * options.goodput)
 
 
 def columns(several_levels: bool) -> list[Column]:

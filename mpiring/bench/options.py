@@ -13,7 +13,8 @@ from .inputs import DTYPES
 from .jobs import LEVELS
 from .overlap import COMPUTES, OVERLAP
 from .steps import STEPS
-from .units import parse_rate, parse_size, parse_sizes
+from .torch_steps import MODELS, TORCH_STEPS
+from .units import parse_count, parse_rate, parse_size, parse_sizes
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     allreduce = commands.add_parser("allreduce", help="time blocking allreduces, size by size")
     overlap = commands.add_parser(
         "overlap", help="how much communication hides behind computation")
-    steps = commands.add_parser("steps", help="time the training steps of a NumPy model")
+    steps = commands.add_parser("steps", help="time the training steps of a NumPy or PyTorch model")
     plot = commands.add_parser("plot", help="draw what --json has written")
     _declare_allreduce(allreduce)
     _declare_overlap(overlap)
@@ -51,7 +52,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_common(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
-    parser.set_defaults(action=lambda options: run(benchmark, options))
+    parser.set_defaults(action=lambda options: run(
+        _of_framework(options) if benchmark is STEPS else benchmark, options))
     levels = LEVELS if benchmark is ALLREDUCE else LEVELS[:1]
     parser.add_argument("--contenders", type=_names(KINDS), default=None, metavar="A,B",
                         help=f"of {', '.join(KINDS)}; default: all that are installed")
@@ -79,6 +81,10 @@ def _declare_allreduce(parser: argparse.ArgumentParser) -> None:
                         help=f"of {', '.join(DTYPES)}; default: float32")
     parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
                         help="per contender and case, over all rounds; default: 0.3")
+    _declare_link(parser)
+
+
+def _declare_link(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--link-rate", type=checked(parse_rate), metavar="RATE",
                         help="of each node's network link, as 1gbit: gives the limit")
     parser.add_argument("--goodput", type=above_zero, default=1448 / 1514, metavar="SHARE",
@@ -97,12 +103,32 @@ def _declare_overlap(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_steps(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--width", type=positive, default=1024, help="default: 1024")
-    parser.add_argument("--layers", type=positive, default=3, help="default: 3")
-    parser.add_argument("--batch", type=positive, default=64, help="per rank; default: 64")
-    parser.add_argument("--bucket", type=checked(parse_size), default=4 << 20,
-                        help="bytes that are fused into a message; default: 4MiB")
+    parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy",
+                        help="default: numpy")
+    parser.add_argument("--batch", type=positive,
+                        help="per rank; default: 64, with PyTorch one for each model")
+    parser.add_argument("--bucket", type=checked(parse_size),
+                        help="bytes that are fused into a message; default: 4MiB, with PyTorch "
+                             "what DataParallel and DDP have by themselves")
     parser.add_argument("--calls", type=positive, default=5, help="steps per round; default: 5")
+    numpy = parser.add_argument_group("with --framework numpy: a multilayer perceptron")
+    numpy.add_argument("--width", type=positive, default=1024, help="default: 1024")
+    numpy.add_argument("--layers", type=positive, default=3, help="default: 3")
+    torch = parser.add_argument_group("with --framework torch")
+    torch.add_argument("--models", type=_names(MODELS), default=[MODELS[0]], metavar="A,B",
+                       help=f"of {', '.join(MODELS)}; default: {MODELS[0]}")
+    torch.add_argument("--parameters", type=_counts, default=[13_000_000], metavar="N,M",
+                       help="about how many each model has, as 3M,13M,50M; default: 13M")
+    _declare_link(torch)
+
+
+def _of_framework(options: argparse.Namespace) -> Benchmark:
+    """Return the benchmark of training steps, and give its options their defaults."""
+    if options.framework == "torch":
+        return TORCH_STEPS
+    options.batch = options.batch or 64
+    options.bucket = options.bucket or 4 << 20
+    return STEPS
 
 
 def _plot(options: argparse.Namespace) -> int:
@@ -120,6 +146,10 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
         except ConfigError as exc:
             raise argparse.ArgumentTypeError(str(exc)) from exc
     return parsed
+
+
+def _counts(text: str) -> list[int]:
+    return [checked(parse_count)(part.strip()) for part in text.split(",")]
 
 
 def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:

@@ -64,11 +64,24 @@ def tensor_of(x: Array) -> Any:
         raise ConfigError(f"PyTorch has no {x.dtype.name}") from exc
 
 
-def _gloo(world: World, interface: str | None) -> Peer:
-    """Connect by Gloo's process group, and call it without torch.distributed's wrapping."""
+def interface_for(world: World) -> str:
+    """Return the network interface for Gloo, where the user named none.
+
+    Raises:
+        ConfigError: No interface has an address.
+    """
+    return "lo" if world.comm.num_nodes == 1 else _first_interface()
+
+
+def store_of_rank_0(world: World, interface: str) -> Any:
+    """Return the store at which the ranks meet.
+
+    Args:
+        interface: Where rank 0 serves it.
+
+    Collective: yes. Blocking: yes.
+    """
     import torch.distributed as dist
-    loopback = world.comm.num_nodes == 1 and interface is None
-    interface = "lo" if loopback else interface or _first_interface()
     store = None
     if world.rank == 0:
         # Port 0: the system picks a free one.
@@ -77,10 +90,25 @@ def _gloo(world: World, interface: str | None) -> Peer:
     place = world.raw.bcast(store and (store.host, store.port), root=0)
     if store is None:
         store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=_TIMEOUT_S))
+    return store
+
+
+def gloo_group(store: Any, rank: int, size: int, interface: str) -> Any:
+    """Connect ranks by Gloo, and return its process group.
+
+    Collective: yes. Blocking: yes.
+    """
+    import torch.distributed as dist
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
     options._timeout = timedelta(seconds=_TIMEOUT_S)
-    group = dist.ProcessGroupGloo(store, world.rank, world.size, options)
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _gloo(world: World, interface: str | None) -> Peer:
+    """Connect by Gloo's process group, and call it without torch.distributed's wrapping."""
+    interface = interface or interface_for(world)
+    group = gloo_group(store_of_rank_0(world, interface), world.rank, world.size, interface)
 
     def call(x: Array) -> Call:
         tensors = [tensor_of(x)]

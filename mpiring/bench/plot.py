@@ -1,6 +1,6 @@
 """Draws what was measured; alone imports matplotlib."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,12 +76,19 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
 
 def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group rows that belong into one picture, by its title."""
+    if benchmark == "steps" and all("model" in row for row in rows):
+        return _grouped(rows, lambda row: f"{row['model']}, {row['parameters'] / 1e6:.1f} M "
+                                          f"parameters")
     if benchmark != "allreduce":
         return {"": list(rows)}
+    memory = {"empty": "comm.empty", "private": "private memory"}
+    return _grouped(rows, lambda row: f"{row['dtype']}, {memory[row['buffer']]}")
+
+
+def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list[Row]]:
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        memory = "comm.empty" if row["buffer"] == "empty" else "private memory"
-        panels.setdefault(f"{row['dtype']}, {memory}", []).append(row)
+        panels.setdefault(title(row), []).append(row)
     return panels
 
 
@@ -177,12 +184,18 @@ def _step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     places = range(len(rows))
     bars = axes[0].barh(places, [row["median_ms"] for row in rows], color=[
         _COLOURS[0] if "mpiring" in row["contender"] else _GREY for row in rows])
-    axes[0].bar_label(bars, [f"{row['efficiency_percent']:.0f} %" for row in rows], padding=3)
+    axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)
     axes[0].set_yticks(places, [row["contender"] for row in rows])
     axes[0].invert_yaxis()
     axes[0].grid(axis="y", visible=False)
-    axes[0].margins(x=0.12)
+    axes[0].margins(x=0.2)
     axes[0].set_xlabel("time of a training step (ms, median); scaling efficiency beside the bars")
+
+
+def _share(row: Row) -> str:
+    hidden = row.get("hidden_percent", float("nan"))
+    text = f"{row['efficiency_percent']:.0f} %"
+    return text if hidden != hidden else f"{text}, {hidden:.0f} % hidden"
 
 
 def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:

@@ -29,6 +29,8 @@ _WARM_BYTES = 1 << 20
 
 Array = NDArray[Any]
 Gradients = Mapping[str, Array]
+Action = Callable[[], object]
+Readings = dict[str, list[float]]
 
 
 class Network:
@@ -160,8 +162,11 @@ def _makers(world: World, options: Namespace) -> list[Callable[[], _Variant]]:
     ]
 
 
-def _warm_up(world: World) -> None:
-    """Take the memory that a process's first messages cost, whoever sends them."""
+def warm_up(world: World) -> None:
+    """Take the memory that a process's first messages cost, whoever sends them.
+
+    Collective: yes. Blocking: yes.
+    """
     few, many = np.ones(world.size), np.ones(world.size * _WARM_BYTES // 8)
     world.comm.iallreduce(few).wait()
     world.comm.allreduce(few)
@@ -176,7 +181,7 @@ def _begun(world: World, make: Callable[[], _Variant], right: Mapping[str, Array
     # The first step of all starts from the same weights, so that it can be checked.
     variant.step()
     if variant.name != ALONE:
-        _check(world, variant, right)
+        check(world, variant.name, variant.gradients(), right)
     variant.step()
     growth.forget_peak()
     variant.communicate()
@@ -190,21 +195,39 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     right = _mean_gradients(world, options)
-    _warm_up(world)
+    warm_up(world)
     begun = [_begun(world, make, right) for make in _makers(world, options)]
-    variants = [variant for variant, _ in begun]
-    readings: dict[str, dict[str, list[float]]] = {
-        variant.name: {"step": [], "extra_bytes": [extra]} for variant, extra in begun}
-    dice = random.Random(options.seed)
-    for count in range(options.rounds):
-        for variant in dice.sample(variants, len(variants)):
-            variant.step()
-            readings[variant.name]["step"] += timing.timed(world, variant.step, options.calls)
-        if count < options.rounds - 1:
+    actions = {variant.name: {"step": variant.step} for variant, _ in begun}
+    readings: dict[str, Readings] = {}
+    for count, readings in enumerate(in_turns(world, options, actions), 1):
+        if count < options.rounds:
             yield []
+    for variant, extra in begun:
+        readings[variant.name]["extra_bytes"] = [extra]
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": name}, found) for name, found in readings.items()]
+
+
+def in_turns(world: World, options: Namespace, subjects: Mapping[str, Mapping[str, Action]],
+             prepare: Action = lambda: None) -> Iterator[dict[str, Readings]]:
+    """Time what each subject does, in rounds of random order; yield all readings in each round.
+
+    Args:
+        subjects: Their actions, by name; each is called once in a round before it is timed.
+        prepare: Is called before each timed call.
+
+    Collective: yes. Blocking: yes.
+    """
+    readings: dict[str, Readings] = {
+        name: {kind: [] for kind in actions} for name, actions in subjects.items()}
+    dice = random.Random(options.seed)
+    for _ in range(options.rounds):
+        for name in dice.sample(list(subjects), len(subjects)):
+            for kind, action in subjects[name].items():
+                action()
+                readings[name][kind] += timing.timed(world, action, options.calls, prepare=prepare)
+        yield readings
 
 
 def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
@@ -212,21 +235,49 @@ def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
     network = Network(options.width, options.layers, options.batch, world.rank)
     mine = {name: np.empty_like(value) for name, value in network.params.items()}
     network.backward(mine, lambda name: None)
+    return means_over_ranks(world, mine)
+
+
+def means_over_ranks(world: World, mine: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the means of all ranks' arrays, in float64, by MPI.
+
+    Collective: yes. Blocking: yes.
+    """
     means = {}
     for name, value in mine.items():
-        means[name] = value.astype(np.float64) / world.size
+        means[name] = value.astype(np.float64, order="C") / world.size
         world.raw.Allreduce(world.mpi.IN_PLACE, means[name], op=world.mpi.SUM)
     return means
 
 
-def _check(world: World, variant: _Variant, right: Mapping[str, Array]) -> None:
-    """Raise on all ranks if on any of them a gradient is not the mean."""
-    wrong = [name for name, value in variant.gradients().items()
-             if not np.allclose(value, right[name], rtol=_TOLERANCE,
-                                atol=_TOLERANCE * np.abs(right[name]).max())]
-    if world.anywhere(bool(wrong)):
-        raise WrongAnswerError(f"{variant.name} on rank {world.rank}: the gradients "
-                               f"{wrong} are not the means over ranks")
+def check(world: World, contender: str, found: Mapping[str, Array],
+          right: Mapping[str, Array]) -> None:
+    """Raise on all ranks if on any of them a gradient is not the mean.
+
+    Raises:
+        WrongAnswerError: One differs by more than rounding does.
+
+    Collective: yes. Blocking: yes.
+    """
+    rank, wrong = first_wrong(world, found, right)
+    if wrong:
+        raise WrongAnswerError(f"{contender} on rank {rank}: the gradients {wrong} are not the "
+                               f"means over ranks")
+
+
+def first_wrong(world: World, found: Mapping[str, Array], right: Mapping[str, Array],
+                ) -> tuple[int, list[str]]:
+    """Return the lowest rank on which arrays differ from others, and their names, if there is one.
+
+    Collective: yes. Blocking: yes.
+    """
+    wrong = [name for name, value in right.items() if not close_to(found[name], value)]
+    return next(filter(lambda one: one[1], enumerate(world.raw.allgather(wrong))), (0, []))
+
+
+def close_to(value: Array, right: Array) -> bool:
+    """Return whether arrays differ by no more than rounding, at the size of the largest number."""
+    return np.allclose(value, right, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(right).max())
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:

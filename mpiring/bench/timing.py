@@ -74,3 +74,14 @@ def overlap_percentage(compute_s: float, communication_s: float, total_s: float)
     if communication_s <= 0:
         return 100.0
     return min(100.0, max(0.0, 100 * (1 - (total_s - compute_s) / communication_s)))
+
+
+def wire_seconds(nbytes: int, nodes: int, bytes_per_s: float) -> float:
+    """Return how long a node's link is busy, each way, with its part of an allreduce.
+
+    Args:
+        nbytes: Of the array.
+        nodes: Between which it travels; on one there is no wire, and no time.
+        bytes_per_s: What the link carries of data.
+    """
+    return 2 * (nodes - 1) / nodes * nbytes / bytes_per_s

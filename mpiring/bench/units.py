@@ -7,6 +7,7 @@ from ..errors import ConfigError
 _PREFIXES = {"": 0, "K": 1, "M": 2, "G": 3}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)(iB|B)?", re.IGNORECASE)
 _RATE = re.compile(r"(\d+(?:\.\d+)?)([kmg]?)(bit|B/s)", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([KMG]?)", re.IGNORECASE)
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(ns|us|µs|ms|s)")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RANGE_FACTOR = 4
@@ -62,6 +63,19 @@ def parse_rate(text: str) -> float:
                           f"or with bytes, as 5GB/s")
     number, prefix, unit = found.groups()
     return float(number) * 1000.0 ** _PREFIXES[prefix.upper()] / (8 if unit.lower() == "bit" else 1)
+
+
+def parse_count(text: str) -> int:
+    """Return a number of things: "13M" is 13,000,000.
+
+    Raises:
+        ConfigError: Not a number above 0.
+    """
+    found = _COUNT.fullmatch(text)
+    count = int(float(found[1]) * 1000 ** _PREFIXES[found[2].upper()]) if found else 0
+    if count < 1:
+        raise ConfigError(f"number {text!r}: expected one above 0, as 13M")
+    return count
 
 
 def parse_time(text: str) -> float:

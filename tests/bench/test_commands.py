@@ -19,6 +19,8 @@ COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
 OVERLAP = ("overlap", "--size", "100K", "--bucket", "40K", "--ratio", "1", *COMMON)
 STEPS = ("steps", "--width", "32", "--batch", "4", "--calls", "1", *COMMON)
+TORCH = ("steps", "--framework", "torch", "--parameters", "60K", "--batch", "2", "--calls", "1",
+         *COMMON[:-1], "mpiring,gloo")
 EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
               "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
               "placement", "variables"}
@@ -111,6 +113,42 @@ def test_steps(tmp_path):
     assert (tmp_path / "out.png").stat().st_size > 10_000
     again = bench(1, "plot", tmp_path / "out.json", tmp_path / "again.png")
     assert again.status == 0 and (tmp_path / "again.png").stat().st_size > 10_000
+
+
+@pytest.mark.launch
+def test_steps_of_pytorch(tmp_path):
+    needed("matplotlib"), needed("torch")
+    ended = bench(2, *TORCH, "--models", "transformer,convnet,mlp", "--link-rate", "1gbit",
+                  "--bucket", "64K", "--json", tmp_path / "out.json", "--csv",
+                  tmp_path / "out.csv", "--plot", tmp_path / "out.png")
+    assert ended.status == 0, ended.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert {row["model"] for row in rows} == {"transformer", "convnet", "mlp"}
+    for model in "transformer", "convnet", "mlp":
+        names = [row["contender"] for row in rows if row["model"] == model]
+        assert names[:2] == ["compute only", "mpiring DataParallel"]
+        assert names[-1] == "Gloo + PyTorch's DDP" and len(names) in (3, 4)
+    for row in rows:
+        assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
+        # On one node there is no wire.
+        alone = row["contender"] == "compute only"
+        assert (row["over_bound"] == 1 or not alone) and row["bound_ms"] > 0
+        assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 3
+
+
+@pytest.mark.launch
+@pytest.mark.parametrize(("kind", "message"), [
+    ("gradient", "the gradients .*bias.* are not the means over ranks"),
+    ("rank", "the parameters differ between ranks after training"),
+    ("later", r"after training, the parameters .*bias.* are not those with Gloo"),
+])
+def test_wrong_training_fails_the_benchmark(kind, message):
+    needed("torch")
+    ended = launch(3, PROGRAMS / "bench_wrong_torch.py", kind, "bench", *TORCH)
+    assert ended.status == 1, ended.output
+    assert re.search(rf"^FAILED: wrong on rank \d: {message}", ended.output, re.MULTILINE)
 
 
 @pytest.mark.launch

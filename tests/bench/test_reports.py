@@ -10,7 +10,7 @@ import pytest
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.bench import allreduce, overlap, plot, results, steps, table
+from mpiring.bench import allreduce, overlap, plot, results, steps, table, torch_steps
 from mpiring.bench.contenders import NATIVE
 from mpiring.bench.results import Measurement
 from mpiring.bench.table import Column
@@ -78,6 +78,38 @@ def test_rows_of_an_overlap_and_of_steps():
     ], ABOUT, OPTIONS)
     assert rows[1]["efficiency_percent"] == pytest.approx(25)
     assert rows[1]["samples_per_s"] == pytest.approx(80) and rows[1]["extra_MiB"] == 3
+
+
+def of_torch(contender, step, communication=(0.1,), peak=0, model="mlp"):
+    labels = {"model": model, "parameters": 1 << 18, "batch": 8, "calls": 2,
+              "thread_level": "multiple", "contender": contender}
+    return Measurement(labels, {
+        "step": step, "communication": list(communication), "peak_bytes": [peak]})
+
+
+TORCH = [of_torch(steps.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
+         of_torch(steps.OURS, [0.11, 0.11, 0.24, 0.24], [0.05, 0.05], peak=6 << 20),
+         of_torch(torch_steps.GLOO, [0.2, 0.2, 0.32, 0.32], [0.1], peak=9 << 20)]
+
+
+def test_rows_of_training_with_pytorch():
+    options = Namespace(link_rate=2 ** 20 / 0.4, goodput=0.5)
+    found = [*TORCH, of_torch(steps.ALONE, [1, 1], model="convnet")]
+    alone, ours, gloo, other = torch_steps.rows(found, {**ABOUT, "nodes": 2}, options)
+    assert alone["over_compute"] == alone["efficiency_percent"] / 100 == 1
+    # The median of what two rounds show, of which the second was twice as slow.
+    assert ours["over_compute"] == pytest.approx((1.1 + 1.2) / 2)
+    assert ours["over_gloo"] == pytest.approx((0.55 + 0.75) / 2) and gloo["over_gloo"] == 1
+    assert ours["median_ms"] == pytest.approx(175) and ours["communication_ms"] == 50
+    assert ours["hidden_percent"] == pytest.approx(50)
+    assert gloo["hidden_percent"] == pytest.approx(0)
+    assert ours["extra_MiB"] == 1 and gloo["extra_over_gradients"] == 4
+    # 2 (2-1)/2 of a MiB, at half of the rate; with the other model, computing takes longer.
+    assert ours["bound_ms"] == pytest.approx(800) and other["bound_ms"] == 1000
+    assert ours["over_bound"] == pytest.approx(0.175 / 0.8)
+    assert other["over_gloo"] != other["over_gloo"] and alone["extra_MiB"] != alone["extra_MiB"]
+    (ours,) = torch_steps.rows(TORCH, ABOUT, OPTIONS)[1:2]
+    assert ours["bound_ms"] != ours["bound_ms"]
 
 
 def test_a_table():
@@ -157,6 +189,8 @@ def rows_of(benchmark):
         found = [*FOUND, *(of_allreduce(name, [1e-3, 2e-3], nbytes=8)
                            for name in ("mpiring auto", "MPI_Allreduce"))]
         return allreduce.rows(found, ABOUT, OPTIONS)
+    if benchmark == "torch steps":
+        return torch_steps.rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
         labels = {"bytes": 8, "contender": "Gloo", "compute": "numpy"}
         times = {"compute": [2.0], "communication": [1.0], "total": [2.25]}
@@ -165,11 +199,11 @@ def rows_of(benchmark):
     return steps.rows([Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
 
 
-@pytest.mark.parametrize("benchmark", ["allreduce", "overlap", "steps"])
+@pytest.mark.parametrize("benchmark", ["allreduce", "overlap", "steps", "torch steps"])
 def test_pictures(tmp_path, benchmark):
     needed("matplotlib")
     path = tmp_path / "result.png"
-    plot.draw(path, benchmark, ABOUT, rows_of(benchmark))
+    plot.draw(path, benchmark.split()[-1], ABOUT, rows_of(benchmark))
     start = path.read_bytes()[:24]
     assert start[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", start[16:]) == (1440, 680)
@@ -187,6 +221,16 @@ def test_what_a_picture_shows():
     limit = (1 << 20) / 0.5e-3 / 1e9 * 1.5
     assert list(bandwidth.get_lines()[2].get_ydata()) == pytest.approx([limit])
     assert "µs" in time.get_ylabel() and "GB/s" in bandwidth.get_ylabel()
+
+
+def test_a_picture_of_pytorch_tells_what_was_hidden():
+    axes = needed("matplotlib.figure").Figure().subplots(1, 1)
+    rows = rows_of("torch steps")
+    plot._step_bars([axes], rows)
+    assert [text.get_text() for text in axes.texts] == ["100 %", "87 %, 50 % hidden",
+                                                        "56 %, 0 % hidden"]
+    assert list(plot._panels("steps", rows)) == ["mlp, 0.3 M parameters"]
+    assert list(plot._panels("steps", rows_of("steps"))) == [""]
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():

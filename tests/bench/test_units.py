@@ -3,7 +3,8 @@
 import pytest
 
 from mpiring import ConfigError
-from mpiring.bench.units import parse_rate, parse_size, parse_sizes, parse_time, size_text
+from mpiring.bench.units import (
+    parse_count, parse_rate, parse_size, parse_sizes, parse_time, size_text)
 
 
 @pytest.mark.parametrize(("text", "nbytes"), [
@@ -38,6 +39,14 @@ def test_rates():
     assert parse_rate("5GB/s") == 5e9 and parse_rate("100mB/s") == 1e8
     with pytest.raises(ConfigError, match="expected"):
         parse_rate("0gbit")
+
+
+def test_counts():
+    assert [parse_count(text) for text in ("7", "50k", "13M", "1.5G")] == [
+        7, 50_000, 13_000_000, 1_500_000_000]
+    for text in ("", "0", "0.5", "13MB", "M"):
+        with pytest.raises(ConfigError, match="expected one above 0, as 13M"):
+            parse_count(text)
 
 
 def test_times():

@@ -1,0 +1,260 @@
+"""Trains small models with PyTorch, each gradient averaged by one contender; alone imports it."""
+
+import gc
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import nn
+from torch.nn import functional
+
+from ..torch import DataParallel, share_cores
+from . import peers
+from .steps import ALONE, OURS
+from .torch_steps import GLOO
+from .world import World
+
+BACK_END = "mpiring + PyTorch's DDP"
+HOROVOD = "Horovod"
+
+_LEARNING_RATE = 1e-3
+_BYTE_VALUES = 256
+_TEXT = 64
+_LAYERS = 4
+_PIXELS, _COLOURS, _CLASSES = 32, 3, 10
+# The name under which torch.distributed knows Gloo on an interface that we have chosen.
+_GLOO_HERE = "gloo_here"
+
+Array = NDArray[Any]
+
+
+class Transformer(nn.Module):
+    """A transformer over bytes that predicts each next one.
+
+    Args:
+        width: Of its vectors; a multiple of 64, the width of an attention head.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_BYTE_VALUES, width)
+        self.position = nn.Parameter(torch.zeros(_TEXT, width))
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(
+            layer, _LAYERS, norm=nn.LayerNorm(width), enable_nested_tensor=False)
+        self.head = nn.Linear(width, _BYTE_VALUES)
+        mask = nn.Transformer.generate_square_subsequent_mask(_TEXT)
+        self.register_buffer("mask", mask, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return logits for each byte of each text."""
+        x = self.embedding(x) + self.position
+        return self.head(self.body(x, mask=self.mask, is_causal=True))
+
+
+def perceptron(width: int) -> nn.Module:
+    """Return a multilayer perceptron over bytes."""
+    inner = [part for _ in range(_LAYERS - 1) for part in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(_TEXT, width), nn.ReLU(), *inner, nn.Linear(width, _CLASSES))
+
+
+def convnet(width: int) -> nn.Module:
+    """Return a convolutional network with BatchNorm, whose stages double the channels."""
+    parts: list[nn.Module] = []
+    channels = _COLOURS
+    for stage in range(_LAYERS):
+        for stride in (1 if stage == 0 else 2, 1):
+            parts += [nn.Conv2d(channels, width << stage, 3, stride, padding=1, bias=False),
+                      nn.BatchNorm2d(width << stage), nn.ReLU()]
+            channels = width << stage
+    return nn.Sequential(
+        *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, _CLASSES))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of model: how to make one of a width, a multiple of `unit`; how much data it gets."""
+
+    make: Callable[[int], nn.Module]
+    unit: int
+    batch: int
+    data: Callable[[int, torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+
+
+def _texts(batch: int, dice: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    texts = torch.randint(_BYTE_VALUES, (batch, _TEXT + 1), generator=dice)
+    return texts[:, :-1], texts[:, 1:]
+
+
+def _labelled(*shape: int) -> Callable[[int, torch.Generator], tuple[torch.Tensor, torch.Tensor]]:
+    return lambda batch, dice: (torch.randn(batch, *shape, generator=dice),
+                                torch.randint(_CLASSES, (batch,), generator=dice))
+
+
+_KINDS = {
+    "mlp": _Kind(perceptron, 16, 256, _labelled(_TEXT)),
+    "convnet": _Kind(convnet, 8, 4, _labelled(_COLOURS, _PIXELS, _PIXELS)),
+    "transformer": _Kind(Transformer, 64, 4, _texts),
+}
+
+
+def width_for(kind: str, parameters: int) -> int:
+    """Return the width at which a model's number of parameters is closest to the wanted one."""
+    def distance(width: int) -> int:
+        with torch.device("meta"):
+            return abs(_count(_KINDS[kind].make(width)) - parameters)
+
+    width = unit = _KINDS[kind].unit
+    while distance(width + unit) < distance(width):
+        width += unit
+    return width
+
+
+def _count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to average gradients.
+
+    Attributes:
+        name: As it stands in tables.
+        wrap: Returns what replaces a model and its optimizer.
+        blocking: Is given a vector, and returns what sums it over the ranks, each time.
+    """
+
+    name: str
+    wrap: Callable[[nn.Module, Any], tuple[nn.Module, Any]]
+    blocking: Callable[[Array], Callable[[], object]] = lambda flat: lambda: None
+
+
+class Training:
+    """A model, its data, and how its gradients are averaged.
+
+    Every rank has data of its own; all trainings of a kind begin alike.
+
+    Args:
+        contender: How.
+        kind, width, batch: What; by default a batch that takes about as long as the others'.
+        rank: Whose data.
+
+    Attributes:
+        name: The contender's.
+        batch: Samples per rank and step.
+    """
+
+    def __init__(self, contender: Contender, kind: str, width: int, batch: int | None,
+                 rank: int) -> None:
+        self.name = contender.name
+        self.batch = batch or _KINDS[kind].batch
+        torch.manual_seed(0)
+        self._bare = _KINDS[kind].make(width)
+        self._x, self._y = _KINDS[kind].data(self.batch, torch.Generator().manual_seed(1 + rank))
+        self._model, self._optimizer = contender.wrap(
+            self._bare, torch.optim.SGD(self._bare.parameters(), lr=_LEARNING_RATE))
+
+    def step(self) -> None:
+        """Take one step."""
+        self._optimizer.zero_grad()
+        logits = self._model(self._x)
+        functional.cross_entropy(logits.flatten(0, -2), self._y.flatten()).backward()
+        self._optimizer.step()
+
+    def gradients(self) -> Mapping[str, Array]:
+        """Return what the last step has used, by name."""
+        return {name: p.grad.numpy() for name, p in self._bare.named_parameters()}
+
+    def parameters(self) -> Mapping[str, Array]:
+        """Return the parameters, by name."""
+        return {name: p.detach().numpy() for name, p in self._bare.named_parameters()}
+
+
+def contenders(world: World, options: Namespace) -> list[Contender]:
+    """Connect the ranks by all contenders that a command line asks for, and return them.
+
+    Collective: yes. Blocking: yes.
+    """
+    share_cores(world.comm)
+    wanted = {name for name in ("mpiring", *peers.NAMES) if options.contenders is None
+              or name in options.contenders}
+    bucket: dict[str, Any] = {} if options.bucket is None else {"bucket_bytes": options.bucket}
+    found = [
+        Contender(ALONE, lambda model, optimizer: (model, optimizer)),
+        Contender(
+            OURS, lambda model, optimizer: (
+                DataParallel(model, world.comm, **bucket), optimizer),
+            lambda flat: lambda: world.comm.allreduce(flat))]
+    has_back_end = "mpiring" in wanted and "mpiring" in dist.Backend.backend_list
+    if has_back_end:
+        dist.init_process_group("mpiring", init_method="mpi://")
+        found.append(_with_ddp(BACK_END, dist.group.WORLD, options.bucket))
+    if "gloo" in wanted:
+        group = _gloo(world, options.interface, beside=has_back_end)
+        found.append(_with_ddp(GLOO, group, options.bucket))
+    if "horovod" in wanted and (options.contenders is not None or peers.installed("horovod")):
+        found.append(_horovod(world, options))
+    return found
+
+
+def _with_ddp(name: str, group: Any, bucket_bytes: int | None) -> Contender:
+    """Return PyTorch's DistributedDataParallel over a process group."""
+    size = {} if bucket_bytes is None else {"bucket_cap_mb": bucket_bytes / 2 ** 20}
+
+    def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        return nn.parallel.DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True, **size), optimizer
+
+    def blocking(flat: Array) -> Callable[[], object]:
+        tensor = peers.tensor_of(flat)
+        return lambda: dist.all_reduce(tensor, group=group)
+
+    return Contender(name, wrap, blocking)
+
+
+def _gloo(world: World, interface: str | None, *, beside: bool) -> Any:
+    """Return a group that Gloo connects: the default one, or one beside it."""
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
+
+    if not hasattr(dist.Backend, _GLOO_HERE.upper()):
+        dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu"])
+    if beside:
+        return dist.new_group(backend=_GLOO_HERE)
+    store = peers.store_of_rank_0(world, interface or peers.interface_for(world))
+    dist.init_process_group(_GLOO_HERE, store=store, rank=world.rank, world_size=world.size)
+    return dist.group.WORLD
+
+
+def _horovod(world: World, options: Namespace) -> Contender:
+    """Return Horovod's wrapper of optimizers."""
+    _, call, _ = peers.opened("horovod", world, options.interface)
+    import horovod.torch as hvd
+
+    def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        return model, hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters())
+
+    return Contender(HOROVOD, wrap, call)
+
+
+def size_of(kind: str, width: int) -> int:
+    """Return a model's number of parameters."""
+    with torch.device("meta"):
+        return _count(_KINDS[kind].make(width))
+
+
+def close() -> None:
+    """Leave torch.distributed, and let go of models.
+
+    Collective: yes. Blocking: yes.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
