@@ -38,7 +38,8 @@ class DataParallel:
         params: Arrays by name, contiguous and floating or complex; the same
             names, shapes and dtypes in the same order on every rank.
         comm: The ranks to average over.
-        bucket_bytes: Gradients are fused into messages of about this many bytes.
+        bucket_bytes: Gradients are fused into messages of about this many bytes; the first
+            ones are shorter, to leave early.
         reducer: How a bucket becomes its mean; a plain mean by default.
         deterministic: Keep the first order of gradients, so that two runs have equal
             bits even if gradients became ready in different orders.

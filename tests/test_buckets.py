@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.buckets import ALIGNMENT_BYTES, Bucket, TensorSpec, plan
+from mpiring.buckets import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float16", "float32", "float64", "complex128"]).map(np.dtype)
@@ -59,6 +59,15 @@ def test_filling_up():
     assert [tensor.name for tensor in b.tensors] == ["t2"]
     assert [tensor.name for tensor in c.tensors] == ["t3"]
     assert b.size == 112, "padded to cache lines"
+
+
+def test_the_first_buckets_are_short():
+    """What leaves early has the more computing to hide behind."""
+    quarter = FIRST_BUCKET_BYTES // 4 // 4
+    buckets = plan(specs(*[quarter] * 40), 3 * FIRST_BUCKET_BYTES)
+    assert [len(bucket.tensors) for bucket in buckets] == [4, 8, 12, 12, 4]
+    assert [len(bucket.tensors) for bucket in plan(specs(*[quarter] * 8), FIRST_BUCKET_BYTES // 2)
+            ] == [2] * 4
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])

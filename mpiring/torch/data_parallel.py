@@ -34,7 +34,8 @@ class DataParallel(nn.Module):
     Args:
         module: Its parameters lie on the CPU; the same on every rank, in the same order.
         comm: The ranks to average over.
-        bucket_bytes: Gradients are fused into messages of about this many bytes.
+        bucket_bytes: Gradients are fused into messages of about this many bytes; the first
+            ones are shorter, to leave early.
         reducer: How a bucket becomes its mean; a plain mean by default.
         find_unused_parameters: Let backward passes leave parameters out, on some ranks or all.
             Costs a short message in each step.
