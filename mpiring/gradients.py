@@ -1,7 +1,7 @@
 """Keeps an adapter's gradients in buckets, and sends each bucket once it is full."""
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -55,7 +55,9 @@ class Gradients:
         reducer: How a bucket becomes its mean.
         deterministic: Keep the first plan, so that results do not depend on the order
             in which gradients became ready.
-        guarded: Fill buckets that were given up with NaN, for whoever kept a view of them.
+        moved: Called with a name when its view has moved to a new bucket, so that nobody
+            holds the old one, whose memory is free once all its views have moved. Without it,
+            buckets that were given up are filled with NaN, for whoever kept a view of them.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
@@ -64,12 +66,12 @@ class Gradients:
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
                  bucket_bytes: int, reducer: Reducer | None, deterministic: bool,
-                 guarded: bool = True) -> None:
+                 moved: Callable[[str], None] | None = None) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._comm = comm
         self._reducer = reducer or Mean()
         self._bucket_bytes = bucket_bytes
-        self._guarded = guarded
+        self._moved = moved
         self._views: dict[str, NDArray[Any]] = {}
         self._home: dict[str, Bucket] = {}
         self._buckets: list[Bucket] = []
@@ -128,14 +130,18 @@ class Gradients:
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
-        for bucket in self._buckets:
-            bucket.expect_all()
+        self._expect_all()
         now = self._comm.statistics
         self.statistics, self._before = now - self._before, now
         if not self._settled:
             self._settle()
         self._order.clear()
         self._steps += 1
+
+    def _expect_all(self) -> None:
+        """Begin a step. (In `wait`, the loop's variable would keep a bucket in memory.)"""
+        for bucket in self._buckets:
+            bucket.expect_all()
 
     @property
     def missing(self) -> list[str]:
@@ -155,24 +161,29 @@ class Gradients:
         order = self._comm.broadcast_object(self._order, root=0)
         tensors = [self._tensors[name] for name in order]
         if plan(tensors, self._bucket_bytes) != tuple(bucket.plan for bucket in self._buckets):
-            old_buckets = self._buckets
+            if self._moved is None:
+                self._retired = self._buckets
             self._build(tensors)
-            for old in old_buckets:
-                for name, view in old.views.items():
-                    self._views[name][...] = view
-            if self._guarded:
-                self._retired = old_buckets
-                for old in old_buckets:
-                    old.retire()
+            for old in self._retired:
+                old.retire()
         self._before = self._comm.statistics
 
     def _build(self, tensors: Sequence[TensorSpec]) -> None:
-        self._buckets = [
-            Bucket(index, bucket_plan, self._comm.empty)
-            for index, bucket_plan in enumerate(plan(tensors, self._bucket_bytes))]
-        for bucket in self._buckets:
-            self._views.update(bucket.views)
-            self._home.update(dict.fromkeys(bucket.views, bucket))
+        """Build buckets, one after the other, and move what there is into them."""
+        self._buckets = []
+        self._home.clear()
+        for index, bucket_plan in enumerate(plan(tensors, self._bucket_bytes)):
+            bucket = Bucket(index, bucket_plan, self._comm.empty)
+            self._buckets.append(bucket)
+            for name, view in bucket.views.items():
+                old = self._views.get(name)
+                self._views[name] = view
+                self._home[name] = bucket
+                if old is not None:
+                    view[...] = old
+                    del old
+                    if self._moved is not None:
+                        self._moved(name)
 
     def _drop_retired(self) -> None:
         """Give up the first buckets: whoever kept a view of them shall see NaN."""

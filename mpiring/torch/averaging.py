@@ -56,12 +56,12 @@ class Averaging:
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self._dense.items()]
         self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                    deterministic=deterministic, guarded=False)
+                                    deterministic=deterministic, moved=self._move)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm)
         self._views: dict[str, torch.Tensor] = {}
-        self._arrays: dict[str, Any] = {}
-        self._renew_views()
+        for name in self._dense:
+            self._move(name)
         self._hooks = [p.register_post_accumulate_grad_hook(partial(self._accumulated, name))
                        for name, p in parameters.items()]
 
@@ -98,7 +98,6 @@ class Averaging:
         self._gradients.wait()
         self._sparse.wait()
         unreached = self._reached_nowhere()
-        self._renew_views()
         for name, p in self._dense.items():
             if name not in unreached:
                 p.grad = self._views[name]
@@ -201,12 +200,12 @@ class Averaging:
         self._comm.allreduce(has, op="max")
         return {name for name, one in zip(names, has) if not one}
 
-    def _renew_views(self) -> None:
-        """Follow the buckets, which move once; keep the views that users may hold else."""
-        for name, array in self._gradients.views.items():
-            if self._arrays.get(name) is not array:
-                self._arrays[name] = array
-                self._views[name] = _like(self._dense[name], tensor_of(array.reshape(-1)))
+    def _move(self, name: str) -> None:
+        """Follow a gradient to another bucket; nothing may hold on to the old memory."""
+        p, old = self._dense[name], self._views.get(name)
+        self._views[name] = _like(p, tensor_of(self._gradients.views[name].reshape(-1)))
+        if old is not None and p.grad is old:
+            p.grad = self._views[name]
 
 
 def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

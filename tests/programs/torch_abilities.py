@@ -4,6 +4,7 @@ import copy
 import os
 import pickle
 import warnings
+import weakref
 
 import numpy as np
 import torch
@@ -125,6 +126,46 @@ def gradients_of_an_early_step_can_be_kept():
     assert len(kept) == 12 and all(torch.isfinite(g).all() for g in kept)
     assert kept[0].data_ptr() != kept[4].data_ptr(), "buckets were not built anew"
     assert places[1] == places[2]
+
+
+class Deep(nn.Module):
+    """Uses its layers from the last to the first, so that all gradients move once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(40))
+
+    def forward(self, x):
+        for layer in reversed(self.layers):
+            x = layer(x).tanh()
+        return x
+
+
+@ability
+def no_gradient_is_in_memory_twice():
+    """Not even while buckets are built anew: an old one goes when the next has its content."""
+    made, peak = [], 0
+
+    def empty(n, dtype):
+        nonlocal peak
+        x = type(comm).empty(comm, n, dtype)
+        memory = x if x.base is None else x.base
+        made.append((weakref.ref(memory), x.nbytes))
+        peak = max(peak, sum(nbytes for memory, nbytes in made if memory() is not None))
+        return x
+
+    module = Deep()
+    total = sum(q.nbytes for q in module.parameters())
+    comm.empty = empty
+    try:
+        model = DataParallel(module, comm, bucket_bytes=20_000)
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(2, 32)).sum().backward()
+    finally:
+        del comm.empty
+    assert len(made) > 18, "buckets were not built anew"
+    assert total <= peak < 1.3 * total, (peak, total)
 
 
 @ability
