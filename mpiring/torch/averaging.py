@@ -81,6 +81,9 @@ class Averaging:
 
         Its end must be known, not that of a pass within, as of reentrant checkpointing.
         """
+        if torch._C._current_graph_task_id() < 0:
+            # A pass that has raised never came to its end.
+            self._pass = -1
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
                 output.register_hook(self._begun)

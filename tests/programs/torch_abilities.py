@@ -193,6 +193,40 @@ def accumulating_over_averaged_steps():
     check(model, [2 * g for g in expected()])
 
 
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, gradient):
+        if context.fails:
+            raise ValueError("a bug in backward")
+        return gradient
+
+
+class FailsOnce(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = net(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        x = Failing.apply(self.net(x))
+        x.grad_fn.fails = self.calls == 1
+        return x
+
+
+@ability
+def a_backward_that_raises_is_no_obstacle_to_the_next():
+    model = DataParallel(FailsOnce(), comm)
+    fails(lambda: loss_of(model, r).backward(), ValueError, "a bug in backward")
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, r).backward()
+        check(model, expected())
+
+
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
