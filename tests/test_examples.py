@@ -68,6 +68,7 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
     assert ended.status != 0 and "--batch 6 cannot be shared evenly by 4 ranks" in ended.output
 
 
+@pytest.mark.any_mpi
 def test_the_ddp_script_learns():
     needed("torch")
     ended = launch(3, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "5")

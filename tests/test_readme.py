@@ -10,7 +10,7 @@ from launching import ROOT, environment, launch, needed
 from mpiring import Config
 from mpiring.__main__ import _parser
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 README = (ROOT / "README.md").read_text()
 

@@ -83,6 +83,7 @@ def test_allreduce_in_jobs_of_its_own(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("level", ["multiple", "funneled"])
 def test_overlap(tmp_path, level):
     ended = bench(2, *OVERLAP, "--json", tmp_path / "out.json", MPI4PY_RC_THREAD_LEVEL=level)
@@ -99,6 +100,7 @@ def test_overlap(tmp_path, level):
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 def test_steps(tmp_path):
     needed("matplotlib")
     ended = bench(3, *STEPS, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
@@ -116,6 +118,7 @@ def test_steps(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 def test_steps_of_pytorch(tmp_path):
     needed("matplotlib"), needed("torch")
     ended = bench(2, *TORCH, "--models", "transformer,convnet,mlp", "--link-rate", "1gbit",
@@ -139,6 +142,7 @@ def test_steps_of_pytorch(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(("kind", "message"), [
     ("gradient", "the gradients .*bias.* are not the means over ranks"),
     ("rank", "the parameters differ between ranks after training"),
@@ -152,6 +156,7 @@ def test_wrong_training_fails_the_benchmark(kind, message):
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 def test_gloo_takes_part():
     needed("torch")
     ended = bench(2, *ALLREDUCE[:-1], "gloo", "--dtypes", "float32,bfloat16")
@@ -162,6 +167,7 @@ def test_gloo_takes_part():
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("words", [ALLREDUCE, OVERLAP, STEPS], ids=lambda words: words[0])
 def test_a_wrong_result_fails_the_benchmark(words):
     ended = launch(3, PROGRAMS / "bench_wrong.py", "bench", *words)
@@ -178,6 +184,7 @@ def test_a_peer_that_is_not_installed_is_named():
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("ranks", [0, 3], ids=["jobs of its own", "a launcher's job"])
 @pytest.mark.parametrize(("option", "name", "message"), [
     ("--json", "missing/out.json", "missing/out.json: cannot be written: No such file"),

@@ -18,6 +18,7 @@ def test_every_collective_does_what_gloo_does(ranks):
     assert ended.output.count("cases agree with Gloo") == ranks
 
 
+@pytest.mark.any_mpi
 def test_training_does_what_it_does_over_gloo():
     ended = launch(3, PROGRAMS / "torch_training.py")
     assert ended.status == 0, ended.output
@@ -49,6 +50,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_job_ends_with_the_reason(fault):
     ended = launch(2, PROGRAMS / "torch_fault.py", fault)
