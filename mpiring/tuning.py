@@ -23,8 +23,7 @@ _CALLS, _LONG_CALLS = 5, 2
 _LONG_S = 1e-3
 # No size is begun that would end later than this: half a second is promised.
 _BUDGET_S = 0.35
-# A kept model is checked at a size that outlasts what a network buffers; one that does not
-# reach it, because the network was slow or the machine busy, is not kept.
+# A kept model is checked at a size that outlasts what a network buffers, if it has one.
 _CHECKED_BYTES = 512 << 10
 # A model from the disk is not believed if one call takes this many times longer or shorter.
 _TOLERANCE = 2.0
@@ -113,8 +112,9 @@ class Tuner:
         if tuple(curves) != tuple(self._candidates):
             return False
         name = self._candidates[0]
-        expected_s = curves[name].time_s(_CHECKED_BYTES)
-        ratio = self._time_of(name, self._zeros(_CHECKED_BYTES), expected_s) / expected_s
+        size = min(_CHECKED_BYTES, curves[name].points[-1][0])
+        expected_s = curves[name].time_s(size)
+        ratio = self._time_of(name, self._zeros(size), expected_s) / expected_s
         return 1 / _TOLERANCE < ratio < _TOLERANCE
 
     def _kept(self) -> Model | None:
@@ -128,8 +128,7 @@ class Tuner:
 
     def _keep(self, model: Model) -> None:
         """Write the model on rank 0; a folder that cannot be written to is no reason to fail."""
-        measured = min(curve.points[-1][0] for _, curve in model.curves)
-        if self._rank or self._file is None or measured < _CHECKED_BYTES:
+        if self._rank or self._file is None:
             return
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)

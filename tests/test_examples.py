@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from launching import ROOT, environment, launch, needed
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 TRAIN = ROOT / "examples" / "train_numpy.py"
 TRAIN_TORCH = ROOT / "examples" / "train_torch.py"
@@ -48,7 +48,6 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
 
 
-@pytest.mark.any_mpi
 def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path):
     needed("torch")
     small = ("--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--report", 4)
@@ -68,7 +67,6 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
     assert ended.status != 0 and "--batch 6 cannot be shared evenly by 4 ranks" in ended.output
 
 
-@pytest.mark.any_mpi
 def test_the_ddp_script_learns():
     needed("torch")
     ended = launch(3, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "5")

@@ -5,7 +5,7 @@ import re
 import pytest
 from launching import PROGRAMS, launch
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 
 @pytest.mark.parametrize("progress", ["thread", "inline"])

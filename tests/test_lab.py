@@ -92,18 +92,15 @@ def test_two_levels(possible, placement, nodes):
 
 def test_the_first_allreduce_between_hosts_measures_and_keeps(possible, tmp_path):
     settings = environment(MPIRING_TUNING="1", MPIRING_TUNING_FOLDER=str(tmp_path))
-    # On a busy machine a measurement may end too early to be worth keeping.
-    for _ in range(5):
+    for _ in range(2):
         ended = subprocess.run(
             command("run", "--hosts", 2, "--ranks-per-host", 2, *python(PROGRAMS / "tuned.py")),
             cwd=ROOT, text=True, capture_output=True, timeout=120, env=settings)
         assert ended.returncode == 0, ended.stderr
         # At least the check of a kept model; on a busy machine it is measured anew.
         assert int(re.fullmatch(r"tuned (\d+) operations\n", ended.stdout)[1]) > 5
-        if list(tmp_path.iterdir()):
-            break
-    (file,) = tmp_path.iterdir()
-    assert "ranks per node [2, 2]" in file.read_text()
+        (file,) = tmp_path.iterdir()
+        assert "ranks per node [2, 2]" in file.read_text()
     assert gone()
 
 

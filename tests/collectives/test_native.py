@@ -47,7 +47,7 @@ def test_choice_by_nodes():
         with pytest.raises(ConfigError, match="not all ranks share one node's memory"):
             chosen(8, wish="shared", nodes=nodes)
     for nodes, ranks in ((1, 1), (1, 8), (8, 8)):
-        with pytest.raises(ConfigError, match=f"not {ranks} ranks on {nodes} nodes; use algorithm"):
+        with pytest.raises(ConfigError, match=f"here are {ranks} ranks and {nodes} node"):
             chosen(8, wish="hierarchical", ranks=ranks, nodes=nodes)
 
 

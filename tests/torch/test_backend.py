@@ -3,7 +3,7 @@
 import pytest
 from launching import PROGRAMS, launch, needed
 
-pytestmark = pytest.mark.launch
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 
 @pytest.fixture(autouse=True)
@@ -11,14 +11,13 @@ def _torch():
     needed("torch")
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_every_collective_does_what_gloo_does(ranks):
     ended = launch(ranks, PROGRAMS / "torch_collectives.py")
     assert ended.status == 0, ended.output
     assert ended.output.count("cases agree with Gloo") == ranks
 
 
-@pytest.mark.any_mpi
 def test_training_does_what_it_does_over_gloo():
     ended = launch(3, PROGRAMS / "torch_training.py")
     assert ended.status == 0, ended.output
@@ -50,7 +49,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.any_mpi
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_job_ends_with_the_reason(fault):
     ended = launch(2, PROGRAMS / "torch_fault.py", fault)

@@ -24,7 +24,7 @@ def test_losses_and_weights_are_those_of_pytorch(ranks, steps, tmp_path):
         "mlp", "conv", "channels_last", "transformer", "embedding", "sparse", "control"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_abilities(ranks):
     ended = launch(ranks, PROGRAMS / "torch_abilities.py")
     assert ended.status == 0, ended.output
