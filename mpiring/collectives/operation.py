@@ -17,7 +17,7 @@ from ..memory.scratch import Scratch
 from ..transport.alone import Alone
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
-from . import chain, direct, exchange, hierarchical, native, ring, shared
+from . import chain, desks, direct, exchange, hierarchical, native, ring, shared
 from .model import Model
 from .select import choose
 from .windows import NOWHERE, Windows
@@ -105,6 +105,11 @@ class Collectives:
     def ring(self) -> Channel:
         """The channel in node order."""
         return self.net if self._own.in_order else Members(self.net, self._own.order)
+
+    @property
+    def _whole(self) -> Node | None:
+        """The meeting place of all ranks, if one node has them all."""
+        return self.node if len(self._own.nodes) == 1 else None
 
     def allreduce(self, x: Array, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
         """Return the schedule that combines the vector `x` over all ranks, in place.
@@ -209,7 +214,7 @@ class Collectives:
         return self._reduce_scatter(x, op, reduction(op, x.dtype, self.size))
 
     def _reduce_scatter(self, x: Array, op: str, combine: Reduction) -> Schedule[Array]:
-        if widens(x.dtype, op) and self.size > 1:
+        if self._whole is not None or widens(x.dtype, op) and self.size > 1:
             chunks = chunks_of(x, self.size)
             yield from self._confirmed(self._direct_chunks(chunks, combine))
             return chunks[self.rank]
@@ -232,6 +237,9 @@ class Collectives:
         return self._confirmed(self._direct_chunks(chunks, combine))
 
     def _direct_chunks(self, chunks: Sequence[Array], combine: Reduction) -> Schedule[None]:
+        if self._whole is not None:
+            yield from desks.reduce_scatter(self._whole, chunks, combine)
+            return
         n, itemsize = max(chunk.size for chunk in chunks), chunks[0].itemsize
         size = direct.inbox_size(n * self.size, self.size, itemsize)
         with self._own.scratch.borrow(size, chunks[0].dtype) as inbox:
@@ -245,24 +253,28 @@ class Collectives:
         Raises:
             ConfigError: The op does not suit the dtype.
         """
-        return self._confirmed(self._reduce(x, root, reduction(op, x.dtype, self.size)))
+        combine, node = reduction(op, x.dtype, self.size), self._whole
+        if node is not None and shared.is_short(
+                x.nbytes, x.dtype, self.size, shared.EAGER_PRIVATE_BYTES):
+            return shared.eager(node, x, combine, root)
+        return self._confirmed(self._reduce(x, root, combine))
 
     def _reduce(self, x: Array, root: int, combine: Reduction) -> Schedule[None]:
         chunks = chunks_of(x, self.size)
         if self.rank == root:
             yield from self._direct_chunks(chunks, combine)
-            yield from exchange.gather(self.net, chunks[root], chunks, root)
+            yield from self._gather(chunks[root], chunks, root)
             return
         own = chunks[self.rank]
         with self._own.scratch.borrow(own.size, x.dtype) as mine:
             mine[...] = own
             chunks[self.rank] = mine
             yield from self._direct_chunks(chunks, combine)
-            yield from exchange.gather(self.net, mine, (), root)
+            yield from self._gather(mine, (), root)
 
     def allgather(self, x: Array) -> Schedule[None]:
         """Return the schedule that copies every rank's chunk of the vector `x` to all."""
-        return ring.allgather(self.ring, self._chunks(x))
+        return self.allgather_chunks(chunks_of(x, self.size))
 
     def allgather_chunks(self, chunks: Sequence[Array]) -> Schedule[None]:
         """Return the schedule that copies vector r of `chunks` of rank r to all ranks.
@@ -271,18 +283,29 @@ class Collectives:
             chunks: Per rank a vector, of lengths that all ranks agree on, in any memory;
                 all but this rank's own are overwritten.
         """
+        if self._whole is not None:
+            return desks.allgather(self._whole, chunks)
         return ring.allgather(self.ring, [chunks[rank] for rank in self._own.order])
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
         """Return the schedule that sends `sends[r]` to rank r; see exchange.all_to_all."""
+        if self._whole is not None:
+            return desks.all_to_all(self._whole, sends, receives)
         return self._confirmed(exchange.all_to_all(self.net, sends, receives))
 
     def gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
         """Return the schedule that copies `mine` of all ranks to `root`; see exchange.gather."""
-        return self._confirmed(exchange.gather(self.net, mine, parts, root))
+        return self._confirmed(self._gather(mine, parts, root))
+
+    def _gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        if self._whole is not None:
+            return desks.gather(self._whole, mine, parts, root)
+        return exchange.gather(self.net, mine, parts, root)
 
     def scatter(self, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies a part to each rank; see exchange.scatter."""
+        if self._whole is not None:
+            return desks.scatter(self._whole, parts, mine, root)
         return self._confirmed(exchange.scatter(self.net, parts, mine, root))
 
     def _confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
@@ -300,6 +323,8 @@ class Collectives:
 
     def broadcast(self, x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies the vector `x` of rank `root` to all."""
+        if self._whole is not None:
+            return desks.broadcast(self._whole, x, root)
         return chain.broadcast(self.ring, x, self._own.order.index(root))
 
     def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:

@@ -37,12 +37,13 @@ def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int)
     return nbytes * max(ranks, 4) <= limit and dtype.char not in "gG"
 
 
-def eager(node: Node, x: Array, combine: Combine) -> Schedule[None]:
+def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Schedule[None]:
     """Combine a short vector over the ranks of a node, in place: each rank reads all of them.
 
     Args:
         x: Shape (n,), contiguous, not longer than a desk. Overwritten by the result.
         combine: The op.
+        root: The only rank that shall have the result; by default, all.
 
     Collective: yes. Blocking: no (a schedule).
     """
@@ -51,7 +52,8 @@ def eager(node: Node, x: Array, combine: Combine) -> Schedule[None]:
         yield (node.barrier(),)
     copies = laid_out(node, x)
     yield (node.barrier(),)
-    combine.combine(copies, x)
+    if root is None or root == node.rank:
+        combine.combine(copies, x)
 
 
 def laid_out(node: Node, x: Array) -> Sequence[Array]:

@@ -35,7 +35,7 @@ from .vectors import (
     rows_of,
     with_own,
 )
-from .works import Coalesced, Work, in_callback
+from .works import DONE, Coalesced, Work, in_callback
 
 Tensors = Sequence[torch.Tensor]
 
@@ -97,14 +97,17 @@ class ProcessGroup(Named):
 
     # Submitting
 
-    def _submit(self, kind: str, detail: str, loan: Loan, value: Any,
+    def _submit(self, kind: str, detail: str, opts: Any, loan: Loan, value: Any,
                 build: Callable[[Collectives], Schedule[Any]]) -> Work:
-        group = self._group
+        group, call, handle = self._group, _call(kind, detail), DONE
         if in_callback():
             # Collective as the calls that lead here are: in the order of the operations.
             group = self._beside = self._beside or group.beside()
-        handle = group.submit(
-            _call(kind, detail), lambda collectives: loan.settled(build(collectives)))
+            handle = group.submit(call, lambda collectives: loan.settled(build(collectives)))
+        elif getattr(opts, "asyncOp", True):
+            handle = group.submit(call, lambda collectives: loan.settled(build(collectives)))
+        else:
+            group.run(call, lambda collectives: loan.settled(build(collectives)))
         return self._work(Work(handle, value, threaded=group.threaded))
 
     def _work(self, work: Work) -> Work:
@@ -139,13 +142,13 @@ class ProcessGroup(Named):
             if op.factor is not None:
                 tensor.detach().mul_(op.factor)
         detail = f"{names} of " + ", ".join(map(described, tensors))
-        return self._submit(kind, detail, loan, list(tensors), lambda collectives: in_turn(
+        return self._submit(kind, detail, opts, loan, list(tensors), lambda collectives: in_turn(
             [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
 
     def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> Work:
         tensor, op = only(tensors), op_of(opts.reduceOp, only(tensors).dtype)
         return self._submit(
-            "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", Loan(),
+            "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", opts, Loan(),
             list(tensors), sparse.allreduce(tensor, op))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
@@ -157,7 +160,7 @@ class ProcessGroup(Named):
         if is_root and op.factor is not None:
             x *= op.factor
         return self._submit(
-            "reduce", f"{op.name} of {described(tensor)} to root {root}", loan, list(tensors),
+            "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, loan, list(tensors),
             lambda collectives: collectives.reduce(x, root, op=op.name))
 
     def reduce_scatter(
@@ -174,7 +177,7 @@ class ProcessGroup(Named):
         contributions = [loan.numbers(op.scaled(one), written=False) for one in inputs[0]]
         chunks = with_own(contributions, self.rank(), loan.numbers(output, written=True))
         return self._submit(
-            "reduce_scatter", f"{op.name} of {described(output)}", loan, list(outputs),
+            "reduce_scatter", f"{op.name} of {described(output)}", opts, loan, list(outputs),
             lambda collectives: collectives.reduce_scatter_chunks(chunks, op=op.name))
 
     def reduce_scatter_single(
@@ -200,7 +203,7 @@ class ProcessGroup(Named):
             own = loan.numbers(output, written=True)
             rows.append((with_own(contributions, self.rank(), own), op.name))
         detail = f"{[name for _, name in rows]} of " + ", ".join(map(described, inputs))
-        return self._submit(kind, detail, loan, list(outputs), lambda collectives: in_turn(
+        return self._submit(kind, detail, opts, loan, list(outputs), lambda collectives: in_turn(
             [collectives.reduce_scatter_chunks(chunks, op=name) for chunks, name in rows]))
 
     # Copies
@@ -212,12 +215,12 @@ class ProcessGroup(Named):
         loan = Loan()
         x = loan.raw(tensor, written=self.rank() != root)
         return self._submit(
-            "broadcast", f"of {described(tensor)} from root {root}", loan, list(tensors),
+            "broadcast", f"of {described(tensor)} from root {root}", opts, loan, list(tensors),
             lambda collectives: collectives.broadcast(x, root))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy every rank's tensor to a list of tensors on all ranks."""
-        return self._allgather_lists("all_gather", outputs, [only(inputs)])
+        return self._allgather_lists("all_gather", outputs, [only(inputs)], opts)
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None,
@@ -225,9 +228,9 @@ class ProcessGroup(Named):
         """Copy every rank's tensors: list r of the output takes those of rank r."""
         check_count(outputs, self.size(), "lists of output")
         by_input = list(zip(*outputs, strict=True))
-        return self._allgather_lists("all_gather_coalesced", by_input, inputs, outputs)
+        return self._allgather_lists("all_gather_coalesced", by_input, inputs, opts, outputs)
 
-    def _allgather_lists(self, kind: str, outputs: Sequence[Tensors], inputs: Tensors,
+    def _allgather_lists(self, kind: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any,
                          value: Any = None) -> Work:
         check_count(inputs, len(outputs), "input")
         loan, rows = Loan(), []
@@ -236,35 +239,36 @@ class ProcessGroup(Named):
             check_alike(targets, input, "output")
             mine = loan.raw(input, written=False)
             rows.append((mine, [loan.raw(one, written=True) for one in targets]))
-        return self._gather_all(kind, inputs, loan, value or [*map(list, outputs)], rows)
+        value = value or [*map(list, outputs)]
+        return self._gather_all(kind, inputs, opts, loan, value, rows)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
     ) -> Work:
         """Copy every rank's tensor to a part of one tensor on all ranks."""
-        return self._allgather("all_gather_single", [output], [input])
+        return self._allgather("all_gather_single", [output], [input], opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None,
     ) -> Work:
         """Copy several tensors of every rank, each to parts of one tensor on all ranks."""
-        return self._allgather("all_gather_single_coalesced", outputs, inputs)
+        return self._allgather("all_gather_single_coalesced", outputs, inputs, opts)
 
-    def _allgather(self, kind: str, outputs: Tensors, inputs: Tensors) -> Work:
+    def _allgather(self, kind: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
         loan, rows = Loan(), []
         for output, input in zip(outputs, inputs):
             check_multiple(output, input, self.size(), "output")
             mine = loan.raw(input, written=False)
             rows.append((mine, equal_parts(loan.raw(output, written=True), self.size())))
-        return self._gather_all(kind, inputs, loan, list(outputs), rows)
+        return self._gather_all(kind, inputs, opts, loan, list(outputs), rows)
 
-    def _gather_all(self, kind: str, inputs: Tensors, loan: Loan, value: Any,
+    def _gather_all(self, kind: str, inputs: Tensors, opts: Any, loan: Loan, value: Any,
                     rows: Sequence[tuple[Array, Sequence[Array]]]) -> Work:
         for mine, places in rows:
             places[self.rank()][...] = mine
         detail = "of " + ", ".join(map(described, inputs))
-        return self._submit(kind, detail, loan, value, lambda collectives: in_turn(
+        return self._submit(kind, detail, opts, loan, value, lambda collectives: in_turn(
             [collectives.allgather_chunks(places) for _, places in rows]))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
@@ -280,7 +284,7 @@ class ProcessGroup(Named):
         mine = loan.raw(input, written=False)
         places = [loan.raw(one, written=True) for one in targets]
         return self._submit(
-            "gather", f"of {described(input)} to root {root}", loan, [list(targets)],
+            "gather", f"of {described(input)} to root {root}", opts, loan, [list(targets)],
             lambda collectives: collectives.gather(mine, places, root))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
@@ -296,7 +300,7 @@ class ProcessGroup(Named):
         mine = loan.raw(output, written=True)
         pieces = [loan.raw(one, written=False) for one in sources]
         return self._submit(
-            "scatter", f"of {described(output)} from root {root}", loan, list(outputs),
+            "scatter", f"of {described(output)} from root {root}", opts, loan, list(outputs),
             lambda collectives: collectives.scatter(pieces, mine, root))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -306,7 +310,8 @@ class ProcessGroup(Named):
         loan = Loan()
         sends = [loan.raw(one, written=False) for one in inputs]
         receives = [loan.raw(one, written=True) for one in outputs]
-        return self._all_to_all("all_to_all", inputs[0], loan, list(outputs), sends, receives)
+        return self._all_to_all(
+            "all_to_all", inputs[0], opts, loan, list(outputs), sends, receives)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int] = (),
@@ -318,15 +323,15 @@ class ProcessGroup(Named):
                           size, "input")
         receives = by_splits(loan.raw(output, written=True), rows_of(output),
                              output_split_sizes, size, "output")
-        return self._all_to_all("all_to_all_single", input, loan, [output], sends, receives)
+        return self._all_to_all("all_to_all_single", input, opts, loan, [output], sends, receives)
 
-    def _all_to_all(self, kind: str, model: torch.Tensor, loan: Loan, value: Any,
+    def _all_to_all(self, kind: str, model: torch.Tensor, opts: Any, loan: Loan, value: Any,
                     sends: Sequence[Array], receives: Sequence[Array]) -> Work:
         own = sends[self.rank()], receives[self.rank()]
         if own[0].size != own[1].size:
             raise ConfigError(f"rank {self.rank()} sends {own[0].size} bytes to itself, but "
                               f"receives {own[1].size}")
-        return self._submit(kind, f"of {model.dtype}", loan, value, lambda collectives: (
+        return self._submit(kind, f"of {model.dtype}", opts, loan, value, lambda collectives: (
             collectives.all_to_all(sends, receives)))
 
     # Messages
@@ -359,7 +364,7 @@ class ProcessGroup(Named):
     def barrier(self, opts: Any = None) -> Work:
         """Complete when every rank has called."""
         return self._submit(
-            "barrier", "", Loan(), [], lambda collectives: collectives.barrier())
+            "barrier", "", opts, Loan(), [], lambda collectives: collectives.barrier())
 
     def monitored_barrier(self, timeout: timedelta | None = None,
                           wait_all_ranks: bool = False) -> None:

@@ -9,13 +9,13 @@ see `in_callback`, and go beside the others.
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from ..errors import StallError
-from ..handle import Handle
+from ..handle import Action, Handle
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -40,6 +40,27 @@ def in_callback() -> bool:
     return _callback.depth > 0
 
 
+class _Done:
+    """Is in place of the handle of an operation that is complete: the caller has waited."""
+
+    done = True
+
+    def test(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Return."""
+
+    def when_done(self, action: Action) -> None:
+        """Call `action`, now."""
+        action(None)
+
+
+AnyHandle: TypeAlias = Handle[Any] | _Done
+DONE: AnyHandle = _Done()
+
+
 class _Chained(torch.futures.Future):
     """A future that follows from an operation.
 
@@ -47,7 +68,7 @@ class _Chained(torch.futures.Future):
         handle: The operation.
     """
 
-    def __init__(self, handle: Handle[Any]) -> None:
+    def __init__(self, handle: AnyHandle) -> None:
         super().__init__()
         self._handle = handle
 
@@ -81,7 +102,7 @@ class Future(_Chained):
         value: What it leaves.
     """
 
-    def __init__(self, handle: Handle[Any], value: Any) -> None:
+    def __init__(self, handle: AnyHandle, value: Any) -> None:
         super().__init__(handle)
         self._value = value
         handle.when_done(self._complete)
@@ -102,7 +123,7 @@ class Future(_Chained):
 
 
 class Work(dist.Work):
-    """One operation under way.
+    """One operation.
 
     Args:
         handle: The operation; returns, for a receive, the rank that sent.
@@ -111,7 +132,7 @@ class Work(dist.Work):
         threaded: Whether operations advance in the background.
     """
 
-    def __init__(self, handle: Handle[Any], value: Sequence[Any],
+    def __init__(self, handle: AnyHandle, value: Sequence[Any],
                  timeout_s: float | None = None, *, threaded: bool) -> None:
         super().__init__()
         self._handle = handle
@@ -175,7 +196,7 @@ class Work(dist.Work):
         return self._future
 
 
-def _wait_after_backward(handle: Handle[Any]) -> bool:
+def _wait_after_backward(handle: AnyHandle) -> bool:
     """During a backward pass, have the thread that runs it wait for `handle` at its end.
 
     DistributedDataParallel would wait there in C++, and the engine's thread, which does not

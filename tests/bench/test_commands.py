@@ -150,7 +150,7 @@ def test_steps_of_pytorch(tmp_path):
 ])
 def test_wrong_training_fails_the_benchmark(kind, message):
     needed("torch")
-    ended = launch(3, PROGRAMS / "bench_wrong_torch.py", kind, "bench", *TORCH)
+    ended = launch(2, PROGRAMS / "bench_wrong_torch.py", kind, "bench", *TORCH)
     assert ended.status == 1, ended.output
     assert re.search(rf"^FAILED: wrong on rank \d: {message}", ended.output, re.MULTILINE)
 

@@ -91,6 +91,46 @@ def messages_in_any_number():
     assert strided.sum() == 4
 
 
+def every_collective_in_many_rounds():
+    """In the background and in the foreground at once."""
+    n, last = 100_003, SIZE - 1
+    mine = torch.arange(SIZE * n) + RANK
+    parts = [*mine.view(SIZE, n)]
+    total = SIZE * torch.arange(SIZE * n) + TOTAL
+    of_all = torch.cat([torch.arange(SIZE * n) + rank for rank in range(SIZE)])
+    columns = torch.cat([parts[RANK] - RANK + rank for rank in range(SIZE)])
+
+    def begun(**async_op):
+        outputs = {
+            "broadcast": mine.clone(), "reduce": mine.clone(), "gather": torch.zeros_like(of_all),
+            "scatter": torch.zeros_like(parts[0]), "all_gather": torch.zeros_like(of_all),
+            "reduce_scatter": torch.zeros_like(parts[0]), "all_to_all": torch.zeros_like(mine)}
+        gathered, scattered = [*outputs["gather"].view(SIZE, -1)], parts
+        if RANK != last:
+            gathered = scattered = None
+        return outputs, [
+            dist.broadcast(outputs["broadcast"], last, **async_op),
+            dist.reduce(outputs["reduce"], last, **async_op),
+            dist.gather(mine, gathered, last, **async_op),
+            dist.scatter(outputs["scatter"], scattered, last, **async_op),
+            dist.all_gather_into_tensor(outputs["all_gather"], mine, **async_op),
+            dist.reduce_scatter_tensor(outputs["reduce_scatter"], mine, **async_op),
+            dist.all_to_all_single(outputs["all_to_all"], mine, **async_op)]
+
+    later, works = begun(async_op=True)
+    now, _ = begun()
+    for work in works:
+        work.wait()
+    for outputs in later, now:
+        assert outputs["broadcast"].equal(torch.arange(SIZE * n) + last)
+        assert outputs["reduce"].equal(total if RANK == last else mine)
+        assert RANK != last or outputs["gather"].equal(of_all)
+        assert outputs["scatter"].equal(parts[RANK] - RANK + last)
+        assert outputs["all_gather"].equal(of_all)
+        assert outputs["reduce_scatter"].equal(total.view(SIZE, n)[RANK])
+        assert outputs["all_to_all"].equal(columns)
+
+
 def barriers_that_name_the_missing():
     group = dist.group.WORLD
     group.monitored_barrier(timedelta(seconds=10))
@@ -129,7 +169,8 @@ def waits_that_end():
 
 
 for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain,
-             collectives_in_callbacks, messages_in_any_number, timeouts_that_change,
+             collectives_in_callbacks, messages_in_any_number,
+             every_collective_in_many_rounds, timeouts_that_change,
              waits_that_end, barriers_that_name_the_missing):
     dist.barrier()
     test()

@@ -40,7 +40,7 @@ def test_works_and_futures(progress):
 
 FAULTS = {
     "shape": ["all_reduce ['sum'] of float32 (999,)", "all_reduce ['sum'] of float32 (1000,)"],
-    "splits": ["bytes from rank 1: it sent"],
+    "splits": ["receiving 4 bytes from rank 1: it sent 8"],
     "message": ["receiving 16 bytes from rank 1: it sent 12"],
     "missing call": ["StallError", "rank 1 has NOT CALLED it; its last call was #0 all_reduce"],
     "missing bucket": ["StallError", "all_reduce ['sum'] of float32 (110,)", "rank 1 has NOT"],

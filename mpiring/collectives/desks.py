@@ -1,0 +1,269 @@
+"""Copies, exchanges and combines private vectors over the desks of one node.
+
+A collective goes in rounds: in each, a rank lays pieces on its own desk, and takes from the
+others' what is meant for it. The desks' halves are used in turn: while piece j is taken from
+one, piece j+1 is laid on the other, so that a round costs one barrier. One copy in and one
+copy out are the least possible between memories that are not shared.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..errors import BufferMismatchError
+from ..memory.arrays import Array, as_bytes
+from ..memory.reduction import Combine
+from ..transport.base import Node, Schedule
+
+# The pieces of two ranks stay in a core's cache. Measured.
+ROUND_BYTES = 128 << 10
+
+_BYTES = np.dtype(np.uint8)
+
+# What a rank does in a round, given its number.
+_Move = Callable[[int], None]
+
+
+class _Desks:
+    """The desks of a node, with places for the pieces of one round on each half.
+
+    Args:
+        node: The meeting place.
+        dtype: Of the vectors.
+        places: How many pieces a rank lays down at once.
+        notes: So many elements are kept free for notes.
+    """
+
+    def __init__(self, node: Node, dtype: "np.dtype[np.generic]", places: int,
+                 notes: int = 0) -> None:
+        self._node = node
+        self._desks = node.desks(dtype)
+        self._notes = notes
+        self._half = (self._desks[0].size - notes) // 2
+        self._size = min(self._half, ROUND_BYTES // dtype.itemsize) // places
+
+    def piece(self, x: Array, j: int) -> Array:
+        """Return piece j of a vector; empty behind its end."""
+        return x[j * self._size:(j + 1) * self._size]
+
+    def place(self, rank: int, place: int, j: int, size: int) -> Array:
+        """Return where `size` elements of piece j lie on a rank's desk."""
+        start = j % 2 * self._half + place * self._size
+        return self._desks[rank][start:start + size]
+
+    def lay(self, x: Array, place: int, j: int) -> None:
+        """Copy piece j of a vector to this rank's desk."""
+        piece = self.piece(x, j)
+        self.place(self._node.rank, place, j, piece.size)[...] = piece
+
+    def take(self, x: Array, rank: int, place: int, j: int) -> None:
+        """Copy piece j of a vector from another rank's desk."""
+        piece = self.piece(x, j)
+        piece[...] = self.place(rank, place, j, piece.size)
+
+    def notes(self, rank: int) -> Array:
+        """Return the end of a rank's desk."""
+        return self._desks[rank][-self._notes:]
+
+    def rounds(self, longest: int, lay: _Move, take: _Move,
+               check: Callable[[Sequence[int]], None] = lambda lengths: None) -> Schedule[None]:
+        """Lay down and take vectors, piece by piece.
+
+        Args:
+            longest: The length of the longest one that this rank lays or takes.
+            lay, take: Are given the number of a round.
+            check: Is given `longest` of each rank before anything is taken.
+        """
+        node = self._node
+        if node.met:
+            # What an earlier part of this operation has laid there may be read yet.
+            yield (node.barrier(),)
+        lay(0)
+        lengths = [length for length, in (yield from node.share(longest))]
+        check(lengths)
+        last = (max(lengths) - 1) // self._size
+        for j in range(1, last + 1):
+            lay(j)
+            take(j - 1)
+            yield (node.barrier(),)
+        take(max(last, 0))
+
+
+def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
+    """Copy `x` of the node's rank `root` to all its ranks.
+
+    Args:
+        x: Shape (n,), contiguous; overwritten on all ranks but `root`.
+        root: Among the ranks of the node.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    desks, is_root = _Desks(node, x.dtype, 1), node.rank == root
+    return desks.rounds(
+        x.size,
+        (lambda j: desks.lay(x, 0, j)) if is_root else _nothing,
+        _nothing if is_root else lambda j: desks.take(x, root, 0, j))
+
+
+def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
+    """Copy `parts[r]` of each rank r of the node to all its ranks.
+
+    Args:
+        parts: Per rank of the node a vector, contiguous, of lengths that all ranks agree on;
+            all but this rank's own are overwritten.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    desks, own, others = _Desks(node, parts[0].dtype, 1), parts[node.rank], _others(node)
+
+    def take(j: int) -> None:
+        for rank in others:
+            desks.take(parts[rank], rank, 0, j)
+
+    return desks.rounds(_longest(parts), lambda j: desks.lay(own, 0, j), take)
+
+
+def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
+    """Combine `chunks[r]` of all ranks of the node on rank r.
+
+    Args:
+        chunks: Per rank of the node a vector, contiguous, of lengths that all ranks agree on.
+            This rank's own is overwritten by the result, the others are only read.
+        combine: The op; contributions are combined in the order of ranks.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    desks, own, others = _Desks(node, chunks[0].dtype, node.size), node.rank, _others(node)
+
+    def lay(j: int) -> None:
+        for rank in others:
+            desks.lay(chunks[rank], rank, j)
+
+    def take(j: int) -> None:
+        mine = desks.piece(chunks[own], j)
+        sources = [desks.place(rank, own, j, mine.size) for rank in range(node.size)]
+        sources[own] = mine
+        combine.combine(sources, mine)
+
+    return desks.rounds(_longest(chunks), lay, take)
+
+
+def all_to_all(
+    node: Node, sends: Sequence[Array], receives: Sequence[Array],
+) -> Schedule[None]:
+    """Copy the bytes of `sends[s]` of each rank r of the node to `receives[r]` of rank s.
+
+    Args:
+        sends: Per rank of the node a vector, contiguous, of any length.
+        receives: Per rank of the node, a vector of as many bytes as that rank sends to
+            this one, contiguous; overwritten.
+
+    Raises:
+        BufferMismatchError: A rank sends another number of bytes.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    own, others = node.rank, _others(node)
+    sends, receives = [*map(as_bytes, sends)], [*map(as_bytes, receives)]
+    desks = _Desks(node, _BYTES, node.size, notes=8 * node.size)
+
+    def lay(j: int) -> None:
+        if j == 0:
+            desks.notes(own).view(np.int64)[:] = [x.size for x in sends]
+        for rank in others:
+            desks.lay(sends[rank], rank, j)
+
+    def check(_: Sequence[int]) -> None:
+        for rank in range(node.size):
+            sent = desks.notes(rank).view(np.int64)[own]
+            _check(node, rank, int(sent), own, receives[rank].size)
+        np.copyto(receives[own], sends[own])
+
+    def take(j: int) -> None:
+        for rank in others:
+            desks.take(receives[rank], rank, own, j)
+
+    return desks.rounds(_longest([*sends, *receives]), lay, take, check)
+
+
+def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+    """Copy the bytes of `mine` of each rank r of the node to `parts[r]` of its rank `root`.
+
+    Args:
+        mine: Contiguous, of any length.
+        parts: On `root`, per rank of the node a vector of as many bytes as that rank sends,
+            contiguous; overwritten. Ignored elsewhere.
+        root: Among the ranks of the node.
+
+    Raises:
+        BufferMismatchError: A rank sends another number of bytes.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    desks, own, others = _Desks(node, _BYTES, 1), as_bytes(mine), _others(node)
+    if node.rank != root:
+        return desks.rounds(own.size, lambda j: desks.lay(own, 0, j), _nothing)
+    targets = [*map(as_bytes, parts)]
+
+    def check(lengths: Sequence[int]) -> None:
+        for rank in others:
+            _check(node, rank, lengths[rank], root, targets[rank].size)
+        if parts[root] is not mine:
+            np.copyto(targets[root], own)
+
+    def take(j: int) -> None:
+        for rank in others:
+            desks.take(targets[rank], rank, 0, j)
+
+    return desks.rounds(own.size, _nothing, take, check)
+
+
+def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
+    """Copy the bytes of `parts[r]` of the node's rank `root` to `mine` of each rank r.
+
+    Args:
+        parts: On `root`, per rank of the node a vector, contiguous. Ignored elsewhere.
+        mine: Contiguous, as many bytes as `root` sends; overwritten.
+        root: Among the ranks of the node.
+
+    Raises:
+        BufferMismatchError: `root` sends another number of bytes; raised there.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    desks, own, others = _Desks(node, _BYTES, node.size), as_bytes(mine), _others(node)
+    if node.rank != root:
+        return desks.rounds(
+            own.size, _nothing, lambda j: desks.take(own, root, node.rank, j))
+    sources = [*map(as_bytes, parts)]
+
+    def lay(j: int) -> None:
+        for rank in others:
+            desks.lay(sources[rank], rank, j)
+
+    def check(lengths: Sequence[int]) -> None:
+        for rank, expected in enumerate(lengths):
+            _check(node, root, sources[rank].size, rank, expected)
+        np.copyto(own, sources[root])
+
+    return desks.rounds(own.size, lay, _nothing, check)
+
+
+def _check(node: Node, source: int, sent: int, dest: int, expected: int) -> None:
+    """Raise BufferMismatchError unless a rank sends what another one expects."""
+    if sent != expected:
+        raise BufferMismatchError(
+            f"rank {node.ranks[dest]}: receiving {expected} bytes from rank "
+            f"{node.ranks[source]}: it sent {sent}")
+
+
+def _others(node: Node) -> list[int]:
+    return [rank for rank in range(node.size) if rank != node.rank]
+
+
+def _longest(vectors: Sequence[Array]) -> int:
+    return max(x.size for x in vectors)
+
+
+def _nothing(j: int) -> None:
+    """Take no part in round j."""

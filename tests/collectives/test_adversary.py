@@ -1,0 +1,88 @@
+"""Lets several schedules meet on networks that deliver late, and in odd orders."""
+
+import contract
+import numpy as np
+from schedules import by_agreed_ring, by_direct_pieces, by_members, by_pieces, sent
+
+from mpiring.collectives import chain, exchange, ring
+from mpiring.transport.simulated import SimulatedNetwork
+
+
+class Deliveries:
+    """Schedules of random sizes for one network: each method returns one, and its check.
+
+    The check is given what each rank has returned.
+    """
+
+    def __init__(self, seed):
+        random = np.random.default_rng(seed)
+        self.p, self.n = int(random.integers(2, 6)), int(random.integers(0, 40))
+        self.root, self.op = int(random.integers(self.p)), list(contract.OPS)[seed % 5]
+        self.in_flight = 1 + seed % 3
+        self.chosen = random.choice(list(self.KINDS), 3, replace=False)
+
+    def allreduce(self, by, dtype, op):
+        xs = [contract.contribution(rank, self.n, dtype) for rank in range(self.p)]
+
+        def check(found):
+            contract.check(xs[0], self.p, op)
+            assert all(x.tobytes() == xs[0].tobytes() for x in xs)
+
+        return lambda net: by(net, xs[net.rank], op), check
+
+    def broadcast(self):
+        xs = [np.full(self.n, rank) for rank in range(self.p)]
+
+        def check(found):
+            assert all((x == self.root).all() for x in xs)
+
+        return lambda net: chain.broadcast(net, xs[net.rank], self.root, piece_bytes=32), check
+
+    def all_to_all(self):
+        rows = [[sent(rank, dest, self.p) for dest in range(self.p)] for rank in range(self.p)]
+        columns = [[np.empty_like(row[rank]) for row in rows] for rank in range(self.p)]
+
+        def check(found):
+            for rank, column in enumerate(columns):
+                assert all(np.array_equal(x, row[rank]) for x, row in zip(column, rows))
+
+        return lambda net: exchange.all_to_all(
+            net, rows[net.rank], columns[net.rank], self.in_flight), check
+
+    def texts(self):
+        return [np.full(rank * self.n % 7, rank, np.uint8) for rank in range(self.p)]
+
+    def broadcast_bytes(self):
+        texts = self.texts()
+
+        def check(found):
+            assert all(np.array_equal(text, texts[self.root]) for text in found)
+
+        return lambda net: chain.broadcast_bytes(net, texts[net.rank], self.root), check
+
+    def allgather_bytes(self):
+        texts = self.texts()
+
+        def check(found):
+            assert all(all(map(np.array_equal, gathered, texts)) for gathered in found)
+
+        return lambda net: ring.allgather_bytes(net, texts[net.rank]), check
+
+    KINDS = {
+        "ring": lambda self: self.allreduce(by_agreed_ring, "float32", self.op),
+        "members": lambda self: self.allreduce(by_members, "int16", "sum"),
+        "pieces": lambda self: self.allreduce(by_pieces, "int32", "sum"),
+        "direct": lambda self: self.allreduce(by_direct_pieces, "float16", self.op),
+        "broadcast": broadcast, "all-to-all": all_to_all, "broadcast bytes": broadcast_bytes,
+        "allgather bytes": allgather_bytes,
+        "barrier": lambda self: (chain.barrier, lambda found: None)}
+
+
+def test_ten_thousand_adversarial_deliveries():
+    """Three schedules at once, at random sizes, under 10,000 different networks."""
+    for seed in range(10_000):
+        case = Deliveries(seed)
+        schedules, checks = zip(*(case.KINDS[kind](case) for kind in case.chosen))
+        found = SimulatedNetwork(case.p, seed=seed, ranks_per_node=case.in_flight).run(*schedules)
+        for check, results in zip(checks, zip(*found)):
+            check(results)
