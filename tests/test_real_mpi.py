@@ -10,7 +10,7 @@ PYTEST = ("-m", "pytest", "--with-mpi", "-m", "mpi", "tests/mpi",
 
 
 @pytest.mark.parametrize("ranks", [
-    *(pytest.param(ranks, marks=pytest.mark.any_mpi) for ranks in (1, 2, 3)), 4])
+    *(pytest.param(ranks, marks=pytest.mark.any_mpi) for ranks in (1, 2)), 4])
 def test_real_mpi(ranks):
     ended = launch(ranks, *PYTEST, timeout_s=240)
     assert ended.status == 0, ended.output[-20000:]

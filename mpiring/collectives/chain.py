@@ -1,7 +1,5 @@
 """Passes data from one rank to the next: a pipelined broadcast, and a barrier."""
 
-import numpy as np
-
 from ..memory.arrays import Array, pieces_of
 from ..transport.base import NO_BYTES, Channel, Request, Schedule
 
@@ -33,21 +31,6 @@ def broadcast(
         yield *arriving, *sending
         sending = () if last else (net.isend(piece, (r + 1) % p),)
     yield sending
-
-
-def broadcast_bytes(net: Channel, mine: Array, root: int) -> Schedule[Array]:
-    """Copy a byte vector of any length from `root` to all ranks, and return it.
-
-    Args:
-        mine: The vector on `root`; ignored elsewhere.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
-    length = np.array([mine.size], np.int64)
-    yield from broadcast(net, length, root)
-    payload = mine if net.rank == root else np.empty(length[0], np.uint8)
-    yield from broadcast(net, payload, root)
-    return payload
 
 
 def barrier(net: Channel) -> Schedule[None]:

@@ -318,8 +318,14 @@ class Collectives:
 
     def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
         """Return the schedule that collects a byte vector from every rank, in rank order."""
-        gathered = yield from ring.allgather_bytes(self.ring, mine)
-        return [gathered[self._own.order.index(rank)] for rank in range(self.size)]
+        lengths = np.zeros(self.size, np.int64)
+        lengths[self.rank] = mine.size
+        # Around they go first, because receives need them.
+        yield from self.allgather(lengths)
+        gathered = [np.empty(length, np.uint8) for length in lengths]
+        gathered[self.rank] = mine
+        yield from self.allgather_chunks(gathered)
+        return gathered
 
     def broadcast(self, x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies the vector `x` of rank `root` to all."""
@@ -329,7 +335,11 @@ class Collectives:
 
     def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:
         """Return the schedule that copies a byte vector of any length to all."""
-        return chain.broadcast_bytes(self.ring, mine, self._own.order.index(root))
+        length = np.array([mine.size], np.int64)
+        yield from self.broadcast(length, root)
+        payload = mine if self.rank == root else np.empty(length[0], np.uint8)
+        yield from self.broadcast(payload, root)
+        return payload
 
     def _inbox(self, x: Array) -> AbstractContextManager[Array]:
         size = ring.inbox_size(x.size, self.size, x.itemsize)

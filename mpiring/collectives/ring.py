@@ -7,8 +7,6 @@ of workstations", JPDC 69(2), 2009.
 from collections import deque
 from collections.abc import Sequence
 
-import numpy as np
-
 from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine
 from ..transport.base import NO_BYTES, Channel, Request, Schedule
@@ -134,19 +132,3 @@ def inbox_size(n: int, p: int, itemsize: int, piece_bytes: int = PIECE_BYTES) ->
 def _pieces(n: int, itemsize: int, piece_bytes: int) -> int:
     """Return in how many pieces the longest chunk, of n elements, travels."""
     return max(1, -(-n * itemsize // piece_bytes))
-
-
-def allgather_bytes(net: Channel, mine: Array) -> Schedule[list[Array]]:
-    """Collect one byte vector of any length from every rank, in rank order.
-
-    The lengths go around first, because receives need them.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
-    lengths = np.zeros(net.size, np.int64)
-    lengths[net.rank] = mine.size
-    yield from allgather(net, chunks_of(lengths, net.size))
-    gathered = [np.empty(length, np.uint8) for length in lengths]
-    gathered[net.rank] = mine
-    yield from allgather(net, gathered)
-    return gathered

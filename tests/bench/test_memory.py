@@ -11,7 +11,7 @@ from mpiring.bench.memory import Growth
 
 MIB = 1 << 20
 # The system counts pages in batches, and Python allocates a little meanwhile.
-NOISE = MIB
+NOISE = 3 * MIB
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system is not Linux")
 

@@ -49,32 +49,23 @@ class Deliveries:
         return lambda net: exchange.all_to_all(
             net, rows[net.rank], columns[net.rank], self.in_flight), check
 
-    def texts(self):
-        return [np.full(rank * self.n % 7, rank, np.uint8) for rank in range(self.p)]
-
-    def broadcast_bytes(self):
-        texts = self.texts()
-
-        def check(found):
-            assert all(np.array_equal(text, texts[self.root]) for text in found)
-
-        return lambda net: chain.broadcast_bytes(net, texts[net.rank], self.root), check
-
-    def allgather_bytes(self):
-        texts = self.texts()
+    def allgather(self):
+        right = [sent(rank, 0, self.p) for rank in range(self.p)]
+        columns = [[x if rank == place else np.empty_like(x) for place, x in enumerate(right)]
+                   for rank in range(self.p)]
 
         def check(found):
-            assert all(all(map(np.array_equal, gathered, texts)) for gathered in found)
+            for column in columns:
+                assert all(map(np.array_equal, column, right))
 
-        return lambda net: ring.allgather_bytes(net, texts[net.rank]), check
+        return lambda net: ring.allgather(net, columns[net.rank], 24), check
 
     KINDS = {
         "ring": lambda self: self.allreduce(by_agreed_ring, "float32", self.op),
         "members": lambda self: self.allreduce(by_members, "int16", "sum"),
         "pieces": lambda self: self.allreduce(by_pieces, "int32", "sum"),
         "direct": lambda self: self.allreduce(by_direct_pieces, "float16", self.op),
-        "broadcast": broadcast, "all-to-all": all_to_all, "broadcast bytes": broadcast_bytes,
-        "allgather bytes": allgather_bytes,
+        "broadcast": broadcast, "all-to-all": all_to_all, "allgather": allgather,
         "barrier": lambda self: (chain.barrier, lambda found: None)}
 
 

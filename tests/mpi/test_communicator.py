@@ -41,7 +41,7 @@ def test_contract(comm, dtype, op, algorithm):
         else:
             assert comm.allreduce(x, op=op, algorithm=algorithm) is x
             contract.check(x, comm.size, op)
-            assert len(set(comm.allgather_object(x.tobytes()))) == 1, "bits differ"
+            assert len(set(comm.allgather_object(zlib.crc32(x.tobytes())))) == 1, "bits differ"
 
 
 @pytest.mark.parametrize("op", contract.OPS)
