@@ -31,15 +31,13 @@ class _Desks:
         node: The meeting place.
         dtype: Of the vectors.
         places: How many pieces a rank lays down at once.
-        notes: So many elements are kept free for notes.
     """
 
-    def __init__(self, node: Node, dtype: "np.dtype[np.generic]", places: int,
-                 notes: int = 0) -> None:
+    def __init__(self, node: Node, dtype: "np.dtype[np.generic]", places: int) -> None:
         self._node = node
         self._desks = node.desks(dtype)
-        self._notes = notes
-        self._half = (self._desks[0].size - notes) // 2
+        # The rest is for `announce`.
+        self._half = (self._desks[0].size - node.size * 8 // dtype.itemsize) // 2
         self._size = min(self._half, ROUND_BYTES // dtype.itemsize) // places
 
     def piece(self, x: Array, j: int) -> Array:
@@ -61,9 +59,16 @@ class _Desks:
         piece = self.piece(x, j)
         piece[...] = self.place(rank, place, j, piece.size)
 
-    def notes(self, rank: int) -> Array:
-        """Return the end of a rank's desk."""
-        return self._desks[rank][-self._notes:]
+    def announce(self, vectors: Sequence[Array]) -> None:
+        """Note how many bytes this rank has for each of the others."""
+        self._announced(self._node.rank)[:] = [x.nbytes for x in vectors]
+
+    def check(self, source: int, x: Array) -> None:
+        """Raise BufferMismatchError unless a rank has announced as many bytes as `x` has."""
+        _check(self._node, source, int(self._announced(source)[self._node.rank]), x)
+
+    def _announced(self, rank: int) -> Array:
+        return self._node.desks(_BYTES)[rank][-8 * self._node.size:].view(np.int64)
 
     def rounds(self, longest: int, lay: _Move, take: _Move,
                check: Callable[[Sequence[int]], None] = lambda lengths: None) -> Schedule[None]:
@@ -165,18 +170,17 @@ def all_to_all(
     """
     own, others = node.rank, _others(node)
     sends, receives = [*map(as_bytes, sends)], [*map(as_bytes, receives)]
-    desks = _Desks(node, _BYTES, node.size, notes=8 * node.size)
+    desks = _Desks(node, _BYTES, node.size)
 
     def lay(j: int) -> None:
         if j == 0:
-            desks.notes(own).view(np.int64)[:] = [x.size for x in sends]
+            desks.announce(sends)
         for rank in others:
             desks.lay(sends[rank], rank, j)
 
     def check(_: Sequence[int]) -> None:
         for rank in range(node.size):
-            sent = desks.notes(rank).view(np.int64)[own]
-            _check(node, rank, int(sent), own, receives[rank].size)
+            desks.check(rank, receives[rank])
         np.copyto(receives[own], sends[own])
 
     def take(j: int) -> None:
@@ -207,7 +211,7 @@ def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedu
 
     def check(lengths: Sequence[int]) -> None:
         for rank in others:
-            _check(node, rank, lengths[rank], root, targets[rank].size)
+            _check(node, rank, lengths[rank], targets[rank])
         if parts[root] is not mine:
             np.copyto(targets[root], own)
 
@@ -227,33 +231,36 @@ def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Sched
         root: Among the ranks of the node.
 
     Raises:
-        BufferMismatchError: `root` sends another number of bytes; raised there.
+        BufferMismatchError: `root` sends another number of bytes.
 
     Collective: yes. Blocking: no (a schedule).
     """
     desks, own, others = _Desks(node, _BYTES, node.size), as_bytes(mine), _others(node)
-    if node.rank != root:
-        return desks.rounds(
-            own.size, _nothing, lambda j: desks.take(own, root, node.rank, j))
-    sources = [*map(as_bytes, parts)]
+    sources = [*map(as_bytes, parts)] if node.rank == root else []
 
     def lay(j: int) -> None:
+        if j == 0:
+            desks.announce(sources)
         for rank in others:
             desks.lay(sources[rank], rank, j)
 
-    def check(lengths: Sequence[int]) -> None:
-        for rank, expected in enumerate(lengths):
-            _check(node, root, sources[rank].size, rank, expected)
-        np.copyto(own, sources[root])
+    def check(_: Sequence[int]) -> None:
+        desks.check(root, own)
+        if node.rank == root:
+            np.copyto(own, sources[root])
 
-    return desks.rounds(own.size, lay, _nothing, check)
+    return desks.rounds(
+        own.size,
+        lay if node.rank == root else _nothing,
+        _nothing if node.rank == root else lambda j: desks.take(own, root, node.rank, j),
+        check)
 
 
-def _check(node: Node, source: int, sent: int, dest: int, expected: int) -> None:
-    """Raise BufferMismatchError unless a rank sends what another one expects."""
-    if sent != expected:
+def _check(node: Node, source: int, sent: int, x: Array) -> None:
+    """Raise BufferMismatchError unless `x`, in bytes, takes what a rank sends."""
+    if sent != x.size:
         raise BufferMismatchError(
-            f"rank {node.ranks[dest]}: receiving {expected} bytes from rank "
+            f"rank {node.ranks[node.rank]}: receiving {x.size} bytes from rank "
             f"{node.ranks[source]}: it sent {sent}")
 
 

@@ -217,8 +217,8 @@ def test_copies_over_desks(p):
             run([0] * p, program, seed=seed)
 
 
-@pytest.mark.parametrize("kind, culprit", [("gather", 0), ("scatter", 0), ("all_to_all", 2)])
-def test_another_length_on_a_desk_is_named(kind, culprit):
+@pytest.mark.parametrize("kind, finder", [("gather", 0), ("scatter", 1), ("all_to_all", 2)])
+def test_another_length_on_a_desk_is_named(kind, finder):
     """Rank 1 sends, or expects, a byte more than agreed with rank 0, or 2."""
     def program(collectives):
         r = collectives.rank
@@ -233,9 +233,9 @@ def test_another_length_on_a_desk_is_named(kind, culprit):
             yield from collectives.all_to_all(mine, plain)
 
     errors, _ = run([0] * 3, program, return_errors=True)
-    assert isinstance(errors[culprit], BufferMismatchError)
+    assert isinstance(errors[finder], BufferMismatchError)
     assert re.search("rank [012]: receiving [56] bytes from rank [01]: it sent [56]",
-                     str(errors[culprit]))
+                     str(errors[finder]))
 
 
 @pytest.mark.parametrize("p", range(1, 17))
