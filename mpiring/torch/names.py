@@ -41,6 +41,10 @@ class Named(dist.ProcessGroup):
         """Return what the group is for."""
         return self._description
 
+    def _get_backend(self, device: Any) -> "Named":
+        """Return the back end for a device: there is one for all."""
+        return self
+
     def get_group_store(self) -> Any:
         """Return the store that torch.distributed made for this group."""
         return self._store

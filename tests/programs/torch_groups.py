@@ -24,10 +24,10 @@ def subgroups():
     """Overlapping groups, one after the other and at once; a rank may be in none of them."""
     rank, size = dist.get_rank(), dist.get_world_size()
     members = [list(range(size)), list(range(0, size, 2)), [size - 1], [0, size - 1][:size]]
-    if rank in members[1]:    # PyTorch names such a group by how many its ranks have already
-        local = dist.new_group(members[1], use_local_synchronization=True)
-        dist.barrier(local)
-        dist.destroy_process_group(local)
+    # PyTorch numbers groups by how many a rank has joined: all must join as many.
+    local = dist.new_group([*range(rank % 2, size, 2)], use_local_synchronization=True)
+    dist.barrier(local)
+    dist.destroy_process_group(local)
     groups = [dist.new_group(ranks, timeout=timedelta(seconds=30)) for ranks in members]
     for _ in range(3):
         works = []
