@@ -113,6 +113,10 @@ class Gradients:
             self._handles.append(self._send(bucket))
         self._comm.poke()
 
+    def expects(self, name: str) -> bool:
+        """Return whether a gradient is yet to be marked as written in this step."""
+        return name in self._home[name].missing
+
     def wait(self) -> None:
         """Return when every gradient is the mean over ranks.
 
@@ -201,15 +205,18 @@ def refuse_different(comm: Communicator, kind: str, mine: Sequence[str]) -> None
         mine: A description of each part, in order.
 
     Raises:
-        BufferMismatchError: The models differ; names the first difference.
+        BufferMismatchError: The models differ, on all ranks; names the first difference.
 
     Collective: yes. Blocking: yes.
     """
-    theirs = comm.broadcast_object(list(mine), root=0)
+    theirs, problem = comm.broadcast_object(list(mine), root=0), ""
     for place in range(max(len(mine), len(theirs))):
         here = mine[place] if place < len(mine) else "nothing"
         there = theirs[place] if place < len(theirs) else "nothing"
         if here != there:
-            raise BufferMismatchError(
-                f"rank {comm.rank}: {kind} {place} is {here}, but on rank 0 it is {there}; "
-                f"build the same model, in the same order, on every rank")
+            problem = (f"rank {comm.rank}: {kind} {place} is {here}, but on rank 0 it is {there}; "
+                       f"build the same model, in the same order, on every rank")
+            break
+    for text in comm.allgather_object(problem):
+        if text:
+            raise BufferMismatchError(text)

@@ -1,7 +1,7 @@
 """Averages gradients while backward runs: hooks on parameters, views into buckets."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,6 +51,10 @@ class Averaging:
         self._deferred = deferred
         self._under_way = False
         self._unused: list[str] = []
+        # Per gradient, whether this rank has one at the end of backward.
+        self._has = np.empty(0, bool)
+        # What stands for gradients that are under way: a NaN, and it as a whole gradient.
+        self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # Of the backward pass whose end will call `_end`; there is none below 0.
         self._pass = -1
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
@@ -62,8 +66,11 @@ class Averaging:
         self._views: dict[str, torch.Tensor] = {}
         for name in self._dense:
             self._move(name)
-        self._hooks = [p.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+        # Python cannot see the cycle through a parameter to its hooks, and would never free it.
+        reference = weakref.ref(self)
+        self._hooks = [p.register_post_accumulate_grad_hook(_told(reference, name))
                        for name, p in parameters.items()]
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     @property
     def statistics(self) -> Any:
@@ -73,8 +80,7 @@ class Averaging:
     def close(self) -> None:
         """Let go of the parameters; their gradients stay as they are."""
         self.wait()
-        for hook in self._hooks:
-            hook.remove()
+        _remove(self._hooks)
 
     def watch(self, outputs: object) -> None:
         """Notice the start of the backward pass that these outputs of the model will begin.
@@ -100,10 +106,19 @@ class Averaging:
         self._under_way = False
         self._gradients.wait()
         self._sparse.wait()
-        unreached = self._reached_nowhere()
+        unreached, withheld = self._reached_nowhere(), self._withheld
+        self._withheld = {}
         for name, p in self._dense.items():
-            if name not in unreached:
-                p.grad = self._views[name]
+            if name in withheld:
+                blank, whole = withheld[name]
+                if p.grad is not whole:
+                    # The user has no use for this gradient any more.
+                    continue
+                if not blank.isnan():
+                    self._views[name].zero_()
+            elif name in unreached:
+                continue
+            p.grad = None if name in unreached else self._views[name]
 
     def _begun(self, _: object = None) -> None:
         """Note that a backward pass runs: look at its end whether all is there."""
@@ -142,6 +157,12 @@ class Averaging:
         if name not in self._dense:
             self._sparse.ready(name, self.weight)
             return
+        if not self._gradients.expects(name):
+            raise GradientError(
+                f"rank {self._comm.rank}: the gradient of {name} was completed twice in one "
+                f"step: a layer used in several segments of checkpoint(…, use_reentrant=True) "
+                f"needs use_reentrant=False; and after an exception in backward no step can "
+                f"follow: other ranks may have gone on; start again from a checkpoint")
         if self.weight != 1:
             self._views[name].mul_(self.weight)
         self._gradients.ready(name)
@@ -167,8 +188,21 @@ class Averaging:
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
                 f"find_unused_parameters=True, or freeze them with requires_grad_(False)")
         self._under_way = True
-        if not self._deferred:
+        self._note_reached()
+        if self._deferred:
+            self._withhold()
+        else:
             self.wait()
+
+    def _withhold(self) -> None:
+        """Let nobody read or change gradients that are under way: whoever writes gets an error.
+
+        So scaling and clipping cannot harm them, and gradients that are dropped stay so.
+        """
+        for name, p in self._dense.items():
+            blank = torch.full((), torch.nan, dtype=p.dtype)
+            self._withheld[name] = blank, blank.expand(p.shape)
+            p.grad = self._withheld[name][1]
 
     def _contribute_unreached(self, names: Sequence[str]) -> None:
         """Let buckets leave with what the parameters accumulated before, or with zeros."""
@@ -190,18 +224,22 @@ class Averaging:
                 self._views[name].zero_()
             self._ready(name)
         self._under_way = True
+        self._note_reached()
         self.wait()
+
+    def _note_reached(self) -> None:
+        """Note which gradients this rank has."""
+        if self._find_unused:
+            self._has = np.array([name not in self._unused or p.grad is not None
+                                  for name, p in self._dense.items()])
+        self._unused = []
 
     def _reached_nowhere(self) -> set[str]:
         """Return which parameters no rank has reached, and that have no gradient either."""
         if not self._find_unused:
             return set()
-        names = list(self._dense)
-        has = np.array([name not in self._unused or self._dense[name].grad is not None
-                        for name in names])
-        self._unused = []
-        self._comm.allreduce(has, op="max")
-        return {name for name, one in zip(names, has) if not one}
+        self._comm.allreduce(self._has, op="max")
+        return {name for name, one in zip(self._dense, self._has) if not one}
 
     def _move(self, name: str) -> None:
         """Follow a gradient to another bucket; nothing may hold on to the old memory."""
@@ -209,6 +247,21 @@ class Averaging:
         self._views[name] = _like(p, tensor_of(self._gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
+
+
+def _told(reference: "weakref.ref[Averaging]", name: str) -> Callable[[Parameter], None]:
+    """Return a hook that tells an Averaging, while there is one, of a complete gradient."""
+    def hook(p: Parameter) -> None:
+        averaging = reference()
+        if averaging is not None:
+            averaging._accumulated(name, p)
+
+    return hook
+
+
+def _remove(hooks: Sequence[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Wraps a PyTorch module so that every backward pass leaves the mean gradients of all ranks."""
 
+import functools
+import itertools
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +31,8 @@ class DataParallel(nn.Module):
 
     Everything else stays as it was: `forward`, the loss, `backward`, any optimizer.
     Parameters and buffers are broadcast from rank 0. A gradient leaves, fused with others,
-    while backward still calculates those before it; `p.grad` is a view into that memory.
+    while backward still calculates those before it; `p.grad` is a view into that memory, which
+    the next backward pass overwrites: clone what you keep.
 
     Args:
         module: Its parameters lie on the CPU; the same on every rank, in the same order.
@@ -44,7 +47,9 @@ class DataParallel(nn.Module):
         deterministic: Keep the first order of gradients, so that two runs have equal bits
             even if gradients became ready in different orders.
         defer_wait: Gradients are complete not before `synchronize()`, or the `step()` of an
-            optimizer of theirs, instead of at the end of backward.
+            optimizer of theirs, instead of at the end of backward. Until then `p.grad` reads
+            as NaN and cannot be written: call `synchronize()` before clipping, and before
+            GradScaler's `unscale_` or `step`.
 
     Attributes:
         module: The module.
@@ -69,7 +74,7 @@ class DataParallel(nn.Module):
             "bucket_bytes": bucket_bytes, "reducer": reducer, "deterministic": deterministic,
             "find_unused": find_unused_parameters, "deferred": defer_wait}
         self._averaging: Averaging | None = None
-        self._trained: tuple[bool, ...] = ()
+        self._trained: list[tuple[str, int, torch.dtype]] | None = None
         self._syncs = True
         self._uneven: Uneven | None = None
         share_cores(comm)
@@ -156,20 +161,23 @@ class DataParallel(nn.Module):
         return Statistics() if self._averaging is None else self._averaging.statistics
 
     def _follow_freezing(self) -> None:
-        """Build the buckets of the parameters that are trained now, if those have changed."""
-        parameters = dict(self.module.named_parameters())
-        trained = tuple(p.requires_grad for p in parameters.values())
+        """Build the buckets of the parameters that are trained now, if those are others."""
+        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        # What is averaged is kept alive: no other parameter can have its id.
+        trained = [(name, id(p), p.dtype) for name, p in parameters.items()]
         if trained == self._trained:
             return
-        names = [name for name, p in parameters.items() if p.requires_grad]
-        refuse_different(self._comm, "trained parameter", names)
+        refuse_different(self._comm, "trained parameter", [
+            f"{name} {p.dtype} {tuple(p.shape)}" for name, p in parameters.items()])
         if self._averaging is not None:
             self._averaging.close()
         self._averaging = None
-        if names:
+        if self._trained is not None:
+            # Some may be new, in place of others.
+            broadcast_parameters(parameters.values(), self._comm)
+        if parameters:
             self._averaging = Averaging(
-                {name: parameters[name] for name in names}, sparse_parameters(self.module),
-                self._comm, **self._options)
+                parameters, sparse_parameters(self.module), self._comm, **self._options)
         self._trained = trained
 
     # What users of the bare module find on it
@@ -194,20 +202,29 @@ class DataParallel(nn.Module):
             "model.state_dict(), or pickle model.module")
 
 
+# Whose gradients may be under way when an optimizer takes its step, in the order in which they
+# were made, which is the same on every rank.
+_deferring: "weakref.WeakValueDictionary[int, DataParallel]" = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
 def _wait_before_steps_of(model: DataParallel) -> None:
     """Complete the gradients before any optimizer of the model's parameters takes a step."""
-    reference = weakref.ref(model)
+    _hook_steps()
+    _deferring[next(_numbers)] = model
 
-    def wait(optimizer: torch.optim.Optimizer, *_: object) -> None:
-        model = reference()
-        if model is None:
-            hook.remove()
-            return
-        own = set(model.parameters())
-        if any(p in own for group in optimizer.param_groups for p in group["params"]):
+
+@functools.cache
+def _hook_steps() -> None:
+    # Once, and for good: a hook that is removed while others run breaks PyTorch's loop.
+    register_optimizer_step_pre_hook(_wait_for_gradients)
+
+
+def _wait_for_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    for model in tuple(_deferring.values()):
+        if not stepped.isdisjoint(model.parameters()):
             model.synchronize()
-
-    hook = register_optimizer_step_pre_hook(wait)
 
 
 def _refuse(module: nn.Module, comm: Communicator) -> None:

@@ -115,10 +115,13 @@ class ProcessGroup(Named):
             self._coalescing.append(work)
         return work
 
+    def _check_peer(self, rank: int, name: str = "rank") -> None:
+        if not 0 <= rank < self.size():
+            raise ConfigError(f"rank {self.rank()}: {name}={rank} is no rank of this group; "
+                              f"expected 0 to {self.size() - 1}")
+
     def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size():
-            raise ConfigError(f"root={root} is no rank of this group; expected 0 to "
-                              f"{self.size() - 1}")
+        self._check_peer(root, "root")
 
     # Reductions
 
@@ -140,7 +143,7 @@ class ProcessGroup(Named):
             vectors.append(loan.numbers(tensor, written=True))
             names.append(op.name)
             if op.factor is not None:
-                tensor.detach().mul_(op.factor)
+                vectors[-1] *= op.factor
         detail = f"{names} of " + ", ".join(map(described, tensors))
         return self._submit(kind, detail, opts, loan, list(tensors), lambda collectives: in_turn(
             [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
@@ -338,11 +341,13 @@ class ProcessGroup(Named):
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
+        self._check_peer(dest)
         x = Loan().raw(only(tensors), written=False)
         return self._message(self._messages.isend(x, dest, tag), tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank."""
+        self._check_peer(source)
         return self._receive(tensors, source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:

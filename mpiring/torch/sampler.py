@@ -26,7 +26,7 @@ class DistributedSampler(Sampler[int]):
         dataset: Anything that has a length; the same on every rank.
         comm: The ranks.
         shuffle: In each epoch anew, by `seed` and the epoch.
-        seed: The same on every rank.
+        seed: The same on every rank, from 0 to 2**31 - 1.
         drop_last: Leave out the up to `comm.size - 1` samples that cannot be shared evenly.
         pad: Else repeat as many from the epoch's start, so that ranks get equally many; without
             it, the first ranks get one more than the others.
@@ -39,6 +39,8 @@ class DistributedSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, comm: Communicator, *, shuffle: bool = True, seed: int = 0,
                  drop_last: bool = False, pad: bool = True) -> None:
+        if not 0 <= seed < 1 << 31:
+            raise ConfigError(f"rank {comm.rank}: seed={seed}: expected 0 to {(1 << 31) - 1}")
         self._n = len(dataset)
         self._rank, self._size = comm.rank, comm.size
         self._shuffle, self._seed = shuffle, seed

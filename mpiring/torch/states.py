@@ -27,10 +27,12 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
     Collective: yes. Blocking: yes.
     """
     fused: list[torch.Tensor] = []
+    nbytes = 0
     for tensor in tensors:
-        if fused and sum(one.nbytes for one in fused) + tensor.nbytes > _FUSED_BYTES:
+        nbytes += tensor.nbytes
+        if fused and nbytes > _FUSED_BYTES:
             _broadcast(fused, comm, root)
-            fused = []
+            fused, nbytes = [], tensor.nbytes
         fused.append(tensor)
     if fused:
         _broadcast(fused, comm, root)

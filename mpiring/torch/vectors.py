@@ -47,6 +47,11 @@ class Loan:
             raise ConfigError(
                 f"a {tensor.layout} tensor on {tensor.device}: this collective takes dense "
                 f"tensors on the CPU")
+        if written and any(step == 0 and n > 1 for step, n in zip(
+                tensor.stride(), tensor.shape)):
+            raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} and strides "
+                              f"{tensor.stride()}, several of whose elements are one: it cannot "
+                              f"take a result; pass tensor.clone()")
         plain = tensor.detach()
         contiguous = plain.resolve_conj().resolve_neg().contiguous()
         if written and contiguous is not plain and contiguous.data_ptr() != plain.data_ptr():

@@ -31,6 +31,12 @@ def test_abilities(ranks):
     assert re.findall(r"can: (\w+)", ended.output) == ABILITIES and len(ABILITIES) > 20
 
 
+def test_misuse_is_loud_and_lifetimes_end():
+    ended = launch(2, PROGRAMS / "torch_lifetimes.py")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 2
+
+
 @pytest.mark.parametrize(("kind", "words"), [
     ("model", ["rank 1: parameter or buffer 0 is weight torch.float32 (3, 5)",
                "on rank 0 it is weight torch.float32 (3, 4)"]),

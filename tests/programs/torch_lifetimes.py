@@ -1,0 +1,116 @@
+"""Uses DataParallel in ways that must fail loudly, or leave nothing behind; run by mpirun."""
+
+import gc
+import os
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mpiring
+from mpiring.torch import DataParallel, DistributedSampler
+
+comm = mpiring.init()
+X = torch.arange(12.0).reshape(4, 3) / 10 + comm.rank
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+
+
+def same_on_all(model):
+    for p in model.parameters():
+        assert len(set(comm.allgather_object(p.detach().numpy().tobytes()))) == 1
+
+
+def withheld_gradients_cannot_be_changed():
+    model = DataParallel(net(), comm, defer_wait=True)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler("cpu")
+    scaler.scale(model(X).square().mean()).backward()
+    with pytest.raises(RuntimeError, match="more than one element"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1)
+    with pytest.raises(RuntimeError, match="more than one element"):
+        scaler.step(optimizer)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer.zero_grad()
+    scaler.scale(model(X).square().mean()).backward()
+    model.synchronize()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 1)
+    scaler.step(optimizer)
+    same_on_all(model)
+
+
+def withheld_gradients_that_are_dropped_do_not_come_back(to_none):
+    right, model = DataParallel(net(), comm), DataParallel(net(), comm, defer_wait=True)
+    (model(X).square().mean() * torch.nan).backward()
+    model.zero_grad(set_to_none=to_none)
+    for one in right, model:
+        one(X).square().mean().backward()
+    model.synchronize()
+    for a, b in zip(right.parameters(), model.parameters()):
+        assert a.grad.equal(b.grad)
+
+
+def dropped_models_leave_nothing():
+    def files():
+        return len(os.listdir("/proc/self/fd"))
+
+    bare = net()
+    before = None
+    for number in range(12):
+        model = DataParallel(bare, comm, defer_wait=number % 2 == 0)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model(X).sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        del model, optimizer
+        gc.collect()
+        before = before or files()
+    assert files() <= before + 1
+    assert not any(p._post_accumulate_grad_hooks for p in bare.parameters())
+
+
+def parameters_may_be_replaced():
+    model = DataParallel(net(), comm)
+    model(X).sum().backward()
+    torch.manual_seed(comm.rank)
+    model.module[2] = nn.Linear(5, 3)
+    model(X).sum().backward()
+    same_on_all(model)
+    assert len({*comm.allgather_object(model.module[2].weight.grad.numpy().tobytes())}) == 1
+
+
+def layers_that_come_twice_are_explained():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x):
+            x = x.clone().requires_grad_()
+            for _ in range(2):
+                x = checkpoint(self.layer, x, use_reentrant=True)
+            return x
+
+    with pytest.raises(mpiring.GradientError, match="completed twice.*use_reentrant=False"):
+        DataParallel(Twice(), comm)(X).sum().backward()
+
+
+def models_that_differ_are_refused_on_every_rank():
+    with pytest.raises(mpiring.BufferMismatchError, match=r"rank 1: .*\(2, 4\).*rank 0.*\(2, 3\)"):
+        DataParallel(nn.Linear(3 + comm.rank % 2, 2), comm)
+    with pytest.raises(mpiring.ConfigError, match="seed=8589934592"):
+        DistributedSampler([1], comm, seed=1 << 33)
+
+
+withheld_gradients_cannot_be_changed()
+for how in (True, False):
+    withheld_gradients_that_are_dropped_do_not_come_back(how)
+dropped_models_leave_nothing()
+parameters_may_be_replaced()
+models_that_differ_are_refused_on_every_rank()
+layers_that_come_twice_are_explained()
+print("all is well", flush=True)
