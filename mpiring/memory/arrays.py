@@ -17,6 +17,8 @@ FLOATING = ("float16", "bfloat16", "float32", "float64", "longdouble")
 COMPLEX = ("complex64", "complex128", "clongdouble")
 INTEGER = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 SIXTEEN_BIT = ("float16", "bfloat16")
+# What is looked at stays in the cache.
+_LOOK_BYTES = 256 << 10
 
 
 def dtype_name(dtype: DTypeLike) -> str:
@@ -103,3 +105,14 @@ def pieces_of(x: Array, piece_bytes: int) -> list[Array]:
 def as_bytes(x: Array) -> Array:
     """See a contiguous vector as its bytes (MPI and NumPy need not share its dtype)."""
     return x.view(np.uint8)
+
+
+def is_finite(x: Array) -> bool:
+    """Return whether a vector, floating or complex, holds neither Inf nor NaN."""
+    if x.dtype.itemsize == 2:
+        exponent = 0x7c00 if x.dtype == np.float16 else 0x7f80
+        return not any((part.view(np.uint16) & exponent == exponent).any()
+                       for part in pieces_of(x, _LOOK_BYTES))
+    with np.errstate(all="ignore"):
+        # Quick, and right but where a sum of finite numbers overflows.
+        return bool(np.isfinite(np.add.reduce(x)) or np.isfinite(x).all())

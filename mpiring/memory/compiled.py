@@ -1,13 +1,12 @@
-"""Combines float16 and bfloat16 in one pass through memory, by code that numba compiles.
+"""Has numba compile loops over vectors: sums of float16 and bfloat16, and other rooms' own.
 
-Only here is numba imported, and only when 16 bits are first to be combined: that takes 0.2 s and
-50 MB, and compiling 0.6 s for each of the two dtypes, before the operation begins and on all ranks
-at the same time. Nothing is kept on a disk: numba's cache is not made for many ranks, perhaps of
-several kinds of processor, that fill it at once.
+Only here is numba imported, and only when a loop is first needed: that takes 0.2 s and 50 MB, and
+compiling 0.1 to 0.6 s for each loop, before the operation begins and on all ranks at the same
+time. Nothing is kept on a disk: numba's cache is not made for many ranks, perhaps of several
+kinds of processor, that fill it at once.
 """
 
 import ctypes
-import functools
 import importlib
 import logging
 import threading
@@ -25,6 +24,7 @@ _BLOCK = 4096
 
 _log = logging.getLogger("mpiring")
 _compiling = threading.Lock()
+_functions: dict[Any, Any] = {}
 
 
 class _Scratch(threading.local):
@@ -44,30 +44,102 @@ def combiner(name: str) -> Combine16 | None:
     Args:
         name: Of the dtype, "float16" or "bfloat16".
     """
-    with _compiling:
-        return _combiner(name)
+    function = _once("16-bit sums", _combine_loop, _COMBINE, name)
+    return None if function is None else _caller(function)
 
 
-@functools.cache
-def _combiner(name: str) -> Combine16 | None:
+def loop(
+    what: str, function: Callable[..., None], signature: str,
+) -> Callable[..., None] | None:
+    """Return a loop over vectors, compiled; None where numba is missing or cannot compile it.
+
+    What it returns takes NumPy vectors for pointers, or None, and checks nothing: neither
+    dtypes, nor lengths, nor whether they are contiguous. Other threads run meanwhile. Division
+    by zero gives Inf or NaN, without a word. Vectors that may be one and the same should not
+    meet in one loop inside: LLVM would then not vectorise it.
+
+    Args:
+        what: What the log says is compiled, or else made by NumPy: a plural.
+        function: Of pointers and numbers, in the Python that numba knows.
+        signature: Their types, divided by spaces, such as "float32* int8* intp".
+    """
+    return _of_vectors(_once(what, function, signature, None))
+
+
+def loop_16(
+    what: str, make: Callable[..., Callable[..., None]], signature: str, name: str,
+) -> Callable[..., None] | None:
+    """Return what `loop` returns, of a function that converts 16-bit numbers.
+
+    Args:
+        what: See `loop`.
+        make: Returns the function, given two that convert one number: from the 16 bits of a
+            uint16 to float32, and back.
+        signature: See `loop`.
+        name: Of the dtype, "float16" or "bfloat16".
+    """
+    return _of_vectors(_once(what, make, signature, name))
+
+
+def _once(what: str, make: Callable[..., Any], signature: str, name: str | None) -> Any:
+    """Return the compiled function, made by the first thread that asks; None if there is none."""
+    key = (make, name)
+    if key not in _functions:
+        with _compiling:
+            if key not in _functions:
+                _functions[key] = _function(what, make, signature, name)
+    return _functions[key]
+
+
+def _function(what: str, make: Callable[..., Any], signature: str, name: str | None) -> Any:
     try:
         numba = importlib.import_module("numba")
     except ImportError as error:
         # numba also refuses a version of NumPy that it does not know.
-        _log.info("16-bit sums are made by NumPy, which takes longer: %s", error)
+        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
         return None
-    _log.info("compiling 16-bit sums, which takes about a second")
+    _log.info("compiling %s, which takes about a second", what)
     try:
-        widen, narrow = _half_conversions(numba) if name == "float16" else (
-            numba.njit(_widen_bfloat), numba.njit(_narrow_bfloat))
-        return _caller(_compiled(numba, widen, narrow))
+        function = make if name is None else make(*_conversions(numba, name))
+        return _compiled(numba, function, signature.split())
     except numba.errors.NumbaError as error:
-        _log.info("%s sums are made by NumPy, which takes longer: %s", name, error)
+        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
         return None
 
 
-def _compiled(numba: Any, widen: Any, narrow: Any) -> Any:
-    """Compile the loops over sources and blocks, given the conversions of one number."""
+def _compiled(numba: Any, function: Callable[..., None], signature: Sequence[str]) -> Any:
+    """Compile a function of pointers and numbers; return it as ctypes calls it."""
+    types, c_types = [], []
+    for name in signature:
+        base = name.rstrip("*")
+        kind = numba.from_dtype(np.dtype(base))
+        for _ in range(len(name) - len(base)):
+            kind = numba.types.CPointer(kind)
+        types.append(kind)
+        c_types.append(ctypes.c_void_p if name != base else np.ctypeslib.as_ctypes_type(base))
+    kernel = numba.cfunc(numba.types.void(*types), error_model="numpy")(function)
+    # ctypes lets other threads run meanwhile.
+    call = ctypes.CFUNCTYPE(None, *c_types)(kernel.address)
+    call.kernel = kernel  # type: ignore[attr-defined]  # which owns the code
+    return call
+
+
+def _of_vectors(function: Any) -> Callable[..., None] | None:
+    """Return a function that takes vectors for their addresses."""
+    if function is None:
+        return None
+
+    def call(*arguments: Any) -> None:
+        function(*[x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments])
+
+    return call
+
+
+_COMBINE = "uint16** intp intp bool float32 float32* uint16*"
+
+
+def _combine_loop(widen: Any, narrow: Any) -> Callable[..., None]:
+    """Return the loops over sources and blocks, given the conversions of one number."""
     def combine(sources, p, n, multiplies, divisor, total, out):  # type: ignore[no-untyped-def]
         for start in range(0, n, _BLOCK):
             length = min(_BLOCK, n - start)
@@ -90,19 +162,10 @@ def _compiled(numba: Any, widen: Any, narrow: Any) -> Any:
             for i in range(length):
                 out[start + i] = narrow(total[i])
 
-    types = numba.types
-    vector = types.CPointer(types.uint16)
-    return numba.cfunc(types.void(
-        types.CPointer(vector), types.intp, types.intp, types.boolean, types.float32,
-        types.CPointer(types.float32), vector))(combine)
+    return combine
 
 
-def _caller(kernel: Any) -> Combine16:
-    # ctypes lets other threads run meanwhile.
-    function = ctypes.CFUNCTYPE(
-        None, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_ssize_t, ctypes.c_bool, ctypes.c_float,
-        ctypes.c_void_p, ctypes.c_void_p)(kernel.address)
-
+def _caller(function: Any) -> Combine16:
     def combine(op: Callable[..., Any], sources: Sequence[Array], divisor: float,
                 out: Array) -> None:
         p = len(sources)
@@ -110,8 +173,14 @@ def _caller(kernel: Any) -> Combine16:
         function(addresses, p, out.size, op is np.multiply, divisor, _scratch.address,
                  out.ctypes.data)
 
-    combine.kernel = kernel  # type: ignore[attr-defined]  # which owns the code
     return combine
+
+
+def _conversions(numba: Any, name: str) -> tuple[Any, Any]:
+    """Return functions that make a float32 of the bits of one 16-bit number, and the reverse."""
+    if name == "float16":
+        return _half_conversions(numba)
+    return numba.njit(_widen_bfloat), numba.njit(_narrow_bfloat)
 
 
 def _widen_bfloat(bits: Any) -> Any:

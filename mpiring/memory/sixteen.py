@@ -31,6 +31,7 @@ _MOST_DIVIDED = 4096
 
 _SCALE, _UNSCALE = np.float32(2.0**112), np.float32(2.0**-112)
 _INFINITY = 0x7c00                          # the bits of float16's
+_QUIET = np.uint32(0x40)                    # the bit of a quiet NaN in bfloat16
 _LARGEST = np.float32(65519.996)            # the last that rounds to a finite float16
 _SPREAD = np.int32(-0x70002000)             # 0x8fffe000: all but three copies of the sign
 _SUBNORMAL = np.float32(2.0**-130)
@@ -80,7 +81,7 @@ def widen(x: Array, out: Wide) -> None:
     """Convert a float16 or bfloat16 vector to float32, exactly.
 
     Args:
-        x: Shape (n,), contiguous.
+        x: Shape (n,), contiguous. As uint16 it is taken for the bits of bfloat16.
         out: Shape (n,), overwritten.
     """
     with np.errstate(all="ignore"):
@@ -95,7 +96,7 @@ def narrow(x: Wide, out: Array) -> None:
 
     Args:
         x: Shape (n,), contiguous.
-        out: Shape (n,), overwritten.
+        out: Shape (n,), overwritten. As uint16 it is given the bits of bfloat16.
     """
     with np.errstate(all="ignore"):
         for start in range(0, x.size, BLOCK):
@@ -144,7 +145,7 @@ def _sum_of_halves(sources: Sequence[Array], divisor: float, out: Array) -> bool
     # p numbers below 2**(16 - k), where p <= 2**k, have a sum below the largest float16.
     k = (p - 1).bit_length() if divisor < p else 0
     if (divisor > _MOST_DIVIDED or _flushes_subnormals()
-            or any(_peak(x) >= _INFINITY - (k << 10) for x in sources)):
+            or any(peak(x) >= _INFINITY - (k << 10) for x in sources)):
         return False
     total, term = _spare().blocks[:2, :out.size]
     _spread(sources[0], total)
@@ -157,8 +158,8 @@ def _sum_of_halves(sources: Sequence[Array], divisor: float, out: Array) -> bool
     return True
 
 
-def _peak(x: Array) -> int:
-    """Return the bits of the largest magnitude in a float16 vector."""
+def peak(x: Array) -> int:
+    """Return the bits of the largest magnitude in a vector of 16-bit floats that is not empty."""
     positive = np.maximum.reduce(x.view(np.int16))
     negative = np.maximum.reduce(x.view(np.uint16))
     return max(int(positive), int(negative) - 0x8000)
@@ -200,7 +201,7 @@ def _widen(x: Array, out: Wide) -> None:
         bits = out.view(np.int32)
         np.copyto(bits, x.view(np.int16))
         np.left_shift(bits, _BFLOAT.dropped, out=bits)
-    elif _peak(x) < _INFINITY and not _flushes_subnormals():
+    elif peak(x) < _INFINITY and not _flushes_subnormals():
         _spread(x, out)
         np.multiply(out, _SCALE, out=out)
     else:
@@ -211,10 +212,13 @@ def _narrow(x: Wide, out: Array) -> None:
     """Round a block, which may be the first of this thread's scratch blocks."""
     spare, rounded = _spare().blocks[1:, :x.size]
     # A carry could turn NaN into Inf or zero, and 2**16 at float16's scale is beyond Inf.
-    if dtype_name(out.dtype) == "bfloat16":
-        if not np.isnan(np.maximum.reduce(x)):
-            return _round_off(x, out, _BFLOAT, spare)
-    elif not _flushes_subnormals() and np.maximum.reduce(np.absolute(x, out=spare)) <= _LARGEST:
+    if out.dtype != np.float16:
+        _round_off(x, out, _BFLOAT, spare)
+        if np.isnan(np.maximum.reduce(x)):
+            nan = np.isnan(x)
+            out.view(np.uint16)[nan] = x.view(np.uint32)[nan] >> _BFLOAT.dropped | _QUIET
+        return
+    if not _flushes_subnormals() and np.maximum.reduce(np.absolute(x, out=spare)) <= _LARGEST:
         _round_to_half(x, rounded, spare)
         np.multiply(rounded, _UNSCALE, out=rounded)
         return _round_off(rounded, out, _HALF, spare)

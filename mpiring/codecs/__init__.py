@@ -1,0 +1,1 @@
+"""Turns float32 vectors into short payloads and back; communicates nothing."""
