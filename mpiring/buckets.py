@@ -1,8 +1,9 @@
 """Fuses tensors into flat buckets: the plan (a pure function) and the memory."""
 
+import collections
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .errors import ConfigError
+from .memory.arrays import is_finite
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of
-# gradients took 678 ms with two buckets of 25 MiB, and 599 ms so.
+# gradients took 678 ms with two buckets of 25 MiB, and 599 ms so. The last ones are short, too:
+# what leaves last has nothing to hide behind. A bucket has at most half of what is left.
 FIRST_BUCKET_BYTES = 1 << 20
 # Tensors start on cache lines, so that two threads or ranks never share one.
 ALIGNMENT_BYTES = 64
@@ -38,6 +41,11 @@ class TensorSpec:
         unit = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
         return -(-self.size // unit) * unit
 
+    @property
+    def padded_bytes(self) -> int:
+        """Number of bytes that the tensor takes up in a bucket."""
+        return self.padded_size * self.dtype.itemsize
+
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.name} {self.shape}"
 
@@ -59,14 +67,17 @@ class BucketPlan:
         return self.tensors[0].dtype
 
 
-def plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[BucketPlan, ...]:
-    """Fuse tensors, in their order, into buckets of one dtype each.
+def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
+         kind_of: Callable[[TensorSpec], Hashable] = lambda tensor: None,
+         ) -> tuple[BucketPlan, ...]:
+    """Fuse tensors, in their order, into buckets of one dtype and one kind each.
 
     Args:
         tensors: In the order in which their gradients become ready.
+        kind_of: Tensors of different kinds do not share a bucket.
         bucket_bytes: A bucket is full when the next tensor would exceed this, or, for the
-            first ones, FIRST_BUCKET_BYTES, twice that, and so on; a larger tensor has a
-            bucket of its own.
+            first ones, FIRST_BUCKET_BYTES, twice that, and so on, and for the last ones half
+            of what is left, but no less than the first; a larger tensor has a bucket of its own.
 
     Returns:
         The buckets, in the order in which their last tensor becomes ready.
@@ -78,16 +89,22 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int) -> tuple[BucketPlan, 
         raise ConfigError(f"bucket_bytes={bucket_bytes!r}: expected a positive whole number")
     place = {tensor.name: i for i, tensor in enumerate(tensors)}
     full: list[list[TensorSpec]] = []
-    filling: dict[np.dtype[Any], list[TensorSpec]] = {}
-    limits: dict[np.dtype[Any], int] = {}
+    filling: dict[Hashable, list[TensorSpec]] = {}
+    first = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    left: dict[Hashable, int] = collections.Counter()
     for tensor in tensors:
-        bucket = filling.setdefault(tensor.dtype, [])
-        limit = limits.setdefault(tensor.dtype, min(FIRST_BUCKET_BYTES, bucket_bytes))
-        used = sum(other.padded_size for other in bucket) * tensor.dtype.itemsize
-        if bucket and used + tensor.padded_size * tensor.dtype.itemsize > limit:
+        left[tensor.dtype, kind_of(tensor)] += tensor.padded_bytes
+    growing, limits = dict.fromkeys(left, first), dict.fromkeys(left, first)
+    for tensor in tensors:
+        kind = tensor.dtype, kind_of(tensor)
+        bucket = filling.setdefault(kind, [])
+        used = sum(other.padded_bytes for other in bucket)
+        if bucket and used + tensor.padded_bytes > limits[kind]:
             full.append(bucket)
-            bucket = filling[tensor.dtype] = []
-            limits[tensor.dtype] = min(2 * limit, bucket_bytes)
+            bucket = filling[kind] = []
+            left[kind] -= used
+            growing[kind] = min(2 * growing[kind], bucket_bytes)
+            limits[kind] = min(growing[kind], max(left[kind] // 2, first))
         bucket.append(tensor)
     full.extend(filling.values())
     full.sort(key=lambda bucket: place[bucket[-1].name])
@@ -106,6 +123,7 @@ class Bucket:
         flat: Shape (plan.size,); zeros at first.
         views: A view into `flat` for each tensor, by name.
         missing: The names of gradients that are not ready in this step.
+        finite: Whether the means are, where whoever reduced the bucket knows; else None.
         label: Its index and the names of its tensors, for messages.
     """
 
@@ -117,17 +135,31 @@ class Bucket:
         # Padding is reduced with the rest and must not hold junk.
         self.flat[...] = 0
         self.views: dict[str, NDArray[Any]] = {}
+        self._padding: list[NDArray[Any]] = []
         start = 0
         for tensor in plan.tensors:
-            view = self.flat[start:start + tensor.size]
-            self.views[tensor.name] = view.reshape(tensor.shape)
+            stop = start + tensor.size
+            self.views[tensor.name] = self.flat[start:stop].reshape(tensor.shape)
             start += tensor.padded_size
+            self._padding.append(self.flat[stop:start])
         self.missing = set(self.views)
+        self.finite: bool | None = None
         self.label = f"bucket {index} ({', '.join(self.views)})"
 
     def expect_all(self) -> None:
         """Begin a step: no gradient is ready."""
         self.missing = set(self.views)
+
+    def clear_padding(self) -> None:
+        """Let there be zeros between the tensors, whatever a lossy reducer has left there."""
+        for gap in self._padding:
+            gap[...] = 0
+
+    def is_finite(self) -> bool:
+        """Return whether all of it is, after it was reduced; the same on all ranks."""
+        if self.finite is None:
+            self.finite = is_finite(self.flat)
+        return self.finite
 
     def retire(self) -> None:
         """Make writing through the views that were handed out an error."""

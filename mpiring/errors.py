@@ -4,7 +4,7 @@
     ├── ConfigError             an argument, Config field or MPIRING_* variable cannot work
     ├── LaunchError             the ranks that were asked for did not become one MPI world
     ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
-    ├── GradientError           a gradient was marked ready twice, or is missing
+    ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
     ├── ClosedError             the communicator is closed, or MPI is finalised
     ├── TransportError          MPI failed, or another rank is gone
     │   └── StallError          an operation waits for ranks that do not arrive
@@ -29,7 +29,7 @@ class BufferMismatchError(MpiringError, ValueError):
 
 
 class GradientError(MpiringError, RuntimeError):
-    """A gradient is unknown, was marked ready twice, or was not marked at all."""
+    """A gradient is unknown, was marked ready twice or not at all, or is never finite."""
 
 
 class ClosedError(MpiringError, RuntimeError):

@@ -1,18 +1,23 @@
 """Keeps an adapter's gradients in buckets, and sends each bucket once it is full."""
 
 import difflib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
 
-from .buckets import Bucket, TensorSpec, plan
+from .buckets import Bucket, BucketPlan, TensorSpec, plan
 from .collectives.agreement import Call
+from .collectives.operation import Collectives
 from .communicator import Communicator
-from .errors import BufferMismatchError, GradientError
+from .errors import BufferMismatchError, ConfigError, GradientError
 from .handle import Handle
-from .reducers import Mean, Reducer
+from .reducers.choice import Wish, compressors, reducers_of
+from .reducers.meeting import Cost
 from .statistics import Statistics
+from .transport.base import Schedule
 
 
 class Views(Mapping[str, NDArray[Any]]):
@@ -52,7 +57,7 @@ class Gradients:
         tensors: The same, in the same order, on every rank.
         comm: The ranks to average over.
         bucket_bytes: Size of a bucket.
-        reducer: How a bucket becomes its mean.
+        reducer: How a bucket becomes its mean; or a mapping from names and patterns.
         deterministic: Keep the first plan, so that results do not depend on the order
             in which gradients became ready.
         moved: Called with a name when its view has moved to a new bucket, so that nobody
@@ -62,29 +67,39 @@ class Gradients:
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
         statistics: Of the last complete step.
+        steps: How many are complete.
+
+    Raises:
+        ConfigError: A reducer is none, or does not suit; a pattern fits no name.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
-                 bucket_bytes: int, reducer: Reducer | None, deterministic: bool,
+                 bucket_bytes: int, reducer: Wish, deterministic: bool,
                  moved: Callable[[str], None] | None = None) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._comm = comm
-        self._reducer = reducer or Mean()
+        self._reducers = reducers_of(self._tensors, reducer)
+        self._compressors = compressors(self._reducers.values())
         self._bucket_bytes = bucket_bytes
         self._moved = moved
         self._views: dict[str, NDArray[Any]] = {}
         self._home: dict[str, Bucket] = {}
         self._buckets: list[Bucket] = []
         self._retired: list[Bucket] = []
-        self._steps = 0
+        self.steps = 0
         self._handles: list[Handle[None]] = []
         self._order: list[str] = []
         self._settled = deterministic
+        self._finite: bool | None = True
+        self._dense_bytes = 0
         self.views = Views(self._views)
         self.statistics = Statistics()
-        self._build(tensors[::-1])
+        for one in self._compressors:
+            one.serve(self)
+        if not self._resume():
+            self._build(tensors[::-1])
         comm.prepare()
-        self._before = comm.statistics
+        self._before = self._cost
 
     def ready(self, name: str) -> None:
         """Mark a gradient as written; send its bucket if it and all earlier ones are full.
@@ -104,6 +119,8 @@ class Gradients:
                 f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
                 f"after each backward pass, and ready() once per gradient between two waits")
         self._drop_retired()
+        if not self._order and self._resume():
+            bucket = self._home[name]
         bucket.missing.remove(name)
         self._order.append(name)
         while len(self._handles) < len(self._buckets):
@@ -134,13 +151,56 @@ class Gradients:
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
+        self._finite = self._are_finite() if self._compressors else None
+        for one in self._compressors:
+            one.settle(self._finite is True)
         self._expect_all()
-        now = self._comm.statistics
+        now = self._cost
         self.statistics, self._before = now - self._before, now
         if not self._settled:
             self._settle()
         self._order.clear()
-        self._steps += 1
+        self.steps += 1
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means of the last complete step are finite; True before the first one.
+
+        The same on all ranks, without a message: their bits are.
+
+        Raises:
+            GradientError: The next step has begun, so that gradients are this rank's own.
+        """
+        if self._finite is None:
+            if self._order:
+                raise GradientError(
+                    f"rank {self._comm.rank}: whether gradients are finite can be told between "
+                    f"wait() and the next ready(); ask earlier")
+            self._finite = self._are_finite()
+        return self._finite
+
+    def _are_finite(self) -> bool:
+        return all([bucket.is_finite() for bucket in self._buckets])
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what reducers remember: the loss is scaled otherwise from now on."""
+        for one in self._compressors:
+            one.rescale(factor)
+
+    def close(self) -> None:
+        """Let reducers serve another model, or these gradients in other buckets."""
+        for one in self._compressors:
+            one.release()
+
+    @property
+    def _cost(self) -> Statistics:
+        """What communication has cost so far."""
+        costs = [one.cost for one in self._compressors] or [Cost()]
+        return replace(
+            self._comm.statistics, dense_bytes=self._dense_bytes,
+            encode_s=sum(one.encode_s for one in costs),
+            wire_s=sum(one.wire_s for one in costs),
+            decode_s=sum(one.decode_s for one in costs))
 
     def _expect_all(self) -> None:
         """Begin a step. (In `wait`, the loop's variable would keep a bucket in memory.)"""
@@ -153,30 +213,68 @@ class Gradients:
         return [name for name, bucket in self._home.items() if name in bucket.missing]
 
     def _send(self, bucket: Bucket) -> Handle[None]:
-        detail = (f"{self._reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape} "
-                  f"in step {self._steps}")
-        return self._comm.submit(
-            Call("reduce", detail, bucket.label),
-            lambda collectives: self._reducer.reduce(collectives, bucket))
+        reducer = self._reducers[bucket.plan.tensors[0].name]
+        bucket.finite = None
+        detail = (f"{reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape} "
+                  f"in step {self.steps}")
+
+        def reduce(collectives: Collectives) -> Schedule[None]:
+            self._dense_bytes += collectives.dense_bytes(bucket.flat.nbytes)
+            return reducer.reduce(collectives, bucket)
+
+        return self._comm.submit(Call("reduce", detail, bucket.label), reduce)
 
     def _settle(self) -> None:
         """Build the buckets anew in the order in which rank 0's gradients became ready."""
         self._settled = True
         order = self._comm.broadcast_object(self._order, root=0)
         tensors = [self._tensors[name] for name in order]
-        if plan(tensors, self._bucket_bytes) != tuple(bucket.plan for bucket in self._buckets):
-            if self._moved is None:
-                self._retired = self._buckets
-            self._build(tensors)
-            for old in self._retired:
-                old.retire()
-        self._before = self._comm.statistics
+        if self._plan(tensors) != tuple(bucket.plan for bucket in self._buckets):
+            self._rebuild(tensors)
+        self._before = self._cost
+
+    def _resume(self) -> bool:
+        """Build the buckets as they were when the state was saved that a reducer has loaded."""
+        orders = [one.loaded_order for one in self._compressors if one.loaded_order is not None]
+        if not orders:
+            return False
+        if any(sorted(order) != sorted(self._tensors) for order in orders):
+            raise ConfigError(
+                f"rank {self._comm.rank}: the state that a reducer has loaded is of another model: "
+                f"it has {', '.join(orders[0])}; this one has {', '.join(self._tensors)}")
+        # Whoever has not loaded anything is told so.
+        self._comm.submit(Call("load", "the states of all ranks' reducers"),
+                          lambda collectives: collectives.barrier()).wait()
+        self._settled = True
+        self._rebuild([self._tensors[name] for name in orders[0]])
+        return True
+
+    def _rebuild(self, tensors: Sequence[TensorSpec]) -> None:
+        """Build the buckets anew; the first ones are not to be used any more."""
+        if self._moved is None:
+            self._retired = self._buckets
+        self._build(tensors)
+        for old in self._retired:
+            old.retire()
+
+    def _plan(self, tensors: Sequence[TensorSpec]) -> tuple[BucketPlan, ...]:
+        return plan(tensors, self._bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
 
     def _build(self, tensors: Sequence[TensorSpec]) -> None:
         """Build buckets, one after the other, and move what there is into them."""
         self._buckets = []
         self._home.clear()
-        for index, bucket_plan in enumerate(plan(tensors, self._bucket_bytes)):
+        self._fill_buckets(tensors)
+        order = [tensor.name for tensor in tensors]
+        for one in self._compressors:
+            mine = [bucket for bucket in self._buckets
+                    if self._reducers[bucket.plan.tensors[0].name] is one]
+            self._comm.submit(
+                Call("take over", f"{len(mine)} buckets of {one!r}"),
+                functools.partial(one.take_over, buckets=mine, order=order)).wait()
+
+    def _fill_buckets(self, tensors: Sequence[TensorSpec]) -> None:
+        for index, bucket_plan in enumerate(self._plan(tensors)):
             bucket = Bucket(index, bucket_plan, self._comm.empty)
             self._buckets.append(bucket)
             for name, view in bucket.views.items():

@@ -11,7 +11,8 @@ import numpy as np
 from .collectives.agreement import Call, agreed
 from .collectives.model import Model
 from .collectives.native import Turns
-from .collectives.operation import Collectives, Resources
+from .collectives.operation import Collectives
+from .collectives.resources import Resources
 from .collectives.select import candidates
 from .collectives.windows import Windows, mapped
 from .config import Config

@@ -10,8 +10,11 @@ from .communicator import Communicator
 from .errors import ConfigError
 from .gradients import Gradients, refuse_different
 from .memory.arrays import COMPLEX, FLOATING, dtype_name, flat
-from .reducers import Reducer
+from .precision import LossScaler, MasterWeights
+from .reducers.choice import Wish
 from .statistics import Statistics
+
+__all__ = ["DataParallel", "LossScaler", "MasterWeights"]
 
 
 class DataParallel:
@@ -40,11 +43,14 @@ class DataParallel:
         comm: The ranks to average over.
         bucket_bytes: Gradients are fused into messages of about this many bytes; the first
             ones are shorter, to leave early.
-        reducer: How a bucket becomes its mean; a plain mean by default.
+        reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
+            names or patterns to several; a plain mean by default.
         deterministic: Keep the first order of gradients, so that two runs have equal
             bits even if gradients became ready in different orders.
 
     Attributes:
+        comm: The ranks.
+        params: The arrays that were given, by name.
         grads: A view for each parameter's gradient, of its shape and dtype.
 
     Raises:
@@ -55,7 +61,7 @@ class DataParallel:
     """
 
     def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
-                 bucket_bytes: int = 25 << 20, reducer: Reducer | None = None,
+                 bucket_bytes: int = 25 << 20, reducer: Wish = None,
                  deterministic: bool = False) -> None:
         if not isinstance(comm, Communicator):
             raise ConfigError(
@@ -71,6 +77,7 @@ class DataParallel:
         self._gradients = Gradients(
             tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
             deterministic=deterministic)
+        self.comm, self.params = comm, dict(params)
         self.grads = self._gradients.views
 
     def ready(self, name: str) -> None:
@@ -101,9 +108,31 @@ class DataParallel:
         self._gradients.wait()
 
     @property
+    def steps(self) -> int:
+        """How many steps are complete."""
+        return self._gradients.steps
+
+    @property
     def statistics(self) -> Statistics:
         """What communication cost in the last complete step."""
         return self._gradients.statistics
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means of the last complete step are finite; the same on all ranks.
+
+        A NaN or Inf of any rank is in the means of all. Where it is False, take no step:
+        reducers have taken none either.
+        """
+        return self._gradients.finite
+
+    def rescale(self, factor: float) -> None:
+        """Tell reducers, which remember gradients, that the loss is scaled otherwise now.
+
+        Args:
+            factor: New scale / old scale.
+        """
+        self._gradients.rescale(factor)
 
 
 def _spec(name: str, array: NDArray[Any]) -> TensorSpec:

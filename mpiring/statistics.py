@@ -9,15 +9,30 @@ class Statistics:
 
     Attributes:
         operations: How many were completed; 0 for a rank that is alone.
-        bytes_sent: By this rank (MPI's own collectives are not counted).
+        bytes_sent: By this rank to others, not by way of shared memory. MPI's own collectives
+            are taken to send the least there is.
         communication_s: Seconds in which at least one operation was under way.
         exposed_s: Seconds that the program waited for operations.
+        dense_bytes: What this rank would have sent to other nodes, had no gradient been
+            compressed; 0 where there are no gradients.
+        encode_s, decode_s: Seconds of compressing and decompressing gradients.
+        wire_s: Seconds that compressed buckets waited for other nodes; those of buckets under way
+            at once add up.
     """
 
     operations: int = 0
     bytes_sent: int = 0
     communication_s: float = 0.0
     exposed_s: float = 0.0
+    dense_bytes: int = 0
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
+
+    @property
+    def compression_ratio(self) -> float:
+        """Dense bytes over sent bytes; 1 where nothing is sent."""
+        return self.dense_bytes / self.bytes_sent if self.bytes_sent else 1.0
 
     @property
     def hidden_s(self) -> float:

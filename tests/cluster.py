@@ -2,7 +2,8 @@
 
 from mpiring.collectives.agreement import Call, agreed
 from mpiring.collectives.native import Turns
-from mpiring.collectives.operation import Collectives, Resources
+from mpiring.collectives.operation import Collectives
+from mpiring.collectives.resources import Resources
 from mpiring.collectives.windows import Windows
 from mpiring.memory.scratch import Scratch
 from mpiring.topology import neighbours, node_order, ranks_of_nodes
@@ -14,7 +15,7 @@ class Transport:
     """One rank's end of the network, for one operation."""
 
     def __init__(self, net):
-        self.rank, self.size = net.rank, net.size
+        self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
         self._net = net
 
     def channel(self, sequence):
@@ -26,13 +27,14 @@ def order_of(node_of):
 
 
 def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=None,
-        desk_bytes=512, barrier_s=0.0, return_errors=False, network=None):
+        desk_bytes=512, barrier_s=0.0, return_errors=False, network=None, algorithm="auto"):
     """Run a program on every rank, given the collectives of its operation.
 
     Args:
         node_of: The node of each rank.
         program: Takes a Collectives, and returns a schedule.
         call: What each rank was asked to do.
+        algorithm: What "auto" means; MPI's own is not there.
     """
     node_of = list(node_of)
     network = network or SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
@@ -45,7 +47,8 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
         rank = net.rank
         alone = node_of.count(node_of[rank]) == 1
         node = None if alone else memory.node(rank, header=call(rank).header)
-        own = Resources(Transport(net), Turns(), Scratch(keep=2), Windows(), order, nodes)
+        own = Resources(Transport(net), Turns(), Scratch(keep=2), Windows(), order, nodes,
+                        algorithm)
         collectives = Collectives(own, node, 0)
         between = neighbours(rank, nodes)
         return agreed(lambda: collectives.net, node, between, call(rank), program(collectives))

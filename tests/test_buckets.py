@@ -61,11 +61,11 @@ def test_filling_up():
     assert b.size == 112, "padded to cache lines"
 
 
-def test_the_first_buckets_are_short():
-    """What leaves early has the more computing to hide behind."""
+def test_the_first_and_the_last_buckets_are_short():
+    """What leaves early has the more computing to hide behind, what leaves last has none."""
     quarter = FIRST_BUCKET_BYTES // 4 // 4
     buckets = plan(specs(*[quarter] * 40), 3 * FIRST_BUCKET_BYTES)
-    assert [len(bucket.tensors) for bucket in buckets] == [4, 8, 12, 12, 4]
+    assert [len(bucket.tensors) for bucket in buckets] == [4, 8, 12, 8, 4, 4]
     assert [len(bucket.tensors) for bucket in plan(specs(*[quarter] * 8), FIRST_BUCKET_BYTES // 2)
             ] == [2] * 4
 

@@ -19,13 +19,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = [
     ["errors", "config"],
     ["transport", "memory", "topology"],
+    ["codecs"],
     ["collectives"],
     ["statistics", "launch", "pause", "tuning"],
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
-    ["numpy", "torch"],
+    ["precision", "numpy", "torch"],
     ["lab", "bench"],
-    ["tune", "simulate"],
+    ["advice", "tune", "simulate"],
     ["__main__", "__init__"],
 ]
 ENVIRONMENT_READERS = {"config.py"}

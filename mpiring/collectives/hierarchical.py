@@ -19,7 +19,7 @@ import numpy as np
 
 from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine, reduction, widens
-from ..transport.base import Channel, Node, Schedule, together
+from ..transport.base import Channel, Node, Schedule, T, together
 from ..transport.members import Members
 from . import direct, ring, shared
 
@@ -36,6 +36,9 @@ SHORT_BYTES = 16 << 10
 
 # One piece of an array, as its slices.
 Piece = Sequence[slice]
+# What nodes do with a slice: given the ranks that have it, one of each node; the slice, as this
+# node has it; and its place in the piece.
+Exchange = Callable[[Channel, Array, int], Schedule[T]]
 # Where on a desk a section of a slice lies: the desk, the shelf's number, the section.
 Shelf = Callable[[Array, int, Array], Array]
 
@@ -98,9 +101,17 @@ def allreduce(
     """
     pieces = pieces_of(x.size, x.itemsize, nodes)
     inboxes = chunks_of(inbox, IN_FLIGHT)
-    yield from together(
-        (_lane(net.lane(index), nodes, inside[index], node, x, pieces[index::IN_FLIGHT],
-               inboxes[index], levels) for index in range(IN_FLIGHT)), IN_FLIGHT)
+    between = direct.allreduce if levels.direct else ring.allreduce
+
+    def lane(index: int) -> Schedule[None]:
+        """Combine every third piece, one after the other."""
+        def exchange(members: Channel, part: Array, place: int) -> Schedule[None]:
+            return between(members, part, inboxes[index], levels.between)
+
+        for piece in pieces[index::IN_FLIGHT]:
+            yield from by_slices(net.lane(index), nodes, inside[index], node, x, piece, exchange)
+
+    yield from together(map(lane, range(IN_FLIGHT)), IN_FLIGHT)
     # Nobody's vector is complete before. And whoever does not agree with another node is
     # not here: no result of theirs leaves the node.
     yield (node.barrier(),)
@@ -139,22 +150,32 @@ def short(
     np.copyto(x, copies[0])
 
 
-def _lane(
+def by_slices(
     net: Channel, nodes: Sequence[Sequence[int]], inside: Inside, node: Node, x: Array,
-    pieces: Sequence[Piece], inbox: Array, levels: Levels,
-) -> Schedule[None]:
-    """Combine pieces one after the other.
+    piece: Piece, exchange: Exchange[T],
+) -> Schedule[list[T]]:
+    """Combine a piece of `x` within the node, let nodes exchange its slices, and hand them out.
 
-    All ranks take the slices of all pieces in the same order, so the rings cannot wait for
-    each other in a circle.
+    All ranks take the slices in the same order, so that the exchanges cannot wait for each
+    other in a circle.
+
+    Args:
+        piece: Its slices, one for each rank of the largest node.
+        exchange: Replaces a slice, in place, by what all nodes are to have, with the same bits.
+        net, nodes, inside, node, x: As for `allreduce`.
+
+    Returns:
+        What `exchange` has returned for each of this rank's slices.
+
+    Collective: yes. Blocking: no (a schedule).
     """
-    between = direct.allreduce if levels.direct else ring.allreduce
-    for piece in pieces:
-        yield from inside.collect(piece)
-        for j in range(node.rank, len(piece), node.size):
-            members = Members(net, [ranks[j % len(ranks)] for ranks in nodes])
-            yield from between(members, x[piece[j]], inbox, levels.between)
-        yield from inside.spread(piece)
+    returned = []
+    yield from inside.collect(piece)
+    for j in range(node.rank, len(piece), node.size):
+        members = Members(net, [ranks[j % len(ranks)] for ranks in nodes])
+        returned.append((yield from exchange(members, x[piece[j]], j)))
+    yield from inside.spread(piece)
+    return returned
 
 
 def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]]) -> list[Piece]:

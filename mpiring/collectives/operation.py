@@ -4,23 +4,20 @@ import functools
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..memory.arrays import Array, chunks_of
-from ..memory.reduction import Reduction, reduction, widens
-from ..memory.scratch import Scratch
+from ..memory.reduction import Combine, Reduction, reduction, widens
 from ..transport.alone import Alone
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
 from . import chain, desks, direct, exchange, hierarchical, native, ring, shared
-from .model import Model
+from .resources import Resources
 from .select import choose
-from .windows import NOWHERE, Windows
+from .windows import NOWHERE
 
 _log = logging.getLogger("mpiring")
 
@@ -29,46 +26,6 @@ _log = logging.getLogger("mpiring")
 def _say_fallback(reason: str) -> None:
     """Say once that the configured algorithm cannot be used."""
     _log.warning('the configured algorithm cannot be used, "auto" is taken instead: %s', reason)
-
-
-class Transport(native.NativeTransport, Protocol):
-    """The part of the MPI transport that is used here."""
-
-    rank: int
-    size: int
-
-    def channel(self, sequence: int) -> Channel:
-        """Return the channel of operation number `sequence`."""
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What the operations of one communicator have in common.
-
-    Attributes:
-        transport: For channels, and MPI's own collectives.
-        turns: The order of native collectives.
-        scratch: Where receive buffers come from.
-        windows: The arrays in node-shared memory.
-        order: All ranks, node after node, so that a ring leaves each node only once.
-        nodes: The ranks that share a memory, for each memory, in that order.
-        algorithm: What "auto" means, from the configuration.
-        model: What the algorithms cost here, if it was measured.
-    """
-
-    transport: Transport
-    turns: native.Turns
-    scratch: Scratch
-    windows: Windows
-    order: Sequence[int]
-    nodes: Sequence[Sequence[int]]
-    algorithm: str = "auto"
-    model: Model | None = None
-
-    @functools.cached_property
-    def in_order(self) -> bool:
-        """Whether the ranks are in node order as they are."""
-        return tuple(self.order) == tuple(range(len(self.order)))
 
 
 class Collectives:
@@ -107,6 +64,24 @@ class Collectives:
         return self.net if self._own.in_order else Members(self.net, self._own.order)
 
     @property
+    def nodes(self) -> Sequence[Sequence[int]]:
+        """The ranks that share a memory, for each memory; without shared memory, one each."""
+        return self._own.nodes
+
+    @property
+    def slices(self) -> int:
+        """How many ranks the largest node has: what they exchange is cut into as many parts."""
+        return max(map(len, self._own.nodes))
+
+    def dense_bytes(self, nbytes: int) -> int:
+        """Return how many bytes this rank has to send to other nodes to combine so many."""
+        return self._own.dense_bytes(nbytes)
+
+    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
+        """Lend scratch memory for n elements, as long as the operation needs it."""
+        return self._own.scratch.borrow(n, dtype)
+
+    @property
     def _whole(self) -> Node | None:
         """The meeting place of all ranks, if one node has them all."""
         return self.node if len(self._own.nodes) == 1 else None
@@ -139,6 +114,8 @@ class Collectives:
             return self._short(self.node or Alone(self.rank), x, op)
         if algorithm == "native":
             turn = own.turns.join(self.sequence)
+            # What MPI really sends, it does not tell.
+            own.transport.bytes_sent += own.dense_bytes(x.nbytes)
             return native.allreduce(own.transport, turn, x, combine)
         return self._ring(x, combine)
 
@@ -176,13 +153,58 @@ class Collectives:
         else:
             yield from shared.staged(node, x, combine)
 
+    def _inside(
+        self, node: Node, x: Array, within: Combine,
+    ) -> Schedule[Sequence[hierarchical.Inside]]:
+        """Meet the ranks of the node; return how they combine their vectors."""
+        windows = self._own.windows
+        places = yield from node.share(*windows.place_of(x))
+        vectors = [x] if node.size == 1 else windows.vectors(places, x)
+        return (hierarchical.by_desks(node, x, within) if vectors is None
+                else hierarchical.in_windows(node, vectors, within))
+
+    def between_nodes(
+        self, x: Array, bounds: Sequence[int], exchange: hierarchical.Exchange[bool],
+    ) -> Schedule[bool]:
+        """Return the schedule that lets nodes exchange their means as they like.
+
+        The means are weighted: a node's is that of its ranks times their number over the
+        mean number, so that the plain mean of all nodes' is that of all ranks.
+
+        Args:
+            x: Shape (n,), floating. Overwritten by what `exchange` leaves, on all ranks.
+            bounds: Where it is cut into `slices` slices; from 0 to n.
+            exchange: Is given the ranks that have a slice, one of each node; the slice of
+                `x`, to be overwritten on all nodes by the same bits; and the slice's number.
+
+        Returns:
+            Whether all exchanges on this node have returned True.
+        """
+        own, node = self._own, self.node or Alone(self.rank)
+        within = reduction("mean", x.dtype, self.size / len(own.nodes))
+        inside = yield from self._inside(node, x, within)
+        piece = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
+        answers = yield from hierarchical.by_slices(
+            self.net, own.nodes, inside[0], node, x, piece, exchange)
+        # Nobody's vector is complete before.
+        return all(one for one, in (yield from node.share(int(all(answers)))))
+
+    def handed_out(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+        """Return the schedule that copies each rank's slices of `x` to the others of its node.
+
+        Args:
+            x: Shape (n,).
+            bounds: As for `between_nodes`.
+        """
+        node = self.node or Alone(self.rank)
+        inside = yield from self._inside(node, x, reduction("sum", x.dtype, self.size))
+        yield from inside[0].spread([slice(*pair) for pair in zip(bounds, bounds[1:])])
+        yield (node.barrier(),)
+
     def _hierarchical(self, node: Node, x: Array, op: str) -> Schedule[None]:
         own, nodes = self._own, self._own.nodes
-        places = yield from node.share(*own.windows.place_of(x))
-        vectors = [x] if node.size == 1 else own.windows.vectors(places, x)
         levels = hierarchical.Levels.of(op, x.dtype, nodes)
-        inside = (hierarchical.by_desks(node, x, levels.within) if vectors is None
-                  else hierarchical.in_windows(node, vectors, levels.within))
+        inside = yield from self._inside(node, x, levels.within)
         size = hierarchical.inbox_size(x.size, x.itemsize, nodes, levels)
         with own.scratch.borrow(size, x.dtype) as inbox:
             yield from hierarchical.allreduce(self.net, nodes, inside, node, x, inbox, levels)

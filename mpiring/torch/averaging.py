@@ -13,7 +13,7 @@ from ..buckets import TensorSpec
 from ..communicator import Communicator
 from ..errors import GradientError
 from ..gradients import Gradients
-from ..reducers import Reducer
+from ..reducers.choice import Wish
 from .sparse_gradients import SparseGradients
 from .tensors import numpy_dtype, tensor_of
 
@@ -40,7 +40,7 @@ class Averaging:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
-                 comm: Communicator, *, bucket_bytes: int, reducer: Reducer | None,
+                 comm: Communicator, *, bucket_bytes: int, reducer: Wish,
                  deterministic: bool, find_unused: bool, deferred: bool) -> None:
         self.active = True
         self.weight = 1.0
@@ -77,9 +77,19 @@ class Averaging:
         """What communication cost in the last complete step."""
         return self._gradients.statistics
 
+    @property
+    def finite(self) -> bool:
+        """Whether all means of the last complete step are finite; the same on all ranks."""
+        return self._gradients.finite
+
+    def rescale(self, factor: float) -> None:
+        """Tell reducers that the loss is scaled otherwise from now on."""
+        self._gradients.rescale(factor)
+
     def close(self) -> None:
         """Let go of the parameters; their gradients stay as they are."""
         self.wait()
+        self._gradients.close()
         _remove(self._hooks)
 
     def watch(self, outputs: object) -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gradients import refuse_different
-from ..reducers import Reducer
+from ..reducers.choice import Wish
 from ..statistics import Statistics
 from .averaging import Averaging
 from .sparse_gradients import sparse_parameters
@@ -39,7 +39,8 @@ class DataParallel(nn.Module):
         comm: The ranks to average over.
         bucket_bytes: Gradients are fused into messages of about this many bytes; the first
             ones are shorter, to leave early.
-        reducer: How a bucket becomes its mean; a plain mean by default.
+        reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
+            names or patterns to several; a plain mean by default.
         find_unused_parameters: Let backward passes leave parameters out, on some ranks or all.
             Costs a short message in each step.
         broadcast_buffers: Copy rank 0's buffers (BatchNorm's statistics) to all ranks before
@@ -62,7 +63,7 @@ class DataParallel(nn.Module):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *, bucket_bytes: int = 25 << 20,
-                 reducer: Reducer | None = None, find_unused_parameters: bool = False,
+                 reducer: Wish = None, find_unused_parameters: bool = False,
                  broadcast_buffers: bool = True, deterministic: bool = False,
                  defer_wait: bool = False) -> None:
         super().__init__()
@@ -159,6 +160,24 @@ class DataParallel(nn.Module):
     def statistics(self) -> Statistics:
         """What communication cost in the last complete step."""
         return Statistics() if self._averaging is None else self._averaging.statistics
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means of the last complete step are finite; the same on all ranks.
+
+        A NaN or Inf of any rank is in the means of all. Where it is False, take no step, as
+        GradScaler does not: reducers have taken none either.
+        """
+        return self._averaging is None or self._averaging.finite
+
+    def rescale(self, factor: float) -> None:
+        """Tell reducers, which remember gradients, that the loss is scaled otherwise now.
+
+        Args:
+            factor: New scale / old scale.
+        """
+        if self._averaging is not None:
+            self._averaging.rescale(factor)
 
     def _follow_freezing(self) -> None:
         """Build the buckets of the parameters that are trained now, if those are others."""

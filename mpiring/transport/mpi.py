@@ -93,7 +93,7 @@ class MpiTransport:
 
     Attributes:
         rank, size: As in MPI.
-        bytes_sent: By this rank, so far, in channels (not in MPI's own collectives).
+        bytes_sent: By this rank, so far (by MPI's own collectives, the least there is).
         piece_bytes: As above.
         tag_limit: The highest tag that MPI takes.
     """

@@ -31,6 +31,14 @@ def test_abilities(ranks):
     assert re.findall(r"can: (\w+)", ended.output) == ABILITIES and len(ABILITIES) > 20
 
 
+def test_reducers():
+    ended = launch(3, PROGRAMS / "torch_reducers.py")
+    assert ended.status == 0, ended.output
+    assert re.findall(r"holds: (\w+)", ended.output) == [
+        "replicas_learn_and_are_equal", "a_nan_on_one_rank_is_skipped_by_all",
+        "a_run_goes_on_bit_by_bit", "frozen_layers_come_back"]
+
+
 def test_misuse_is_loud_and_lifetimes_end():
     ended = launch(2, PROGRAMS / "torch_lifetimes.py")
     assert ended.status == 0, ended.output

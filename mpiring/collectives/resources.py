@@ -1,0 +1,58 @@
+"""Holds what the operations of one communicator have in common."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..memory.scratch import Scratch
+from ..transport.base import Channel
+from . import native
+from .model import Model
+from .windows import Windows
+
+
+class Transport(native.NativeTransport, Protocol):
+    """The part of the MPI transport that is used here."""
+
+    rank: int
+    size: int
+    bytes_sent: int
+
+    def channel(self, sequence: int) -> Channel:
+        """Return the channel of operation number `sequence`."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the operations of one communicator have in common.
+
+    Attributes:
+        transport: For channels, and MPI's own collectives.
+        turns: The order of native collectives.
+        scratch: Where receive buffers come from.
+        windows: The arrays in node-shared memory.
+        order: All ranks, node after node, so that a ring leaves each node only once.
+        nodes: The ranks that share a memory, for each memory, in that order.
+        algorithm: What "auto" means, from the configuration.
+        model: What the algorithms cost here, if it was measured.
+    """
+
+    transport: Transport
+    turns: native.Turns
+    scratch: Scratch
+    windows: Windows
+    order: Sequence[int]
+    nodes: Sequence[Sequence[int]]
+    algorithm: str = "auto"
+    model: Model | None = None
+
+    @functools.cached_property
+    def in_order(self) -> bool:
+        """Whether the ranks are in node order as they are."""
+        return tuple(self.order) == tuple(range(len(self.order)))
+
+    def dense_bytes(self, nbytes: int) -> int:
+        """Return how many bytes this rank has to send to other nodes to combine so many."""
+        mine = next(ranks for ranks in self.nodes if self.transport.rank in ranks)
+        return 2 * (len(self.nodes) - 1) * nbytes // len(self.nodes) // len(mine)

@@ -1,0 +1,343 @@
+"""Trains in 16 bits: scales the loss so that gradients do not vanish, and keeps masters in 32."""
+
+import math
+import numbers
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .communicator import Communicator
+from .errors import ConfigError, GradientError
+from .memory import sixteen
+from .memory.arrays import SIXTEEN_BIT, dtype_name, flat
+
+Array = NDArray[Any]
+
+# Steps skipped in a row, at the smallest scale, after which no overflow can be the reason.
+HOPELESS_STEPS = 10
+
+
+class Averaged(Protocol):
+    """What is needed of a DataParallel.
+
+    Attributes:
+        comm: The ranks.
+        params: The model's arrays by name, equal on all ranks.
+        grads: Their gradients: means over ranks, after a step.
+    """
+
+    comm: Communicator
+    params: Mapping[str, Array]
+    grads: Mapping[str, Array]
+
+    @property
+    def steps(self) -> int:
+        """How many steps are complete."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all gradients of the last complete step are; the same on all ranks."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is kept of gradients between steps."""
+
+
+class LossScaler:
+    """Scales the loss, so that small gradients survive 16 bits, and adapts the scale.
+
+    Multiply the gradient of the loss by `scale` while it is float32, since float16 ends at
+    65504; after `dp.wait()` ask `step()`, once, and update parameters only if it says so:
+
+        scaler, masters = LossScaler(dp), MasterWeights(dp)
+        ...
+            backward(loss_gradient * scaler.scale)     # fills dp.grads, calls dp.ready
+            dp.wait()
+            if scaler.step():
+                for name, master in masters.items():
+                    master -= learning_rate * scaler.unscaled(name)
+                masters.round_off()
+
+    Where a gradient of any rank is Inf or NaN, all ranks skip the step, without a message
+    more: the mean is not finite either, and has the same bits on all of them. The scale
+    then shrinks; it grows after `growth_interval` steps in a row that were taken. Scales are
+    powers of two, so that scaling rounds nothing (but what becomes subnormal).
+
+    bfloat16 has the range of float32 and needs no scale: `initial_scale=1, largest=1` leaves
+    only the skipping.
+
+    Args:
+        dp: The DataParallel whose gradients are scaled.
+        initial_scale: Of the first step.
+        growth: Factor by which the scale grows, above 1.
+        backoff: Factor by which it shrinks, below 1.
+        growth_interval: Steps in a row, all taken, before it grows.
+        smallest, largest: The scale stays between them.
+
+    Raises:
+        ConfigError: A value cannot work, or the ranks' values differ.
+
+    Collective: yes. Blocking: yes.
+    Source: Micikevicius et al., Mixed precision training, ICLR 2018.
+    """
+
+    def __init__(self, dp: Averaged, *, initial_scale: float = 2.0**16, growth: float = 2.0,
+                 backoff: float = 0.5, growth_interval: int = 2000, smallest: float = 1.0,
+                 largest: float = 2.0**24) -> None:
+        _refuse_other_than_wrappers(dp)
+        self._dp = dp
+        self._smallest = _power_of_two("smallest", smallest, 2.0**-100, 2.0**100)
+        self._largest = _power_of_two("largest", largest, self._smallest, 2.0**100)
+        self._scale = _power_of_two("initial_scale", initial_scale, self._smallest, self._largest)
+        self._growth = _power_of_two("growth", growth, 2.0, 2.0**100)
+        self._backoff = _power_of_two("backoff", backoff, 2.0**-100, 0.5)
+        self._interval = _count("growth_interval", growth_interval, 1)
+        self._taken_in_row = 0
+        self._skipped_at_smallest = 0
+        self._seen = dp.steps               # of dp: the last one that step() was asked about
+        self._unscale: float | None = None  # of its gradients, if they are finite
+        self._refuse_different()
+
+    @property
+    def scale(self) -> float:
+        """What to multiply the gradient of the loss by; changes in `step` only."""
+        return self._scale
+
+    def step(self) -> bool:
+        """Return whether the parameters are to be updated; set the scale of the next step.
+
+        Call it on every rank, once after each `dp.wait()`. All ranks get the same answer.
+
+        Raises:
+            GradientError: `dp.wait()` has completed no step since the last call, or steps are
+                skipped at the smallest scale too; names the gradients that are not finite.
+
+        Collective: yes, but sends nothing. Blocking: no.
+        """
+        if self._dp.steps == self._seen:
+            raise GradientError(
+                f"rank {self._dp.comm.rank}: scaler.step() without new gradients; call it once "
+                f"after each dp.wait()")
+        self._seen = self._dp.steps
+        if self._dp.finite:
+            self._unscale = 1 / self._scale
+            self._count_taken()
+            return True
+        self._unscale = None
+        self._count_skipped()
+        return False
+
+    def unscaled(self, name: str) -> Array:
+        """Return the gradient of a parameter, without the scale that it was computed with.
+
+        Valid after `step()` has returned True, until gradients are written again.
+
+        Args:
+            name: As in `dp.grads`.
+
+        Returns:
+            A new array: of float32 for 16 bits, else of the gradient's dtype.
+
+        Raises:
+            GradientError: `step()` was not called since `dp.wait()`, or has returned False.
+
+        Collective: no.
+        """
+        if self._dp.steps != self._seen or self._unscale is None:
+            raise GradientError(
+                f"rank {self._dp.comm.rank}: scaler.unscaled({name!r}) of a step that was not "
+                f"accepted; call it after dp.wait(), and where scaler.step() returned True")
+        gradient = _widened(self._dp.grads[name])
+        gradient *= self._unscale
+        return gradient
+
+    def state_dict(self) -> dict[str, float | int]:
+        """Return what is needed to go on exactly; the same on all ranks."""
+        return {"scale": self._scale, "taken_in_row": self._taken_in_row,
+                "skipped_at_smallest": self._skipped_at_smallest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called, between two steps.
+
+        What reducers keep between steps has the scale of its own time: restore it as well.
+
+        Raises:
+            ConfigError: A value is missing or cannot work, or the ranks' states differ.
+
+        Collective: yes. Blocking: yes.
+        """
+        _refuse_other_names(self._dp, "state of a LossScaler", state, self.state_dict())
+        scale = _power_of_two("scale", state["scale"], self._smallest, self._largest)
+        taken = _count("taken_in_row", state["taken_in_row"], 0)
+        skipped = _count("skipped_at_smallest", state["skipped_at_smallest"], 0)
+        self._scale, self._taken_in_row, self._skipped_at_smallest = scale, taken, skipped
+        self._seen, self._unscale = self._dp.steps, None
+        self._refuse_different()
+
+    def _count_taken(self) -> None:
+        self._skipped_at_smallest = 0
+        self._taken_in_row += 1
+        if self._taken_in_row >= self._interval:
+            self._taken_in_row = 0
+            self._change(min(self._scale * self._growth, self._largest))
+
+    def _count_skipped(self) -> None:
+        self._taken_in_row = 0
+        if self._scale > self._smallest:
+            self._change(max(self._scale * self._backoff, self._smallest))
+            return
+        self._skipped_at_smallest += 1
+        if self._skipped_at_smallest >= HOPELESS_STEPS:
+            bad = [name for name, grad in self._dp.grads.items() if not np.isfinite(grad).all()]
+            raise GradientError(
+                f"rank {self._dp.comm.rank}: {self._skipped_at_smallest} steps in a row were "
+                f"skipped at the smallest scale, {self._smallest:g}: means over ranks are not "
+                f"finite in {', '.join(bad)}; look for the rank whose own gradients hold NaN or "
+                f"Inf before dp.ready(): bad data, weights that have overflowed, or a learning "
+                f"rate that is too large (or, with finite losses, allow a smaller smallest=)")
+
+    def _change(self, scale: float) -> None:
+        """Set the scale, also of what reducers keep for the gradients of the next step."""
+        if scale != self._scale:
+            self._dp.rescale(scale / self._scale)
+            self._scale = scale
+
+    def _refuse_different(self) -> None:
+        """Compare settings and state with rank 0's: other scales would make wrong means."""
+        mine = {**self.state_dict(), "growth": self._growth, "backoff": self._backoff,
+                "growth_interval": self._interval, "smallest": self._smallest,
+                "largest": self._largest}
+        everybodys = self._dp.comm.allgather_object(mine)
+        for rank, theirs in enumerate(everybodys):
+            for name, value in theirs.items():
+                if value != everybodys[0][name]:
+                    raise ConfigError(
+                        f"rank {rank}: LossScaler has {name}={value!r}, but on rank 0 it is "
+                        f"{everybodys[0][name]!r}; give it the same arguments, and the same "
+                        f"state, on every rank")
+
+
+class MasterWeights(Mapping[str, Array]):
+    """Keeps parameters of 16 bits in float32 as well, where small updates are not rounded away.
+
+    A mapping from names to arrays, which are to be updated in place. Those of 16-bit
+    parameters are masters, in float32; all others are the parameters themselves.
+    `round_off` copies masters into parameters: see LossScaler for the whole step.
+
+    Args:
+        dp: The DataParallel whose parameters these are; they are equal on all ranks by then.
+
+    Raises:
+        ConfigError: Not a DataParallel.
+
+    Collective: no.
+    Source: Micikevicius et al., Mixed precision training, ICLR 2018.
+    """
+
+    def __init__(self, dp: Averaged) -> None:
+        _refuse_other_than_wrappers(dp)
+        self._dp = dp
+        self._params = {name: array for name, array in dp.params.items() if _is_sixteen(array)}
+        self._arrays = {name: _widened(array) if name in self._params else array
+                        for name, array in dp.params.items()}
+
+    def __getitem__(self, name: str) -> Array:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        """Accept the end of `masters[name] -= value`, which has written in place already.
+
+        Raises:
+            ConfigError: Another array is assigned, which `round_off` would not know.
+        """
+        if value is not self._arrays.get(name):
+            raise ConfigError(f"masters[{name!r}] cannot be replaced; write into it: "
+                              f"masters[{name!r}][...] = ...")
+
+    def round_off(self) -> None:
+        """Round the masters into the 16-bit parameters, in place: to nearest, ties to even.
+
+        Collective: no.
+        """
+        for name, array in self._params.items():
+            sixteen.narrow(flat(self._arrays[name]), flat(array))
+
+    def state_dict(self) -> dict[str, Array]:
+        """Return copies of all arrays, by name; they have the same bits on all ranks."""
+        return {name: array.copy() for name, array in self._arrays.items()}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Set all arrays to those of rank 0's state, and round them off into the parameters.
+
+        Raises:
+            ConfigError: An array is missing, unknown, or of another shape or dtype.
+
+        Collective: yes. Blocking: yes.
+        """
+        _refuse_other_names(self._dp, "state of the MasterWeights", state, self._arrays)
+        for name, array in self._arrays.items():
+            mine, theirs = [f"{x.dtype.name} {x.shape}" for x in (array, state[name])]
+            if mine != theirs:
+                raise ConfigError(
+                    f"rank {self._dp.comm.rank}: {name!r} is {theirs} in the state of the "
+                    f"MasterWeights, but {mine} in the model; build the model that was saved")
+        for name, array in self._arrays.items():
+            array[...] = state[name]
+            self._dp.comm.broadcast(array, root=0)
+        self.round_off()
+
+
+def _is_sixteen(x: Array) -> bool:
+    return dtype_name(x.dtype) in SIXTEEN_BIT
+
+
+def _widened(x: Array) -> Array:
+    """Return a copy, in float32 if it has 16 bits."""
+    wide: Array = np.empty_like(x, dtype=np.float32 if _is_sixteen(x) else x.dtype)
+    if _is_sixteen(x):
+        sixteen.widen(flat(x), flat(wide))
+    else:
+        wide[...] = x
+    return wide
+
+
+def _refuse_other_than_wrappers(dp: object) -> None:
+    if not isinstance(getattr(dp, "grads", None), Mapping):
+        raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy")
+
+
+def _refuse_other_names(dp: Averaged, what: str, mine: Mapping[str, Any],
+                        wanted: Mapping[str, Any]) -> None:
+    missing = [name for name in wanted if name not in mine]
+    unknown = [str(name) for name in mine if name not in wanted]
+    if missing or unknown:
+        raise ConfigError(
+            f"rank {dp.comm.rank}: the {what} lacks {', '.join(missing) or 'nothing'} and has "
+            f"{', '.join(unknown) or 'nothing'} besides; pass what state_dict() returned for "
+            f"the same model")
+
+
+def _power_of_two(name: str, value: Any, least: float, most: float) -> float:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    # frexp(2.0**k) is (0.5, k + 1). Comparisons with NaN are false.
+    if not (least <= number <= most and math.frexp(number)[0] == 0.5):
+        raise ConfigError(f"{name}={value!r}: expected a power of two from {least:g} to {most:g}")
+    return number
+
+
+def _count(name: str, value: Any, least: int) -> int:
+    # A number that was saved with NumPy comes back as an array.
+    number = value.item() if isinstance(value, np.ndarray | np.generic) else value
+    if not isinstance(number, numbers.Integral) or number < least:
+        raise ConfigError(f"{name}={value!r}: expected a whole number of at least {least}")
+    return int(number)

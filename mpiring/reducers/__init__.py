@@ -1,0 +1,14 @@
+"""Says how gradients become their mean: plainly, or with less to send between nodes."""
+
+from .cast import Cast
+from .compressor import Compressor
+from .feedback import ErrorFeedback
+from .int8 import Int8
+from .mean import Mean
+from .onebit import OneBit
+from .powersgd import PowerSGD
+from .reducer import Reducer
+from .topk import TopK
+
+__all__ = ["Cast", "Compressor", "ErrorFeedback", "Int8", "Mean", "OneBit", "PowerSGD", "Reducer",
+           "TopK"]

@@ -1,0 +1,293 @@
+"""Is what all compressing Reducers share: compression between nodes only, memory, its state."""
+
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..buckets import Bucket, BucketPlan
+from ..collectives.operation import Collectives
+from ..errors import ConfigError
+from ..memory.arrays import Array, dtype_name
+from ..memory.reduction import quietly
+from ..transport.base import Channel, Schedule
+from .kept import Kept, Wide
+from .meeting import Cost, Meeting
+
+_FLOATING = ("float16", "bfloat16", "float32", "float64")
+_EDITION = 1
+
+
+class Compressor:
+    """A Reducer that sends less between nodes than there is.
+
+    Within a node, gradients are summed as they are. Each rank then has a slice of a bucket,
+    and exchanges it with the ranks of the other nodes that have the same one, in the way
+    that a subclass defines in `between`. On one node there is nothing to compress, and the mean is
+    the plain one.
+
+    What is remembered changes only with steps that count: where a gradient of any rank was not
+    finite, nothing is touched.
+
+    One object serves one model.
+
+    Attributes:
+        feeds_back: What is not sent is remembered, and added to the next gradients.
+        cost: What it has cost so far.
+    """
+
+    feeds_back = False
+
+    def __init__(self) -> None:
+        self.cost = Cost()
+        self._kept: dict[BucketPlan, Kept] = {}
+        # Vectors of tensors that are in no bucket now, and how many steps they are old.
+        self._aside: dict[str, dict[str, Wide]] = {}
+        self._steps_aside: dict[str, int] = {}
+        self._loaded: Mapping[str, Any] | None = None
+        self._order: list[str] = []
+        self._world: tuple[int, int, Sequence[Sequence[int]]] = (0, 1, ((0,),))
+        self._user: weakref.ref[Any] | None = None
+
+    # What subclasses define
+
+    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Return the schedule that replaces a slice by its mean over nodes.
+
+        Args:
+            meeting: The ranks, and what is remembered.
+            x: Shape (n,); may be empty. Overwritten by the same bits on all nodes.
+            lost: Shape (n,), overwritten by what of this rank's `x` is not in the result: the
+                mean over nodes of result + lost is that of `x`. None where nobody asks.
+
+        Returns:
+            Whether what all nodes contributed was finite; where not, the result is not either.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define between()")
+
+    def compresses(self, nodes: int, step: int) -> bool:
+        """Return whether a step is compressed; the same on all ranks. Else the mean is plain."""
+        return nodes > 1
+
+    def prepare(self) -> None:
+        """Do what takes long the first time, such as compiling, before gradients travel."""
+
+    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
+        """Return where a bucket is cut into slices: the same on all ranks, from 0 to its end."""
+        return [i * bucket.flat.size // slices for i in range(slices + 1)]
+
+    # What Gradients calls
+
+    def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
+        """Return the schedule that replaces a bucket by its mean over ranks."""
+        kept = self._kept.get(bucket.plan)
+        if kept is None:
+            raise ConfigError(f"{self!r} does not know {bucket.label}; call take_over before")
+        if not self.compresses(len(collectives.nodes), kept.steps):
+            return collectives.allreduce(bucket.flat, op="mean")
+        return self._reduce(collectives, bucket, kept)
+
+    def _reduce(self, collectives: Collectives, bucket: Bucket, kept: Kept) -> Schedule[None]:
+        def exchange(net: Channel, x: Array, j: int) -> Schedule[bool]:
+            meeting = Meeting(net, kept.parts[j], collectives.borrow, kept.steps,
+                              (kept.index, j), self.cost)
+            return self._in_float32(meeting, x)
+
+        bucket.clear_padding()
+        bucket.finite = yield from collectives.between_nodes(bucket.flat, kept.bounds, exchange)
+
+    def _in_float32(self, meeting: Meeting, x: Array) -> Schedule[bool]:
+        """Let `between` have a slice in float32, and count its time."""
+        cost, began = meeting.cost, time.perf_counter()
+        computed_s = cost.encode_s + cost.decode_s
+        if x.dtype == np.float32:
+            finite = yield from self.between(meeting, x, None)
+        else:
+            with meeting.borrow(x.size, np.float32) as wide:
+                quietly(_cast, wide, x)
+                finite = yield from self.between(meeting, wide, None)
+                quietly(_cast, x, wide)
+        computed_s = cost.encode_s + cost.decode_s - computed_s
+        cost.wire_s += time.perf_counter() - began - computed_s
+        return finite
+
+    def serve(self, user: object) -> None:
+        """Begin to serve a model.
+
+        Raises:
+            ConfigError: It still serves another one.
+        """
+        served = None if self._user is None else self._user()
+        if served is not None and served is not user:
+            raise ConfigError(
+                f"this {self!r} serves another model already, whose residuals it keeps; make one "
+                f"Reducer for each model")
+        if self._user is not None and served is None:
+            # The model is gone: what was not sent of its gradients is nothing to the next one.
+            self._kept, self._aside, self._steps_aside = {}, {}, {}
+        self._user = weakref.ref(user)
+
+    def release(self) -> None:
+        """Cease to serve a model; another one, or new buckets of the same, may follow."""
+        self._user = None
+
+    @property
+    def loaded_order(self) -> Sequence[str] | None:
+        """The order of gradients in a state that was loaded, and is yet to be taken over."""
+        return None if self._loaded is None else list(self._loaded["order"])
+
+    def take_over(self, collectives: Collectives, buckets: Sequence[Bucket],
+                  order: Sequence[str]) -> Schedule[None]:
+        """Return the schedule that takes what is remembered to new buckets, or what was loaded.
+
+        Args:
+            buckets: All that this Reducer will reduce.
+            order: The names of all gradients of the model, as they were fused.
+
+        Raises:
+            ConfigError: A bucket's dtype cannot be compressed, or what was loaded does not fit.
+        """
+        for bucket in buckets:
+            _refuse_dtype(self, bucket)
+        nodes = tuple(map(tuple, collectives.nodes))
+        if len(nodes) > 1:
+            self.prepare()
+        self._world, self._order = (collectives.rank, collectives.size, nodes), list(order)
+        mine = next(ranks for ranks in nodes if collectives.rank in ranks)
+        place = mine.index(collectives.rank)
+        slices = range(place, collectives.slices, len(mine))
+        if self._loaded is None:
+            for kept in self._kept.values():
+                yield from self._set_aside(collectives, kept)
+        self._kept = {
+            bucket.plan: Kept(bucket, self.bounds(bucket, collectives.slices), slices)
+            for bucket in buckets}
+        if self._loaded is None:
+            self._fill_from_aside()
+        else:
+            self._fill_from_loaded()
+
+    def _set_aside(self, collectives: Collectives, kept: Kept) -> Schedule[None]:
+        """Collect a bucket's vectors from the ranks of this node, and cut them into tensors."""
+        if kept.steps == 0:
+            return
+        for name in self.vector_names:
+            x = kept.whole(name)
+            yield from collectives.handed_out(x, kept.bounds)
+            for tensor, vector in kept.by_tensor(x).items():
+                self._aside.setdefault(tensor, {})[name] = vector
+        self._steps_aside.update(dict.fromkeys(kept.names, kept.steps))
+
+    @property
+    def vector_names(self) -> tuple[str, ...]:
+        """The names of the vectors that are remembered; the same on all ranks."""
+        return ("residual",) if self.feeds_back else ()
+
+    def _fill_from_aside(self) -> None:
+        for kept in self._kept.values():
+            here = [name for name in kept.names if name in self._steps_aside]
+            if not here:
+                continue
+            kept.steps = max(self._steps_aside[name] for name in here)
+            for name in self.vector_names:
+                kept.fill(name, {tensor: self._aside[tensor][name] for tensor in here})
+            for tensor in here:
+                self._aside.pop(tensor, None)
+                self._steps_aside.pop(tensor)
+
+    def settle(self, taken: bool) -> None:
+        """End a step; if it was not taken on all ranks, nothing that is remembered changes."""
+        for kept in self._kept.values():
+            kept.settle(taken)
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what is remembered, because the scale of the loss has changed.
+
+        Args:
+            factor: New scale / old scale.
+        """
+        for kept in self._kept.values():
+            kept.rescale(factor)
+        for vectors in self._aside.values():
+            for vector in vectors.values():
+                vector *= np.float32(factor)
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what this rank remembers, as copies: numbers, texts and arrays.
+
+        To be called between steps, and saved by every rank for itself. A run that loads it on
+        the same number of ranks goes on, bit by bit, as if it had never stopped.
+        """
+        rank, size, nodes = self._world
+        return {
+            "edition": _EDITION, "reducer": repr(self), "rank": rank, "size": size,
+            "nodes": [list(ranks) for ranks in nodes], "order": list(self._order),
+            "buckets": [kept.state() for kept in self._kept.values()],
+            "aside": {tensor: {name: x.copy() for name, x in vectors.items()}
+                      for tensor, vectors in self._aside.items()},
+            "steps_aside": dict(self._steps_aside)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned on this rank; on all ranks.
+
+        Gradients move to buckets as they were then, at the next step or when a model is
+        wrapped.
+
+        Raises:
+            ConfigError: It is no such state, or of a Reducer with other settings. With the
+                next step: it is another rank's, or of another number of ranks or nodes.
+        """
+        if state.get("edition") != _EDITION or "buckets" not in state:
+            raise ConfigError(
+                f"this is no state of {self!r}: pass what state_dict() has returned")
+        if state["reducer"] != repr(self):
+            raise ConfigError(
+                f"the state is of {state['reducer']}, but this is {self!r}; resume with the "
+                f"settings that it was saved with")
+        self._loaded = state
+
+    def _fill_from_loaded(self) -> None:
+        """Become what was loaded, after it was found to fit."""
+        loaded, (rank, size, nodes) = self._loaded or {}, self._world
+        theirs = loaded["rank"], loaded["size"], tuple(map(tuple, loaded["nodes"]))
+        if theirs != (rank, size, nodes):
+            raise ConfigError(
+                f"rank {rank} of {size} on {len(nodes)} node(s): the state that was loaded is of "
+                f"rank {theirs[0]} of {theirs[1]} on {len(theirs[2])} node(s). Each rank's "
+                f"residuals are what it has not yet sent of its own gradients and cannot be "
+                f"divided anew; resume on the same ranks and nodes, or begin with a fresh "
+                f"Reducer, which loses at most what is not yet sent")
+        if len(loaded["buckets"]) != len(self._kept):
+            raise ConfigError(
+                f"rank {rank}: the state that was loaded has {len(loaded['buckets'])} buckets, "
+                f"but here are {len(self._kept)}; resume with the same model and bucket_bytes")
+        for kept, state in zip(self._kept.values(), loaded["buckets"]):
+            kept.load(state)
+        self._aside = {tensor: {name: np.array(x, np.float32) for name, x in vectors.items()}
+                       for tensor, vectors in loaded["aside"].items()}
+        self._steps_aside = {name: int(steps) for name, steps in loaded["steps_aside"].items()}
+        self._loaded = None
+
+
+def bounds_by_tensor(bucket: Bucket, slices: int) -> list[int]:
+    """Cut a bucket into slices of whole tensors, about equally long."""
+    ends = np.cumsum([tensor.padded_size for tensor in bucket.plan.tensors])
+    wanted = [i * bucket.flat.size / slices for i in range(1, slices)]
+    inner = [int(min((0, *ends), key=lambda end: abs(end - place))) for place in wanted]
+    return [0, *inner, bucket.flat.size]
+
+
+def _cast(out: Array, x: Array) -> None:
+    out[...] = x
+
+
+def _refuse_dtype(compressor: Compressor, bucket: Bucket) -> None:
+    kind = dtype_name(bucket.flat.dtype)
+    if kind not in _FLOATING:
+        raise ConfigError(
+            f"{compressor!r} cannot compress {kind}, of {bucket.label}; map these names to Mean(): "
+            f"reducer={{'name': Mean(), '*': {compressor!r}}}")

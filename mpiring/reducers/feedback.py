@@ -1,0 +1,82 @@
+"""Adds what was not sent to the next gradients: error feedback, around any Reducer."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from ..buckets import Bucket
+from ..errors import ConfigError
+from ..memory.reduction import quietly
+from ..transport.base import Schedule
+from .compressor import Compressor
+from .kept import Wide
+from .meeting import Meeting
+
+Between = Callable[[Meeting, Wide, Wide | None], Schedule[bool]]
+
+
+def with_feedback(meeting: Meeting, x: Wide, lost: Wide | None, between: Between) -> Schedule[bool]:
+    """Return the schedule that adds a slice's residual to it, averages it, and keeps what is lost.
+
+    Args:
+        meeting, x, lost: As for `Compressor.between`; nothing is lost.
+        between: How it is averaged.
+
+    Source: Karimireddy et al., ICML 2019, algorithm 2.
+    """
+    part = meeting.part
+    if lost is not None:
+        lost[...] = 0
+    with meeting.encoding():
+        quietly(np.add, x, part.vector("residual"), x)
+    return between(meeting, x, part.next("residual"))
+
+
+class ErrorFeedback(Compressor):
+    """Remembers what another Reducer did not send, and adds it to the next gradients.
+
+    So nothing is lost for good: over time, the sum of all means is that of the gradients, but
+    for one residual. It takes twice the memory of this rank's share of the gradients (float32),
+    one half for the case that a step does not count.
+
+    Args:
+        reducer: A Cast, an Int8, … One that feeds its errors back by itself is used as it is.
+
+    Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
+    """
+
+    feeds_back = True
+
+    def __init__(self, reducer: Compressor) -> None:
+        super().__init__()
+        if not isinstance(reducer, Compressor):
+            raise ConfigError(
+                f"ErrorFeedback({reducer!r}): expected a Reducer that compresses, such as Int8(); "
+                f"a plain mean has no errors")
+        self.reducer = reducer
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.reducer!r})"
+
+    @property
+    def vector_names(self) -> tuple[str, ...]:
+        """The names of the vectors that are remembered; the same on all ranks."""
+        return self.reducer.vector_names if self.reducer.feeds_back else ("residual",)
+
+    def compresses(self, nodes: int, step: int) -> bool:
+        """Return whether a step is compressed."""
+        return self.reducer.compresses(nodes, step)
+
+    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
+        """Return where a bucket is cut into slices."""
+        return self.reducer.bounds(bucket, slices)
+
+    def prepare(self) -> None:
+        """Let the other Reducer do what takes long the first time."""
+        self.reducer.prepare()
+
+    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Return the schedule that replaces a slice by its mean over nodes."""
+        if self.reducer.feeds_back:
+            return self.reducer.between(meeting, x, lost)
+        return with_feedback(meeting, x, lost, self.reducer.between)

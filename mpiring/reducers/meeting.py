@@ -1,0 +1,82 @@
+"""Brings together the ranks, one of each node, that exchange a slice of a bucket."""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..memory.arrays import Array
+from ..transport.base import Channel
+from .kept import Part
+
+_LINE = 64
+
+
+@dataclass
+class Cost:
+    """What compression has cost this rank.
+
+    Attributes:
+        encode_s, decode_s: Seconds of computing, before and after something is sent.
+        wire_s: Seconds of waiting for messages; those of buckets under way at once add up.
+    """
+
+    encode_s: float = 0.0
+    wire_s: float = 0.0
+    decode_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a method has in its hands while the nodes exchange one slice.
+
+    Attributes:
+        net: The channel of the ranks that have the slice, one of each node.
+        part: What this rank remembers of the slice.
+        borrow: Lends scratch memory, given the number of elements and their dtype.
+        step: How many steps have counted.
+        place: Tells slices apart: numbers that are the same on all nodes.
+        cost: Is added to.
+    """
+
+    net: Channel
+    part: Part
+    borrow: Callable[[int, DTypeLike], AbstractContextManager[Array]]
+    step: int
+    place: tuple[int, ...]
+    cost: Cost = field(default_factory=Cost)
+
+    def seeded(self, seed: int) -> "Meeting":
+        """Return the same meeting, with another chance."""
+        return replace(self, place=(*self.place, seed))
+
+    def key(self, *numbers: int) -> int:
+        """Return 64 bits that differ with the step, the slice, the rank, and some numbers."""
+        text = repr((self.step, self.place, self.net.rank, numbers)).encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+    @contextmanager
+    def borrow_bytes(self, sizes: Sequence[int]) -> Iterator[list[Array]]:
+        """Lend vectors of so many bytes each, which begin on cache lines."""
+        ends = list(itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes))
+        with self.borrow(ends[-1], np.uint8) as memory:
+            yield [memory[start:start + size] for start, size in zip([0, *ends], sizes)]
+
+    @contextmanager
+    def encoding(self) -> Iterator[None]:
+        """Count the seconds within as those of encoding."""
+        began = time.perf_counter()
+        yield
+        self.cost.encode_s += time.perf_counter() - began
+
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
+        """Count the seconds within as those of decoding."""
+        began = time.perf_counter()
+        yield
+        self.cost.decode_s += time.perf_counter() - began

@@ -1,0 +1,56 @@
+"""Sends one bit per number between nodes: its sign."""
+
+from ..codecs.signs import Sign
+from ..errors import ConfigError
+from ..transport.base import Schedule
+from . import two_phase
+from .compressor import Compressor
+from .feedback import with_feedback
+from .kept import Wide
+from .meeting import Meeting
+
+
+class OneBit(Compressor):
+    """Sends signs, and for each block the mean magnitude; errors are fed back.
+
+    A thirty-second of the bytes, and an eighth of that for the magnitudes. The first steps are not
+    compressed: gradients are large and change direction then.
+
+    Args:
+        block: So many numbers share a magnitude; a multiple of 32.
+        warmup_steps: So many steps are plain means.
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Source: Seide et al., Interspeech 2014; the two phases and the warm-up are those of
+    1-bit Adam, Tang et al., ICML 2021. (There the momentum is sent: here gradients are, and any
+    optimizer takes them.)
+    """
+
+    feeds_back = True
+
+    def __init__(self, block: int = 256, *, warmup_steps: int = 100) -> None:
+        super().__init__()
+        if warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={warmup_steps}: expected 0 or more")
+        self._codec = Sign(block)
+        self.block, self.warmup_steps = block, warmup_steps
+
+    def __repr__(self) -> str:
+        return f"OneBit(block={self.block}, warmup_steps={self.warmup_steps})"
+
+    def compresses(self, nodes: int, step: int) -> bool:
+        """Return whether a step is compressed."""
+        return nodes > 1 and step >= self.warmup_steps
+
+    def prepare(self) -> None:
+        """Compile what encodes, where it is compiled."""
+        two_phase.prepare(self._codec)
+
+    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Return the schedule that replaces a slice by its mean over nodes."""
+        return with_feedback(meeting, x, lost, self._signs)
+
+    def _signs(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        return two_phase.average(meeting, self._codec, x, lost)

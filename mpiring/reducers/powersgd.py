@@ -1,0 +1,224 @@
+"""Sends matrices as products of two thin ones: one step of power iteration on each gradient."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..buckets import Bucket
+from ..errors import ConfigError
+from ..memory.arrays import is_finite
+from ..memory.reduction import quietly
+from ..transport.base import Schedule
+from . import dense
+from .compressor import Compressor, bounds_by_tensor
+from .feedback import with_feedback
+from .kept import Part, Segment, Wide
+from .meeting import Meeting
+
+# Rows of a matrix that are decompressed at a time: their values stay in the cache.
+_BLOCK_BYTES = 256 << 10
+
+Doubles = NDArray[np.float64]
+
+
+class PowerSGD(Compressor):
+    """Approximates each gradient matrix M, n by m, by a product P Qᵀ of rank r.
+
+    r (n + m) numbers travel instead of n m. Q starts where the last step has ended, so that
+    over the steps it turns to the directions that matter; what is left out is fed back.
+    Tensors of more than two dimensions are matrices of (first, all others); vectors, and
+    matrices of which it would save too little, travel as they are.
+
+    Each tensor is compressed by one rank of a node. Bits are equal on all nodes if these have
+    the same processors and libraries: each multiplies P and Q itself.
+
+    Args:
+        rank: r, from 1.
+        start_step: So many steps are plain means before.
+        min_compression: A matrix is compressed if that takes at most its size over this.
+        reducer: How P, Q and the vectors are averaged, such as Cast("bfloat16"); by default in
+            float32.
+        seed: Of the first Q.
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Source: Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
+    """
+
+    feeds_back = True
+
+    def __init__(self, rank: int = 2, *, start_step: int = 10, min_compression: float = 2.0,
+                 reducer: Compressor | None = None, seed: int = 0) -> None:
+        super().__init__()
+        if rank < 1 or start_step < 0 or min_compression <= 0:
+            raise ConfigError(
+                f"PowerSGD(rank={rank}, start_step={start_step}, "
+                f"min_compression={min_compression}): expected a rank from 1, a step from 0, and "
+                f"a factor above 0")
+        if reducer is not None and (not isinstance(reducer, Compressor) or reducer.feeds_back):
+            raise ConfigError(
+                f"PowerSGD(reducer={reducer!r}): expected one that remembers nothing, as Cast() "
+                f"or Int8()")
+        self.rank, self.start_step, self.seed = rank, start_step, seed
+        self.min_compression, self.reducer = min_compression, reducer
+
+    def __repr__(self) -> str:
+        inner = "" if self.reducer is None else f", reducer={self.reducer!r}"
+        return (f"PowerSGD(rank={self.rank}, start_step={self.start_step}, "
+                f"min_compression={self.min_compression:g}{inner}, seed={self.seed})")
+
+    def compresses(self, nodes: int, step: int) -> bool:
+        """Return whether a step is compressed."""
+        return nodes > 1 and step >= self.start_step
+
+    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
+        """Return where a bucket is cut into slices."""
+        return bounds_by_tensor(bucket, slices)
+
+    def prepare(self) -> None:
+        """Let the inner Reducer do what takes long the first time."""
+        if self.reducer is not None:
+            self.reducer.prepare()
+
+    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Return the schedule that replaces a slice by its mean over nodes."""
+        return with_feedback(meeting, x, lost, self._approximate)
+
+    def _approximate(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Average matrices as P Qᵀ, and the rest as it is."""
+        residual = np.empty_like(x) if lost is None else lost
+        residual[...] = 0
+        with meeting.encoding():
+            matrices = [self._matrix(meeting.part, one, x)
+                        for one in meeting.part.segments if self._rank_of(one)]
+            others = [one for one in meeting.part.segments if not self._rank_of(one)]
+            # 1. P ← M Q, and its mean.
+            first = _packed([*(_product(one.q, one.m.T) for one in matrices),
+                             *(x[one.start:one.stop] for one in others)])
+        first_lost = yield from self._average(meeting, first)
+        with meeting.encoding():
+            finite = is_finite(first)
+            shapes, sizes = [one.p_shape for one in matrices], [one.size for one in others]
+            ps, means = _unpacked(first, shapes, sizes)
+            losses = _unpacked(first_lost, shapes, sizes)[1]
+            # 2. P ← orthonormal columns.
+            ps = [orthogonal(p) for p in ps]
+            # 3. Q ← Mᵀ P, and its mean.
+            second = _packed([_product(p, one.m) for p, one in zip(ps, matrices)])
+        yield from self._average(meeting, second)
+        with meeting.decoding():
+            # 4. M ← P Qᵀ; the residual is what that lacks, and Q the next start.
+            qs = _unpacked(second, [one.q.shape for one in matrices], [])[0]
+            for one, p, q in zip(matrices, ps, qs):
+                _replace(one, p, q, residual)
+                self._remember(meeting, one, q)
+            for segment, mean, loss in zip(others, means, losses):
+                x[segment.start:segment.stop] = mean
+                residual[segment.start:segment.stop] = loss
+        return finite
+
+    def _average(self, meeting: Meeting, x: Wide) -> Schedule[Wide]:
+        """Average a vector; return what this rank's contribution has lost."""
+        lost = np.zeros_like(x)
+        if self.reducer is None:
+            yield from dense.average(meeting, x)
+        else:
+            yield from self.reducer.between(meeting, x, lost)
+        return lost
+
+    def _rank_of(self, one: Segment) -> int:
+        """Return the rank with which a tensor is compressed; 0 if it travels as it is."""
+        if len(one.shape) < 2:
+            return 0
+        n, m = one.shape[0], math.prod(one.shape[1:])
+        r = min(self.rank, n, m)
+        return r if r * (n + m) * self.min_compression <= n * m else 0
+
+    def _matrix(self, part: Part, one: Segment, x: Wide) -> "_Matrix":
+        n, m = one.shape[0], math.prod(one.shape[1:])
+        m_view = x[one.start:one.stop].reshape(n, m)
+        q = part.other(f"Q of {one.name}", lambda: self._random(one.name, self._rank_of(one), m))
+        return _Matrix(one, m_view, q)
+
+    def _random(self, name: str, r: int, m: int) -> Wide:
+        """Return the first Q of a tensor, transposed; the same on all nodes."""
+        dice = np.random.default_rng([self.seed, *name.encode()])
+        return dice.standard_normal((r, m), np.float32)
+
+    def _remember(self, meeting: Meeting, one: "_Matrix", q: Wide) -> None:
+        """Let Q be what the next step starts from."""
+        start = meeting.part.next(f"Q of {one.segment.name}")
+        start[...] = q
+        empty = ~q.any(axis=1)
+        if empty.any():
+            # A direction in which nothing was found would stay empty for ever.
+            start[empty] = self._random(f"{one.segment.name} {meeting.step}", *q.shape)[empty]
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A gradient as a matrix, and the transposed Q that its iteration starts from."""
+
+    segment: Segment
+    m: Wide
+    q: Wide
+
+    @property
+    def p_shape(self) -> tuple[int, int]:
+        return self.q.shape[0], self.m.shape[0]
+
+
+def _product(a: Wide, b: Wide) -> Wide:
+    """Return a matrix product in which overflow and the like raise no warning and no error."""
+    out = np.empty((a.shape[0], b.shape[1]), np.float32)
+    quietly(np.matmul, a, b, out)
+    return out
+
+
+def _replace(one: _Matrix, p: Wide, q: Wide, residual: Wide) -> None:
+    """Replace a matrix by P Qᵀ, and keep what that lacks."""
+    n, m = one.m.shape
+    loss = residual[one.segment.start:one.segment.stop].reshape(n, m)
+    rows = max(1, _BLOCK_BYTES // (4 * m))
+    for start in range(0, n, rows):
+        block = one.m[start:start + rows]
+        product = _product(p[:, start:start + rows].T, q)
+        quietly(np.subtract, block, product, loss[start:start + rows])
+        block[...] = product
+
+
+def orthogonal(p: Wide) -> Wide:
+    """Return orthonormal rows that span those of `p`, by Gram and Schmidt, in float64.
+
+    Args:
+        p: Shape (r, n). Rows that depend on those before become zeros.
+    """
+    rows: Doubles = p.astype(np.float64)
+    with np.errstate(all="ignore"):
+        for i, row in enumerate(rows):
+            before = float(np.sqrt((row * row).sum()))
+            for other in rows[:i]:
+                row -= (row * other).sum() * other
+            norm = float(np.sqrt((row * row).sum()))
+            # What is left is rounding: a direction of chance, the same on all nodes.
+            row[...] = row / norm if not norm <= 1e-6 * before else 0
+    return rows.astype(np.float32)
+
+
+def _packed(parts: Sequence[NDArray[Any]]) -> Wide:
+    return np.concatenate([np.empty(0, np.float32), *(part.reshape(-1) for part in parts)])
+
+
+def _unpacked(x: Wide, shapes: Sequence[tuple[int, ...]],
+              sizes: Sequence[int]) -> tuple[list[Wide], list[Wide]]:
+    """Return views of matrices, and of vectors, that follow each other in `x`."""
+    lengths = [math.prod(shape) for shape in shapes]
+    parts = np.split(x, np.cumsum([*lengths, *sizes])[:-1]) if x.size else []
+    parts += [x[:0]] * (len(lengths) + len(sizes) - len(parts))
+    matrices = [part.reshape(shape) for part, shape in zip(parts, shapes)]
+    return matrices, parts[len(shapes):]

@@ -1,0 +1,186 @@
+"""Sends the largest thousandth of the gradients between nodes: Deep Gradient Compression."""
+
+import math
+import numpy as np
+
+from ..buckets import Bucket
+from ..codecs import largest
+from ..collectives import ring
+from ..errors import ConfigError
+from ..memory.arrays import Array, is_finite
+from ..memory.reduction import quietly
+from ..transport.base import Schedule
+from . import dense
+from .compressor import Compressor, bounds_by_tensor
+from .kept import Segment, Wide
+from .meeting import Meeting
+
+# The densities of the paper's warm-up, an epoch each: 1 - 75, 93.75, 98.4375, 99.6 %.
+WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
+
+
+class TopK(Compressor):
+    """Sends the largest numbers of each tensor, and keeps the others until they have grown.
+
+    With `momentum`, what is kept gathers momentum while it waits, as if it had been sent:
+    the result is then what momentum SGD adds to the parameters, and the optimizer must be plain
+    SGD, without momentum of its own. What is sent forgets its momentum. Without `momentum`, plain
+    gradients are gathered, for any optimizer.
+
+    It takes twice the memory of this rank's share of the gradients (float32), with `momentum` four
+    times. Each tensor is compressed by one rank of a node.
+
+    Args:
+        density: Of each tensor this share is sent, at least one number; above 0, up to 1.
+        momentum: From 0 to below 1.
+        clip_norm: Scale each tensor's gradient down, before it is gathered, to a norm of
+            at most this over the square root of the number of nodes; None does not.
+        warmup_steps: Over so many steps, in five equal stages, 25, 6.25, 1.56, 0.4 % and at last
+            `density` are sent. The paper's warm-up is five epochs.
+
+    Raises:
+        ConfigError: A number is out of range.
+
+    Source: Lin, Han et al., ICLR 2018, algorithms 1 and 4, and section 3.
+    """
+
+    feeds_back = True
+
+    def __init__(self, density: float = 0.001, *, momentum: float = 0.0,
+                 clip_norm: float | None = None, warmup_steps: int = 0) -> None:
+        super().__init__()
+        if not 0 < density <= 1 or not 0 <= momentum < 1 or warmup_steps < 0 or (
+                clip_norm is not None and not clip_norm > 0):
+            raise ConfigError(
+                f"TopK(density={density}, momentum={momentum}, clip_norm={clip_norm}, "
+                f"warmup_steps={warmup_steps}): expected a density above 0 and up to 1, a momentum "
+                f"from 0 to below 1, a norm above 0, and steps from 0")
+        self.density, self.momentum = density, momentum
+        self.clip_norm, self.warmup_steps = clip_norm, warmup_steps
+
+    def __repr__(self) -> str:
+        return (f"TopK(density={self.density:g}, momentum={self.momentum:g}, "
+                f"clip_norm={self.clip_norm}, warmup_steps={self.warmup_steps})")
+
+    @property
+    def vector_names(self) -> tuple[str, ...]:
+        """The names of the vectors that are remembered; the same on all ranks."""
+        return ("residual", "momentum") if self.momentum else ("residual",)
+
+    def compresses(self, nodes: int, step: int) -> bool:
+        """Return whether a step is compressed. On one node there may be momentum to add."""
+        return nodes > 1 or self.momentum > 0 or self.clip_norm is not None
+
+    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
+        """Return where a bucket is cut into slices."""
+        return bounds_by_tensor(bucket, slices)
+
+    def density_at(self, step: int) -> float:
+        """Return which share is sent in a step."""
+        stage = len(WARMUP_DENSITIES) + 1
+        if self.warmup_steps:
+            stage = min(step * stage // self.warmup_steps, stage)
+        return max((*WARMUP_DENSITIES, 0.0, 0.0)[stage], self.density)
+
+    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Return the schedule that replaces a slice by its mean over nodes."""
+        if lost is not None:
+            lost[...] = 0
+        with meeting.encoding():
+            # 1. Clip; u ← m u + gradient; v ← v + u.
+            gathered = self._gather(meeting, x)
+        if meeting.net.size == 1:
+            # One node: nothing is to be sent, and no momentum is lost.
+            x[...] = gathered
+            gathered[...] = 0
+            return is_finite(x)
+        with meeting.encoding():
+            # 2. Select the largest of v.
+            indices, finite = self._select(meeting, gathered)
+            values = gathered[indices]
+            if not finite:
+                # Every node shall see it.
+                values[:1] = np.nan
+            # 3. v, u ← 0 where they are sent.
+            self._forget(meeting, gathered, indices)
+        # 4. Exchange what was selected.
+        p, k, n = meeting.net.size, indices.size, x.size
+        if p * largest.packed_size(k, n) >= 2 * x.nbytes:
+            # Around a ring, all of it takes no more bytes.
+            x[...] = 0
+            x[indices] = values
+            yield from dense.average(meeting, x)
+            return is_finite(x)
+        return (yield from _average_sparse(meeting, x, values, indices))
+
+    def _gather(self, meeting: Meeting, x: Wide) -> Wide:
+        """Add a gradient to what was kept of those before: momentum correction, and clipping.
+
+        Returns:
+            What has been gathered; not yet remembered.
+        """
+        part = meeting.part
+        if self.clip_norm is not None:
+            limit = self.clip_norm / math.sqrt(meeting.net.size)
+            for one in part.segments:
+                quietly(_clip, x[one.start:one.stop], limit)
+        addend = x
+        if self.momentum:
+            addend = part.vector("momentum")
+            addend, before = part.next("momentum"), addend
+            quietly(np.multiply, before, np.float32(self.momentum), addend)
+            quietly(np.add, addend, x, addend)
+        before = part.vector("residual")
+        gathered = part.next("residual")
+        quietly(np.add, before, addend, gathered)
+        return gathered
+
+    def _select(self, meeting: Meeting, gathered: Wide) -> tuple[Array, bool]:
+        """Return the indices of what is to be sent, ascending, and whether all is finite."""
+        density = self.density_at(meeting.step)
+        found, finite = [np.empty(0, np.int64)], True
+        for place, one in enumerate(meeting.part.segments):
+            indices, ok = largest.select_largest(
+                gathered[one.start:one.stop], _count(one, density), meeting.key(place))
+            found.append(indices + one.start)
+            finite &= ok
+        return np.concatenate(found), finite
+
+    def _forget(self, meeting: Meeting, gathered: Wide, indices: Array) -> None:
+        """Forget what is sent, and its momentum (momentum factor masking)."""
+        gathered[indices] = 0
+        if self.momentum:
+            meeting.part.next("momentum")[indices] = 0
+
+
+def _average_sparse(meeting: Meeting, x: Wide, values: Wide, indices: Array) -> Schedule[bool]:
+    """Replace `x` by the mean of all nodes' values, zeros elsewhere; return if it is finite."""
+    p, r, k, n = meeting.net.size, meeting.net.rank, indices.size, x.size
+    with meeting.borrow_bytes([largest.packed_size(k, n)] * p) as payloads:
+        with meeting.encoding():
+            largest.pack(values, indices, n, payloads[r])
+        yield from ring.allgather(meeting.net, payloads)
+        with meeting.decoding():
+            x[...] = 0
+            finite = True
+            for payload in payloads:
+                theirs, places = largest.unpack(payload, k, n)
+                finite &= is_finite(theirs)
+                # No index comes twice from one node.
+                quietly(_add_at, x, places, theirs, np.float32(p))
+    return finite
+
+
+def _add_at(x: Wide, places: Array, values: Wide, divisor: np.float32) -> None:
+    x[places] += values / divisor
+
+
+def _count(one: Segment, density: float) -> int:
+    """Return how many numbers of a tensor are sent."""
+    return min(one.size, max(1, math.ceil(one.size * density)))
+
+
+def _clip(x: Wide, limit: float) -> None:
+    norm = float(np.sqrt(np.dot(x, x)))
+    if norm > limit:
+        np.multiply(x, np.float32(limit / norm), out=x)

@@ -1,0 +1,131 @@
+"""Averages vectors that travel encoded: each rank adds a chunk in float32, and encodes it again.
+
+However many ranks there are, a number is rounded twice: by the rank that contributes it, and
+by the one that has added a chunk. What a rank itself contributes to its own chunk is not
+encoded at all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..codecs.base import Codec
+from ..collectives import ring
+from ..memory.arrays import Array
+from ..memory.reduction import quietly
+from ..transport.base import Request, Schedule, together
+from .kept import Wide
+from .meeting import Meeting
+
+# How many strips are under way at once, each in a lane of its own; and how long their messages
+# are: long enough to be worth their latency, short enough that MPI sends both ways at once.
+_IN_FLIGHT = 3
+_LONGEST_BYTES, _SHORTEST_BYTES = 256 << 10, 16 << 10
+_IN_ALL_BYTES = 4 << 20
+
+
+def average(
+    meeting: Meeting, codec: Codec, x: Wide, lost: Wide | None,
+) -> Schedule[bool]:
+    """Return the schedule that replaces `x` by its mean over ranks, all messages encoded.
+
+    Each of the p ranks sends 2(p-1)/p of the payload of `x`. It goes in strips, of which a few
+    are under way at once, so that one is encoded while the wire carries another.
+
+    Args:
+        meeting, x, lost: As for `Compressor.between`.
+        codec: Encodes what is sent.
+
+    Returns:
+        Whether all contributions were finite.
+
+    Source: the two phases are those of Tang et al., ICML 2021 (1-bit Adam), figure 3.
+    """
+    p = meeting.net.size
+    message_bytes = max(min(_LONGEST_BYTES, _IN_ALL_BYTES // p), _SHORTEST_BYTES)
+    count = max(1, -(-codec.payload_size(x.size) // (p * message_bytes)))
+    bounds = cuts(x.size, count, codec.alignment)
+    strips = _cut(x, bounds)
+    losses = [None] * count if lost is None else _cut(lost, bounds)
+
+    def lane(index: int) -> Schedule[bool]:
+        """Average every third strip, one after the other."""
+        here = replace(meeting, net=meeting.net.lane(index))
+        finite = True
+        for place in range(index, count, _IN_FLIGHT):
+            finite &= yield from _average(
+                replace(here, place=(*here.place, place)), codec, strips[place], losses[place])
+        return finite
+
+    return all((yield from together(map(lane, range(_IN_FLIGHT)), _IN_FLIGHT)))
+
+
+def _average(meeting: Meeting, codec: Codec, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    """Average a strip: every rank adds a chunk of it."""
+    p, r = meeting.net.size, meeting.net.rank
+    bounds = cuts(x.size, p, codec.alignment)
+    chunks = _cut(x, bounds)
+    losses = None if lost is None else _cut(lost, bounds)
+    sizes = [codec.payload_size(chunk.size) for chunk in chunks]
+    with meeting.borrow_bytes([*sizes, *[sizes[r]] * (p - 1)]) as memory:
+        payloads, inbox = memory[:p], memory[p:]
+        yield from _add_own_chunk(meeting, codec, chunks, payloads, inbox, losses)
+        with meeting.encoding():
+            own, loss = chunks[r], None if losses is None else losses[r]
+            quietly(np.divide, own, np.float32(p), own)
+            codec.encode(own, payloads[r], loss, meeting.key(p))
+            if loss is not None:
+                # In the mean it is divided by p again.
+                quietly(np.multiply, loss, np.float32(p), loss)
+        yield from ring.allgather(meeting.net, payloads)
+        finite = True
+        with meeting.decoding():
+            for chunk, payload in zip(chunks, payloads):
+                codec.decode(payload, chunk)
+                finite &= codec.is_finite(payload, chunk.size)
+    return finite
+
+
+def prepare(codec: Codec) -> None:
+    """Encode and decode nothing, so that what is compiled is compiled now."""
+    nothing, payload = np.empty(0, np.float32), np.empty(0, np.uint8)
+    codec.encode(nothing, payload, nothing, 0)
+    codec.add(payload, nothing)
+
+
+def _add_own_chunk(
+    meeting: Meeting, codec: Codec, chunks: Sequence[Wide], payloads: Sequence[Array],
+    inbox: Sequence[Array], losses: Sequence[Wide] | None,
+) -> Schedule[None]:
+    """Send every other rank its chunk, encoded; add what they send to this rank's own.
+
+    Args:
+        payloads: Memory for each encoded chunk.
+        inbox: Memory for this rank's chunk, as each of the others encodes it.
+    """
+    net = meeting.net
+    p, r = net.size, net.rank
+    requests: list[Request] = [
+        net.irecv(inbox[s - 1], (r - s) % p) for s in range(1, p)]
+    for s in range(1, p):
+        dest = (r + s) % p
+        with meeting.encoding():
+            codec.encode(chunks[dest], payloads[dest],
+                         None if losses is None else losses[dest], meeting.key(dest))
+        requests.append(net.isend(payloads[dest], dest))
+    yield requests
+    with meeting.decoding():
+        # In the order of ranks from this one on.
+        for payload in reversed(inbox):
+            codec.add(payload, chunks[r])
+
+
+def cuts(n: int, p: int, alignment: int) -> list[int]:
+    """Return where a vector of n elements is cut into p chunks, at multiples of `alignment`."""
+    blocks = -(-n // alignment)
+    return [min(i * blocks // p * alignment, n) for i in range(p + 1)]
+
+
+def _cut(x: Wide, bounds: Sequence[int]) -> list[Wide]:
+    return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]

@@ -1,0 +1,132 @@
+"""Trains with every Reducer through PyTorch's adapter, each rank a node; run by mpirun."""
+
+import copy
+
+import torch
+from mpi4py import MPI
+from torch import nn
+
+import mpiring
+from mpiring.memory import compiled
+from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
+from mpiring.torch import DataParallel
+
+# On every rank, that would take longer than all that follows; the bits are the same.
+compiled.loop = compiled.loop_16 = lambda *arguments: None
+MAKERS = {
+    "cast": lambda: Cast("float16"),
+    "int8": lambda: ErrorFeedback(Int8(64)),
+    "onebit": lambda: OneBit(64, warmup_steps=2),
+    "topk": lambda: TopK(0.05),
+    "powersgd": lambda: PowerSGD(2, start_step=1),
+    "mixed": lambda: {"0.weight": PowerSGD(1, start_step=0), "*.weight": Int8(64)},
+}
+comm = mpiring.Communicator(
+    MPI.COMM_WORLD, config=mpiring.Config(shared_memory=False, tuning=False))
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(),
+                         nn.Linear(40, 2))
+
+
+def batch(step):
+    dice = torch.Generator().manual_seed(100 * step + comm.rank)
+    x = torch.randn(16, 20, generator=dice)
+    return x, x[:, :2] - x[:, 2:4]
+
+
+class Run:
+    """A model in training, and what it needs to go on."""
+
+    def __init__(self, make, state=None):
+        self.reducer, self.step = make(), 0
+        self.each = list(self.reducer.values()) if isinstance(self.reducer, dict) else [
+            self.reducer]
+        bare = net()
+        if state:
+            bare.load_state_dict(state["model"])
+            for one, kept in zip(self.each, state["reducers"]):
+                one.load_state_dict(kept)
+        self.model = DataParallel(bare, comm, bucket_bytes=4000, reducer=self.reducer)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64, growth_interval=5)
+        if state:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.scaler.load_state_dict(state["scaler"])
+            self.step = state["step"]
+
+    def state(self):
+        return copy.deepcopy({
+            "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(),
+            "scaler": self.scaler.state_dict(), "step": self.step,
+            "reducers": [one.state_dict() for one in self.each]})
+
+    def train(self, steps, spoil_at=None):
+        for _ in range(steps):
+            x, y = batch(self.step)
+            self.step += 1
+            if self.step == spoil_at and comm.rank == comm.size - 1:
+                x[0, 0] = torch.nan
+            self.optimizer.zero_grad()
+            self.scaler.scale((self.model(x) - y).square().mean()).backward()
+            assert self.model.finite == (self.step != spoil_at)
+            before = self.scaler.get_scale()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.model.rescale(self.scaler.get_scale() / before)
+
+    def loss(self):
+        with torch.no_grad():
+            x, y = batch(0)
+            return (self.model(x) - y).square().mean().item()
+
+    def weights(self):
+        return b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+
+
+def replicas_learn_and_are_equal(name, make):
+    run = Run(make)
+    first = run.loss()
+    run.train(25)
+    assert run.loss() < 0.9 * first, f"{name} does not learn"
+    assert len(set(comm.allgather_object(run.weights()))) == 1
+    assert comm.size == 1 or run.model.statistics.compression_ratio > 1.4
+
+
+def a_nan_on_one_rank_is_skipped_by_all(name, make):
+    run = Run(make)
+    run.train(4)
+    before = run.weights()
+    run.train(1, spoil_at=5)
+    assert run.weights() == before, "the step was taken"
+    run.train(3)
+    assert run.model.finite and len(set(comm.allgather_object(run.weights()))) == 1
+
+
+def a_run_goes_on_bit_by_bit(name, make):
+    run = Run(make)
+    run.train(4)
+    resumed = Run(make, run.state())
+    run.train(4)
+    resumed.train(4)
+    assert run.weights() == resumed.weights()
+
+
+def frozen_layers_come_back(name, make):
+    run = Run(make)
+    run.train(3)
+    for frozen in (True, False):
+        run.model.module[2].requires_grad_(not frozen)
+        run.train(3)
+        assert len(set(comm.allgather_object(run.weights()))) == 1
+
+
+for what in (replicas_learn_and_are_equal, a_nan_on_one_rank_is_skipped_by_all,
+             a_run_goes_on_bit_by_bit, frozen_layers_come_back):
+    for name, make in MAKERS.items():
+        what(name, make)
+    if comm.rank == 0:
+        print(f"holds: {what.__name__}", flush=True)
+comm.close()

@@ -1,0 +1,106 @@
+"""Runs Reducers step by step on a simulated cluster, as the adapters do."""
+
+import numpy as np
+from cluster import run
+
+from mpiring.buckets import Bucket, TensorSpec, plan
+from mpiring.collectives.agreement import Call
+from mpiring.reducers import Compressor
+
+SHAPES = {"momentum": (40, 30), "b1": (30,), "conv": (8, 3, 5, 5), "residual": (7,), "scale": ()}
+
+
+class Model:
+    """The gradients of every rank of a cluster, in one bucket, and a Reducer for each rank.
+
+    Args:
+        make: Returns a Reducer.
+        node_of: The node of each rank.
+        shapes: Of the tensors.
+        seed: Of the simulated network.
+        states: Per rank, what its Reducer loads first.
+    """
+
+    def __init__(self, make, node_of, shapes=SHAPES, dtype="float32", seed=None, states=None):
+        self.node_of, self.seed = node_of, seed
+        self.reducers = [make() for _ in node_of]
+        self.network = None
+        tensors = [TensorSpec(name, shape, np.dtype(dtype)) for name, shape in shapes.items()]
+        if states:
+            for reducer, state in zip(self.reducers, states):
+                reducer.load_state_dict(state)
+        self.use([tensors])
+
+    def use(self, groups):
+        """Move to new buckets, of the tensors of each group."""
+        plans = [plan(tensors, 1 << 30)[0] if tensors else None for tensors in groups]
+        self.buckets = [[Bucket(i, one, np.empty) for i, one in enumerate(plans)]
+                        for _ in self.node_of]
+        order = [tensor.name for tensors in groups for tensor in tensors]
+
+        def program(collectives):
+            reducer = self.reducers[collectives.rank]
+            if isinstance(reducer, Compressor):
+                yield from reducer.take_over(collectives, self.buckets[collectives.rank], order)
+            yield ()
+
+        run(self.node_of, program, desk_bytes=2048)
+
+    @property
+    def size(self):
+        return self.buckets[0][0].flat.size
+
+    def step(self, rows, taken=None, index=0):
+        """Reduce a bucket, given each rank's vector; return each rank's result.
+
+        Args:
+            rows: Of the tensors alone; padding stays zero.
+            taken: Whether the step counts; by default if all is finite.
+        """
+        for buckets, row in zip(self.buckets, rows):
+            fill(buckets[index], row)
+
+        def program(collectives):
+            rank = collectives.rank
+            return self.reducers[rank].reduce(collectives, self.buckets[rank][index])
+
+        _, self.network = run(self.node_of, program, desk_bytes=2048, seed=self.seed,
+                              algorithm="ring", call=lambda rank: Call("reduce", ""))
+        finite = [buckets[index].is_finite() for buckets in self.buckets]
+        assert len(set(finite)) == 1, "ranks do not agree whether all is finite"
+        self.settle(finite[0] if taken is None else taken)
+        return [values(buckets[index]) for buckets in self.buckets]
+
+    def settle(self, taken):
+        for reducer in self.reducers:
+            if isinstance(reducer, Compressor):
+                reducer.settle(taken)
+
+    def residual(self, index=0):
+        """Return what has not been sent yet, as a part of the mean over ranks."""
+        nodes = len(set(self.node_of))
+        total = np.zeros(self.buckets[0][index].flat.size)
+        for reducer, buckets in zip(self.reducers, self.buckets):
+            kept = reducer._kept[buckets[index].plan]
+            total += kept.whole("residual") / nodes
+        whole = Bucket(0, self.buckets[0][index].plan, np.empty)
+        whole.flat = total
+        return np.concatenate([total[one.start:one.stop] for one in kept._whole])
+
+    def states(self):
+        return [reducer.state_dict() for reducer in self.reducers]
+
+
+def fill(bucket, row):
+    bucket.finite, start = None, 0
+    for view in bucket.views.values():
+        view[...] = row[start:start + view.size].reshape(view.shape)
+        start += view.size
+
+
+def values(bucket):
+    return np.concatenate([view.reshape(-1) for view in bucket.views.values()])
+
+
+def count(shapes=SHAPES):
+    return sum(int(np.prod(shape)) for shape in shapes.values())

@@ -1,0 +1,278 @@
+"""Tests loss scaling and master weights on one rank, without MPI."""
+
+import json
+
+import ml_dtypes
+import numpy as np
+import pytest
+from contract import same_bits
+
+import mpiring
+from mpiring.numpy import LossScaler, MasterWeights
+from mpiring.precision import HOPELESS_STEPS
+
+SIXTEEN = [np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
+
+
+class OneRank:
+    """A communicator of one rank; `others` are objects of further ones."""
+
+    rank, others = 0, ()
+
+    def allgather_object(self, mine):
+        return [mine, *self.others]
+
+    def broadcast(self, x, *, root):
+        return x
+
+
+class Model:
+    """Has what precision needs of a DataParallel, and records what it is told."""
+
+    def __init__(self, **params):
+        self.comm = OneRank()
+        self.params = params
+        self.grads = {name: np.zeros_like(array) for name, array in params.items()}
+        self.steps, self.factors = 0, []
+
+    @property
+    def finite(self):
+        return all(np.isfinite(grad).all() for grad in self.grads.values())
+
+    def rescale(self, factor):
+        self.factors.append(factor)
+
+    def step(self, value):
+        """Compute gradients."""
+        for grad in self.grads.values():
+            grad[...] = value
+        self.steps += 1
+
+
+def weights(dtype=np.float32):
+    return Model(w=np.ones((2, 3), dtype), b=np.zeros((), dtype))
+
+
+def test_the_scale_backs_off_and_grows():
+    dp = weights()
+    scaler = LossScaler(dp, initial_scale=8, growth=4, backoff=0.5, growth_interval=3,
+                        smallest=4, largest=32)
+    scales, answers = [], []
+    for value in (1, np.inf, np.nan, 1, 1, np.inf, 1, 1, 1, 1, 1, 1, 1, 1, 1, -np.inf):
+        dp.step(value)
+        answers.append(scaler.step())
+        scales.append(scaler.scale)
+    assert answers == [True, False, False, True, True, False, *[True] * 9, False]
+    assert scales == [8, 4, 4, 4, 4, 4, 4, 4, 16, 16, 16, 32, 32, 32, 32, 16]
+    # What is kept between steps follows.
+    assert dp.factors == [0.5, 4, 2, 0.5]
+
+
+@pytest.mark.parametrize("dtype", [*SIXTEEN, "float32", "float64", "complex64", "longdouble"],
+                         ids=str)
+def test_gradients_are_unscaled_by_the_scale_of_their_step(dtype):
+    dp = weights(dtype)
+    scaler = LossScaler(dp, initial_scale=1024, growth_interval=1)
+    for scale in (1024, 2048, 4096):
+        assert scaler.scale == scale
+        dp.step(2.0**-20 * scaler.scale)
+        assert scaler.step()
+        for name, grad in dp.grads.items():
+            got = scaler.unscaled(name)
+            assert (got == 2.0**-20).all() and got.shape == grad.shape
+            assert got.dtype == np.promote_types(dtype, np.float32)
+            assert got is not grad and (grad == 2.0**-20 * scale).all()
+
+
+def test_steps_are_asked_for_once_and_gradients_only_of_accepted_ones():
+    dp = weights()
+    dp.step(1)
+    scaler = LossScaler(dp)
+    with pytest.raises(mpiring.GradientError, match="once after each dp.wait"):
+        scaler.step()
+    with pytest.raises(mpiring.GradientError, match=r"unscaled\('w'\) of a step that was not"):
+        scaler.unscaled("w")
+    dp.step(1)
+    with pytest.raises(mpiring.GradientError, match="where scaler.step"):
+        scaler.unscaled("w")
+    assert scaler.step() and (scaler.unscaled("w") == 2.0**-16).all()
+    with pytest.raises(mpiring.GradientError, match="once after each dp.wait"):
+        scaler.step()
+    dp.step(np.nan)
+    assert not scaler.step() and scaler.scale == 2.0**15
+    with pytest.raises(mpiring.GradientError, match="where scaler.step"):
+        scaler.unscaled("w")
+    with pytest.raises(AttributeError):
+        scaler.scale = 1
+
+
+def test_what_is_never_finite_ends_with_an_error():
+    dp = weights()
+    scaler = LossScaler(dp, initial_scale=4)
+    for _ in range(5):
+        # A bad batch now and then, at the smallest scale, is none of this.
+        for value in [np.inf] * (HOPELESS_STEPS - 1) + [1]:
+            dp.step(value)
+            scaler.step()
+    assert scaler.scale == 1
+    with pytest.raises(mpiring.GradientError, match=(
+            rf"rank 0: {HOPELESS_STEPS} steps in a row .* smallest scale, 1: .* in b; look")):
+        for _ in range(HOPELESS_STEPS):
+            dp.step(1)
+            dp.grads["b"][...] = np.nan
+            assert not scaler.step()
+    assert dp.steps == 6 * HOPELESS_STEPS
+
+
+@pytest.mark.parametrize("save", [dict, lambda state: json.loads(json.dumps(state)),
+                                  lambda state: {k: np.asarray(v) for k, v in state.items()}])
+def test_a_scaler_goes_on_exactly(save):
+    random = np.random.default_rng(1)
+    values = np.where(random.random(200) < 0.2, np.inf, 1)
+
+    def new():
+        return weights(), {"initial_scale": 16, "growth_interval": 5, "largest": 64}
+
+    def go_on(dp, scaler, values):
+        for value in values:
+            dp.step(value)
+            yield scaler.step(), scaler.scale
+
+    dp, settings = new()
+    whole = list(go_on(dp, LossScaler(dp, **settings), values))
+    assert len({scale for _, scale in whole}) > 3
+    for stop in (1, 7, 50, 199):
+        (dp, settings), (again, _) = new(), new()
+        scaler, other = LossScaler(dp, **settings), LossScaler(again, **settings)
+        first = list(go_on(dp, scaler, values[:stop]))
+        other.load_state_dict(save(scaler.state_dict()))
+        assert other.state_dict() == scaler.state_dict()
+        assert first + list(go_on(again, other, values[stop:])) == whole
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"initial_scale": 1000}, "initial_scale=1000: expected a power of two from 1 to 1.67772e"),
+    ({"initial_scale": 0.5}, "initial_scale=0.5: expected a power of two from 1 to"),
+    ({"initial_scale": "many"}, "initial_scale='many'"),
+    ({"growth": 1.5}, "growth=1.5: expected a power of two from 2 to"),
+    ({"growth": 1}, "growth=1"),
+    ({"backoff": 1}, "backoff=1: expected a power of two from .* to 0.5"),
+    ({"backoff": -0.5}, "backoff=-0.5"),
+    ({"growth_interval": 0}, "growth_interval=0: expected a whole number of at least 1"),
+    ({"growth_interval": 1e3}, "growth_interval=1000.0"),
+    ({"smallest": 0}, "smallest=0"),
+    ({"smallest": 2.0**17}, "initial_scale=65536.0"),
+    ({"smallest": 4, "largest": 2}, "largest=2: expected a power of two from 4"),
+    ({"largest": np.nan}, "largest=nan"),
+])
+def test_settings_that_cannot_work_are_refused(settings, message):
+    with pytest.raises(mpiring.ConfigError, match=message):
+        LossScaler(weights(), **settings)
+
+
+def test_other_things_are_refused():
+    dp = weights()
+    for make in (LossScaler, MasterWeights):
+        with pytest.raises(mpiring.ConfigError, match="dp is a dict; pass a DataParallel"):
+            make(dp.params)
+    scaler = LossScaler(dp)
+    good = scaler.state_dict()
+    for state, message in [
+            ({}, "lacks scale, taken_in_row, skipped_at_smallest and has nothing besides"),
+            ({**good, "sclae": 1}, "lacks nothing and has sclae besides"),
+            ({**good, "scale": 3.0}, "scale=3.0: expected a power of two"),
+            ({**good, "taken_in_row": -1}, "taken_in_row=-1")]:
+        with pytest.raises(mpiring.ConfigError, match=message):
+            scaler.load_state_dict(state)
+    assert scaler.state_dict() == good
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_masters_keep_updates_too_small_for_16_bits(dtype, order):
+    w = np.asarray(np.ones((3, 4)), dtype, order=order)
+    dp = Model(w=w, b=np.ones(5, np.float32), c=np.ones((), dtype), d=np.ones(2))
+    masters = MasterWeights(dp)
+    assert masters["b"] is dp.params["b"] and masters["d"] is dp.params["d"]
+    assert list(masters) == ["w", "b", "c", "d"] and len(masters) == 4
+    for name in ("w", "c"):
+        assert masters[name].dtype == np.float32 and (masters[name] == 1).all()
+        assert masters[name].shape == dp.params[name].shape
+    # A 16th of the way to the next smaller number: 100 of these make 6 bits, and 200 make 12.
+    tiny = np.float32(2.0**-15 if dtype == np.float16 else 2.0**-12)
+    alone = w.copy()
+    for _ in range(100):
+        alone -= tiny.astype(dtype)
+        for master in masters.values():
+            master -= tiny
+        masters["w"] -= tiny
+        masters.round_off()
+    assert (alone == 1).all(), "16 bits alone lose it"
+    assert dp.params["w"] is w
+    assert (masters["w"] == 1 - 200 * tiny).all() and (masters["c"] == 1 - 100 * tiny).all()
+    for name in ("w", "c"):
+        assert (dp.params[name] < 1).all()
+        assert same_bits(dp.params[name], masters[name].astype(dtype))
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN, ids=str)
+def test_masters_round_to_nearest_even(dtype):
+    dp = Model(w=np.zeros(20_000, dtype))
+    masters = MasterWeights(dp)
+    one = 1 + 2 * np.finfo(np.float32).eps * np.arange(20_000, dtype=np.float32) * 2**8
+    masters["w"][...] = one
+    masters.round_off()
+    assert same_bits(dp.params["w"], one.astype(dtype))
+
+
+def test_masters_go_on_exactly(tmp_path):
+    def train(dp, masters, steps):
+        for number in steps:
+            for name, master in masters.items():
+                master -= np.float32(0.001 * number)
+            masters.round_off()
+        return [array.tobytes() for array in (*masters.values(), *dp.params.values())]
+
+    def new(value):
+        return Model(w=np.full(7, value, np.float16), b=np.full(3, value, np.float32))
+
+    dp = new(1)
+    whole = train(dp, MasterWeights(dp), range(20))
+    dp = new(1)
+    masters = MasterWeights(dp)
+    train(dp, masters, range(9))
+    state = masters.state_dict()
+    np.savez(tmp_path / "masters.npz", **state)
+    train(dp, masters, range(9, 12))
+    assert not (state["b"] == masters["b"]).all(), "a state must not change with the training"
+    dp = new(5)
+    masters = MasterWeights(dp)
+    with np.load(tmp_path / "masters.npz") as saved:
+        masters.load_state_dict(saved)
+    assert same_bits(dp.params["w"], masters["w"].astype(np.float16))
+    assert train(dp, masters, range(9, 20)) == whole
+
+
+def test_misuse_of_masters_is_named():
+    masters = MasterWeights(weights(np.float16))
+    with pytest.raises(mpiring.ConfigError, match=r"write into it: masters\['w'\]\[...\] = "):
+        masters["w"] = np.ones((2, 3), np.float32)
+    good = masters.state_dict()
+    for state, message in [
+            ({"w": good["w"]}, "rank 0: the state of the MasterWeights lacks b"),
+            ({**good, "v": 1}, "has v besides"),
+            ({**good, "w": good["w"].T}, r"'w' is float32 \(3, 2\) .* but float32 \(2, 3\)"),
+            ({**good, "w": good["w"].astype("float64")}, "'w' is float64 .* build the model")]:
+        with pytest.raises(mpiring.ConfigError, match=message):
+            masters.load_state_dict(state)
+
+
+def test_ranks_must_have_the_same_scale():
+    dp = weights()
+    scaler = LossScaler(dp)
+    for name, theirs in (("scale", 2.0), ("growth", 4.0)):
+        others = {**scaler.state_dict(), "growth": 2.0, "backoff": 0.5, "growth_interval": 2000,
+                  "smallest": 1.0, "largest": 2.0**24, name: theirs}
+        dp.comm.others = [others]
+        with pytest.raises(mpiring.ConfigError, match=rf"rank 1: LossScaler has {name}={theirs}"):
+            LossScaler(dp)
