@@ -25,21 +25,21 @@ class Job:
 
     Attributes:
         level: MPI's thread level.
-        rounds: How often it measures each case.
+        rounds: How often it measures each case; None where a benchmark has none.
         peers: Whether Gloo and Horovod take part: no level of MPI's matters to them.
     """
 
     level: str
-    rounds: int
+    rounds: int | None
     peers: bool
 
 
-def plan(levels: Sequence[str], rounds: int) -> list[Job]:
-    """Return jobs that alternate between the levels, there and back.
+def plan(levels: Sequence[str], rounds: int | None) -> list[Job]:
+    """Return jobs that alternate between several levels, there and back, or one job.
 
     What else the machine does meanwhile then hits all levels alike.
     """
-    if len(levels) == 1:
+    if len(levels) == 1 or rounds is None:
         return [Job(levels[0], rounds, peers=True)]
     half = math.ceil(rounds / 2)
     return [Job(level, half, peers=level == levels[0]) for level in (*levels, *reversed(levels))]
@@ -82,9 +82,10 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
 
 def _command(mpiexec: str, job: Job, ranks: int, words: Sequence[str], part: Path) -> list[str]:
     without_peers = [] if job.peers else ["--contenders", "mpiring,mpi"]
+    rounds = [] if job.rounds is None else ["--rounds", str(job.rounds)]
     return ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
-            sys.executable, "-m", "mpiring", *words, *without_peers,
-            "--rounds", str(job.rounds), "--part", str(part)]
+            sys.executable, "-m", "mpiring", *words, *without_peers, *rounds,
+            "--part", str(part)]
 
 
 def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:

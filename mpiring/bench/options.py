@@ -6,12 +6,14 @@ from typing import TypeVar
 
 from ..config import ALGORITHMS
 from ..errors import ConfigError
+from . import codecs
 from .allreduce import ALLREDUCE, BUFFERS
 from .command import Benchmark, run
 from .contenders import KINDS
 from .inputs import DTYPES
 from .jobs import LEVELS
 from .overlap import COMPUTES, OVERLAP
+from .reducers import LEARNING_RATES, NAMES, REDUCERS, complete
 from .steps import STEPS
 from .torch_steps import MODELS, TORCH_STEPS
 from .units import parse_count, parse_rate, parse_size, parse_sizes
@@ -30,6 +32,22 @@ Before each timed call stands a barrier; a call's time is that of its slowest ra
 Contenders use the same arrays and take turns in random order, in several rounds.
 A result that is not the sum ends the benchmark with exit status 1."""
 
+_ABOUT_REDUCERS = """\
+Trains a transformer on the text of Python's standard library, from the same weights, with
+each way to average gradients, and looks at the loss on other text.
+
+  alone      each rank for itself: the compute only
+  dense      plain means, of which all others are measured
+  fp16, bf16, int8, onebit, topk, powersgd, powersgd4
+             those of mpiring.reducers; int8 with error feedback, topk sends 0.1 %,
+             powersgd has rank 2, powersgd4 rank 4
+
+Between nodes only is compressed: it takes several hosts, or MPIRING_SHARED_MEMORY=0.
+
+  compressed  bytes of plain means / bytes sent      reached s  training until the target loss
+  on wire     the same, by the hosts' own counters   faster     dense's time until then / this one
+  encode, wire, decode  in a step, of the slowest rank; buckets overlap, and hide behind compute"""
+
 
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the commands and their options."""
@@ -40,18 +58,29 @@ def declare(parser: argparse.ArgumentParser) -> None:
     overlap = commands.add_parser(
         "overlap", help="how much communication hides behind computation")
     steps = commands.add_parser("steps", help="time the training steps of a NumPy or PyTorch model")
+    reducers = commands.add_parser(
+        "reducers", help="what compressing gradients saves and costs in training (PyTorch)")
+    encoders = commands.add_parser(
+        "codecs", help="how fast gradients are encoded, on one core; needs no MPI")
     plot = commands.add_parser("plot", help="draw what --json has written")
     _declare_allreduce(allreduce)
     _declare_overlap(overlap)
     _declare_steps(steps)
     for command, benchmark in ((allreduce, ALLREDUCE), (overlap, OVERLAP), (steps, STEPS)):
-        _declare_common(command, benchmark)
+        _declare_turns(command, benchmark)
+        _declare_common(command)
+    _declare_reducers(reducers)
+    _declare_common(reducers)
+    encoders.add_argument("--elements", type=checked(parse_count), default=4_000_000,
+                          help="numbers in a vector; default: 4M")
+    encoders.set_defaults(action=codecs.run)
     plot.add_argument("json", metavar="FILE.json")
     plot.add_argument("plot", metavar="FILE.png")
     plot.set_defaults(action=_plot)
 
 
-def _declare_common(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+def _declare_turns(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
+    """Declare what the benchmarks share in which contenders take turns."""
     parser.set_defaults(action=lambda options: run(
         _of_framework(options) if benchmark is STEPS else benchmark, options))
     levels = LEVELS if benchmark is ALLREDUCE else LEVELS[:1]
@@ -60,13 +89,17 @@ def _declare_common(parser: argparse.ArgumentParser, benchmark: Benchmark) -> No
     parser.add_argument("--rounds", type=positive, default=6, help="default: 6")
     parser.add_argument("--seed", type=int, default=1, help="of the random orders")
     parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
+    parser.add_argument("--levels", type=_names(LEVELS), default=list(levels), metavar="A,B",
+                        help=f"MPI's thread levels, in jobs of its own; default: "
+                             f"{','.join(levels)}")
+
+
+def _declare_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write results and environment")
     parser.add_argument("--csv", metavar="FILE", help="write results and environment")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
-    own = parser.add_argument_group("jobs of its own, where there is no launcher")
-    own.add_argument("--ranks", type=positive, help="default: 2")
-    own.add_argument("--levels", type=_names(LEVELS), default=list(levels), metavar="A,B",
-                     help=f"MPI's thread levels; default: {','.join(levels)}")
+    parser.add_argument("--ranks", type=positive,
+                        help="of jobs of its own, where there is no launcher; default: 2")
     parser.add_argument("--part", help=argparse.SUPPRESS)
 
 
@@ -122,6 +155,39 @@ def _declare_steps(parser: argparse.ArgumentParser) -> None:
     _declare_link(torch)
 
 
+def _declare_reducers(parser: argparse.ArgumentParser) -> None:
+    parser.description = _ABOUT_REDUCERS
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)),
+                        rounds=None, levels=list(LEVELS[:1]))
+    parser.add_argument("--reducers", type=_names(NAMES), default=list(NAMES), metavar="A,B",
+                        help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
+                        metavar="N", help="about how many the transformer has; default: 13M")
+    parser.add_argument("--steps", type=positive, default=100, help="default: 100")
+    parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
+                        help="of 64 bytes, per rank; default: 4")
+    parser.add_argument("--optimizer", choices=tuple(LEARNING_RATES), default="adamw",
+                        help="default: adamw; sgd has no momentum")
+    parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
+                        help="default: " + ", ".join(
+                            f"{rate:g} with {name}" for name, rate in LEARNING_RATES.items()))
+    parser.add_argument("--warmup-steps", type=_not_negative, metavar="N",
+                        help="for reducers that begin gently; not timed with any; "
+                             "default: a tenth of the steps")
+    parser.add_argument("--seeds", type=_seeds, default=[1], metavar="A,B",
+                        help="of the choice of texts, a training each; default: 1")
+    parser.add_argument("--validate-every", type=positive, metavar="STEPS",
+                        help="default: a twentieth of the steps")
+    parser.add_argument("--validation-texts", type=positive, default=128, metavar="TEXTS",
+                        help="of 64 bytes; default: 128")
+    parser.add_argument("--target-loss", type=above_zero, metavar="BITS",
+                        help="per byte; default: what dense reaches after 80%% of its steps, "
+                             "rounded up to a hundredth")
+    parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
+                        help="of training, validation not counted, for each method and seed")
+
+
 def _of_framework(options: argparse.Namespace) -> Benchmark:
     """Return the benchmark of training steps, and give its options their defaults."""
     if options.framework == "torch":
@@ -152,6 +218,10 @@ def _counts(text: str) -> list[int]:
     return [checked(parse_count)(part.strip()) for part in text.split(",")]
 
 
+def _seeds(text: str) -> list[int]:
+    return list(dict.fromkeys(_not_negative(part.strip()) for part in text.split(",")))
+
+
 def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     def parsed(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
@@ -167,6 +237,10 @@ def positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
     return int(text)
+
+
+def _not_negative(text: str) -> int:
+    return 0 if text == "0" else positive(text)
 
 
 def above_zero(text: str) -> float:

@@ -22,6 +22,10 @@ _MARKERS = "osD^vPX<>"
 _INCHES = (7.2, 3.4)
 _DPI = 200
 _MOST_LABELS = 6
+# Whose panels take the whole width.
+_WIDE = ("steps", "reducers")
+# Where times differ by more, their axis is logarithmic.
+_LINEAR_RANGE = 10
 _STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid": True,
           "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
           "axes.spines.top": False, "axes.spines.right": False}
@@ -62,7 +66,7 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
     with rc_context(_STYLE):
         panels = _panels(benchmark, rows)
         figure = Figure((_INCHES[0], _INCHES[1] * len(panels)), layout="constrained")
-        grid = figure.subplots(len(panels), 1 if benchmark == "steps" else 2, squeeze=False)
+        grid = figure.subplots(len(panels), 1 if benchmark in _WIDE else 2, squeeze=False)
         for axes, (title, members) in zip(grid, panels.items()):
             _DRAW[benchmark](axes, members)
             axes[0].set_title(title, loc="left")
@@ -79,6 +83,10 @@ def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
     if benchmark == "steps" and all("model" in row for row in rows):
         return _grouped(rows, lambda row: f"{row['model']}, {row['parameters'] / 1e6:.1f} M "
                                           f"parameters")
+    if benchmark == "reducers":
+        return _grouped(rows, lambda row: (
+            f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, "
+            f"{row['seeds']} seed{'s' * (row['seeds'] != 1)}"))
     if benchmark != "allreduce":
         return {"": list(rows)}
     memory = {"empty": "comm.empty", "private": "private memory"}
@@ -109,8 +117,7 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     for name, level in sorted(curves, key=lambda curve: (names.index(curve[0]), curve[1])):
         members, place = curves[name, level], names.index(name)
         look: dict[str, Any] = {
-            "label": f"{name} ({level})" if len(levels) > 1 else name, "markersize": 3.5,
-            "color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)],
+            **_look(place), "label": f"{name} ({level})" if len(levels) > 1 else name,
             "linestyle": ("-", ":")[levels.index(level) % 2],
             "linewidth": 2.2 if name == "mpiring auto" else 1.2}
         sizes = [row["bytes"] for row in members]
@@ -122,6 +129,12 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
         _label_sizes(panel, sorted({row["bytes"] for row in rows}))
     axes[0].set_ylabel("time of an allreduce (µs, median)")
     axes[1].set_ylabel("bus bandwidth (GB/s)")
+
+
+def _look(place: int) -> dict[str, Any]:
+    """Return colour and marker of a curve, by its place among all."""
+    return {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)],
+            "markersize": 3.5}
 
 
 def _ours_first(name: str) -> tuple[bool, str]:
@@ -204,9 +217,7 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     for place, name in enumerate(names):
         members = [row for row in rows if row["algorithm"] == name]
         nodes = [row["nodes"] for row in members]
-        look: dict[str, Any] = {
-            "label": name, "color": _COLOURS[place % len(_COLOURS)], "linewidth": 1.2,
-            "marker": _MARKERS[place % len(_MARKERS)], "markersize": 3.5}
+        look = {**_look(place), "label": name, "linewidth": 1.2}
         axes[0].plot(nodes, [row["ms"] for row in members], **look)
         axes[1].plot(nodes, [row["efficiency_percent"] for row in members], **look)
         chosen = [row for row in members if row["selected"]]
@@ -227,5 +238,21 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[1].set_ylabel("efficiency: byte limit / time (%)")
 
 
+def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw the validation loss over the time of training, a curve per method."""
+    panel, trained = axes[0], [row for row in rows if row["curve_s"]]
+    for place, row in enumerate(trained):
+        panel.plot(row["curve_s"], row["curve_bits"], **_look(place), label=row["reducer"],
+                   linewidth=1.2)
+    targets = {row["target_bits"] for row in trained if row["target_bits"] == row["target_bits"]}
+    for target in targets:
+        panel.axhline(target, color="black", linestyle="--", linewidth=1, label="target")
+    seconds = [value for row in trained for value in row["curve_s"]]
+    if seconds and max(seconds) > _LINEAR_RANGE * min(row["curve_s"][-1] for row in trained):
+        panel.set_xscale("log")
+    panel.set_xlabel("time of training (s)")
+    panel.set_ylabel("validation loss (bits per byte)")
+
+
 _DRAW = {"allreduce": _curves, "overlap": _overlap_bars, "steps": _step_bars,
-         "simulate": _scaling}
+         "simulate": _scaling, "reducers": _learning}

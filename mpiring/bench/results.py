@@ -146,8 +146,7 @@ def read_json(path: str) -> tuple[str, Environment, list[Row]]:
     """
     try:
         content = json.loads(Path(path).read_text())
-        rows = [{key: float("nan") if value is None else value for key, value in row.items()}
-                for row in content["rows"]]
+        rows = [{key: _number(value) for key, value in row.items()} for row in content["rows"]]
         return content["benchmark"], content["environment"], rows
     except OSError as exc:
         raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
@@ -168,5 +167,14 @@ def write_csv(path: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """Return None for NaN, which JSON does not know."""
+    """Return None for NaN, which JSON does not know; also in lists."""
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
     return None if isinstance(value, float) and value != value else value
+
+
+def _number(value: Any) -> Any:
+    """Return NaN for None; also in lists."""
+    if isinstance(value, list):
+        return [_number(one) for one in value]
+    return float("nan") if value is None else value

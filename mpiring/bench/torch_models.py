@@ -1,4 +1,4 @@
-"""Trains small models with PyTorch, each gradient averaged by one contender; alone imports it."""
+"""Makes small models with PyTorch, and trains them, each gradient averaged by one contender."""
 
 import gc
 from argparse import Namespace
@@ -24,7 +24,7 @@ HOROVOD = "Horovod"
 
 _LEARNING_RATE = 1e-3
 _BYTE_VALUES = 256
-_TEXT = 64
+TEXT_LENGTH = 64
 _LAYERS = 4
 _PIXELS, _COLOURS, _CLASSES = 32, 3, 10
 # The name under which torch.distributed knows Gloo on an interface that we have chosen.
@@ -43,13 +43,13 @@ class Transformer(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_BYTE_VALUES, width)
-        self.position = nn.Parameter(torch.zeros(_TEXT, width))
+        self.position = nn.Parameter(torch.zeros(TEXT_LENGTH, width))
         layer = nn.TransformerEncoderLayer(
             width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(
             layer, _LAYERS, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, _BYTE_VALUES)
-        mask = nn.Transformer.generate_square_subsequent_mask(_TEXT)
+        mask = nn.Transformer.generate_square_subsequent_mask(TEXT_LENGTH)
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,7 +61,8 @@ class Transformer(nn.Module):
 def perceptron(width: int) -> nn.Module:
     """Return a multilayer perceptron over bytes."""
     inner = [part for _ in range(_LAYERS - 1) for part in (nn.Linear(width, width), nn.ReLU())]
-    return nn.Sequential(nn.Linear(_TEXT, width), nn.ReLU(), *inner, nn.Linear(width, _CLASSES))
+    return nn.Sequential(
+        nn.Linear(TEXT_LENGTH, width), nn.ReLU(), *inner, nn.Linear(width, _CLASSES))
 
 
 def convnet(width: int) -> nn.Module:
@@ -88,7 +89,7 @@ class _Kind:
 
 
 def _texts(batch: int, dice: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    texts = torch.randint(_BYTE_VALUES, (batch, _TEXT + 1), generator=dice)
+    texts = torch.randint(_BYTE_VALUES, (batch, TEXT_LENGTH + 1), generator=dice)
     return texts[:, :-1], texts[:, 1:]
 
 
@@ -98,7 +99,7 @@ def _labelled(*shape: int) -> Callable[[int, torch.Generator], tuple[torch.Tenso
 
 
 _KINDS = {
-    "mlp": _Kind(perceptron, 16, 256, _labelled(_TEXT)),
+    "mlp": _Kind(perceptron, 16, 256, _labelled(TEXT_LENGTH)),
     "convnet": _Kind(convnet, 8, 4, _labelled(_COLOURS, _PIXELS, _PIXELS)),
     "transformer": _Kind(Transformer, 64, 4, _texts),
 }

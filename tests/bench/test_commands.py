@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from launching import PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
-from mpiring.bench import inputs, jobs, peers
+from mpiring.__main__ import main
+from mpiring.bench import inputs, jobs, peers, reducers
 from mpiring.bench.jobs import Job
 from mpiring.config import ALGORITHMS
 from mpiring.errors import ConfigError
+from mpiring.transport.base import run_to_end
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
@@ -21,6 +23,8 @@ OVERLAP = ("overlap", "--size", "100K", "--bucket", "40K", "--ratio", "1", *COMM
 STEPS = ("steps", "--width", "32", "--batch", "4", "--calls", "1", *COMMON)
 TORCH = ("steps", "--framework", "torch", "--parameters", "60K", "--batch", "2", "--calls", "1",
          *COMMON[:-1], "mpiring,gloo")
+REDUCERS = ("reducers", "--parameters", "60K", "--batch", "1", "--steps", "4", "--warmup-steps",
+            "2", "--validate-every", "1", "--validation-texts", "3")
 EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
               "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
               "placement", "variables"}
@@ -141,6 +145,76 @@ def test_steps_of_pytorch(tmp_path):
     assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 3
 
 
+def test_codecs(capsys):
+    needed("numba")
+    assert main(["bench", "codecs", "--elements", "20K"]) == 0
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert "20,000 float32" in title and "by numba" in title
+    rates = {row.split()[0]: [float(cell) for cell in row.split()[1:] if cell[0].isdigit()]
+             for row in rows}
+    assert list(rates) == ["float16", "bfloat16", "int8", "sign", "largest"]
+    assert all(rate > 0 for found in rates.values() for rate in found)
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_reducers_in_a_job_of_its_own(tmp_path):
+    needed("matplotlib"), needed("torch")
+    mpiexec()
+    ended = subprocess.run(
+        [sys.executable, "-m", "mpiring", "bench", *REDUCERS, "--json", tmp_path / "out.json",
+         "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"], cwd=ROOT, text=True,
+        env=environment(MPIRING_SHARED_MEMORY="0"), capture_output=True, timeout=120)
+    assert ended.returncode == 0 and "NOTHING" not in ended.stderr, ended.stdout + ended.stderr
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["reducer"] for row in rows] == list(reducers.NAMES)
+    alone, dense, *compressed = rows
+    assert alone["bits_per_byte"] is None and alone["over_alone"] == dense["over_dense"] == 1
+    assert dense["compression_ratio"] == pytest.approx(1, rel=0.01)
+    assert dense["times_faster"] == 1
+    assert dense["bits_over_dense"] == 0 and dense["encode_ms"] == 0
+    ratios = {row["reducer"]: row["compression_ratio"] for row in compressed}
+    assert ratios["fp16"] == ratios["bf16"] == pytest.approx(2, rel=0.01)
+    assert 3.8 < ratios["int8"] < 4 < ratios["powersgd4"] < ratios["powersgd"] < ratios["onebit"]
+    assert 28 < ratios["onebit"] < 32 < ratios["topk"]
+    for row in rows:
+        assert row["steps"] == 4 and row["seeds"] == 1 and row["median_ms"] > 0
+        # Where there is one host, there is no wire.
+        assert row["wire_ratio"] is None
+        if row is not alone:
+            assert row["curve_steps"] == [1, 2, 3, 4] and row["bits_per_byte"] < 8.6
+            assert row["curve_s"] == sorted(row["curve_s"])
+            assert 0 <= row["target_bits"] - dense["curve_bits"][3] < 0.01
+    assert min(row["decode_ms"] for row in compressed) > 0
+    assert abs(rows[2]["bits_over_dense"]) < 0.01, "what is cast differs little"
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    assert (tmp_path / "out.csv").read_text().count("\ntopk,") == 1
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_reducers_stop_in_time_and_fail_where_ranks_drift_apart():
+    needed("torch")
+    ended = launch(2, PROGRAMS / "bench_wrong_reducer.py", "bench", *REDUCERS, "--reducers",
+                   "alone,dense,bf16", "--time-limit", "1e-9", MPIRING_SHARED_MEMORY="0")
+    assert ended.status == 1, ended.output
+    for name in "alone", "dense":
+        assert f"{name}, seed 1: stopped after 1 of 4 steps by --time-limit" in ended.output
+    assert re.search(r"^FAILED: bf16 on rank \d: the parameters differ between ranks after "
+                     r"training", ended.output, re.MULTILINE), ended.output
+
+
+@pytest.mark.parametrize(("nodes", "warned"), [(1, True), (2, False)])
+def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog):
+    def submit(call, build):
+        collectives = SimpleNamespace(nodes=[(0, 1)] * nodes)
+        return SimpleNamespace(wait=lambda: run_to_end(build(collectives)))
+
+    world = SimpleNamespace(rank=0, size=2, comm=SimpleNamespace(submit=submit))
+    reducers._warn_where_nothing_is_compressed(world)
+    assert ("all 2 ranks share one node's memory" in caplog.text) == warned
+
+
 @pytest.mark.launch
 @pytest.mark.any_mpi
 @pytest.mark.parametrize(("kind", "message"), [
@@ -213,6 +287,7 @@ def test_jobs_alternate_between_the_levels():
         Job("multiple", 3, True), Job("serialized", 3, False), Job("serialized", 3, False),
         Job("multiple", 3, True)]
     assert jobs.plan(levels[:1], 5) == [Job("multiple", 5, True)]
+    assert jobs.plan(levels[:1], None) == [Job("multiple", None, True)]
 
 
 def run(*words):
@@ -222,7 +297,8 @@ def run(*words):
                           env=environment(), capture_output=True, timeout=60)
 
 
-@pytest.mark.parametrize("command", [(), ("allreduce",), ("overlap",), ("steps",), ("plot",)])
+@pytest.mark.parametrize("command", [
+    (), ("allreduce",), ("overlap",), ("steps",), ("reducers",), ("plot",)])
 def test_help_needs_no_mpi(command):
     ended = run(*command, "--help")
     assert ended.returncode == 0 and "usage: " in ended.stdout, ended.stderr
@@ -238,6 +314,18 @@ def test_help_needs_no_mpi(command):
 ])
 def test_bad_options(words, message):
     ended = run("allreduce", *words)
+    assert ended.returncode == 2 and message in ended.stderr, ended.stderr
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("--reducers", "dense,fp8"), "'fp8': expected some of alone, dense"),
+    (("--seeds", "1,-2"), "argument --seeds: '-2': expected 1 or more"),
+    (("--steps", "5", "--warmup-steps", "5"),
+     "--steps 5 is too few: the first 5 are not measured, with --warmup-steps 5"),
+    (("--steps", "2"), "--steps 2 is too few: the first 2 are not measured"),
+])
+def test_bad_options_of_reducers(words, message):
+    ended = run("reducers", *words)
     assert ended.returncode == 2 and message in ended.stderr, ended.stderr
 
 

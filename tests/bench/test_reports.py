@@ -5,12 +5,14 @@ import json
 import struct
 import sys
 from argparse import Namespace
+from types import SimpleNamespace
 
 import pytest
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.bench import allreduce, overlap, plot, results, steps, table, torch_steps
+from mpiring.bench import (
+    allreduce, overlap, plot, reducers_table, results, steps, table, torch_steps, wire)
 from mpiring.bench.contenders import NATIVE
 from mpiring.bench.results import Measurement
 from mpiring.bench.table import Column
@@ -20,6 +22,7 @@ ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
     "mpiring": "1", "cores": 2, "mpi4py": "4", "numpy": "2", "python": "3"}
 OPTIONS = Namespace(link_rate=None, goodput=0.5)
+REDUCING = Namespace(settled=2, target_loss=None)
 NAN = float("nan")
 
 
@@ -112,6 +115,95 @@ def test_rows_of_training_with_pytorch():
     assert ours["bound_ms"] != ours["bound_ms"]
 
 
+def of_reducer(name, step, bits=(), seed=1, steps=5, settled=True, **costs):
+    labels = {"reducer": name, "parameters": 13_000_000, "optimizer": "adamw", "seed": seed}
+    cost = {"dense_bytes": 80, "sent_bytes": 80, "host_bytes": 100, "encode_s": 0.0,
+            "wire_s": 0.0, "decode_s": 0.0} | costs
+    return Measurement(labels, {
+        "step": [9 * step, *[step] * (steps - 1)], "bits": list(bits),
+        "validated": [1, 3, 5][:len(bits)],
+        **({key: [value] for key, value in cost.items()} if bits and settled else {})})
+
+
+REDUCED = [of_reducer("alone", 0.5), of_reducer("dense", 1.0, [7.0, 5.0, 4.0]),
+           of_reducer("topk", 0.75, [8.0, 4.5, 4.25], sent_bytes=8, host_bytes=20, encode_s=0.01),
+           of_reducer("slow", 2.0, [7.0, 5.25], steps=3),
+           of_reducer("alone", 1.0, seed=2), of_reducer("dense", 2.0, [7.0, 5.5, 4.5], 2),
+           of_reducer("topk", 1.5, [8.0, 5.0, 4.75], 2, sent_bytes=8, host_bytes=20),
+           of_reducer("slow", 20.0, [7.0], 2, steps=1, settled=False)]
+
+
+def test_rows_of_reducers():
+    alone, dense, topk, slow = reducers_table.rows(REDUCED, ABOUT, REDUCING)
+    assert [row["seeds"] for row in (alone, dense, topk, slow)] == [2] * 4
+    # Ratios are those of a seed, in which the machine was half as fast with the second one.
+    assert alone["over_alone"] == dense["over_dense"] == 1 and dense["over_alone"] == 2
+    assert topk["over_dense"] == 0.75 and topk["median_ms"] == 1125 and topk["p95_ms"] == 1500
+    assert dense["compression_ratio"] == dense["wire_ratio"] == 1
+    assert topk["compression_ratio"] == 10 and topk["wire_ratio"] == 5
+    assert topk["encode_ms"] == 5 and alone["encode_ms"] != alone["encode_ms"]
+    assert dense["curve_steps"] == [1, 3, 5] and dense["curve_s"] == [13.5, 16.5, 19.5]
+    assert dense["curve_bits"] == [7, 5.25, 4.25] and topk["curve_bits"] == [8, 4.75, 4.5]
+    # What dense reaches at or after 4 of its 5 steps, and both reach at the last one.
+    assert dense["target_bits"] == 4.25 and dense["seconds_to_target"] == 19.5
+    assert topk["bits_over_dense"] == 0.25 and topk["spread_of_seeds"] == 0.5
+    assert topk["seconds_to_target"] != topk["seconds_to_target"]
+    assert alone["bits_per_byte"] != alone["bits_per_byte"] and alone["curve_s"] == []
+
+
+def test_rows_of_reducers_that_were_stopped_or_have_a_target():
+    options = Namespace(settled=2, target_loss=5.25)
+    _, dense, topk, slow = reducers_table.rows(REDUCED, ABOUT, options)
+    assert dense["seconds_to_target"] == 16.5 and dense["times_faster"] == 1
+    assert topk["seconds_to_target"] == 12.375 and topk["times_faster"] == pytest.approx(4 / 3)
+    # As far as all its seeds have come, and there compared.
+    assert slow["steps"] == 1 and slow["curve_steps"] == [1] and slow["bits_over_dense"] == 0
+    assert slow["median_ms"] == 2000 and slow["over_dense"] == 2
+    (row,) = reducers_table.rows([of_reducer("dense", 1.0, [7.0, 5.0, 4.241])], ABOUT, REDUCING)
+    assert row["target_bits"] == 4.25, "rounded up"
+    (row,) = reducers_table.rows([of_reducer("dense", 1.0, [7.0, NAN, NAN])], ABOUT, REDUCING)
+    assert row["target_bits"] != row["target_bits"]
+    (row,) = reducers_table.rows([of_reducer("topk", 1.0, [8.0])], ABOUT, REDUCING)
+    assert row["bits_per_byte"] == 8
+    for name in "over_dense", "bits_over_dense", "target_bits", "times_faster", "wire_ratio":
+        assert row[name] != row[name]
+
+
+def test_the_bytes_on_the_wire(tmp_path):
+    def interface(name, nbytes):
+        (tmp_path / name / "statistics").mkdir(parents=True, exist_ok=True)
+        (tmp_path / name / "statistics/tx_bytes").write_text(f"{nbytes}\n")
+
+    for name, nbytes in (("lo", 100), ("eth0", 200), ("bridge0", 300)):
+        interface(name, nbytes)
+    (tmp_path / "bonding_masters").write_text("")
+    before = wire.sent_bytes(tmp_path)
+    assert before == {"eth0": 200, "bridge0": 300}
+    for name, nbytes in (("lo", 10_000), ("eth0", 1200), ("bridge0", 1290), ("eth1", 10_000)):
+        interface(name, nbytes)
+    assert wire.grown(before, wire.sent_bytes(tmp_path)) == 1000
+    assert wire.sent_bytes(tmp_path / "missing") == {} and wire.grown({}, before) == 0
+
+
+@pytest.mark.parametrize(("hosts", "counted", "sent"), [
+    ([0, 0, 1], [50, 50, 40], 90), ([0, 0, 0], [50, 50, 50], None), ([0, 1, 2], [50, 50, 9], None),
+])
+def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
+    def gathered(mine):
+        assert mine == (30, counted[0], 0)
+        return [(30 - 10 * rank, counted[rank], hosts[:rank].count(host))
+                for rank, host in enumerate(hosts)]
+
+    comm = SimpleNamespace(
+        num_nodes=len(set(hosts)), local_rank=0, allgather_object=gathered)
+    readings = iter([0, 5, 5 + counted[0]])
+    monkeypatch.setattr(wire, "sent_bytes", lambda: {"eth0": next(readings)})
+    traffic = wire.Traffic(SimpleNamespace(comm=comm, barrier=lambda: None))
+    traffic.begin()
+    total = traffic.end(30)
+    assert total == sent if sent else total != total
+
+
 def test_a_table():
     columns = [Column("name", "name", -6), Column("value", "value", 7, 3)]
     assert table.head(columns) == "name      value"
@@ -189,6 +281,8 @@ def rows_of(benchmark):
         found = [*FOUND, *(of_allreduce(name, [1e-3, 2e-3], nbytes=8)
                            for name in ("mpiring auto", "MPI_Allreduce"))]
         return allreduce.rows(found, ABOUT, OPTIONS)
+    if benchmark == "reducers":
+        return reducers_table.rows(REDUCED, ABOUT, REDUCING)
     if benchmark == "torch steps":
         return torch_steps.rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
@@ -199,7 +293,8 @@ def rows_of(benchmark):
     return steps.rows([Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
 
 
-@pytest.mark.parametrize("benchmark", ["allreduce", "overlap", "steps", "torch steps"])
+@pytest.mark.parametrize("benchmark", [
+    "allreduce", "overlap", "steps", "torch steps", "reducers"])
 def test_pictures(tmp_path, benchmark):
     needed("matplotlib")
     path = tmp_path / "result.png"
@@ -231,6 +326,30 @@ def test_a_picture_of_pytorch_tells_what_was_hidden():
                                                         "56 %, 0 % hidden"]
     assert list(plot._panels("steps", rows)) == ["mlp, 0.3 M parameters"]
     assert list(plot._panels("steps", rows_of("steps"))) == [""]
+
+
+def test_a_picture_of_reducers_tells_when_the_target_was_reached():
+    (panel,) = axes = needed("matplotlib.figure").Figure().subplots(1, 1, squeeze=False)[0]
+    rows = rows_of("reducers")
+    plot._learning(axes, rows)
+    assert [line.get_label() for line in panel.get_lines()] == ["dense", "topk", "slow", "target"]
+    assert list(panel.get_lines()[0].get_xdata()) == [13.5, 16.5, 19.5]
+    assert list(panel.get_lines()[-1].get_ydata()) == [4.25, 4.25]
+    assert "(s)" in panel.get_xlabel() and "bits per byte" in panel.get_ylabel()
+    assert panel.get_xscale() == "linear"
+    assert list(plot._panels("reducers", rows)) == [
+        "transformer, 13.0 M parameters, adamw, 2 seeds"]
+    rows[1]["curve_s"] = [0.1, 0.2, 0.3]
+    plot._learning(axes, rows)
+    assert panel.get_xscale() == "log"
+
+
+def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
+    path = tmp_path / "result.json"
+    results.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
+    assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
+    _, _, (row,) = results.read_json(path)
+    assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():

@@ -1,0 +1,145 @@
+"""Trains a transformer on real text with PyTorch, and tells how well it predicts other text."""
+
+import gc
+import math
+import sysconfig
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..errors import ConfigError
+from ..reducers import Reducer
+from ..statistics import Statistics
+from ..torch import DataParallel, share_cores
+from .torch_models import TEXT_LENGTH, Array, Transformer, size_of, width_for
+from .world import World
+
+_KIND = "transformer"
+# The last tenth of the modules is validated on.
+_FEWEST_MODULES = 10
+_AT_ONCE = 32
+_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all trainings have in common.
+
+    Attributes:
+        width: Of the transformer.
+        text: Bytes to train on, shape (n,).
+        validation: Windows of other text, shape (m, TEXT_LENGTH + 1).
+    """
+
+    width: int
+    text: torch.Tensor
+    validation: torch.Tensor
+
+    @property
+    def parameters(self) -> int:
+        """The model's number of parameters."""
+        return size_of(_KIND, self.width)
+
+
+def task(world: World, options: Namespace) -> Task:
+    """Choose the model, and read the text: the modules of the standard library that runs this.
+
+    Raises:
+        ConfigError: There are no such files.
+
+    Collective: yes. Blocking: yes.
+    """
+    share_cores(world.comm)
+    folder = Path(sysconfig.get_path("stdlib"))
+    modules = sorted(folder.glob("*.py"))
+    if len(modules) < _FEWEST_MODULES:
+        raise ConfigError(f"rank {world.rank}: there is no text to train on: {folder} holds "
+                          f"{len(modules)} modules of the standard library")
+    last = -len(modules) // 10
+    validation = _bytes_of(modules[last:])
+    starts = np.linspace(0, len(validation) - TEXT_LENGTH - 1, options.validation_texts, dtype=int)
+    return Task(width_for(_KIND, options.parameters), _bytes_of(modules[:last]),
+                _windows(validation, starts))
+
+
+def _bytes_of(modules: list[Path]) -> torch.Tensor:
+    text = b"".join(module.read_bytes() for module in modules)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _windows(text: torch.Tensor, starts: Array) -> torch.Tensor:
+    """Return texts, each a byte longer than the model reads: the last one is only predicted."""
+    return torch.stack([text[start:start + TEXT_LENGTH + 1] for start in starts.tolist()]).long()
+
+
+class Training:
+    """A model that is being trained; all trainings of a task begin with the same weights.
+
+    Args:
+        task: The model and its data.
+        world: The ranks, each of which has texts of its own.
+        options: Batch, optimizer and learning rate.
+        seed: Of the choice of texts.
+        reducer: How gradients become their mean.
+        joined: False to train on each rank for itself.
+    """
+
+    def __init__(self, task: Task, world: World, options: Namespace, seed: int,
+                 reducer: Reducer | None, *, joined: bool = True) -> None:
+        self._task, self._batch = task, options.batch
+        self._rank, self._size = world.rank, world.size
+        self._dice = np.random.default_rng([seed, world.rank])
+        torch.manual_seed(0)
+        self._bare = self._model = Transformer(task.width)
+        if joined:
+            # Its only buffer, the mask, is a constant.
+            self._model = DataParallel(
+                self._bare, world.comm, reducer=reducer, broadcast_buffers=False)
+        self._optimizer = _OPTIMIZERS[options.optimizer](
+            self._bare.parameters(), lr=options.learning_rate)
+        self.draw()
+
+    def draw(self) -> None:
+        """Choose the texts of the next step."""
+        starts = self._dice.integers(len(self._task.text) - TEXT_LENGTH, size=self._batch)
+        self._texts = _windows(self._task.text, starts)
+
+    def step(self) -> None:
+        """Take one step."""
+        self._optimizer.zero_grad()
+        _loss(self._model, self._texts).backward()
+        self._optimizer.step()
+
+    @property
+    def statistics(self) -> Statistics:
+        """What communication cost in the last step."""
+        return getattr(self._model, "statistics", Statistics())
+
+    def validate(self) -> tuple[float, int]:
+        """Return the bits that this rank's share of the validation texts takes, and its bytes."""
+        share = self._task.validation[self._rank::self._size]
+        with torch.no_grad():
+            losses = [_loss(self._bare, texts, reduction="sum").item()
+                      for texts in share.split(_AT_ONCE) if len(texts)]
+        return math.fsum(losses) / math.log(2), len(share) * TEXT_LENGTH
+
+    def parameters(self) -> Mapping[str, Array]:
+        """Return the parameters, by name."""
+        return {name: p.detach().numpy() for name, p in self._bare.named_parameters()}
+
+
+def _loss(model: nn.Module, texts: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
+    logits = model(texts[:, :-1])
+    return functional.cross_entropy(
+        logits.flatten(0, 1), texts[:, 1:].flatten(), reduction=reduction)
+
+
+def free() -> None:
+    """Let go of models: modules and their hooks hold each other."""
+    gc.collect()
