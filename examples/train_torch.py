@@ -21,7 +21,13 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import mpiring
+from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.torch import DataParallel, DistributedSampler, broadcast_optimizer_state
+
+# What nodes send each other of the gradients: the less, the sooner over a slow network.
+REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
+            "int8": lambda: ErrorFeedback(Int8()), "onebit": lambda: OneBit(warmup_steps=20),
+            "topk": lambda: TopK(warmup_steps=50), "powersgd": lambda: PowerSGD(rank=4)}
 
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--steps", type=int, default=200)
@@ -30,6 +36,7 @@ parser.add_argument("--context", type=int, default=128, help="bytes per sequence
 parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
+parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", type=Path, help="written every --report steps, and resumed")
 parser.add_argument("--report", type=int, default=50, help="steps between two reports")
@@ -96,7 +103,8 @@ saved = None
 if args.checkpoint and comm.rank == 0 and args.checkpoint.exists():
     saved = torch.load(args.checkpoint, weights_only=True)
     bare.load_state_dict(saved.pop("model"))
-model = DataParallel(bare, comm)                # copies rank 0's parameters to all
+reducer = REDUCERS[args.reducer]()
+model = DataParallel(bare, comm, reducer=reducer)       # copies rank 0's parameters to all
 optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
 if saved:
     optimizer.load_state_dict(saved.pop("optimizer"))

@@ -48,6 +48,26 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_learn_as_well(tmp_path, dtype):
+    ended = launch(2, TRAIN, "--epochs", "12", "--dtype", dtype, "--save", tmp_path / "w")
+    assert ended.status == 0, ended.output
+    assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 96, ended.output
+    replicas = [np.load(tmp_path / f"w{rank}.npz") for rank in range(2)]
+    for name, weights in replicas[0].items():
+        assert weights.dtype == np.float32 and np.array_equal(weights, replicas[1][name])
+
+
+@pytest.mark.parametrize("reducer", ["topk", "powersgd"])
+def test_what_is_not_sent_is_learnt_as_well(tmp_path, reducer):
+    ended = launch(2, TRAIN, "--epochs", "15", "--reducer", reducer, "--save", tmp_path / "w",
+                   MPIRING_SHARED_MEMORY="0")
+    assert ended.status == 0, ended.output
+    assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output
+    first, second = (np.load(tmp_path / f"w{rank}.npz") for rank in range(2))
+    assert all(np.array_equal(first[name], second[name]) for name in first)
+
+
 def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path):
     needed("torch")
     small = ("--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--report", 4)

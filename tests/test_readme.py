@@ -68,11 +68,61 @@ def test_the_pytorch_diff_is_a_working_program(tmp_path):
 
 
 def test_the_python_block_runs():
-    (block,) = blocks("python")
+    (block,) = [block for block in blocks("python") if "mpiring.init()" in block]
     ended = launch(3, "-c", block + "    assert x[0] == 4.5 and names[2] == 'rank 2', x")
     assert ended.status == 0, ended.output
     alone = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env=environment(), timeout=60)
     assert alone.returncode == 0
+
+
+def test_mixed_precision_of_numpy_models_works():
+    (block,) = [block for block in blocks("python") if "LossScaler" in block]
+    ended = launch(3, "-c", "\n".join([
+        "import mpiring, numpy as np",
+        "comm = mpiring.init()",
+        "params = {'w': np.ones(3, np.float16), 'b': np.ones((), np.float32)}",
+        "learning_rate, batches = 2.0**-12, [np.float32(comm.rank / 16)] * 100",
+        "batches[7] = np.float32(np.inf if comm.rank == 1 else 0)",
+        "backward = lambda x, scale: [('b', x * scale), ('w', np.full(3, x * scale))]",
+        block,
+        "assert params['w'].tolist() == [float(np.float16(1 - 99 / 2**16))] * 3, params",
+        "assert params['b'] == masters['w'][0] == 1 - 99 / 2**16, masters['w']",
+        "assert scaler.scale == 2**15"]))
+    assert ended.status == 0, ended.output
+
+
+def test_reducers_are_chosen_so():
+    (block,) = [block for block in blocks("python") if "mpiring.reducers" in block]
+    ended = launch(3, "-c", "\n".join([
+        "import mpiring, numpy as np",
+        "from mpi4py import MPI",
+        "from mpiring.numpy import DataParallel",
+        "comm = mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(shared_memory=False))",
+        "params = {'embedding': np.zeros((9, 9)), 'w': np.zeros(7), 'bias': np.zeros(3)}",
+        block,
+        "for name in params: dp.grads[name][...] = comm.rank; dp.ready(name)",
+        "dp.wait()",
+        "assert (dp.grads['bias'] == 1).all() and abs(dp.grads['w'] - 1).max() < 0.05",
+        "assert np.count_nonzero(dp.grads['embedding']) == 1",
+        "assert dp.statistics.compression_ratio > 1"]))
+    assert ended.status == 0, ended.output
+
+
+def test_mixed_precision_of_pytorch_models_works():
+    needed("torch")
+    (block,) = [block for block in blocks("python") if "GradScaler" in block]
+    ended = launch(3, "-c", "\n".join([
+        "import mpiring, torch",
+        "comm = mpiring.init()",
+        "model = torch.nn.Linear(4, 1)",
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+        "batches = [(torch.ones(2, 4), torch.full((2, 1), comm.rank / 2)) for _ in range(30)]",
+        "batches[3] = batches[3][0] * (torch.inf if comm.rank == 1 else 1), batches[3][1]",
+        block,
+        "scales = comm.allgather_object(scaler.get_scale())",
+        "assert scales == scales[:1] * 3 and scales[0] < 2**16, scales",
+        "assert abs(model(torch.ones(1, 4)).item() - 0.5) < 1e-2, model.state_dict()"]))
+    assert ended.status == 0, ended.output
 
 
 def test_the_lab_command_has_real_options():
@@ -84,13 +134,14 @@ def test_the_lab_command_has_real_options():
 
 def test_the_bench_commands_have_real_options():
     found = [line.split() for line in lines() if " bench " in line]
-    assert {words[words.index("bench") + 1] for words in found} == {"allreduce", "overlap", "steps"}
+    assert {words[words.index("bench") + 1] for words in found} == {
+        "allreduce", "overlap", "steps", "reducers", "codecs"}
     for words in found:
         if "lab" in words:
             words = _parser().parse_args(words[words.index("lab"):]).command
         # parse_args ends the test where a word is no option.
         options = _parser().parse_args(words[words.index("mpiring") + 1:])
-        assert options.rounds >= 1
+        assert getattr(options, "ranks", None) is None or options.ranks >= 1
 
 
 def test_the_tuning_command_runs():
@@ -100,6 +151,13 @@ def test_the_tuning_command_runs():
     assert "auto takes shared" in ended.output and "bucket_bytes" in ended.output
     alone = launch(1, *line.split()[4:])
     assert alone.status == 2 and "start several, as with mpirun" in alone.output, alone.output
+
+
+def test_the_prediction_of_reducers_has_real_options():
+    (line,) = [line for line in lines() if " tune --" in line]
+    options = _parser().parse_args(line.split()[6:])
+    assert (options.model_bytes, options.compute_ms) == (52 << 20, 200)
+    assert options.largest_matrix == (512, 2048), "as the README says"
 
 
 def test_the_simulation_has_real_options():
