@@ -34,7 +34,7 @@ def test_training_alone_needs_no_launcher():
                          ids=["even shares", "uneven shares"])
 def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
     weights = {}
-    for ranks in (1, 2, 3, 4):
+    for ranks in (1, 2, 3):
         prefix = tmp_path / f"{ranks}-"
         ended = launch(ranks, TRAIN, "--epochs", "1", "--save", prefix, *options)
         assert ended.status == 0, ended.output
@@ -43,7 +43,7 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path, options):
             bits = {replica[name].tobytes() for replica in found}
             assert len(bits) == 1, f"{name} differs between ranks"
         weights[ranks] = found[0]
-    for ranks in (2, 3, 4):
+    for ranks in (2, 3):
         for name, alone in weights[1].items():
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
 
