@@ -30,7 +30,7 @@ _DECODE = "float32* int8* float32* intp intp bool"
 
 
 @dataclass(frozen=True)
-class EightBit:
+class EightBit(pieces.InBlocks):
     """Multiples of max|x| / 127 in each block, rounded up or down at random: floor(x / scale + u).
 
     u is uniform in [0, 1), a hash of key and index, so that the mean over keys is x. A block
@@ -43,16 +43,9 @@ class EightBit:
     Source: Alistarh et al., QSGD, NeurIPS 2017; the hash: Wellons, hash-prospector, 2018.
     """
 
-    block: int
-
     def __post_init__(self) -> None:
         if self.block < 1:
             raise ConfigError(f"block={self.block}: expected at least 1 element")
-
-    @property
-    def alignment(self) -> int:
-        """Elements in a block: vectors may be cut at its multiples only."""
-        return self.block
 
     def payload_size(self, n: int) -> int:
         """Return 1 byte for each of `n` elements, and 4 for each block."""
@@ -60,7 +53,8 @@ class EightBit:
 
     def encode(self, x: Array, payload: Array, lost: Array | None, key: int) -> None:
         """See `Codec.encode`."""
-        scales, values = self._parts(payload, x.size)
+        scales, codes = self._parts(payload, x.size)
+        values = codes.view(np.int8)
         loop = compiled.loop("8-bit codes", _encode_loop, _ENCODE)
         seed = pieces.mixed(key)
         if loop is None:
@@ -69,30 +63,14 @@ class EightBit:
             place = pieces.place_of_lost(x, lost)
             loop(x, scales, values, lost, x.size, self.block, seed, place)
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """See `Codec.decode`."""
-        self._decode(payload, out, False)
-
-    def add(self, payload: Array, total: Array) -> None:
-        """See `Codec.add`."""
-        self._decode(payload, total, True)
-
-    def is_finite(self, payload: Array, n: int) -> bool:
-        """See `Codec.is_finite`; reads the scales only."""
-        return bool(np.isfinite(self._parts(payload, n)[0]).all())
-
     def _decode(self, payload: Array, out: Array, adds: bool) -> None:
-        scales, values = self._parts(payload, out.size)
+        scales, codes = self._parts(payload, out.size)
+        values = codes.view(np.int8)
         loop = compiled.loop("sums of 8-bit codes", _decode_loop, _DECODE)
         if loop is None:
             quietly(_decode, scales, values, out, self.block, adds)
         else:
             loop(scales, values, out, out.size, self.block, adds)
-
-    def _parts(self, payload: Array, n: int) -> tuple[NDArray[np.float32], NDArray[np.int8]]:
-        pieces.check_size(payload, n, self.payload_size(n))
-        scales = 4 * -(-n // self.block)
-        return payload[:scales].view(np.float32), payload[scales:].view(np.int8)
 
 
 def _encode(x: Array, scales: Array, values: Array, lost: Array | None, block: int,

@@ -2,8 +2,10 @@
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import ConfigError
 from ..memory.arrays import Array
@@ -79,3 +81,45 @@ def mixed(key: int) -> int:
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9 & 0xffffffffffffffff
     z = (z ^ z >> 27) * 0x94d049bb133111eb & 0xffffffffffffffff
     return z >> 32
+
+
+@dataclass(frozen=True)
+class InBlocks:
+    """What codecs share whose payload is a float32 scale for each block, and then codes.
+
+    Args:
+        block: Elements that share a scale.
+    """
+
+    block: int
+
+    @property
+    def alignment(self) -> int:
+        """Elements in a block: vectors may be cut at its multiples only."""
+        return self.block
+
+    def payload_size(self, n: int) -> int:
+        """Return the bytes of the payload of `n` elements."""
+        raise NotImplementedError
+
+    def decode(self, payload: Array, out: Array) -> None:
+        """See `Codec.decode`."""
+        self._decode(payload, out, False)
+
+    def add(self, payload: Array, total: Array) -> None:
+        """See `Codec.add`."""
+        self._decode(payload, total, True)
+
+    def is_finite(self, payload: Array, n: int) -> bool:
+        """See `Codec.is_finite`; reads the scales only."""
+        return bool(np.isfinite(self._parts(payload, n)[0]).all())
+
+    def _decode(self, payload: Array, out: Array, adds: bool) -> None:
+        """Write what a payload decodes to, or add it."""
+        raise NotImplementedError
+
+    def _parts(self, payload: Array, n: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+        """Return the scales and the codes of a payload."""
+        check_size(payload, n, self.payload_size(n))
+        scales = 4 * -(-n // self.block)
+        return payload[:scales].view(np.float32), payload[scales:]

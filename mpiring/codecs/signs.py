@@ -24,7 +24,7 @@ _DECODE = "float32* uint32* float32* intp intp bool"
 
 
 @dataclass(frozen=True)
-class Sign:
+class Sign(pieces.InBlocks):
     """The sign of each element, times the mean of |x| in its block.
 
     A block with Inf or NaN, or whose sum of |x| overflows, becomes Inf or NaN as a whole.
@@ -36,16 +36,9 @@ class Sign:
     Source: Bernstein et al., signSGD, ICML 2018; Karimireddy et al., ICML 2019, for the scale.
     """
 
-    block: int
-
     def __post_init__(self) -> None:
         if self.block < 1 or self.block % _LANES:
             raise ConfigError(f"block={self.block}: expected a multiple of {_LANES}")
-
-    @property
-    def alignment(self) -> int:
-        """Elements in a block: vectors may be cut at its multiples only."""
-        return self.block
 
     def payload_size(self, n: int) -> int:
         """Return 4 bytes for each block of `n` elements, and 4 for each 32 elements."""
@@ -62,18 +55,6 @@ class Sign:
             lanes = pieces.scratch(_LANES)[0]
             loop(x, scales, signs, lost, x.size, self.block, place, lanes)
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """See `Codec.decode`."""
-        self._decode(payload, out, False)
-
-    def add(self, payload: Array, total: Array) -> None:
-        """See `Codec.add`."""
-        self._decode(payload, total, True)
-
-    def is_finite(self, payload: Array, n: int) -> bool:
-        """See `Codec.is_finite`; reads the scales only."""
-        return bool(np.isfinite(self._parts(payload, n)[0]).all())
-
     def _decode(self, payload: Array, out: Array, adds: bool) -> None:
         scales, signs = self._parts(payload, out.size)
         loop = compiled.loop("sums of signs", _decode_loop, _DECODE)
@@ -81,11 +62,6 @@ class Sign:
             quietly(_decode, scales, signs, out, self.block, adds)
         else:
             loop(scales, signs, out, out.size, self.block, adds)
-
-    def _parts(self, payload: Array, n: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-        pieces.check_size(payload, n, self.payload_size(n))
-        scales = 4 * -(-n // self.block)
-        return payload[:scales].view(np.float32), payload[scales:]
 
 
 def _encode(x: Array, scales: Array, signs: Array, lost: Array | None, block: int) -> None:
