@@ -1,6 +1,7 @@
 """Cuts vectors and their payloads for codecs, and lends scratch memory that stays in the cache."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -84,7 +85,7 @@ def mixed(key: int) -> int:
 
 
 @dataclass(frozen=True)
-class InBlocks:
+class InBlocks(ABC):
     """What codecs share whose payload is a float32 scale for each block, and then codes.
 
     Args:
@@ -98,9 +99,9 @@ class InBlocks:
         """Elements in a block: vectors may be cut at its multiples only."""
         return self.block
 
+    @abstractmethod
     def payload_size(self, n: int) -> int:
         """Return the bytes of the payload of `n` elements."""
-        raise NotImplementedError
 
     def decode(self, payload: Array, out: Array) -> None:
         """See `Codec.decode`."""
@@ -114,9 +115,9 @@ class InBlocks:
         """See `Codec.is_finite`; reads the scales only."""
         return bool(np.isfinite(self._parts(payload, n)[0]).all())
 
+    @abstractmethod
     def _decode(self, payload: Array, out: Array, adds: bool) -> None:
         """Write what a payload decodes to, or add it."""
-        raise NotImplementedError
 
     def _parts(self, payload: Array, n: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
         """Return the scales and the codes of a payload."""

@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _EDITION = 1
 
 
-class Compressor:
+class Compressor(ABC):
     """A Reducer that sends less between nodes than there is.
 
     Within a node, gradients are summed as they are. Each rank then has a slice of a bucket,
@@ -53,6 +54,7 @@ class Compressor:
 
     # What subclasses define
 
+    @abstractmethod
     def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes.
 
@@ -65,7 +67,6 @@ class Compressor:
         Returns:
             Whether what all nodes contributed was finite; where not, the result is not either.
         """
-        raise NotImplementedError(f"{type(self).__name__} does not define between()")
 
     def compresses(self, nodes: int, step: int) -> bool:
         """Return whether a step is compressed; the same on all ranks. Else the mean is plain."""

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import mpiring
+from mpiring.memory.arrays import is_finite
 from mpiring.numpy import DataParallel, LossScaler, MasterWeights
-from mpiring.reducers import Compressor
+from mpiring.reducers import Compressor, dense
 
 pytestmark = pytest.mark.mpi
 
@@ -63,8 +64,9 @@ def test_what_a_reducer_keeps_is_rescaled(comm):
         def rescale(self, factor):
             self.scale *= factor
 
-        def reduce(self, collectives, bucket):
-            return collectives.allreduce(bucket.flat, op="mean")
+        def between(self, meeting, x, lost):
+            yield from dense.average(meeting, x)
+            return is_finite(x)
 
     reducer = Residual()
     dp = DataParallel(model(0), comm, reducer=reducer)
