@@ -1,7 +1,5 @@
 """Builds the schedules of one operation: what the communicator calls, and Reducers build on."""
 
-import functools
-import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -16,16 +14,8 @@ from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
 from . import chain, desks, direct, exchange, hierarchical, native, ring, shared
 from .resources import Resources
-from .select import choose
+from .select import choose, say_fallback
 from .windows import NOWHERE
-
-_log = logging.getLogger("mpiring")
-
-
-@functools.cache
-def _say_fallback(reason: str) -> None:
-    """Say once that the configured algorithm cannot be used."""
-    _log.warning('the configured algorithm cannot be used, "auto" is taken instead: %s', reason)
 
 
 class Collectives:
@@ -73,9 +63,16 @@ class Collectives:
         """How many ranks the largest node has: what they exchange is cut into as many parts."""
         return max(map(len, self._own.nodes))
 
+    @property
+    def own_slices(self) -> range:
+        """The numbers of those slices that this rank exchanges."""
+        node = self.node or Alone(self.rank)
+        return range(node.rank, self.slices, node.size)
+
     def dense_bytes(self, nbytes: int) -> int:
         """Return how many bytes this rank has to send to other nodes to combine so many."""
-        return self._own.dense_bytes(nbytes)
+        nodes, sharers = len(self._own.nodes), 1 if self.node is None else self.node.size
+        return 2 * (nodes - 1) * nbytes // nodes // sharers
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
         """Lend scratch memory for n elements, as long as the operation needs it."""
@@ -115,7 +112,7 @@ class Collectives:
         if algorithm == "native":
             turn = own.turns.join(self.sequence)
             # What MPI really sends, it does not tell.
-            own.transport.bytes_sent += own.dense_bytes(x.nbytes)
+            own.transport.bytes_sent += self.dense_bytes(x.nbytes)
             return native.allreduce(own.transport, turn, x, combine)
         return self._ring(x, combine)
 
@@ -127,7 +124,7 @@ class Collectives:
                 self._choose(x, op, wish)
             except ConfigError as error:
                 if self.rank == 0:
-                    _say_fallback(str(error))
+                    say_fallback(str(error))
                 return "auto"
         return wish
 
@@ -174,8 +171,8 @@ class Collectives:
         Args:
             x: Shape (n,), floating. Overwritten by what `exchange` leaves, on all ranks.
             bounds: Where it is cut into `slices` slices; from 0 to n.
-            exchange: Is given the ranks that have a slice, one of each node; the slice of
-                `x`, to be overwritten on all nodes by the same bits; and the slice's number.
+            exchange: Is given the ranks that have a slice, the slice, which is to become the
+                same bits on all nodes, and its number.
 
         Returns:
             Whether all exchanges on this node have returned True.

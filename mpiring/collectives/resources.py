@@ -51,8 +51,3 @@ class Resources:
     def in_order(self) -> bool:
         """Whether the ranks are in node order as they are."""
         return tuple(self.order) == tuple(range(len(self.order)))
-
-    def dense_bytes(self, nbytes: int) -> int:
-        """Return how many bytes this rank has to send to other nodes to combine so many."""
-        mine = next(ranks for ranks in self.nodes if self.transport.rank in ranks)
-        return 2 * (len(self.nodes) - 1) * nbytes // len(self.nodes) // len(mine)

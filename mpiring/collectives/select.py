@@ -1,6 +1,7 @@
 """Chooses the algorithm of an allreduce."""
 
 import functools
+import logging
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,14 @@ from .model import Model
 
 # Where nothing was measured: MPI's own call needs fewer messages, ours fewer bytes.
 OWN_FROM_BYTES = 256 << 10
+
+_log = logging.getLogger("mpiring")
+
+
+@functools.cache
+def say_fallback(reason: str) -> None:
+    """Say once that the configured algorithm cannot be used."""
+    _log.warning('the configured algorithm cannot be used, "auto" is taken instead: %s', reason)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -11,6 +11,7 @@ import numpy as np
 from ..buckets import Bucket, BucketPlan
 from ..collectives.operation import Collectives
 from ..errors import ConfigError
+from ..memory import sixteen
 from ..memory.arrays import Array, dtype_name
 from ..memory.reduction import quietly
 from ..transport.base import Channel, Schedule
@@ -156,14 +157,12 @@ class Compressor(ABC):
         if len(nodes) > 1:
             self.prepare()
         self._world, self._order = (collectives.rank, collectives.size, nodes), list(order)
-        mine = next(ranks for ranks in nodes if collectives.rank in ranks)
-        place = mine.index(collectives.rank)
-        slices = range(place, collectives.slices, len(mine))
         if self._loaded is None:
             for kept in self._kept.values():
                 yield from self._set_aside(collectives, kept)
         self._kept = {
-            bucket.plan: Kept(bucket, self.bounds(bucket, collectives.slices), slices)
+            bucket.plan: Kept(bucket, self.bounds(bucket, collectives.slices),
+                              collectives.own_slices)
             for bucket in buckets}
         if self._loaded is None:
             self._fill_from_aside()
@@ -283,7 +282,13 @@ def bounds_by_tensor(bucket: Bucket, slices: int) -> list[int]:
 
 
 def _cast(out: Array, x: Array) -> None:
-    out[...] = x
+    """Convert to float32, or from it."""
+    if x.dtype.itemsize == 2:
+        sixteen.widen(x, out)
+    elif out.dtype.itemsize == 2:
+        sixteen.narrow(x, out)
+    else:
+        out[...] = x
 
 
 def _refuse_dtype(compressor: Compressor, bucket: Bucket) -> None:

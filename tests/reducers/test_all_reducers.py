@@ -1,5 +1,6 @@
 """Holds every Reducer to one table, on simulated clusters of 1 to 8 ranks."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from reducing import SHAPES, Model, count
@@ -181,7 +182,7 @@ def test_residuals_follow_their_tensors_to_other_buckets(name, node_of):
         np.testing.assert_allclose(model.residual(index), want, rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "float64"])
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64"])
 @pytest.mark.parametrize("name", set(ALL) - {"mean"})
 def test_other_dtypes_are_compressed_as_float32(name, dtype):
     model = Model(ALL[name], [0, 1, 2], dtype=dtype)
@@ -189,7 +190,7 @@ def test_other_dtypes_are_compressed_as_float32(name, dtype):
     for _ in range(2):
         results = model.step(rows)
         assert all(x.tobytes() == results[0].tobytes() for x in results)
-        assert results[0].dtype == dtype and np.isfinite(results[0]).all()
+        assert results[0].dtype == np.dtype(dtype) and np.isfinite(results[0]).all()
 
 
 def test_complex_gradients_are_refused():
