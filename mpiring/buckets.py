@@ -2,7 +2,6 @@
 
 import collections
 import math
-import numbers
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import ConfigError
+from .config import whole_number
 from .memory.arrays import is_finite
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
@@ -85,8 +84,7 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
     Raises:
         ConfigError: `bucket_bytes` is not positive.
     """
-    if not isinstance(bucket_bytes, numbers.Integral) or bucket_bytes <= 0:
-        raise ConfigError(f"bucket_bytes={bucket_bytes!r}: expected a positive whole number")
+    whole_number("bucket_bytes", bucket_bytes, 1)
     place = {tensor.name: i for i, tensor in enumerate(tensors)}
     full: list[list[TensorSpec]] = []
     filling: dict[Hashable, list[TensorSpec]] = {}

@@ -1,7 +1,6 @@
 """Trains in 16 bits: scales the loss so that gradients do not vanish, and keeps masters in 32."""
 
 import math
-import numbers
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
@@ -9,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .communicator import Communicator
+from .config import whole_number
 from .errors import ConfigError, GradientError
 from .memory import sixteen
 from .memory.arrays import SIXTEEN_BIT, dtype_name, flat
@@ -92,7 +92,7 @@ class LossScaler:
         self._scale = _power_of_two("initial_scale", initial_scale, self._smallest, self._largest)
         self._growth = _power_of_two("growth", growth, 2.0, 2.0**100)
         self._backoff = _power_of_two("backoff", backoff, 2.0**-100, 0.5)
-        self._interval = _count("growth_interval", growth_interval, 1)
+        self._interval = whole_number("growth_interval", growth_interval, 1)
         self._taken_in_row = 0
         self._skipped_at_smallest = 0
         self._seen = dp.steps               # of dp: the last one that step() was asked about
@@ -169,8 +169,8 @@ class LossScaler:
         """
         _refuse_other_names(self._dp, "state of a LossScaler", state, self.state_dict())
         scale = _power_of_two("scale", state["scale"], self._smallest, self._largest)
-        taken = _count("taken_in_row", state["taken_in_row"], 0)
-        skipped = _count("skipped_at_smallest", state["skipped_at_smallest"], 0)
+        taken = whole_number("taken_in_row", state["taken_in_row"], 0)
+        skipped = whole_number("skipped_at_smallest", state["skipped_at_smallest"], 0)
         self._scale, self._taken_in_row, self._skipped_at_smallest = scale, taken, skipped
         self._seen, self._unscale = self._dp.steps, None
         self._refuse_different()
@@ -333,11 +333,3 @@ def _power_of_two(name: str, value: Any, least: float, most: float) -> float:
     if not (least <= number <= most and math.frexp(number)[0] == 0.5):
         raise ConfigError(f"{name}={value!r}: expected a power of two from {least:g} to {most:g}")
     return number
-
-
-def _count(name: str, value: Any, least: int) -> int:
-    # A number that was saved with NumPy comes back as an array.
-    number = value.item() if isinstance(value, np.ndarray | np.generic) else value
-    if not isinstance(number, numbers.Integral) or number < least:
-        raise ConfigError(f"{name}={value!r}: expected a whole number of at least {least}")
-    return int(number)

@@ -72,7 +72,7 @@ def test_the_first_and_the_last_buckets_are_short():
 
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
 def test_a_bucket_needs_room(bucket_bytes):
-    with pytest.raises(ConfigError, match="expected a positive whole number"):
+    with pytest.raises(ConfigError, match="bucket_bytes=.*expected a whole number of at least 1"):
         plan(specs(1), bucket_bytes)
 
 

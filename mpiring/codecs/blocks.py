@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..config import whole_number
 from ..memory import compiled
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
@@ -44,8 +44,7 @@ class EightBit(pieces.InBlocks):
     """
 
     def __post_init__(self) -> None:
-        if self.block < 1:
-            raise ConfigError(f"block={self.block}: expected at least 1 element")
+        whole_number("block", self.block, 1)
 
     def payload_size(self, n: int) -> int:
         """Return 1 byte for each of `n` elements, and 4 for each block."""

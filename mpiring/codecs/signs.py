@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ..config import whole_number
 from ..errors import ConfigError
 from ..memory import compiled
 from ..memory.arrays import Array
@@ -37,7 +38,7 @@ class Sign(pieces.InBlocks):
     """
 
     def __post_init__(self) -> None:
-        if self.block < 1 or self.block % _LANES:
+        if whole_number("block", self.block, 1) % _LANES:
             raise ConfigError(f"block={self.block}: expected a multiple of {_LANES}")
 
     def payload_size(self, n: int) -> int:

@@ -1,6 +1,7 @@
 """Sends 8 bits per number between nodes, rounded up or down by chance."""
 
 from ..codecs.blocks import EightBit
+from ..config import whole_number
 from ..transport.base import Schedule
 from . import two_phase
 from .compressor import Compressor
@@ -29,7 +30,7 @@ class Int8(Compressor):
     def __init__(self, block: int = 512, *, seed: int = 0) -> None:
         super().__init__()
         self._codec = EightBit(block)
-        self.block, self.seed = block, seed
+        self.block, self.seed = block, whole_number("seed", seed, 0)
 
     def __repr__(self) -> str:
         return f"Int8(block={self.block}, seed={self.seed})"

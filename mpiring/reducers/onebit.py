@@ -1,7 +1,7 @@
 """Sends one bit per number between nodes: its sign."""
 
 from ..codecs.signs import Sign
-from ..errors import ConfigError
+from ..config import whole_number
 from ..transport.base import Schedule
 from . import two_phase
 from .compressor import Compressor
@@ -32,10 +32,8 @@ class OneBit(Compressor):
 
     def __init__(self, block: int = 256, *, warmup_steps: int = 100) -> None:
         super().__init__()
-        if warmup_steps < 0:
-            raise ConfigError(f"warmup_steps={warmup_steps}: expected 0 or more")
         self._codec = Sign(block)
-        self.block, self.warmup_steps = block, warmup_steps
+        self.block, self.warmup_steps = block, whole_number("warmup_steps", warmup_steps, 0)
 
     def __repr__(self) -> str:
         return f"OneBit(block={self.block}, warmup_steps={self.warmup_steps})"

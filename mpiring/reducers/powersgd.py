@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..buckets import Bucket
+from ..config import whole_number
 from ..errors import ConfigError
 from ..memory.arrays import is_finite
 from ..memory.reduction import quietly
@@ -55,16 +56,15 @@ class PowerSGD(Compressor):
     def __init__(self, rank: int = 2, *, start_step: int = 10, min_compression: float = 2.0,
                  reducer: Compressor | None = None, seed: int = 0) -> None:
         super().__init__()
-        if rank < 1 or start_step < 0 or min_compression <= 0:
-            raise ConfigError(
-                f"PowerSGD(rank={rank}, start_step={start_step}, "
-                f"min_compression={min_compression}): expected a rank from 1, a step from 0, and "
-                f"a factor above 0")
+        if not min_compression > 0:
+            raise ConfigError(f"min_compression={min_compression}: expected a factor above 0")
         if reducer is not None and (not isinstance(reducer, Compressor) or reducer.feeds_back):
             raise ConfigError(
                 f"PowerSGD(reducer={reducer!r}): expected one that remembers nothing, as Cast() "
                 f"or Int8()")
-        self.rank, self.start_step, self.seed = rank, start_step, seed
+        self.rank = whole_number("rank", rank, 1)
+        self.start_step, self.seed = whole_number("start_step", start_step, 0), whole_number(
+            "seed", seed, 0)
         self.min_compression, self.reducer = min_compression, reducer
 
     def __repr__(self) -> str:

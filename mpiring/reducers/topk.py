@@ -6,6 +6,7 @@ import numpy as np
 from ..buckets import Bucket
 from ..codecs import largest
 from ..collectives import ring
+from ..config import whole_number
 from ..errors import ConfigError
 from ..memory.arrays import Array, is_finite
 from ..memory.reduction import quietly
@@ -49,14 +50,13 @@ class TopK(Compressor):
     def __init__(self, density: float = 0.001, *, momentum: float = 0.0,
                  clip_norm: float | None = None, warmup_steps: int = 0) -> None:
         super().__init__()
-        if not 0 < density <= 1 or not 0 <= momentum < 1 or warmup_steps < 0 or (
+        if not 0 < density <= 1 or not 0 <= momentum < 1 or (
                 clip_norm is not None and not clip_norm > 0):
             raise ConfigError(
-                f"TopK(density={density}, momentum={momentum}, clip_norm={clip_norm}, "
-                f"warmup_steps={warmup_steps}): expected a density above 0 and up to 1, a momentum "
-                f"from 0 to below 1, a norm above 0, and steps from 0")
-        self.density, self.momentum = density, momentum
-        self.clip_norm, self.warmup_steps = clip_norm, warmup_steps
+                f"TopK(density={density}, momentum={momentum}, clip_norm={clip_norm}): expected a "
+                f"density above 0 and up to 1, a momentum from 0 to below 1, a norm above 0")
+        self.density, self.momentum, self.clip_norm = density, momentum, clip_norm
+        self.warmup_steps = whole_number("warmup_steps", warmup_steps, 0)
 
     def __repr__(self) -> str:
         return (f"TopK(density={self.density:g}, momentum={self.momentum:g}, "

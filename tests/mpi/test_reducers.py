@@ -171,7 +171,8 @@ def test_misuse_is_named(apart):
 @pytest.mark.parametrize("make", [
     lambda: Int8(0), lambda: OneBit(33), lambda: Cast("float32"), lambda: TopK(0),
     lambda: TopK(momentum=1), lambda: PowerSGD(0), lambda: PowerSGD(reducer=OneBit()),
-    lambda: ErrorFeedback(Mean()), lambda: OneBit(warmup_steps=-1)])
+    lambda: ErrorFeedback(Mean()), lambda: OneBit(warmup_steps=-1), lambda: Int8("64"),
+    lambda: PowerSGD(rank=1.5), lambda: OneBit(64.0), lambda: TopK(warmup_steps=None)])
 def test_settings_out_of_range_are_refused(make):
     with pytest.raises(mpiring.ConfigError, match="expected|multiple"):
         make()
