@@ -56,8 +56,10 @@ def environment(**variables):
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     # Nothing is measured, and nothing kept in the user's home, unless a test asks for it.
     quiet = {"MPIRING_TUNING": "0", "MPIRING_TUNING_FOLDER": ""}
-    return {**os.environ, **openmpi, **quiet, "OMP_NUM_THREADS": "1", "PYTHONPATH": path,
-            **variables}
+    # An unbuffered print writes its text and its newline apart: lines of two ranks would mix.
+    whole_lines = {"PYTHONUNBUFFERED": ""}
+    return {**os.environ, **openmpi, **quiet, **whole_lines, "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path, **variables}
 
 
 def start(ranks, *command, **variables):
