@@ -26,11 +26,19 @@ from mpiring.transport.mpi import MpiTransport
 pytestmark = pytest.mark.mpi
 
 
-@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct", "shared", "native"])
+# Every algorithm meets every dtype in tests/collectives, on simulated ranks; here, those whose
+# bytes MPI is told otherwise.
+CASES = [
+    *((algorithm, dtype) for algorithm in ("auto", "native") for dtype in contract.DTYPES),
+    *((algorithm, dtype) for algorithm in ("ring", "direct", "shared")
+      for dtype in (ml_dtypes.bfloat16, "float32", "longdouble"))]
+
+
 @pytest.mark.parametrize("op", contract.OPS)
-@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(("algorithm", "dtype"), CASES, ids=lambda case: (
+    case if case in ("auto", "native", "ring", "direct", "shared") else np.dtype(case).name))
 def test_contract(comm, dtype, op, algorithm):
-    for n in (0, 1, comm.size - 1, comm.size, comm.size + 1, 1000, 70_001):
+    for n in (0, 1, comm.size - 1, comm.size + 1, 70_001):
         x = contract.contribution(comm.rank, n, dtype)
         if not contract.defined(op, dtype):
             with pytest.raises(mpiring.ConfigError, match="is not defined for"):
@@ -44,12 +52,11 @@ def test_contract(comm, dtype, op, algorithm):
             assert len(set(comm.allgather_object(zlib.crc32(x.tobytes())))) == 1, "bits differ"
 
 
-@pytest.mark.parametrize("op", contract.OPS)
-@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float32", "int64", "complex64"],
-                         ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.parametrize(("op", "dtype"), [
+    ("sum", "float32"), ("mean", "float16"), ("mean", ml_dtypes.bfloat16), ("prod", "complex64"),
+    ("max", "float32"), ("min", "int64"), ("band", "int64"), ("bor", "uint8"), ("bxor", "bool")],
+    ids=lambda case: case if case in contract.OPS else np.dtype(case).name)
 def test_contract_in_node_shared_memory(comm, dtype, op):
-    if not contract.defined(op, dtype):
-        pytest.skip(reason="not defined")
     shared = comm.empty(400_000, dtype)
     for n in (1, comm.size, 5000, 70_001, 400_000):
         for offset in (0, (400_000 - n) // (2 + comm.rank)):

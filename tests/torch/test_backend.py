@@ -11,11 +11,10 @@ def _torch():
     needed("torch")
 
 
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_every_collective_does_what_gloo_does(ranks):
-    ended = launch(ranks, PROGRAMS / "torch_collectives.py")
+def test_every_collective_does_what_gloo_does():
+    ended = launch(3, PROGRAMS / "torch_collectives.py")
     assert ended.status == 0, ended.output
-    assert ended.output.count("cases agree with Gloo") == ranks
+    assert ended.output.count("cases agree with Gloo") == 3
 
 
 def test_training_does_what_it_does_over_gloo():
