@@ -29,8 +29,8 @@ _NAME = re.compile(r"(\d{6,})-step-\d+")
 # How long a node may take to see what another has done, as over NFS.
 PATIENCE_S = 5.0
 PAUSE_S = 0.1
-# What nobody will finish, and what was being deleted.
-_PASSING = (".writing-", ".deleting-")
+# What nobody will finish, what was being deleted, and what shows that ranks share the folder.
+WRITING, DELETING, MARK = ".writing-", ".deleting-", ".mark-"
 
 
 def complete(folder: Path) -> list[str]:
@@ -146,9 +146,11 @@ def remove(path: Path) -> None:
     try:
         doomed = path
         if not path.name.startswith("."):
-            doomed = path.with_name(f"{_PASSING[1]}{path.name}")
+            doomed = path.with_name(f"{DELETING}{path.name}")
             os.rename(path, doomed)
         shutil.rmtree(doomed)
+    except NotADirectoryError:
+        path.unlink(missing_ok=True)
     except FileNotFoundError:
         pass
     except OSError as exc:
@@ -158,7 +160,7 @@ def remove(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Delete what jobs that are gone have left unfinished."""
     for entry in list(folder.iterdir()):
-        if entry.name.startswith(_PASSING):
+        if entry.name.startswith((WRITING, DELETING, MARK)):
             remove(entry)
 
 

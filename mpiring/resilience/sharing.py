@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..communicator import Communicator
 from ..errors import CheckpointError
-from .folder import PATIENCE_S, PAUSE_S, Lock, sweep
+from .folder import MARK, PATIENCE_S, PAUSE_S, Lock, sweep
 
 
 def where(comm: Communicator) -> str:
@@ -50,11 +50,11 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
     """Let each rank leave a mark in the folder, and rank 0 look for all of them."""
-    mark = folder / f".mark-{token}-{comm.rank}"
+    mark = folder / f"{MARK}{token}-{comm.rank}"
     ranks = comm.allgather_object((where(comm), _touched(mark)))
     lost: list[int] = []
     if comm.rank == 0 and not any(problem for _, problem in ranks):
-        lost = _unmarked(folder, [f".mark-{token}-{rank}" for rank in range(comm.size)])
+        lost = _unmarked(folder, [f"{MARK}{token}-{rank}" for rank in range(comm.size)])
     lost = comm.broadcast_object(lost, root=0)
     mark.unlink(missing_ok=True)
     for name, problem in ranks:

@@ -209,6 +209,7 @@ def test_other_files_in_the_folder_are_left_alone(tmp_path):
         (tmp_path / name).write_text("mine")
     (tmp_path / ".writing-abc-1").mkdir()
     (tmp_path / ".deleting-000001-step-5").mkdir()
+    (tmp_path / ".mark-abc-1").touch()
     save(tmp_path, [1, 2, 3], keep=1)
     assert load(tmp_path)[0].step == 3
     assert names(tmp_path) == sorted([*others, "000003-step-3", "latest", "lock"])

@@ -16,19 +16,46 @@ def state(step, rank=None):
     return {"x": x} if rank is None else {"rank": rank, "x": x + 1000 * rank}
 
 
+class Meeting:
+    """Where ranks exchange objects."""
+
+    def __init__(self, size):
+        self.size, self.failed = size, False
+        self._desks, self._changed = {}, threading.Condition()
+
+    def exchange(self, number, rank, obj):
+        """Return what all ranks have brought to the exchange of this number."""
+        with self._changed:
+            desk = self._desks.setdefault(number, {})
+            desk[rank] = copy.deepcopy(obj)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: len(desk) == self.size or self.failed, _DEADLINE_S)
+            if len(desk) < self.size:
+                raise Gone
+            self._desks.pop(number - 2, None)
+            return [copy.deepcopy(desk[one]) for one in range(self.size)]
+
+    def leave(self):
+        """Let nobody wait for a rank that has failed."""
+        with self._changed:
+            self.failed = True
+            self._changed.notify_all()
+
+
+class Gone(Exception):
+    """Another rank has failed."""
+
+
 class ThreadComm:
     """What checkpoints and stopping need of a Communicator."""
 
-    def __init__(self, rank, size, meeting, desk):
-        self.rank, self.size, self.config = rank, size, Config(stall_timeout_s=20.0)
-        self._meeting, self._desk = meeting, desk
+    def __init__(self, rank, meeting):
+        self.rank, self.size, self.config = rank, meeting.size, Config(stall_timeout_s=20.0)
+        self._meeting, self._number = meeting, 0
 
     def allgather_object(self, obj):
-        self._desk[self.rank] = copy.deepcopy(obj)
-        self._meeting.wait()
-        found = copy.deepcopy(self._desk[:self.size])
-        self._meeting.wait()
-        return found
+        self._number += 1
+        return self._meeting.exchange(self._number, self.rank, obj)
 
     def broadcast_object(self, obj, *, root=0):
         return self.allgather_object(obj)[root]
@@ -54,21 +81,21 @@ class Answer:
 
 def on_ranks(size, function):
     """Return what `function(comm)` returns on each rank; raise what the first one raises."""
-    meeting, desk, results = threading.Barrier(size, timeout=_DEADLINE_S), [None] * size, {}
+    meeting, results = Meeting(size), {}
 
     def run(rank):
         try:
-            results[rank] = function(ThreadComm(rank, size, meeting, desk))
+            results[rank] = function(ThreadComm(rank, meeting))
         except BaseException as error:
             results[rank] = error
-            meeting.abort()
+            meeting.leave()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    errors = [one for one in results.values() if isinstance(one, BaseException)]
-    for error in sorted(errors, key=lambda one: isinstance(one, threading.BrokenBarrierError)):
+    errors = [results[rank] for rank in range(size) if isinstance(results[rank], BaseException)]
+    for error in sorted(errors, key=lambda one: isinstance(one, Gone)):
         raise error
     return [results[rank] for rank in range(size)]
