@@ -21,7 +21,7 @@ LAYERS = [
     ["transport", "memory", "topology"],
     ["codecs"],
     ["collectives"],
-    ["statistics", "launch", "pause", "tuning"],
+    ["statistics", "flight", "chrome", "launch", "pause", "tuning"],
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
     ["precision", "numpy", "torch"],
