@@ -66,7 +66,7 @@ class TraceFile:
         self._folder = Path(os.path.abspath(os.path.expanduser(folder)))
         self._file = self._open()
         self._write([*self._about(), *_named(self._rank, STEPS, "training steps"),
-                     *_named(self._rank, PROGRAM, "program waits")])
+                     *_named(self._rank, PROGRAM, "program")])
         self._thread = threading.Thread(target=self._loop, name="mpiring trace", daemon=True)
         self._thread.start()
 

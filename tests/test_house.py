@@ -25,7 +25,7 @@ LAYERS = [
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
     ["precision", "numpy", "torch"],
-    ["lab", "bench"],
+    ["lab", "bench", "trace"],
     ["advice", "tune", "simulate"],
     ["__main__", "__init__"],
 ]
