@@ -43,13 +43,14 @@ class TraceFile:
     Args:
         comm: An MPI communicator over the ranks; duplicated.
         folder: Where it is written; made if there is none.
+        node: This rank's.
 
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, comm: Any, folder: str) -> None:
+    def __init__(self, comm: Any, folder: str, node: int) -> None:
         self._comm = comm.Dup()
-        self._rank = self._comm.rank
+        self._rank, self._node = self._comm.rank, node
         self._events: deque[Callable[[], list[Event]]] = deque()
         self._left_out = 0
         self._written = 0
@@ -204,7 +205,8 @@ class TraceFile:
             _metadata(self._rank, "process_name", {"name": f"rank {self._rank} on {host}"}),
             _metadata(self._rank, "process_sort_index", {"sort_index": self._rank}),
             _metadata(self._rank, "mpiring", {
-                "job": self._job, "rank": self._rank, "size": self._comm.size, "host": host}),
+                "job": self._job, "rank": self._rank, "size": self._comm.size,
+                "node": self._node}),
             self._clock("clock at start", self._start)]
 
     def _clock(self, name: str, reading: ClockReading) -> Event:

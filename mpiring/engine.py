@@ -149,12 +149,13 @@ class Engine:
             now = time.monotonic()
             took = now - began
             self.exposed_s += took
-            self.recorder.waited(flight, began, now)
             if task.done:
                 self.operations += 1
-                self.recorder.ended(flight, now)
+                self.recorder.at_once(flight, began, now)
                 if self._busy_since is None:
                     self.communication_s += took
+            else:
+                self.recorder.waited(flight, began, now)
         return task.done
 
     def run(self, handle: Handle[T]) -> None:

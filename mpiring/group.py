@@ -85,10 +85,11 @@ class Group:
             end_job_on_exceptions(self._end_job)
         self._refuse_different_settings()
         self._name = self.recorder.name(self._transport.comm.allgather(self.recorder.rank))
+        self._open_board()
         self._trace = None
         if config.trace and engine is None:
-            self.recorder.trace = self._trace = TraceFile(self._transport.comm, config.trace)
-        self._open_board()
+            self.recorder.trace = self._trace = TraceFile(
+                self._transport.comm, config.trace, self.place.node_rank)
         self.closed = False
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
@@ -245,8 +246,9 @@ class Group:
             schedule = build(collectives)
             if self.size == 1:
                 return Flight(call, sequence), schedule
-            flight = self.recorder.called(call, sequence, self._name, collectives.algorithm)
-            self._watch.called(flight)
+            flight = Flight(call, sequence, self._name, collectives.algorithm)
+            self.recorder.add(flight)
+            self._watch.last = flight
             return flight, agreed(
                 lambda: collectives.net, node, self._neighbours, call, schedule)
         except BaseException:

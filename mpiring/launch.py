@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .config import launched_size
-from .errors import LaunchError
+from .errors import LaunchError, StallError
 from .flight import Recorder
 
 # What a shell reports for a process that Ctrl-C ended.
@@ -93,11 +93,12 @@ class JobEnder:
         os._exit(code)
 
     def _last_words(self, error: BaseException) -> str:
-        last = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
+        last, told = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends", ""
         # Nothing that goes wrong here may keep the job from ending.
         with contextlib.suppress(Exception):
-            last = "\n".join(filter(None, [self._recorder.report(_LAST), last]))
-        return last
+            # A stall's report has told of them.
+            told = self._recorder.report(0 if isinstance(error, StallError) else _LAST)
+        return "\n".join(filter(None, [told, last]))
 
 
 class _Hook:

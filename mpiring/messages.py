@@ -9,6 +9,7 @@ from .collectives.agreement import Call
 from .config import Config
 from .engine import Engine
 from .errors import ConfigError
+from .flight import Flight
 from .handle import Handle
 from .memory.arrays import Array
 from .transport.base import Request, Schedule, Task
@@ -108,7 +109,8 @@ class Messages:
         return tag + 1
 
     def _submit(self, call: Call, schedule: Schedule[int]) -> Handle[int]:
-        flight = self._engine.recorder.called(call, self._number, self._name)
+        flight = Flight(call, self._number, self._name)
+        self._engine.recorder.add(flight)
         handle = Handle(self._lane, flight, Task(schedule))
         self._number += 1
         return self._engine.submit(handle)

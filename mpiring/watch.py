@@ -41,6 +41,7 @@ class StallWatch:
 
     Attributes:
         config: As above; may be replaced.
+        last: What this rank called last. Not its handle: that would keep the user's array alive.
     """
 
     def __init__(self, rank: int, size: int, post: Post, config: Config, recorder: Recorder,
@@ -52,14 +53,9 @@ class StallWatch:
         self._say = say or _print_at_once
         self._unfinished: list[Handle[Any]] = []
         self._lock = threading.Lock()    # the caller enters, the engine's thread looks
-        self._last: Flight | None = None
+        self.last: Flight | None = None
         self._inquiry: _Inquiry | None = None
         self._patient = False
-
-    def called(self, flight: Flight) -> None:
-        """Note that this rank called an operation."""
-        # Not the handle: it would keep the user's array alive.
-        self._last = flight
 
     def enter(self, handle: Handle[Any], *, patient: bool = False) -> None:
         """Watch an operation; a `patient` one, the rank's last, may wait for ever."""
@@ -138,12 +134,12 @@ class StallWatch:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
             if handle.flight.sequence == sequence:
                 return f"has it queued behind {unfinished[0]}", False
-        if self._last is None:
+        if self.last is None:
             return "has not called it, nor anything else", False
-        if self._last.sequence >= sequence:
+        if self.last.sequence >= sequence:
             return "has finished it", False
-        ago = time.monotonic() - self._last.called_s
-        return f"has NOT CALLED it; its last call was {self._last}, {ago:.0f} s ago", False
+        ago = time.monotonic() - self.last.called_s
+        return f"has NOT CALLED it; its last call was {self.last}, {ago:.0f} s ago", False
 
     def _report(self, inquiry: "_Inquiry") -> str:
         handle = inquiry.handle

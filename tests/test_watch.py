@@ -7,7 +7,7 @@ import pytest
 from mpiring import Config, StallError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine
-from mpiring.flight import Recorder
+from mpiring.flight import Flight, Recorder
 from mpiring.handle import Handle
 from mpiring.transport.base import Task
 from mpiring.watch import StallWatch
@@ -37,10 +37,11 @@ class Ranks:
                        self.said[rank].append) for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
-        flight = self.recorders[rank].called(Call(kind), sequence, "")
+        flight = Flight(Call(kind), sequence)
+        self.recorders[rank].add(flight)
         handle = Handle(self.engine.join(None), flight, Task(stuck()))
         handle.done, flight.started_s = done, time.monotonic()
-        self.watches[rank].called(flight)
+        self.watches[rank].last = flight
         self.watches[rank].enter(handle, patient=patient)
         return handle
 

@@ -158,6 +158,12 @@ def typical(steps: Sequence[Step]) -> list[Step]:
     return [step for step in some if step.length <= limit]
 
 
+def is_in(steps: Sequence[Step], at: float) -> bool:
+    """Return whether a time, in microseconds, is within one of some steps, which are in order."""
+    place = bisect.bisect(steps, at, key=lambda step: step.began) - 1
+    return place >= 0 and at < steps[place].ended
+
+
 def budget_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[Key, float],
               ) -> Budget:
     """Return the mean budget of some steps of a rank."""

@@ -22,7 +22,7 @@ class RankTrace:
 
     Attributes:
         path: Its file.
-        job, rank, size, host: Whose it is, and of how many.
+        job, rank, size, node: Whose it is, of how many, and where.
         start, end: How its clock compared with rank 0's; no `end` where it never closed.
     """
 
@@ -30,7 +30,7 @@ class RankTrace:
     job: str
     rank: int
     size: int
-    host: str
+    node: int
     start: dict[str, float]
     end: dict[str, float] | None
 
@@ -71,10 +71,10 @@ class JobTrace:
     @property
     def caption(self) -> str:
         """What a reader of its numbers must know."""
-        hosts = len({rank.host for rank in self.ranks})
+        nodes, size = len({rank.node for rank in self.ranks}), self.ranks[0].size
         error = max(rank.error_us for rank in self.ranks)
-        return (f"job {self.name}: {self.ranks[0].size} ranks on {hosts} host{'s' * (hosts != 1)}, "
-                f"clocks within {error:.0f} µs")
+        return (f"job {self.name}: {size} rank{'s' * (size != 1)} on {nodes} "
+                f"node{'s' * (nodes != 1)}, clocks within {error:.0f} µs")
 
 
 def open_job(folder: str, wanted: str | None) -> JobTrace:

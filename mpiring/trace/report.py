@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from . import picture
 from .budget import (
     Activity, Budget, Key, Operation, Step, Wait, activity_of, budget_of, idle_part, last_calls,
-    mean, typical)
+    is_in, mean, typical)
 from .files import JobTrace, open_job
 
 _BUDGET = [
@@ -98,9 +98,8 @@ class _Kept:
         waits: dict[Key, list[Wait]] = {}
         for wait in activity.waits:
             waits.setdefault(wait.key, []).append(wait)
-        first, last = steps[0].began, steps[-1].ended
         for one in activity.operations:
-            if first <= one.began <= last:
+            if is_in(steps, one.began):
                 self._kinds.setdefault((one.name, one.algorithm, one.nbytes), []).append(
                     _costs(one, waits.get(one.key, []), last_called))
 
