@@ -8,6 +8,7 @@ from . import __version__, lab, tune
 from .bench import options as bench
 from .errors import ConfigError, MpiringError
 from .simulate import options as simulate
+from .trace import options as trace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     bench.declare(commands.add_parser("bench", help="measure mpiring beside MPI, Gloo, Horovod"))
     simulate.declare(commands.add_parser(
         "simulate", help="predict allreduces on a cluster that is not here"))
+    trace.declare(commands.add_parser("trace", help="look at what the ranks of a job did"))
     return parser
 
 

@@ -1,9 +1,11 @@
 """Is the face of the library: ranks, collectives on arrays and objects, handles."""
 
 import functools
+import math
 import pickle
+import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -62,6 +64,8 @@ class Communicator:
         local_rank, local_size: The same within this node.
         node_rank, num_nodes: This node, and how many there are.
         config: The settings.
+        recorder: What this rank did last; `recorder.end_step()` marks the end of a training
+            step in the trace, as `DataParallel` does by itself.
 
     Raises:
         ConfigError: Not an intracommunicator, or the ranks' settings differ.
@@ -74,7 +78,7 @@ class Communicator:
 
     def _join(self, group: Group) -> None:
         self._group = group
-        self.config = group.config
+        self.config, self.recorder = group.config, group.recorder
         self.rank, self.size = group.rank, group.size
         self.local_rank, self.local_size = group.place.local_rank, group.place.local_size
         self.node_rank, self.num_nodes = group.place.node_rank, group.place.num_nodes
@@ -102,7 +106,7 @@ class Communicator:
             self._group.check_open()
             return x
         return self._group.run(
-            Call("empty", _described(x)),
+            Call("empty", _described(x), nbytes=x.nbytes),
             lambda collectives: collectives.empty(x.shape, x.dtype))
 
     def allreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> A:
@@ -169,7 +173,7 @@ class Communicator:
         """
         vector = flat(x)
         return self._group.run(
-            Call("reduce_scatter", f"{op} of {_described(x)}"),
+            Call("reduce_scatter", f"{op} of {_described(x)}", nbytes=x.nbytes),
             lambda collectives: collectives.reduce_scatter(vector, op=op))
 
     def allgather(self, x: A) -> A:
@@ -187,7 +191,7 @@ class Communicator:
         """
         vector = flat(x)
         return self._group.run(
-            Call("allgather", _described(x)),
+            Call("allgather", _described(x), nbytes=x.nbytes),
             lambda collectives: _returning(x, collectives.allgather(vector)))
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
@@ -203,9 +207,9 @@ class Communicator:
         """
         self._check_root(root)
         vector = flat(x, writeable=self.rank != root)
+        call = Call("broadcast", f"of {_described(x)} from root {root}", nbytes=x.nbytes)
         return self._group.run(
-            Call("broadcast", f"of {_described(x)} from root {root}"),
-            lambda collectives: _returning(x, collectives.broadcast(vector, root)))
+            call, lambda collectives: _returning(x, collectives.broadcast(vector, root)))
 
     def barrier(self) -> None:
         """Return after every rank has called.
@@ -295,6 +299,20 @@ class Communicator:
         """
         self._group.poke()
 
+    def dump_flight(self, *, last: int = 32, file: TextIO | None = None) -> None:
+        """Print this rank's last operations, also those that are not complete.
+
+        With the setting `trace`, some thousand are written to a file in its folder as well. May
+        be called at any time, also from a signal's handler.
+
+        Args:
+            last: How many are printed.
+            file: Where to; standard error by default.
+
+        Collective: no. Blocking: no.
+        """
+        self.recorder.dump(last, file or sys.stderr)
+
     # Life
 
     def split(self, color: int | None, *, key: int = 0) -> "Communicator | None":
@@ -361,7 +379,8 @@ def _allreduce_call(
     op: str, dtype: np.dtype[Any], shape: tuple[int, ...], order: str, algorithm: str,
 ) -> Call:
     text = "" if order == "C" else " in Fortran order"
-    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{text}, algorithm {algorithm}")
+    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{text}, algorithm {algorithm}",
+                nbytes=dtype.itemsize * math.prod(shape))
 
 
 def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:

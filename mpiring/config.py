@@ -66,6 +66,8 @@ class Config:
         abort_on_exception: End the whole job when one rank dies of an exception. A
             rank that ends with operations it cannot complete always ends the job.
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
+        trace: A folder in which each rank writes what it does, to be looked at as a picture;
+            see `python -m mpiring trace`. "" for none.
 
     Raises:
         ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
@@ -82,6 +84,7 @@ class Config:
     stall_timeout_s: float = _setting(600.0)
     abort_on_exception: bool = _setting(True)
     allow_singleton: bool = _setting(False)
+    trace: str = _setting("")
 
     def __post_init__(self) -> None:
         _refuse_unknown_variables()
@@ -131,6 +134,8 @@ def _check_range(name: str, value: Any, source: str) -> None:
         expected = "a finite number of seconds, 0 or more"
     elif name == "tuning_folder" and value and value[0] not in "/~":
         expected = "an absolute path, or ''"
+    elif name == "trace" and value.lower() in ("0", "1", "true", "false"):
+        expected = "a folder, or '' for no trace"
     elif name == "operations_in_flight" and value < 1:
         expected = "1 or more"
     if expected:

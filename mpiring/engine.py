@@ -14,6 +14,7 @@ from typing import Any
 
 from .config import Config
 from .errors import ClosedError, StallError, TransportError
+from .flight import Flight, Recorder
 from .handle import Action, Handle, Lane, Watch
 from .pause import Pause
 from .transport.base import T, Task
@@ -45,8 +46,10 @@ class Engine:
         config: Settings.
         threaded: Advance in the background; MPI must offer MPI_THREAD_MULTIPLE.
         end_job: Called with an error of the background thread that nobody fetched.
+        recorder: Is told what becomes of operations; one of its own by default.
 
     Attributes:
+        recorder: As above.
         operations: How many were completed.
         communication_s: Seconds in which at least one operation was under way.
         exposed_s: Seconds that callers spent waiting.
@@ -54,7 +57,9 @@ class Engine:
 
     def __init__(
         self, config: Config, *, threaded: bool, end_job: Callable[[BaseException], None],
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder = recorder or Recorder()
         self.operations = 0
         self.communication_s = 0.0
         self.exposed_s = 0.0
@@ -126,7 +131,7 @@ class Engine:
         self._wake.set()
         return handle
 
-    def run_at_once(self, task: Task[Any]) -> bool:
+    def run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation, and return whether it is complete after a moment.
 
         Within a node most are: it is not worth while to let anybody else know of them. So it
@@ -134,24 +139,27 @@ class Engine:
         """
         if self._failure is not None:
             self.raise_failure()
-        began = time.monotonic()
+        flight.started_s = began = time.monotonic()
         with self._lock:
             for attempt in range(_TRIES):
                 if not task.step() and attempt > _TRIES_ALONE:
                     _give_way()
                 if task.done:
                     break
-            took = time.monotonic() - began
+            now = time.monotonic()
+            took = now - began
             self.exposed_s += took
             if task.done:
                 self.operations += 1
+                self.recorder.at_once(flight, began, now)
                 if self._busy_since is None:
                     self.communication_s += took
+            else:
+                self.recorder.waited(flight, began, now)
         return task.done
 
     def run(self, handle: Handle[T]) -> None:
         """Advance an operation that was started, ahead of the queue, and wait for it."""
-        handle.started = True
         with self._lock:
             if self._busy_since is None:
                 self._busy_since = time.monotonic()
@@ -181,7 +189,9 @@ class Engine:
                     _give_way()
         finally:
             self._leave()
-            self.exposed_s += time.monotonic() - began
+            now = time.monotonic()
+            self.exposed_s += now - began
+            self.recorder.waited(handle.flight, began, now)
 
     def advance(self) -> None:
         """Progress once, if nobody else is at it, without waiting for anything."""
@@ -294,9 +304,11 @@ class Engine:
 
     def _completed(self, handle: Handle[T]) -> None:
         """Note that an operation is complete, and how long any were under way."""
+        now = time.monotonic()
         self.operations += 1
+        self.recorder.ended(handle.flight, now)
         if self._busy_since is not None and not self._is_busy():
-            self.communication_s += time.monotonic() - self._busy_since
+            self.communication_s += now - self._busy_since
             self._busy_since = None
         # Last: whoever sees it may read the statistics.
         handle.done = True

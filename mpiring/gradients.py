@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -95,6 +96,8 @@ class Gradients:
         self._order: list[str] = []
         self._settled = deterministic or order is not None
         self.order: list[str] | None = None
+        # When the first gradient of a step became ready.
+        self._began_s = 0.0
         self._finite: bool | None = True
         self._dense_bytes = 0
         self.views = Views(self._views)
@@ -124,8 +127,10 @@ class Gradients:
                 f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
                 f"after each backward pass, and ready() once per gradient between two waits")
         self._drop_retired()
-        if not self._order and self._resume():
-            bucket = self._home[name]
+        if not self._order:
+            self._began_s = time.monotonic()
+            if self._resume():
+                bucket = self._home[name]
         bucket.missing.remove(name)
         self._order.append(name)
         while len(self._handles) < len(self._buckets):
@@ -153,6 +158,7 @@ class Gradients:
                 f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self._home)} "
                 f"gradients missing: {', '.join(missing)}; call ready(name) for each, also for "
                 f"one that is zero in this step")
+        waited_s = time.monotonic()
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
@@ -166,6 +172,7 @@ class Gradients:
             self._settle()
         self._order.clear()
         self.steps += 1
+        self._comm.recorder.end_step(self._began_s, waited_s)
 
     @property
     def finite(self) -> bool:
@@ -227,7 +234,8 @@ class Gradients:
             self._dense_bytes += collectives.dense_bytes(bucket.flat.nbytes)
             return reducer.reduce(collectives, bucket)
 
-        return self._comm.submit(Call("reduce", detail, bucket.label), reduce)
+        return self._comm.submit(
+            Call("reduce", detail, bucket.label, bucket.flat.nbytes), reduce)
 
     def _settle(self) -> None:
         """Build the buckets anew in the order in which rank 0's gradients became ready."""

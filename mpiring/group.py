@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
-
+from .chrome import TraceFile
 from .collectives.agreement import Call, agreed
 from .collectives.model import Model
 from .collectives.native import Turns
@@ -18,6 +17,7 @@ from .collectives.windows import Windows, mapped
 from .config import Config
 from .engine import Engine
 from .errors import ClosedError, ConfigError, MissingDependencyError
+from .flight import Flight, Recorder
 from .handle import Handle
 from .launch import JobEnder, end_job_on_exceptions
 from .memory.scratch import Scratch
@@ -26,7 +26,7 @@ from .statistics import Statistics
 from .topology import neighbours, node_order, ranks_of_nodes, topology
 from .transport.base import Schedule, T, Task, run_to_end
 from .transport.board import BOARD_BYTES, Board
-from .tuning import Tuner, folder_of
+from .tuning import folder_of, tuner_over
 from .watch import StallWatch
 
 if TYPE_CHECKING:
@@ -79,11 +79,17 @@ class Group:
         self.config = config
         self._transport = MpiTransport(mpi_comm)
         self.rank, self.size = self._transport.rank, self._transport.size
-        self._end_job = JobEnder(self.rank, self.size, abort)
+        self.recorder = engine.recorder if engine else Recorder(self.rank)
+        self._end_job = JobEnder(self.rank, self.size, abort, self.recorder)
         if self.size > 1 and config.abort_on_exception:
             end_job_on_exceptions(self._end_job)
         self._refuse_different_settings()
+        self._name = self.recorder.name(self._transport.comm.allgather(self.recorder.rank))
         self._open_board()
+        self._trace = None
+        if config.trace and engine is None:
+            self.recorder.trace = self._trace = TraceFile(
+                self._transport.comm, config.trace, self.place.node_rank)
         self.closed = False
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
@@ -92,7 +98,8 @@ class Group:
             self._order, self._nodes, config.algorithm)
         self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
-        self._watch = StallWatch(self.rank, self.size, Mailbox(self._transport), config)
+        self._watch = StallWatch(
+            self.rank, self.size, Mailbox(self._transport), config, self.recorder)
         self._lane = self._engine.join(self._watch)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
@@ -117,7 +124,7 @@ class Group:
 
     def _refuse_different_settings(self) -> None:
         mine = {"algorithm": self.config.algorithm, "tuning": self.config.tuning,
-                "shared_memory": self.config.shared_memory,
+                "shared_memory": self.config.shared_memory, "trace": bool(self.config.trace),
                 "operations_in_flight": self.config.operations_in_flight}
         for rank, theirs in enumerate(self._transport.comm.allgather(mine)):
             if theirs != mine:
@@ -128,7 +135,7 @@ class Group:
     def _start_engine(self, mpi: Any) -> Engine:
         threaded = self.size > 1 and self._take_thread(mpi)
         end_job = self._end_job if self.config.abort_on_exception else _do_nothing
-        return Engine(self.config, threaded=threaded, end_job=end_job)
+        return Engine(self.config, threaded=threaded, end_job=end_job, recorder=self.recorder)
 
     def _take_thread(self, mpi: Any) -> bool:
         """Decide whether operations advance in a background thread."""
@@ -151,16 +158,10 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        names = candidates(self.size, len(self._resources.nodes))
-        tuner = Tuner(
-            empty=lambda n: self._tuning(
-                f"memory for {n} numbers",
-                lambda collectives: collectives.empty((n,), np.float32)),
-            allreduce=lambda x, name: self._tuning(
-                f"{name} of {x.nbytes} bytes",
-                lambda collectives: collectives.allreduce(x, algorithm=name)),
-            slowest=self._slowest, broadcast=self._broadcast_text, rank=self.rank,
-            candidates=names, key=self._cluster, folder=folder_of(self.config.tuning_folder))
+        tuner = tuner_over(
+            self._tuning, rank=self.rank, key=self._cluster,
+            candidates=candidates(self.size, len(self._resources.nodes)),
+            folder=folder_of(self.config.tuning_folder))
         self._resources = replace(self._resources, model=tuner.find(fresh=fresh))
         self._is_tuned = True
         return self._resources.model  # type: ignore[return-value]
@@ -184,17 +185,6 @@ class Group:
     def _tuning(self, step: str, build: Build[T]) -> T:
         return self.run(Call("tune", f"(before the first allreduce between nodes): {step}"), build)
 
-    def _slowest(self, seconds: float) -> float:
-        x = np.array([seconds])
-        self._tuning("compare times", lambda collectives: collectives.allreduce(
-            x, op="max", algorithm="ring"))
-        return float(x[0])
-
-    def _broadcast_text(self, text: str) -> str:
-        mine = np.frombuffer(text.encode(), np.uint8)
-        return bytes(self._tuning("read what was kept", lambda collectives: (
-            collectives.broadcast_bytes(mine, 0)))).decode()
-
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
         """Begin an operation in the background.
 
@@ -204,10 +194,10 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        schedule = self._schedule(call, build)
+        flight, schedule = self._called(call, build)
         try:
             self._sequence += 1
-            handle = self._handle(call, Task(schedule))
+            handle = Handle(self._lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
                 return self._engine.submit(handle)
@@ -227,12 +217,12 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        schedule = self._schedule(call, build)
+        flight, schedule = self._called(call, build)
         try:
             self._sequence += 1
             task = Task(schedule)
-            if self.size > 1 and not self._engine.run_at_once(task):
-                handle = self._handle(call, task)
+            if self.size > 1 and not self._engine.run_at_once(task, flight):
+                handle = Handle(self._lane, flight, task)
                 self._watch.enter(handle, patient=patient)
                 self._engine.run(handle)
         except BaseException as error:
@@ -242,8 +232,8 @@ class Group:
             task.step()
         return task.result  # type: ignore[return-value]
 
-    def _schedule(self, call: Call, build: Build[T]) -> Schedule[T]:
-        """Compose the schedule of the next operation.
+    def _called(self, call: Call, build: Build[T]) -> tuple[Flight, Schedule[T]]:
+        """Compose the schedule of the next operation, and note that it was called.
 
         Its number is not used up yet: what the user got wrong shows here. Afterwards, even
         a signal whose handler raises must not take an operation from one rank unnoticed.
@@ -255,16 +245,16 @@ class Group:
         try:
             schedule = build(collectives)
             if self.size == 1:
-                return schedule
-            self._watch.called(sequence, call)
-            return agreed(lambda: collectives.net, node, self._neighbours, call, schedule)
+                return Flight(call, sequence), schedule
+            flight = Flight(call, sequence, self._name, collectives.algorithm)
+            self.recorder.add(flight)
+            self._watch.last = flight
+            return flight, agreed(
+                lambda: collectives.net, node, self._neighbours, call, schedule)
         except BaseException:
             # It came to nothing: later operations must not wait for its turn.
             self._resources.turns.forget(sequence)
             raise
-
-    def _handle(self, call: Call, task: Task[T]) -> Handle[T]:
-        return Handle(self._lane, call, self._sequence - 1, task)
 
     def poke(self) -> None:
         """Make some progress, where no background thread makes it."""
@@ -349,6 +339,8 @@ class Group:
         if self._messages is not None:
             self._messages.leave()
         self._engine.leave(self._lane)
+        if self._trace is not None:
+            self._trace.close(together=False)
 
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
@@ -364,6 +356,8 @@ class Group:
             self.run(Call("close"), lambda collectives: collectives.barrier(),
                      patient=True)
         self.closed = True
+        if self._trace is not None:
+            self._trace.close(together=True)
         atexit.unregister(self._close_at_exit)
         self._disconnect()
         if self._messages is not None:

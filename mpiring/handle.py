@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
-from .collectives.agreement import Call
+from .flight import Flight
 from .transport.base import T, Task
 
 # Called with None when an operation is complete, or with the error that ended it.
@@ -34,24 +34,25 @@ class Handle(Generic[T]):
     """An operation under way.
 
     Attributes:
-        call: What the operation is.
+        flight: What the operation is, and when it did what.
         task: Its schedule.
-        sequence: Its number among its communicator's operations.
-        started: Whether its first messages are under way; until then it is queued.
         done: Whether it is complete, as far as anybody has looked.
     """
 
-    def __init__(self, lane: "Lane", call: Call, sequence: int, task: Task[T]) -> None:
-        self.call = call
-        self.sequence = sequence
-        self.started = False
+    def __init__(self, lane: "Lane", flight: Flight, task: Task[T]) -> None:
+        self.flight = flight
         self.done = False
         self.lane = lane
         self.task = task
-        self._moved_s = time.monotonic()
+        self._moved_s = flight.called_s
 
     def __repr__(self) -> str:
-        return f"#{self.sequence} {self.call}"
+        return repr(self.flight)
+
+    @property
+    def started(self) -> bool:
+        """Whether its first messages are under way; until then it is queued."""
+        return bool(self.flight.started_s)
 
     @property
     def waited_s(self) -> float:
@@ -118,8 +119,7 @@ class Handle(Generic[T]):
 
     def start(self) -> None:
         """Post the first requests; for the engine."""
-        self.started = True
-        self._moved_s = time.monotonic()
+        self._moved_s = self.flight.started_s = time.monotonic()
         self.task.step()
 
 

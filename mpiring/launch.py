@@ -12,13 +12,17 @@ from pathlib import Path
 from types import TracebackType
 
 from .config import launched_size
-from .errors import LaunchError
+from .errors import LaunchError, StallError
+from .flight import Recorder
 
 # What a shell reports for a process that Ctrl-C ended.
 _INTERRUPTED = 130
 
 # Launchers kill at once, and were seen to drop what they had not yet forwarded.
 _FORWARD_S = 0.3
+
+# How many operations a rank that fails tells of.
+_LAST = 4
 
 Abort = Callable[[int], None]
 
@@ -55,9 +59,12 @@ class JobEnder:
     Args:
         rank, size: Printed, so that one finds the rank among many.
         abort: MPI_Abort; takes the exit status.
+        recorder: Tells what this rank did last; nothing by default.
     """
 
-    def __init__(self, rank: int, size: int, abort: Abort) -> None:
+    def __init__(self, rank: int, size: int, abort: Abort,
+                 recorder: Recorder | None = None) -> None:
+        self._recorder = recorder or Recorder(rank)
         self._where = f"rank {rank} of {size} on {socket.gethostname()}"
         self._abort = abort
 
@@ -67,7 +74,7 @@ class JobEnder:
 
     def end(self, error: BaseException, text: str = "") -> None:
         """Print `text` and a last line, and end the job because of `error`."""
-        last = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
+        last = self._last_words(error)
         # Who has wrapped the excepthook may hold back what it prints, as PyTorch does after
         # init_process_group, and would never come to show it.
         held_back = sys.stderr is not sys.__stderr__
@@ -84,6 +91,14 @@ class JobEnder:
         self._abort(code)
         # MPICH's MPI_Abort was seen to return, and this process must do nothing more.
         os._exit(code)
+
+    def _last_words(self, error: BaseException) -> str:
+        last, told = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends", ""
+        # Nothing that goes wrong here may keep the job from ending.
+        with contextlib.suppress(Exception):
+            # A stall's report has told of them.
+            told = self._recorder.report(0 if isinstance(error, StallError) else _LAST)
+        return "\n".join(filter(None, [told, last]))
 
 
 class _Hook:

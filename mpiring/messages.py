@@ -9,6 +9,7 @@ from .collectives.agreement import Call
 from .config import Config
 from .engine import Engine
 from .errors import ConfigError
+from .flight import Flight
 from .handle import Handle
 from .memory.arrays import Array
 from .transport.base import Request, Schedule, Task
@@ -50,6 +51,8 @@ class Messages:
         self._transport = transport
         self._lane = engine.join(_Blind(), math.inf)
         self._engine = engine
+        # Those of two ranks have nothing to do with each other.
+        self._name = f"messages of rank {engine.recorder.rank}"
         self._number = 0
 
     def isend(self, x: Array, dest: int, tag: int = 0) -> Handle[int]:
@@ -66,8 +69,9 @@ class Messages:
         Collective: no. Blocking: no.
         """
         request = self._transport.tagged(self._checked(tag)).isend(x, dest)
-        return self._submit(Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}"),
-                            _completed(request, dest))
+        return self._submit(
+            Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}", nbytes=x.nbytes),
+            _completed(request, dest))
 
     def irecv(self, x: Array, source: int | None, tag: int = 0,
               then: Callable[[Schedule[int]], Schedule[int]] = lambda schedule: schedule,
@@ -88,7 +92,7 @@ class Messages:
         """
         channel = self._transport.tagged(self._checked(tag))
         whence = "any rank" if source is None else source
-        call = Call("recv", f"{x.nbytes} bytes from {whence}, tag {tag}")
+        call = Call("recv", f"{x.nbytes} bytes from {whence}, tag {tag}", nbytes=x.nbytes)
         if source is not None:
             return self._submit(call, then(_completed(channel.irecv(x, source), source)))
         if x.nbytes > self._transport.piece_bytes:
@@ -105,7 +109,9 @@ class Messages:
         return tag + 1
 
     def _submit(self, call: Call, schedule: Schedule[int]) -> Handle[int]:
-        handle = Handle(self._lane, call, self._number, Task(schedule))
+        flight = Flight(call, self._number, self._name)
+        self._engine.recorder.add(flight)
+        handle = Handle(self._lane, flight, Task(schedule))
         self._number += 1
         return self._engine.submit(handle)
 

@@ -9,9 +9,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
+
+import numpy as np
 
 from .collectives.model import Curve, Model
+from .collectives.operation import Collectives
 from .memory.arrays import Array
+from .transport.base import Schedule, T
 
 _log = logging.getLogger("mpiring")
 
@@ -142,6 +147,44 @@ class Tuner:
                 "what was measured cannot be kept in %s (%s), so each job measures anew; set "
                 "MPIRING_TUNING_FOLDER to a folder that rank 0 can write to, or to nothing",
                 self._file.parent, exc.strerror or exc)
+
+
+class Run(Protocol):
+    """Runs an operation of a communicator; see group.Group."""
+
+    def __call__(self, step: str, build: Callable[[Collectives], Schedule[T]]) -> T:
+        """Return the result of the schedule that is built.
+
+        Collective: yes. Blocking: yes.
+        """
+
+
+def tuner_over(run: Run, *, rank: int, candidates: Sequence[str], key: str,
+               folder: Path | None) -> Tuner:
+    """Return a Tuner that measures the operations of a communicator.
+
+    Args:
+        run: Runs them.
+        rank, candidates, key, folder: As for Tuner.
+    """
+    def slowest(seconds: float) -> float:
+        x = np.array([seconds])
+        run("compare times", lambda collectives: collectives.allreduce(
+            x, op="max", algorithm="ring"))
+        return float(x[0])
+
+    def broadcast(text: str) -> str:
+        mine = np.frombuffer(text.encode(), np.uint8)
+        return bytes(run("read what was kept", lambda collectives: (
+            collectives.broadcast_bytes(mine, 0)))).decode()
+
+    return Tuner(
+        empty=lambda n: run(f"memory for {n} numbers",
+                            lambda collectives: collectives.empty((n,), np.float32)),
+        allreduce=lambda x, name: run(f"{name} of {x.nbytes} bytes", lambda collectives: (
+            collectives.allreduce(x, algorithm=name))),
+        slowest=slowest, broadcast=broadcast, rank=rank, candidates=candidates, key=key,
+        folder=folder)
 
 
 def _calls(expected_s: float) -> int:

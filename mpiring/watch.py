@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from .collectives.agreement import Call
 from .config import Config
-from .handle import Handle
 from .errors import StallError
+from .flight import Flight, Recorder
+from .handle import Handle
 
 # How long a stalled rank waits for the others' answers before it reports.
 _ANSWER_S = 1.0
+# A report tells of so many operations before the one that stalls, on so many ranks: this one,
+# and the first of those that have not called it.
+_LAST, _RANKS = 4, 4
 
 
 class Post(Protocol):
@@ -33,28 +36,26 @@ class StallWatch:
         rank, size: This rank, and how many there are.
         post: The control messages.
         config: `stall_warning_s` and `stall_timeout_s`.
+        recorder: Knows what this rank did before.
         say: Where a report goes; standard error by default.
 
     Attributes:
         config: As above; may be replaced.
+        last: What this rank called last. Not its handle: that would keep the user's array alive.
     """
 
-    def __init__(self, rank: int, size: int, post: Post, config: Config,
+    def __init__(self, rank: int, size: int, post: Post, config: Config, recorder: Recorder,
                  say: Callable[[str], None] | None = None) -> None:
         self._rank, self._size = rank, size
         self._post = post
+        self._recorder = recorder
         self.config = config
         self._say = say or _print_at_once
         self._unfinished: list[Handle[Any]] = []
         self._lock = threading.Lock()    # the caller enters, the engine's thread looks
-        self._last: tuple[int, Call, float] | None = None
+        self.last: Flight | None = None
         self._inquiry: _Inquiry | None = None
         self._patient = False
-
-    def called(self, sequence: int, call: Call) -> None:
-        """Note that this rank called an operation."""
-        # Not the handle: it would keep the user's array alive.
-        self._last = sequence, call, time.monotonic()
 
     def enter(self, handle: Handle[Any], *, patient: bool = False) -> None:
         """Watch an operation; a `patient` one, the rank's last, may wait for ever."""
@@ -104,7 +105,7 @@ class StallWatch:
         """Ask all ranks once per purpose; return whether they answered, or had time to."""
         if inquiry.purpose != purpose:
             inquiry.ask_anew(purpose)
-            question = json.dumps({"ask": inquiry.handle.sequence}).encode()
+            question = json.dumps({"ask": inquiry.handle.flight.sequence}).encode()
             for rank in self._others():
                 self._post.post(rank, question)
         return (len(inquiry.answers) == self._size - 1
@@ -116,10 +117,12 @@ class StallWatch:
     def _read(self, source: int, message: dict[str, Any]) -> None:
         if "ask" in message:
             text, waits = self._position(message["ask"])
-            answer = {"sequence": message["ask"], "text": text, "waits": waits}
+            answer = {"sequence": message["ask"], "text": text, "waits": waits,
+                      "last": self._recorder.report(_LAST)}
             self._post.post(source, json.dumps(answer).encode())
-        elif self._inquiry and self._inquiry.handle.sequence == message["sequence"]:
+        elif self._inquiry and self._inquiry.handle.flight.sequence == message["sequence"]:
             self._inquiry.answers[source] = message["text"]
+            self._inquiry.last[source] = message["last"]
             if message["waits"]:
                 self._inquiry.waiting.add(source)
 
@@ -127,17 +130,16 @@ class StallWatch:
         """Say where this rank stands with an operation, and whether it waits in it."""
         unfinished = self.unfinished()
         for handle in unfinished:
-            if handle.sequence == sequence and handle.started:
+            if handle.flight.sequence == sequence and handle.started:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
-            if handle.sequence == sequence:
+            if handle.flight.sequence == sequence:
                 return f"has it queued behind {unfinished[0]}", False
-        if self._last is None:
+        if self.last is None:
             return "has not called it, nor anything else", False
-        last, call, when = self._last
-        if last >= sequence:
+        if self.last.sequence >= sequence:
             return "has finished it", False
-        ago = time.monotonic() - when
-        return f"has NOT CALLED it; its last call was #{last} {call}, {ago:.0f} s ago", False
+        ago = time.monotonic() - self.last.called_s
+        return f"has NOT CALLED it; its last call was {self.last}, {ago:.0f} s ago", False
 
     def _report(self, inquiry: "_Inquiry") -> str:
         handle = inquiry.handle
@@ -148,7 +150,11 @@ class StallWatch:
         lines.append(
             f"  the limit is stall_timeout_s={self._timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
             if self._timeout_s else "  it waits for ever")
-        return "\n".join(lines)
+        missing = [rank for rank in inquiry.last if rank not in inquiry.waiting]
+        told = [self._recorder.report(_LAST), *(
+            inquiry.last[rank] for rank in sorted(missing)[:_RANKS - 1])]
+        return "\n".join(lines + [
+            f"  {line}" for text in told for line in text.splitlines()])
 
 
 class _Inquiry:
@@ -160,6 +166,7 @@ class _Inquiry:
         self.purpose = ""
         self.asked_s = 0.0
         self.answers: dict[int, str] = {}
+        self.last: dict[int, str] = {}
         self.waiting: set[int] = set()
 
     def is_over(self, oldest: Handle[Any]) -> bool:
@@ -171,6 +178,7 @@ class _Inquiry:
         self.purpose = purpose
         self.asked_s = time.monotonic()
         self.answers.clear()
+        self.last.clear()
         self.waiting.clear()
 
 

@@ -11,6 +11,7 @@ import pytest
 from mpiring import ClosedError, Config, StallError, TransportError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine
+from mpiring.flight import Flight
 from mpiring.handle import Handle
 from mpiring.pause import Pause
 from mpiring.transport.base import Task, together
@@ -57,13 +58,13 @@ class Setup:
 
     def handle(self, schedule, lane=None):
         self.number += 1
-        return Handle(lane or self.lane, Call("test"), self.number, Task(schedule))
+        return Handle(lane or self.lane, Flight(Call("test"), self.number), Task(schedule))
 
     def run(self, schedule):
         """Make a blocking call, as Group does."""
         handle = self.handle(schedule)
         try:
-            if not self.engine.run_at_once(handle.task):
+            if not self.engine.run_at_once(handle.task, handle.flight):
                 self.engine.run(handle)
         except BaseException as error:
             self.engine.keep(error)

@@ -50,6 +50,8 @@ def test_a_missing_call():
         assert "#1 allreduce sum of float32 (1000,), algorithm auto" in text
         assert "rank 3 has NOT CALLED it; its last call was #0 allreduce" in text
         assert "rank 2 waits in it too" in text
+        assert "the last operations of rank 0, by its clock:" in text and "NOT COMPLETE" in text
+        assert "the last operations of rank 3, by its clock:" in text
     reporters = re.findall(r"mpiring: rank (\d) has waited \d s", report)
     assert reporters == ["0"], "one report, of the lowest rank"
 

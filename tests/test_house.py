@@ -21,11 +21,11 @@ LAYERS = [
     ["transport", "memory", "topology"],
     ["codecs"],
     ["collectives"],
-    ["statistics", "launch", "pause", "tuning", "progress"],
+    ["statistics", "flight", "chrome", "launch", "pause", "tuning", "progress"],
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients", "resilience"],
     ["precision", "numpy", "torch"],
-    ["lab", "bench"],
+    ["lab", "bench", "trace"],
     ["advice", "tune", "simulate"],
     ["__main__", "__init__"],
 ]

@@ -7,6 +7,7 @@ import pytest
 from mpiring import Config, StallError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine
+from mpiring.flight import Flight, Recorder
 from mpiring.handle import Handle
 from mpiring.transport.base import Task
 from mpiring.watch import StallWatch
@@ -30,13 +31,17 @@ class Ranks:
         self.said = {rank: [] for rank in range(size)}
         config = Config(**settings)
         self.engine = Engine(config, threaded=False, end_job=print)
-        self.watches = [StallWatch(rank, size, Post(self, rank), config, self.said[rank].append)
-                        for rank in range(size)]
+        self.recorders = [Recorder(rank) for rank in range(size)]
+        self.watches = [
+            StallWatch(rank, size, Post(self, rank), config, self.recorders[rank],
+                       self.said[rank].append) for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
-        handle = Handle(self.engine.join(None), Call(kind), sequence, Task(stuck()))
-        handle.done, handle.started = done, True
-        self.watches[rank].called(sequence, handle.call)
+        flight = Flight(Call(kind), sequence)
+        self.recorders[rank].add(flight)
+        handle = Handle(self.engine.join(None), flight, Task(stuck()))
+        handle.done, flight.started_s = done, time.monotonic()
+        self.watches[rank].last = flight
         self.watches[rank].enter(handle, patient=patient)
         return handle
 
@@ -95,7 +100,7 @@ def test_a_rank_that_waits_in_an_earlier_operation_says_so():
     ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0)
     ranks.call(0, 5)
     ranks.call(1, 4, "reduce")
-    ranks.call(1, 5).started = False
+    ranks.call(1, 5).flight.started_s = 0.0
     ranks.look(0.3)
     assert "rank 1 has it queued behind #4 reduce" in ranks.said[0][0]
 

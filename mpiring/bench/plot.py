@@ -1,6 +1,7 @@
 """Draws what was measured; alone imports matplotlib."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,20 +61,40 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
     """
     if not rows:
         raise ConfigError(f"{path}: there is nothing to draw")
+    panels = _panels(benchmark, rows)
+    columns = 1 if benchmark in _WIDE else 2
+    with picture(path, [_INCHES[1]] * len(panels), columns, _caption(about)) as grid:
+        for axes, (title, members) in zip(grid, panels.items()):
+            _DRAW[benchmark](axes, members)
+            axes[0].set_title(title, loc="left")
+
+
+@contextmanager
+def picture(path: str, heights: Sequence[float], columns: int, caption: str,
+            ) -> "Iterator[Sequence[Sequence[Axes]]]":
+    """Yield the panels of a picture, row by row, to be drawn on; then write it.
+
+    Args:
+        path: Its ending tells the format: .png, .pdf, .svg.
+        heights: Of each row, in inches.
+        columns: In each row.
+        caption: Stands above all.
+
+    Raises:
+        ConfigError: The file cannot be written.
+        MissingDependencyError: There is no matplotlib.
+    """
     refuse_undrawable(path)
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     with rc_context(_STYLE):
-        panels = _panels(benchmark, rows)
-        figure = Figure((_INCHES[0], _INCHES[1] * len(panels)), layout="constrained")
-        grid = figure.subplots(len(panels), 1 if benchmark in _WIDE else 2, squeeze=False)
-        for axes, (title, members) in zip(grid, panels.items()):
-            _DRAW[benchmark](axes, members)
-            axes[0].set_title(title, loc="left")
+        figure = Figure((_INCHES[0], sum(heights)), layout="constrained")
+        grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).tolist()
+        yield grid
         handles, labels = grid[0][0].get_legend_handles_labels()
         if handles:
             figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(_caption(about), fontsize=8)
+        figure.suptitle(caption, fontsize=8)
         with writing(path):
             figure.savefig(path, dpi=_DPI)
 

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,11 +26,13 @@ class Call:
         kind: "allreduce", "broadcast", …
         detail: op, root, shape, dtype, algorithm: everything that must agree.
         label: Bucket and parameter names, where there are any.
+        nbytes: Of the array, for the record; 0 where it is not known. Need not agree.
     """
 
     kind: str
     detail: str = ""
     label: str = ""
+    nbytes: int = field(default=0, compare=False)
 
     def __str__(self) -> str:
         return " ".join(text for text in (self.kind, self.detail, self.label) if text)

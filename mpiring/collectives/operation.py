@@ -29,14 +29,15 @@ class Collectives:
         rank, size: This rank, and how many there are.
         node: The operation's meeting place on this node; None for a rank that is alone there.
         sequence: The operation's number.
+        algorithm: Of its last allreduce, if any.
     """
 
-    __slots__ = ("rank", "size", "node", "sequence", "_own", "_net", "_windows")
+    __slots__ = ("rank", "size", "node", "sequence", "algorithm", "_own", "_net", "_windows")
 
     def __init__(self, own: Resources, node: Node | None, sequence: int) -> None:
         self.rank, self.size = own.transport.rank, own.transport.size
         self.node = node
-        self.sequence = sequence
+        self.sequence, self.algorithm = sequence, ""
         self._own = own
         self._net: Channel | None = None
         self._windows = 0
@@ -96,7 +97,7 @@ class Collectives:
         combine = reduction(op, x.dtype, self.size)
         if algorithm == "auto" and own.algorithm != "auto":
             algorithm = self._preferred(x, op)
-        algorithm = self._choose(x, op, algorithm)
+        self.algorithm = algorithm = self._choose(x, op, algorithm)
         if self.size == 1:
             return _nothing()
         if algorithm == "eager" and self.node is not None:

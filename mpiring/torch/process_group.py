@@ -53,9 +53,9 @@ def _make(options: Any, _: Any) -> "ProcessGroup":
 
 
 @functools.lru_cache(maxsize=4096)
-def _call(kind: str, detail: str) -> Call:
+def _call(kind: str, detail: str, nbytes: int) -> Call:
     """Return a Call, kept from the last time: it has to be hashed for the comparison."""
-    return Call(kind, detail)
+    return Call(kind, detail, nbytes=nbytes)
 
 
 class ProcessGroup(Named):
@@ -99,7 +99,7 @@ class ProcessGroup(Named):
 
     def _submit(self, kind: str, detail: str, opts: Any, loan: Loan, value: Any,
                 build: Callable[[Collectives], Schedule[Any]]) -> Work:
-        group, call, handle = self._group, _call(kind, detail), DONE
+        group, call, handle = self._group, _call(kind, detail, loan.nbytes), DONE
         if in_callback():
             # Collective as the calls that lead here are: in the order of the operations.
             group = self._beside = self._beside or group.beside()

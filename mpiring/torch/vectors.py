@@ -17,9 +17,13 @@ class Loan:
 
     Tensors that are strided in another way than row after row are copied, and those that
     the operation writes are copied back when it is complete.
+
+    Attributes:
+        nbytes: Of all of them.
     """
 
     def __init__(self) -> None:
+        self.nbytes = 0
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def numbers(self, tensor: torch.Tensor, *, written: bool) -> Array:
@@ -52,6 +56,7 @@ class Loan:
             raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} and strides "
                               f"{tensor.stride()}, several of whose elements are one: it cannot "
                               f"take a result; pass tensor.clone()")
+        self.nbytes += tensor.nbytes
         plain = tensor.detach()
         contiguous = plain.resolve_conj().resolve_neg().contiguous()
         if written and contiguous is not plain and contiguous.data_ptr() != plain.data_ptr():

@@ -1,0 +1,276 @@
+"""Writes a rank's operations, waits and steps as JSON that Chrome's viewer and Perfetto read.
+
+The format is the array of Chrome's Trace Event Format, an event a line: it may end anywhere,
+so the file of a job that was killed can be read, too.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .flight import Flight
+from .transport.clocks import ClockReading, compare_clocks
+
+_log = logging.getLogger("mpiring")
+
+# Lanes, which Chrome calls threads, of each rank.
+STEPS, PROGRAM, OPERATIONS = 0, 1, 100
+# What a job that is killed may lose of its last moments.
+_PERIOD_S = 0.25
+# If more happens in a period, the rest is left out: memory stays bounded.
+_MOST_EVENTS = 1 << 16
+# So does the disk: at 3 kB per step, some 80,000 steps.
+_MOST_BYTES = 256 << 20
+
+Event = dict[str, Any]
+
+
+class TraceFile:
+    """What one rank does, from now on, in a file of its own.
+
+    Whoever records an event only appends it; a thread writes them down now and then. Where
+    the disk is full, or the file too long, the trace ends, and training goes on.
+
+    Args:
+        comm: An MPI communicator over the ranks; duplicated.
+        folder: Where it is written; made if there is none.
+        node: This rank's.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, comm: Any, folder: str, node: int) -> None:
+        self._comm = comm.Dup()
+        self._rank, self._node = self._comm.rank, node
+        self._events: deque[Callable[[], list[Event]]] = deque()
+        self._left_out = 0
+        self._written = 0
+        self._lane_ends: list[float] = []
+        self._threads: dict[int, int] = {threading.get_ident(): PROGRAM}
+        # Held by who writes; reentrant, because a signal's handler may ask for a report.
+        self._lock = threading.RLock()
+        self._closing = threading.Event()
+        self._start = compare_clocks(self._comm)
+        new = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+        self._job: str
+        self._zero_s: float
+        self._job, self._zero_s = self._comm.bcast((new, time.monotonic()))
+        self._folder = Path(os.path.abspath(os.path.expanduser(folder)))
+        self._file = self._open()
+        self._write([*self._about(), *_named(self._rank, STEPS, "training steps"),
+                     *_named(self._rank, PROGRAM, "program")])
+        self._thread = threading.Thread(target=self._loop, name="mpiring trace", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> int | None:
+        """Make the file; all ranks hear of those that cannot, and rank 0 says it once."""
+        problem, file = "", None
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._path("trace", "json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        except OSError as error:
+            problem = f"rank {self._rank} on {socket.gethostname()}: {error.strerror or error}"
+        problems = [one for one in self._comm.allgather(problem) if one]
+        if problems and self._rank == 0:
+            _log.warning("%d of %d ranks cannot write a trace to %s, and go on without: %s",
+                         len(problems), self._comm.size, self._folder, problems[0])
+        return file
+
+    def _path(self, kind: str, ending: str) -> str:
+        return str(self._folder / f"{kind}-{self._job}-rank{self._rank:05d}.{ending}")
+
+    # What a Recorder calls
+
+    def operation(self, flight: Flight) -> None:
+        """Take an operation that is complete."""
+        self._add(lambda: self._operation(flight, flight.ended_s))
+
+    def waited(self, flight: Flight, began_s: float, ended_s: float) -> None:
+        """Take the time in which a caller waited for an operation."""
+        thread = threading.get_ident()
+        self._add(lambda: self._wait(flight, began_s, ended_s, thread))
+
+    def step(self, number: int, began_s: float, ready_s: float, waited_s: float,
+             ended_s: float) -> None:
+        """Take a training step; see Recorder.end_step."""
+        self._add(lambda: self._step(number, began_s, ready_s, waited_s, ended_s))
+
+    def keep(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
+        """Write the last operations to a file beside the trace, and return its name.
+
+        Operations that are not complete go to the trace, too, as if they ended now.
+        """
+        now, name = time.monotonic(), self._path("flight", "txt")
+        try:
+            Path(name).write_text("\n".join([*lines, ""]))
+        except OSError:
+            # The lines are in the log as well.
+            name = ""
+        self.flush()
+        with self._lock:
+            self._write([event for flight in unfinished
+                         for event in self._operation(flight, now, complete=False)])
+        return name
+
+    def close(self, *, together: bool) -> None:
+        """Write what is left, and the end.
+
+        Args:
+            together: All ranks do it at once: their clocks are compared again.
+
+        Collective: if `together`. Blocking: yes.
+        """
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join()
+        reading = compare_clocks(self._comm) if together else None
+        self.flush()
+        if reading is not None:
+            self._write([self._clock("clock at end", reading)])
+            self._comm.Free()
+        with self._lock:
+            self._append("\n]\n")
+            self._end_file()
+
+    # Writing
+
+    def _add(self, events: Callable[[], list[Event]]) -> None:
+        if len(self._events) < _MOST_EVENTS:
+            self._events.append(events)
+        else:
+            self._left_out += 1
+
+    def _loop(self) -> None:
+        while not self._closing.wait(_PERIOD_S):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write down what has happened so far."""
+        with self._lock:
+            events: list[Event] = []
+            # Those that are added meanwhile come next time.
+            for _ in range(len(self._events)):
+                events += self._events.popleft()()
+            if self._left_out:
+                events.append(_metadata(self._rank, "left out", {"events": self._left_out}))
+                self._left_out = 0
+            self._write(events)
+
+    def _write(self, events: Sequence[Event]) -> None:
+        lines = [json.dumps(event, separators=(",", ":")) for event in events]
+        if lines:
+            self._append(("" if self._written else "[\n") + ",\n" * bool(self._written)
+                         + ",\n".join(lines))
+
+    def _append(self, text: str) -> None:
+        if self._file is None:
+            return
+        try:
+            data = text.encode()
+            while data:
+                data = data[os.write(self._file, data):]
+            self._written += len(text)
+        except OSError as error:
+            _log.warning("rank %d: its trace ends here, and training goes on: %s: %s",
+                         self._rank, self._path("trace", "json"), error.strerror or error)
+            self._end_file()
+            return
+        if self._written > _MOST_BYTES:
+            _log.warning("rank %d: its trace ends here, and training goes on: %s has %d MB",
+                         self._rank, self._path("trace", "json"), self._written >> 20)
+            self._end_file()
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._file)
+            self._file = None
+
+    # Events
+
+    def _about(self) -> list[Event]:
+        """Return what a reader must know of the rank."""
+        host = socket.gethostname()
+        return [
+            _metadata(self._rank, "process_name", {"name": f"rank {self._rank} on {host}"}),
+            _metadata(self._rank, "process_sort_index", {"sort_index": self._rank}),
+            _metadata(self._rank, "mpiring", {
+                "job": self._job, "rank": self._rank, "size": self._comm.size,
+                "node": self._node}),
+            self._clock("clock at start", self._start)]
+
+    def _clock(self, name: str, reading: ClockReading) -> Event:
+        return _metadata(self._rank, name, {
+            "at_us": self._us(reading.at_s), "offset_us": round(reading.offset_s * 1e6, 3),
+            "error_us": round(reading.error_s * 1e6, 3)})
+
+    def _us(self, seconds: float) -> float:
+        """Return a time of this rank's clock, in microseconds since the start on rank 0's."""
+        return round((seconds - self._start.offset_s - self._zero_s) * 1e6, 3)
+
+    def _slice(self, lane: int, name: str, category: str, began_s: float, ended_s: float,
+               **about: Any) -> Event:
+        return {"name": name, "cat": category, "ph": "X", "pid": self._rank, "tid": lane,
+                "ts": self._us(began_s), "dur": round((ended_s - began_s) * 1e6, 3),
+                "args": about}
+
+    def _operation(self, flight: Flight, ended_s: float, *, complete: bool = True) -> list[Event]:
+        started = flight.started_s or ended_s
+        lane, events = self._lane(started, ended_s)
+        call = flight.call
+        return [*events, self._slice(
+            lane, _short(flight) + " (not complete)" * (not complete), "operation", started,
+            ended_s, call=str(call), sequence=flight.sequence, group=flight.group,
+            bytes=call.nbytes, algorithm=flight.algorithm, complete=complete,
+            queued_us=round((started - flight.called_s) * 1e6, 3))]
+
+    def _lane(self, started_s: float, ended_s: float) -> tuple[int, list[Event]]:
+        """Return the first lane that is free since `started_s`; operations come as they end."""
+        for index, end in enumerate(self._lane_ends):
+            if end <= started_s:
+                self._lane_ends[index] = ended_s
+                return OPERATIONS + index, []
+        self._lane_ends.append(ended_s)
+        lane = OPERATIONS + len(self._lane_ends) - 1
+        return lane, _named(self._rank, lane, f"operations {len(self._lane_ends)}")
+
+    def _wait(self, flight: Flight, began_s: float, ended_s: float, thread: int) -> list[Event]:
+        events: list[Event] = []
+        if thread not in self._threads:
+            self._threads[thread] = lane = PROGRAM + len(self._threads)
+            events = _named(self._rank, lane, f"waits of thread {lane}")
+        return [*events, self._slice(
+            self._threads[thread], f"wait for {_short(flight)}", "wait", began_s, ended_s,
+            sequence=flight.sequence, group=flight.group)]
+
+    def _step(self, number: int, began_s: float, ready_s: float, waited_s: float,
+              ended_s: float) -> list[Event]:
+        step = self._slice(STEPS, f"step {number}", "step", began_s, ended_s, step=number)
+        if not began_s < ready_s < waited_s:
+            return [step]
+        return [step, self._slice(STEPS, "gradients become ready", "ready", ready_s, waited_s)]
+
+
+def _short(flight: Flight) -> str:
+    """Return an operation's name, as there is room for in a picture: "bucket 3"."""
+    return flight.call.label.partition(" (")[0] or flight.call.kind
+
+
+def _metadata(rank: int, name: str, about: dict[str, Any]) -> Event:
+    return {"name": name, "ph": "M", "pid": rank, "args": about}
+
+
+def _named(rank: int, lane: int, name: str) -> list[Event]:
+    return [{"name": "thread_name", "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}},
+            {"name": "thread_sort_index", "ph": "M", "pid": rank, "tid": lane,
+             "args": {"sort_index": lane}}]

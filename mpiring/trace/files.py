@@ -1,0 +1,158 @@
+"""Reads the traces that the ranks of a job have written, also if it was killed while it did."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError
+
+Event = dict[str, Any]
+
+# Of the end of a file; the last lines are in it.
+_TAIL_BYTES = 4096
+_NO_CLOCK = {"at_us": 0.0, "offset_us": 0.0, "error_us": 0.0}
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """The trace of one rank.
+
+    Attributes:
+        path: Its file.
+        job, rank, size, node: Whose it is, of how many, and where.
+        start, end: How its clock compared with rank 0's; no `end` where it never closed.
+    """
+
+    path: Path
+    job: str
+    rank: int
+    size: int
+    node: int
+    start: dict[str, float]
+    end: dict[str, float] | None
+
+    def events(self) -> Iterator[Event]:
+        """Yield its events, in the order in which they ended, by rank 0's clock."""
+        for event in _lines(self.path):
+            if "ts" in event:
+                event["ts"] = round(event["ts"] - self._drift_us(event["ts"]), 3)
+            yield event
+
+    def _drift_us(self, at_us: float) -> float:
+        """Return by how much this clock has gone ahead of rank 0's since the start."""
+        if self.end is None or self.end["at_us"] <= self.start["at_us"]:
+            return 0.0
+        share = (at_us - self.start["at_us"]) / (self.end["at_us"] - self.start["at_us"])
+        return share * (self.end["offset_us"] - self.start["offset_us"])
+
+    @property
+    def error_us(self) -> float:
+        """How far its times may be from rank 0's clock, as far as that was measured."""
+        return max(clock["error_us"] for clock in (self.start, self.end or self.start))
+
+
+@dataclass(frozen=True)
+class JobTrace:
+    """The traces of the ranks of one job.
+
+    Attributes:
+        name: The job's.
+        ranks: In order.
+        warnings: What is missing.
+    """
+
+    name: str
+    ranks: Sequence[RankTrace]
+    warnings: Sequence[str]
+
+    @property
+    def caption(self) -> str:
+        """What a reader of its numbers must know."""
+        nodes, size = len({rank.node for rank in self.ranks}), self.ranks[0].size
+        error = max(rank.error_us for rank in self.ranks)
+        return (f"job {self.name}: {size} rank{'s' * (size != 1)} on {nodes} "
+                f"node{'s' * (nodes != 1)}, clocks within {error:.0f} µs")
+
+
+def open_job(folder: str, wanted: str | None) -> JobTrace:
+    """Return the traces of a job.
+
+    Args:
+        folder: Where they are.
+        wanted: The beginning of the job's name; None where there is one only.
+
+    Raises:
+        ConfigError: There are none, or of several jobs.
+    """
+    jobs: dict[str, list[RankTrace]] = {}
+    warnings = []
+    for path in sorted(Path(folder).glob("trace-*-rank*.json")):
+        found = _opened(path)
+        if found is None:
+            warnings.append(f"{path} does not say whose trace it is, and is left out")
+        else:
+            jobs.setdefault(found.job, []).append(found)
+    if not jobs:
+        raise ConfigError(f"{folder}: there are no traces; set MPIRING_TRACE={folder} for the job "
+                          f"that is to write them")
+    fitting = [job for job in jobs if wanted is None or job.startswith(wanted)]
+    if len(fitting) != 1:
+        listed = "; ".join(f"{job} ({len(ranks)} of {ranks[0].size} ranks)"
+                           for job, ranks in jobs.items())
+        raise ConfigError(f"{folder} has traces of {listed}; choose one with --job NAME")
+    ranks = sorted(jobs[fitting[0]], key=lambda one: one.rank)
+    return JobTrace(fitting[0], ranks, [*warnings, *_missing(ranks)])
+
+
+def _missing(ranks: Sequence[RankTrace]) -> Iterator[str]:
+    """Yield what is not there of a job."""
+    absent = sorted(set(range(ranks[0].size)) - {one.rank for one in ranks})
+    if absent:
+        yield (f"{len(absent)} of {ranks[0].size} ranks have left no trace, the first is rank "
+               f"{absent[0]}: waiting for them counts as exposed communication")
+    unended = [one for one in ranks if one.end is None]
+    if unended:
+        yield (f"{len(unended)} traces have no end, the first is {unended[0].path}: their last "
+               f"moments may be missing, and their clocks were compared at the start only")
+
+
+def _opened(path: Path) -> RankTrace | None:
+    """Return what a file says of itself in its first lines, and in its last."""
+    about: dict[str, Any] = {}
+    for event in _lines(path):
+        if event.get("ph") != "M":
+            break
+        about.setdefault(event["name"], event["args"])
+    if "mpiring" not in about:
+        return None
+    last = [event for event in map(_parsed, _tail(path)) if event is not None]
+    ends = [event["args"] for event in last if event.get("name") == "clock at end"]
+    return RankTrace(path, **about["mpiring"], start=about.get("clock at start", _NO_CLOCK),
+                     end=ends[-1] if ends else None)
+
+
+def _tail(path: Path) -> list[str]:
+    with open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
+        return file.read().decode(errors="replace").splitlines()
+
+
+def _lines(path: Path) -> Iterator[Event]:
+    """Yield the events of a file, a line each; none where a line was cut off."""
+    with open(path, errors="replace") as file:
+        for line in file:
+            event = _parsed(line)
+            if event is not None:
+                yield event
+
+
+def _parsed(line: str) -> Event | None:
+    try:
+        event = json.loads(line.strip(" ,\n"))
+    except ValueError:
+        # The brackets around all events, and the end of a job that was killed.
+        return None
+    return event if isinstance(event, dict) and "name" in event else None

@@ -1,0 +1,36 @@
+"""Trains for some steps, in which the last rank computes the longest; then ends as it is told."""
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import mpiring
+from mpiring.numpy import DataParallel
+
+end = sys.argv[1]
+comm = mpiring.init()
+last = comm.rank == comm.size - 1
+dp = DataParallel({f"w{i}": np.ones((100, 300), np.float32) for i in range(4)}, comm,
+                  bucket_bytes=100_000)
+for step in range(12):
+    for name in ("w3", "w2", "w1", "w0"):
+        time.sleep(0.005)
+        dp.grads[name][...] = step
+        dp.ready(name)
+    time.sleep(0.02 * last)
+    # The last rank has a second bucket, and the others wait for it.
+    comm.allreduce(np.ones(10))
+    dp.wait()
+if end == "killed" and last:
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+elif end == "raises" and last:
+    raise ValueError("a bug in the user's code")
+if end != "close":
+    comm.barrier()
+part = comm.split(comm.rank % 2)
+part.close()
+comm.close()

@@ -1,0 +1,209 @@
+"""Tests what a rank remembers of its operations, and what it writes to a trace, without MPI."""
+
+import gc
+import io
+import json
+import logging
+import os
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+from mpiring import Config, chrome
+from mpiring.chrome import OPERATIONS, PROGRAM, STEPS, TraceFile
+from mpiring.collectives.agreement import Call
+from mpiring.engine import Engine
+from mpiring.flight import CAPACITY, Flight, Recorder
+from mpiring.handle import Handle
+from mpiring.transport.base import Task
+
+
+class Blind:
+    def look(self):
+        pass
+
+
+class Alone:
+    """An MPI communicator of one rank."""
+
+    rank, size = 0, 1
+
+    def Dup(self):
+        return self
+
+    def Free(self):
+        pass
+
+    def bcast(self, value):
+        return value
+
+    def allgather(self, value):
+        return [value]
+
+
+def returns(x):
+    yield ()
+    return x
+
+
+def flown(sequence, call=Call("reduce", "a mean", "bucket 3 (w, b)", 4096), **times):
+    flight = Flight(call, sequence, algorithm="ring")
+    for name, value in times.items():
+        setattr(flight, name, value)
+    return flight
+
+
+@pytest.fixture
+def trace(tmp_path):
+    opened = TraceFile(Alone(), str(tmp_path / "new" / "folder"), 0)
+    yield opened
+    opened.close(together=True)
+
+
+def events_of(folder):
+    (path,) = folder.rglob("trace-*.json")
+    return json.loads(path.read_text())
+
+
+def test_the_record_is_bounded_and_the_newest_come_last():
+    recorder = Recorder(7)
+    for sequence in range(3 * CAPACITY):
+        recorder.add(flown(sequence))
+    lines = recorder.lines()
+    assert len(lines) == CAPACITY and f"#{3 * CAPACITY - 1} reduce" in lines[-1]
+    head, *told = recorder.report(2).splitlines()
+    assert head == "the last operations of rank 7, by its clock:" and len(told) == 2
+    assert Recorder().report(2) == "", "there is nothing to tell"
+
+
+def test_a_line_tells_how_far_an_operation_came():
+    now = time.monotonic()
+    states = [flown(1, called_s=now - 7), flown(2, called_s=now - 9, started_s=now - 8),
+              flown(3, called_s=now - 9, started_s=now - 8.99, ended_s=now - 8.5, exposed_s=0.25)]
+    queued, stuck, done = (flight.told(now, time.time() - now) for flight in states)
+    assert "#1 reduce a mean bucket 3 (w, b), 4,096 bytes, ring: queued for 7.0 s" in queued
+    assert "NOT COMPLETE after 8.0 s" in stuck
+    assert done.endswith("queued 10.0, took 490.0, waited for 250.0 ms")
+    assert done[:12] == time.strftime("%H:%M:%S", time.localtime(time.time() - 9)) + done[8:12]
+    many = flown(4, Call("reduce", "x" * 5000))
+    assert len(many.told(now, 0.0)) < 250
+
+
+def test_what_is_remembered_keeps_no_array():
+    engine = Engine(Config(), threaded=False, end_job=print)
+    lane, x = engine.join(Blind()), np.ones(3)
+    flight = Flight(Call("test"), 0)
+    engine.recorder.add(flight)
+    handle = engine.submit(Handle(lane, flight, Task(returns(x))))
+    assert handle.wait() is x and flight.ended_s >= flight.started_s >= flight.called_s > 0
+    alive = weakref.ref(x)
+    del handle, x
+    gc.collect()
+    assert alive() is None and "#0 test" in engine.recorder.lines()[0]
+
+
+def test_callers_that_wait_are_noted():
+    engine = Engine(Config(), threaded=False, end_job=print)
+
+    class Late:
+        ready_s = time.monotonic() + 0.05
+
+        def test(self):
+            return time.monotonic() > self.ready_s
+
+    def late():
+        yield (Late(),)
+
+    flight = Flight(Call("test"), 0)
+    engine.submit(Handle(engine.join(Blind()), flight, Task(late()))).wait()
+    assert 0.03 < flight.exposed_s <= flight.ended_s - flight.called_s + 0.01
+
+
+def test_communicators_have_names_of_their_own():
+    recorder = Recorder()
+    assert recorder.name(range(8)) == "", "the first one"
+    assert recorder.name([0, 1, 2, 5, 7]) == "ranks 0-2,5,7"
+    assert recorder.name([0, 1, 2, 5, 7]) == "ranks 0-2,5,7 (2)"
+    long = {recorder.name([*range(0, 500, 2), last]) for last in (501, 503)}
+    assert len(long) == 2 and all(len(name) < 60 for name in long)
+
+
+def test_a_dump_is_one_write_and_names_its_file(tmp_path, trace):
+    recorder, file = Recorder(), io.StringIO()
+    recorder.dump(4, file)
+    assert file.getvalue() == "mpiring: there were no operations yet\n"
+    now = time.monotonic()
+    recorder.trace = trace
+    recorder.add(flown(0, started_s=now))
+    recorder.dump(4, file)
+    (text,) = tmp_path.rglob("flight-*-rank00000.txt")
+    assert f"(more in {text}):\n  " in file.getvalue()
+    assert "NOT COMPLETE" in text.read_text()
+    trace.close(together=True)
+    (stuck,) = [event for event in events_of(tmp_path) if event.get("cat") == "operation"]
+    assert stuck["name"] == "bucket 3 (not complete)" and stuck["args"]["complete"] is False
+
+
+def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_path, trace):
+    recorder, t = Recorder(), time.monotonic()
+    recorder.trace = trace
+    for sequence, (began, ended) in enumerate([(0, 3), (1, 4), (3.5, 5)]):
+        flight = flown(sequence, called_s=t + began - 0.5, started_s=t + began)
+        recorder.ended(flight, t + ended)
+    recorder.waited(flight, t + 4, t + 5)
+    recorder.end_step()
+    recorder.end_step(time.monotonic(), time.monotonic())
+    trace.close(together=True)
+    events = [event for event in events_of(tmp_path) if event["ph"] == "X"]
+    operations = [event for event in events if event["cat"] == "operation"]
+    assert [event["tid"] - OPERATIONS for event in operations] == [0, 1, 0]
+    assert [event["dur"] for event in operations] == pytest.approx([3e6, 3e6, 1.5e6], abs=1)
+    assert operations[0]["args"] == {
+        "call": "reduce a mean bucket 3 (w, b)", "sequence": 0, "group": "", "bytes": 4096,
+        "algorithm": "ring", "complete": True, "queued_us": pytest.approx(5e5, abs=1)}
+    (wait,) = [event for event in events if event["cat"] == "wait"]
+    assert wait["tid"] == PROGRAM and wait["name"] == "wait for bucket 3"
+    (step,) = [event for event in events if event["cat"] == "step"]
+    assert step["tid"] == STEPS and step["name"] == "step 1", "the first one has no beginning"
+
+
+def test_memory_is_bounded(tmp_path, trace, monkeypatch):
+    monkeypatch.setattr(chrome, "_MOST_EVENTS", 10)
+    with trace._lock:     # as if the disk were slow
+        for number in range(30):
+            trace.step(number, 0, 0, 0, 1)
+        assert len(trace._events) <= 10
+    trace.close(together=True)
+    (left_out,) = [event for event in events_of(tmp_path) if event["name"] == "left out"]
+    assert left_out["args"]["events"] == 20
+
+
+@pytest.mark.parametrize("problem", ["full", "long"])
+def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, caplog, problem):
+    def full(file, data):
+        raise OSError(28, "No space left on device")
+
+    if problem == "full":
+        monkeypatch.setattr(os, "write", full)
+    else:
+        monkeypatch.setattr(chrome, "_MOST_BYTES", 1000)
+    for number in range(20):
+        trace.step(number, 0, 0, 0, 1)
+        trace.flush()
+    monkeypatch.undo()
+    (record,) = caplog.records
+    assert "its trace ends here, and training goes on" in record.getMessage()
+    assert ("No space left" if problem == "full" else "MB") in record.getMessage()
+    assert trace.keep(["a line"], []), "what was last is still kept"
+
+
+def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    with caplog.at_level(logging.WARNING):
+        opened = TraceFile(Alone(), str(tmp_path / "file"), 0)
+    assert "1 of 1 ranks cannot write a trace to" in caplog.text and "rank 0" in caplog.text
+    opened.step(1, 0, 0, 0, 1)
+    assert opened.keep(["a line"], []) == ""
+    opened.close(together=True)

@@ -1,0 +1,155 @@
+"""Tests that traces of all ranks are joined on one clock, and where the time of a step is seen."""
+
+import json
+import re
+
+import pytest
+from launching import PROGRAMS, launch, needed
+
+from mpiring.__main__ import main
+from mpiring.trace.budget import (
+    Activity, Operation, Step, Wait, budget_of, last_calls, typical, union)
+from mpiring.trace.files import open_job
+
+TRACED = PROGRAMS / "traced.py"
+
+
+def metadata(pid, name, **about):
+    return {"name": name, "ph": "M", "pid": pid, "args": about}
+
+
+def piece(category, began, ended, *, tid=1, name="x", **about):
+    return {"name": name, "cat": category, "ph": "X", "pid": 0, "tid": tid, "ts": began,
+            "dur": ended - began, "args": about}
+
+
+def written(folder, *events, job="20260101-000000-aaaa", rank=0, size=1, offset=0.0, drift=None):
+    """Write the trace of a rank whose clock goes wrong by `drift` microseconds in a second."""
+    clock = {"offset_us": offset, "error_us": 2.0}
+    lines = [metadata(rank, "mpiring", job=job, rank=rank, size=size, node=0),
+             metadata(rank, "clock at start", at_us=0.0, **clock), *events]
+    if drift is not None:
+        clock = {"offset_us": offset + drift, "error_us": 5.0}
+        lines.append(metadata(rank, "clock at end", at_us=1e6, **clock))
+    path = folder / f"trace-{job}-rank{rank:05d}.json"
+    path.write_text("[\n" + ",\n".join(map(json.dumps, lines)) + "\n]\n" * (drift is not None))
+    return path
+
+
+def test_the_drift_of_a_clock_is_taken_out(tmp_path):
+    written(tmp_path, piece("wait", 500_000, 500_100), drift=0, size=2)
+    written(tmp_path, piece("wait", 500_200, 500_300), drift=400, rank=1, size=2, offset=7e9)
+    job = open_job(str(tmp_path), None)
+    starts = [event["ts"] for trace in job.ranks for event in trace.events() if "ts" in event]
+    assert starts == pytest.approx([500_000, 500_000], abs=0.2)
+    assert job.caption.endswith("2 ranks on 1 node, clocks within 5 µs") and not job.warnings
+
+
+def test_what_is_missing_is_told(tmp_path, capsys):
+    path = written(tmp_path, piece("step", 0, 1000, tid=0, step=1),
+                   piece("step", 1000, 2000, tid=0, step=2), rank=1, size=4)
+    path.write_text(path.read_text()[:-30])
+    (tmp_path / "trace-20260101-000000-aaaa-rank00003.json").write_text("[\n")
+    assert main(["trace", "merge", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert "rank00003.json does not say whose trace it is" in said
+    assert "3 of 4 ranks have left no trace, the first is rank 0" in said
+    assert "1 traces have no end, the first is" in said and "rank00001.json" in said
+    merged = json.loads((tmp_path / "merged-20260101-000000-aaaa.json").read_text())
+    assert [event["ts"] for event in merged["traceEvents"] if "ts" in event] == [0], "not the cut"
+    assert len(merged["otherData"]["warnings"]) == 3
+
+
+def test_jobs_are_not_mixed(tmp_path, capsys):
+    assert main(["trace", "report", str(tmp_path)]) == 2
+    assert "there are no traces; set MPIRING_TRACE=" in capsys.readouterr().err
+    for job in ("20260101-000000-aaaa", "20260102-000000-bbbb"):
+        written(tmp_path, piece("step", 0, 1000, tid=0, step=1), job=job, drift=0)
+    assert main(["trace", "report", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert "aaaa (1 of 1 ranks); 20260102-000000-bbbb" in said and "--job NAME" in said
+    assert main(["trace", "report", str(tmp_path), "--job", "20260102"]) == 0
+    assert "# job 20260102-000000-bbbb: 1 rank on 1 node" in capsys.readouterr().out
+    written(tmp_path, job="20260103-000000-cccc", drift=0)
+    assert main(["trace", "report", str(tmp_path), "--job", "20260103"]) == 2
+    assert "nothing has happened in it" in capsys.readouterr().err
+    assert main(["trace", "report", str(tmp_path), "--job", "20260101", "--step", "9"]) == 2
+    assert "rank 0 has steps 1 to 1" in capsys.readouterr().err
+
+
+def test_a_budget_adds_up():
+    operations = [Operation(100, 400, 0, "a", "ring", 8, ("", 1)),
+                  Operation(300, 900, 1, "b", "ring", 8, ("", 2))]
+    waits = [Wait(600, 900, ("", 2)), Wait(1500, 1600, ("", 3))]
+    activity = Activity(0, [Step(1, 0, 1000), Step(2, 1000, 2000)], waits, operations)
+    first = budget_of(activity, activity.steps[:1], {("", 2): 700.0, ("", 3): 0.0})
+    assert vars(first) == pytest.approx(
+        {"step": 1.0, "compute": 0.7, "exposed": 0.2, "idle": 0.1, "hidden": 0.5})
+    assert first.hidden_percent == pytest.approx(62.5)
+    both = budget_of(activity, activity.steps, {("", 2): 5000.0})
+    assert vars(both) == pytest.approx(
+        {"step": 1.0, "compute": 0.8, "exposed": 0.05, "idle": 0.15, "hidden": 0.25})
+
+
+def test_the_last_rank_to_call_is_waited_for(tmp_path):
+    for rank, queued in ((0, 50), (1, 10)):
+        written(tmp_path, piece("operation", 100, 200, sequence=4, group="", queued_us=queued),
+                rank=rank, size=2, drift=0)
+    assert last_calls(open_job(str(tmp_path), None)) == {("", 4): 90.0}
+
+
+def test_steps_that_hold_something_else_are_left_out():
+    steps = [Step(n, 100 * n, 100 * n + length) for n, length in enumerate([90, 50, 52, 120, 54])]
+    assert [step.number for step in typical(steps)] == [1, 2, 4]
+    assert [step.number for step in typical(steps[:1])] == [0]
+    assert union([(5, 6), (0, 2), (1, 3), (7, 7)]) == [(0, 3), (5, 6)]
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
+    needed("matplotlib")
+    ended = launch(2, TRACED, "close", MPIRING_TRACE=str(tmp_path))
+    assert ended.status == 0 and not ended.output, ended.output
+    assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "all.json")]) == 0
+    events = [event for event in json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+              if event["ph"] == "X"]
+    for rank in (0, 1):
+        mine = [event for event in events if event["pid"] == rank]
+        buckets = [event for event in mine if event["name"] == "bucket 0"]
+        computes = [event for event in mine if event["name"] == "compute"]
+        assert len(buckets) == 12
+        assert all(one["args"]["bytes"] > 60_000 and one["args"]["algorithm"] == "shared"
+                   for one in buckets)
+        hidden = [one for one in buckets if any(
+            compute["ts"] <= one["ts"] and one["ts"] + one["dur"] <= compute["ts"] + compute["dur"]
+            for compute in computes)]
+        assert len(hidden) >= 8, "buckets are reduced while the program computes"
+        assert sum(event["cat"] == "step" for event in mine) == 11
+    capsys.readouterr()
+    assert main(["trace", "report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 0
+    said = capsys.readouterr().out
+    rows = {row[0]: [float(cell) for cell in row[1:]] for row in map(
+        str.split, said.splitlines()) if row and re.fullmatch(r"\d|mean", row[0])}
+    for steps, step, compute, exposed, idle, *_ in rows.values():
+        assert steps >= 8 and step == pytest.approx(compute + exposed + idle, rel=0.01)
+    assert rows["0"][4] > 10 > rows["1"][4], "rank 0 waits for the other one"
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("end", ["raises", "killed"])
+def test_a_job_that_dies_leaves_what_it_did_last(tmp_path, capsys, end):
+    ended = launch(2, TRACED, end, MPIRING_TRACE=str(tmp_path))
+    assert ended.status != 0
+    if end == "raises":
+        assert "the last operations of rank 1, by its clock (more in " in ended.output
+        assert re.search(r"#\d+ reduce Mean\(\) of float32 \(\d+,\) in step 11 bucket 1",
+                         ended.output)
+        (kept,) = tmp_path.glob("flight-*-rank00001.txt")
+        assert len(kept.read_text().splitlines()) > 30
+    assert main(["trace", "report", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "traces have no end" in captured.err
+    assert re.search(r"^1 +(8|9|10) ", captured.out, re.MULTILINE)
