@@ -5,6 +5,7 @@
     ├── LaunchError             the ranks that were asked for did not become one MPI world
     ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
     ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
+    ├── ReplicaError            parameters or optimiser state are not the same on all ranks
     ├── ClosedError             the communicator is closed, or MPI is finalised
     ├── TransportError          MPI failed, or another rank is gone
     │   └── StallError          an operation waits for ranks that do not arrive
@@ -30,6 +31,10 @@ class BufferMismatchError(MpiringError, ValueError):
 
 class GradientError(MpiringError, RuntimeError):
     """A gradient is unknown, was marked ready twice or not at all, or is never finite."""
+
+
+class ReplicaError(MpiringError, RuntimeError):
+    """Parameters or optimiser state, which all ranks have in common, differ between them."""
 
 
 class ClosedError(MpiringError, RuntimeError):

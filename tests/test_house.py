@@ -23,7 +23,7 @@ LAYERS = [
     ["collectives"],
     ["statistics", "launch", "pause", "tuning"],
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
-    ["reducers", "gradients"],
+    ["reducers", "gradients", "nonfinite", "resilience"],
     ["precision", "numpy", "torch"],
     ["lab", "bench"],
     ["advice", "tune", "simulate"],

@@ -1,0 +1,1 @@
+"""Keeps training right where machines fail: replicas that differ are found."""
