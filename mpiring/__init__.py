@@ -12,6 +12,7 @@ from .errors import (
     LaunchError,
     MissingDependencyError,
     MpiringError,
+    ReplicaError,
     StallError,
     TransportError,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "LaunchError",
     "MissingDependencyError",
     "MpiringError",
+    "ReplicaError",
     "StallError",
     "Statistics",
     "TransportError",

@@ -17,6 +17,10 @@ from .errors import ConfigError
 PREFIX = "MPIRING_"
 ALGORITHMS = ("auto", "ring", "direct", "shared", "hierarchical", "native")
 PROGRESS = ("auto", "thread", "inline")
+DIGEST_ACTIONS = ("stop", "restore")
+# Without these in common, ranks would not make the same calls.
+AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
+          "digest_action")
 _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
           float: "a number", str: "text"}
 
@@ -63,6 +67,10 @@ class Config:
         stall_warning_s: Seconds without progress after which a report is printed.
         stall_timeout_s: Seconds without progress after which StallError is
             raised and the job is aborted; 0 waits for ever.
+        digest_steps: Steps of a DataParallel after which ranks compare digests of their
+            parameters and optimiser state; 0 for never. Must be the same on every rank.
+        digest_action: "stop" ends the job with ReplicaError where they differ; "restore" copies
+            what differs from a rank of the majority. Must be the same on every rank.
         abort_on_exception: End the whole job when one rank dies of an exception. A
             rank that ends with operations it cannot complete always ends the job.
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
@@ -82,6 +90,8 @@ class Config:
     max_pause_s: float = _setting(2e-3)
     stall_warning_s: float = _setting(60.0)
     stall_timeout_s: float = _setting(600.0)
+    digest_steps: int = _setting(1000)
+    digest_action: str = _setting("stop")
     abort_on_exception: bool = _setting(True)
     allow_singleton: bool = _setting(False)
     trace: str = _setting("")
@@ -126,7 +136,8 @@ def _converted(value: Any, kind: type, name: str) -> Any:
 
 
 def _check_range(name: str, value: Any, source: str) -> None:
-    allowed = {"algorithm": ALGORITHMS, "progress": PROGRESS}.get(name)
+    allowed = {"algorithm": ALGORITHMS, "progress": PROGRESS,
+               "digest_action": DIGEST_ACTIONS}.get(name)
     expected = ""
     if allowed and value not in allowed:
         expected = f"one of {', '.join(allowed)}"
@@ -138,6 +149,8 @@ def _check_range(name: str, value: Any, source: str) -> None:
         expected = "a folder, or '' for no trace"
     elif name == "operations_in_flight" and value < 1:
         expected = "1 or more"
+    elif name == "digest_steps" and value < 0:
+        expected = "0 or more"
     if expected:
         raise ConfigError(f"{source}={value!r}: expected {expected}")
 

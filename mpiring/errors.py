@@ -6,6 +6,7 @@
     ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
     ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
     ├── CheckpointError         a checkpoint cannot be written, or none that is there can be used
+    ├── ReplicaError            parameters or optimiser state are not the same on all ranks
     ├── ClosedError             the communicator is closed, or MPI is finalised
     ├── TransportError          MPI failed, or another rank is gone
     │   └── StallError          an operation waits for ranks that do not arrive
@@ -35,6 +36,10 @@ class GradientError(MpiringError, RuntimeError):
 
 class CheckpointError(MpiringError, RuntimeError):
     """A checkpoint could not be written or read, or belongs to another run."""
+
+
+class ReplicaError(MpiringError, RuntimeError):
+    """Parameters or optimiser state, which all ranks have in common, differ between them."""
 
 
 class ClosedError(MpiringError, RuntimeError):

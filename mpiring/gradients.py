@@ -15,6 +15,7 @@ from .collectives.operation import Collectives
 from .communicator import Communicator
 from .errors import BufferMismatchError, ConfigError, GradientError
 from .handle import Handle
+from .nonfinite import NonFinite
 from .reducers.choice import Wish, compressors, reducers_of
 from .reducers.meeting import Cost
 from .statistics import Statistics
@@ -65,12 +66,14 @@ class Gradients:
         moved: Called with a name when its view has moved to a new bucket, so that nobody
             holds the old one, whose memory is free once all its views have moved. Without it,
             buckets that were given up are filled with NaN, for whoever kept a view of them.
+        steps: How many were complete before, in other buckets.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
         statistics: Of the last complete step.
         steps: How many are complete.
         order: The names in the order in which they are fused; None while that may change.
+        nonfinite: Whose own gradients held NaN or Inf.
 
     Raises:
         ConfigError: A reducer is none, or does not suit; a pattern fits no name; an order is of
@@ -79,7 +82,7 @@ class Gradients:
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
                  bucket_bytes: int, reducer: Wish, deterministic: bool,
-                 order: Sequence[str] | None = None,
+                 order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._comm = comm
@@ -91,7 +94,7 @@ class Gradients:
         self._home: dict[str, Bucket] = {}
         self._buckets: list[Bucket] = []
         self._retired: list[Bucket] = []
-        self.steps = 0
+        self.steps = steps
         self._handles: list[Handle[None]] = []
         self._order: list[str] = []
         self._settled = deterministic or order is not None
@@ -100,6 +103,7 @@ class Gradients:
         self._began_s = 0.0
         self._finite: bool | None = True
         self._dense_bytes = 0
+        self.nonfinite = NonFinite(comm)
         self.views = Views(self._views)
         self.statistics = Statistics()
         for one in self._compressors:
@@ -138,14 +142,20 @@ class Gradients:
             if bucket.missing:
                 break
             self._handles.append(self._send(bucket))
+            if bucket is self._buckets[-1]:
+                self.nonfinite.tell_others()
         self._comm.poke()
 
     def expects(self, name: str) -> bool:
         """Return whether a gradient is yet to be marked as written in this step."""
         return name in self._home[name].missing
 
-    def wait(self) -> None:
+    def wait(self, beside: Sequence[str] = (), *, finite: bool = True) -> None:
         """Return when every gradient is the mean over ranks.
+
+        Args:
+            beside: Names of gradients of this rank that are in no bucket, and not finite.
+            finite: Whether there are none of that kind, on all ranks.
 
         Raises:
             GradientError: Some gradients were not marked ready; names them.
@@ -162,7 +172,9 @@ class Gradients:
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
-        self._finite = self._are_finite() if self._compressors else None
+        finite = self.nonfinite.settle(self.steps, beside, finite=finite)
+        # A mean may overflow where no rank's own gradient has; few ask.
+        self._finite = None if finite and not self._compressors else finite and self._are_finite()
         for one in self._compressors:
             one.settle(self._finite is True)
         self._expect_all()
@@ -227,6 +239,7 @@ class Gradients:
     def _send(self, bucket: Bucket) -> Handle[None]:
         reducer = self._reducers[bucket.plan.tensors[0].name]
         bucket.finite = None
+        self.nonfinite.look_at(bucket, last=bucket is self._buckets[-1])
         detail = (f"{reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape} "
                   f"in step {self.steps}")
 

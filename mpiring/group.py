@@ -14,7 +14,7 @@ from .collectives.operation import Collectives
 from .collectives.resources import Resources
 from .collectives.select import candidates
 from .collectives.windows import Windows, mapped
-from .config import Config
+from .config import AGREED, Config
 from .engine import Engine
 from .errors import ClosedError, ConfigError, MissingDependencyError
 from .flight import Flight, Recorder
@@ -123,9 +123,8 @@ class Group:
         node.free()
 
     def _refuse_different_settings(self) -> None:
-        mine = {"algorithm": self.config.algorithm, "tuning": self.config.tuning,
-                "shared_memory": self.config.shared_memory, "trace": bool(self.config.trace),
-                "operations_in_flight": self.config.operations_in_flight}
+        mine = {"trace": bool(self.config.trace),
+                **{name: getattr(self.config, name) for name in AGREED}}
         for rank, theirs in enumerate(self._transport.comm.allgather(mine)):
             if theirs != mine:
                 raise ConfigError(

@@ -1,18 +1,22 @@
 """Trains a NumPy model across ranks: parameters in, averaged gradients out."""
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import TensorSpec
 from .communicator import Communicator
 from .errors import ConfigError
 from .gradients import Gradients, refuse_different
-from .memory.arrays import COMPLEX, FLOATING, dtype_name, flat
+from .memory.arrays import COMPLEX, FLOATING, Array, dtype_name, flat
+from .memory.digest import bytes_of
 from .precision import LossScaler, MasterWeights
 from .reducers.choice import Wish
 from .resilience import Checkpoints
+from .resilience.replicas import Part, Replicas, parts_of
 from .statistics import Statistics
 
 __all__ = ["Checkpoints", "DataParallel", "LossScaler", "MasterWeights"]
@@ -81,6 +85,10 @@ class DataParallel:
             deterministic=deterministic, order=order)
         self.comm, self.params = comm, dict(params)
         self.grads = self._gradients.views
+        self._asks_for_finite = False
+        self._watched: dict[str, Any] = {}
+        self._replicas = Replicas(
+            comm, functools.partial(_parts, self.params, self._watched))
 
     def ready(self, name: str) -> None:
         """Mark the gradient of a parameter as written; its bucket leaves once it is full.
@@ -104,10 +112,48 @@ class DataParallel:
             GradientError: Some gradients were not marked ready; names them.
             BufferMismatchError: The ranks' buckets differ.
             StallError: Some ranks did not arrive in time.
+            ReplicaError: Parameters, or what `watch` was given, differ between ranks; after
+                every `digest_steps` steps.
 
         Collective: yes. Blocking: yes.
         """
         self._gradients.wait()
+        if not self._asks_for_finite:
+            self._gradients.nonfinite.report()
+        self._replicas.end_step()
+
+    def watch(self, **state: Any) -> None:
+        """Let optimiser state be compared between ranks, and restored, as parameters are.
+
+            dp.watch(velocity=velocity, masters=masters)
+
+        Args:
+            state: By any name, on all ranks the same: an array, or a nest of mappings, lists
+                and tuples with arrays and numbers in it, which may change and be replaced.
+
+        Raises:
+            ConfigError: It is none of that.
+
+        Collective: no.
+        """
+        for name, value in state.items():
+            if not isinstance(value, np.ndarray | Mapping | list | tuple):
+                raise ConfigError(
+                    f"rank {self.comm.rank}: watch({name}=...) is a {type(value).__name__}; pass "
+                    f"an array, or a mapping or list of arrays")
+            for part in _parts({}, {name: value}):
+                part.read()
+        self._watched.update(state)
+
+    def compare_replicas(self) -> None:
+        """Compare parameters, and what `watch` was given, now: as before a checkpoint.
+
+        Raises:
+            ReplicaError: They differ, unless `digest_action` is "restore".
+
+        Collective: yes. Blocking: yes.
+        """
+        self._replicas.compare()
 
     @property
     def steps(self) -> int:
@@ -129,9 +175,20 @@ class DataParallel:
         """Whether all means of the last complete step are finite; the same on all ranks.
 
         A NaN or Inf of any rank is in the means of all. Where it is False, take no step:
-        reducers have taken none either.
+        reducers have taken none either. Who has asked once is not warned of them any more.
         """
+        self._asks_for_finite = True
         return self._gradients.finite
+
+    @property
+    def nonfinite(self) -> Mapping[int, Sequence[str]]:
+        """Whose own gradients held NaN or Inf in the last complete step: by rank, some of them.
+
+        The same on all ranks. It has those that were looked at before they left: in each step
+        the ones that leave last, where the NaN of any other layer ends up, and all in the ten
+        steps after such a step.
+        """
+        return self._gradients.nonfinite.found
 
     def rescale(self, factor: float) -> None:
         """Tell reducers, which remember gradients, that the loss is scaled otherwise now.
@@ -154,3 +211,23 @@ def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
         raise ConfigError(
             f"parameter {name!r} is {kind}, which has no gradient; leave it out of params")
     return TensorSpec(name, array.shape, array.dtype)
+
+
+def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Part]:
+    """Yield what all ranks have in common; each array once, under the first of its names."""
+    seen: set[int] = set()
+
+    def leaf(name: str, x: Any) -> Part | None:
+        if not isinstance(x, np.ndarray) or id(x) in seen:
+            return None
+        seen.add(id(x))
+
+        def write(raw: Array) -> None:
+            x[...] = raw.view(x.dtype).reshape(x.shape)
+
+        return Part(name, functools.partial(bytes_of, x), write)
+
+    for name in params:
+        yield from parts_of(params, name, name, leaf)
+    for name in watched:
+        yield from parts_of(watched, name, name, leaf)

@@ -12,11 +12,9 @@ from .config import whole_number
 from .errors import ConfigError, GradientError
 from .memory import sixteen
 from .memory.arrays import SIXTEEN_BIT, dtype_name, flat
+from .nonfinite import HOPELESS_STEPS
 
 Array = NDArray[Any]
-
-# Steps skipped in a row, at the smallest scale, after which no overflow can be the reason.
-HOPELESS_STEPS = 10
 
 
 class Averaged(Protocol):
@@ -97,6 +95,8 @@ class LossScaler:
         self._skipped_at_smallest = 0
         self._seen = dp.steps               # of dp: the last one that step() was asked about
         self._unscale: float | None = None  # of its gradients, if they are finite
+        # Who has asked once is not warned of gradients that are not: such steps are skipped.
+        _ = dp.finite
         self._refuse_different()
 
     @property

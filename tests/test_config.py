@@ -58,6 +58,9 @@ def test_bad_variables(monkeypatch, name, value, message):
     ("operations_in_flight", 1.5, "expected a whole number"),
     ("operations_in_flight", True, "expected a whole number"),
     ("algorithm", 3, "expected text"),
+    ("digest_steps", -1, "Config.digest_steps=-1: expected 0 or more"),
+    ("digest_steps", 3, None),
+    ("digest_action", "x", "Config.digest_action='x': expected one of stop, restore"),
 ])
 def test_bad_arguments(field, value, message):
     if message is None:

@@ -122,11 +122,21 @@ def test_a_configured_algorithm_gives_way_to_what_mpi_cannot_do():
     assert ended.output.count("MPI's own max is wrong or missing for float32") == 1
 
 
-def test_settings_must_agree():
-    ended = launch(2, PROGRAMS / "different_settings.py")
+@pytest.mark.parametrize(("name", "values"), [
+    ("operations_in_flight", ("2", "3")), ("digest_steps", ("1000", "0")),
+    ("digest_action", ("stop", "restore"))])
+def test_settings_must_agree(name, values):
+    ended = launch(2, PROGRAMS / "different_settings.py", name, *values)
     assert ended.status != 0 and ended.seconds < SOON_S
     assert "ConfigError: rank" in ended.output
-    assert "'operations_in_flight': 3" in ended.output
+    assert re.search(f"'{name}': '?{values[1]}", ended.output), ended.output
+
+
+def test_a_replica_that_differs_ends_the_job():
+    ended = launch(4, FAULT, "drift", MPIRING_DIGEST_STEPS="3")
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert re.search(r"ReplicaError: rank \d: after 3 steps, rank 3 on \S+ differs from ranks "
+                     r"0, 1, 2 in w\. One tensor alone: look at that host's memory", ended.output)
 
 
 def test_settings_must_agree_before_memory_is_shared():

@@ -23,7 +23,7 @@ LAYERS = [
     ["collectives"],
     ["statistics", "flight", "chrome", "launch", "pause", "tuning", "progress"],
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
-    ["reducers", "gradients", "resilience"],
+    ["reducers", "gradients", "nonfinite", "resilience"],
     ["precision", "numpy", "torch"],
     ["lab", "bench", "trace"],
     ["advice", "tune", "simulate"],

@@ -1,4 +1,4 @@
-"""Lets a job stop and go on: checkpoints, and the signals and time limits that end it."""
+"""Keeps training right where machines fail: checkpoints, stopping in time, equal replicas."""
 
 from .checkpoint import Checkpoints
 from .random_state import random_state, set_random_state

@@ -13,6 +13,7 @@ from ..buckets import TensorSpec
 from ..communicator import Communicator
 from ..errors import GradientError
 from ..gradients import Gradients
+from ..nonfinite import NonFinite
 from ..reducers.choice import Wish
 from .sparse_gradients import SparseGradients
 from .tensors import numpy_dtype, tensor_of
@@ -31,10 +32,13 @@ class Averaging:
         bucket_bytes, reducer, deterministic, order: As for `Gradients`.
         find_unused: Contribute zeros for parameters that a backward pass did not reach.
         deferred: Leave it to `wait` that gradients arrive.
+        completed: Is called when all have arrived.
+        steps: How many were complete before.
 
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
         weight: What this rank's gradients are multiplied with before they are averaged.
+        under_way: Whether `wait` will have to wait.
 
     Collective: yes. Blocking: yes.
     """
@@ -42,7 +46,7 @@ class Averaging:
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, *, bucket_bytes: int, reducer: Wish,
                  deterministic: bool, order: Sequence[str] | None, find_unused: bool,
-                 deferred: bool) -> None:
+                 deferred: bool, completed: Callable[[], None], steps: int) -> None:
         self.active = True
         self.weight = 1.0
         self._parameters = dict(parameters)
@@ -50,7 +54,8 @@ class Averaging:
         self._comm = comm
         self._find_unused = find_unused
         self._deferred = deferred
-        self._under_way = False
+        self._completed = completed
+        self.under_way = False
         self._unused: list[str] = []
         # Per gradient, whether this rank has one at the end of backward.
         self._has = np.empty(0, bool)
@@ -61,7 +66,8 @@ class Averaging:
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self._dense.items()]
         self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                    deterministic=deterministic, order=order, moved=self._move)
+                                    deterministic=deterministic, order=order, moved=self._move,
+                                    steps=steps)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm)
         self._views: dict[str, torch.Tensor] = {}
@@ -82,6 +88,16 @@ class Averaging:
     def order(self) -> list[str] | None:
         """The names in the order in which gradients are fused; None while that may change."""
         return self._gradients.order
+
+    @property
+    def steps(self) -> int:
+        """How many are complete."""
+        return self._gradients.steps
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """Whose own gradients held NaN or Inf in the last complete step."""
+        return self._gradients.nonfinite
 
     @property
     def finite(self) -> bool:
@@ -113,15 +129,21 @@ class Averaging:
     def wait(self) -> None:
         """Return when all gradients have arrived.
 
-        Raises: what communication raises.
+        Raises: what communication raises, and what `completed` does.
 
         Collective: yes. Blocking: yes.
         """
-        if not self._under_way:
+        if not self.under_way:
             return
-        self._under_way = False
-        self._gradients.wait()
+        self.under_way = False
+        # Whether a step counts depends on these, too: reducers are told by the others.
         self._sparse.wait()
+        self._gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
+        self._show()
+        self._completed()
+
+    def _show(self) -> None:
+        """Let parameters have the gradients that have arrived."""
         unreached, withheld = self._reached_nowhere(), self._withheld
         self._withheld = {}
         for name, p in self._dense.items():
@@ -203,7 +225,7 @@ class Averaging:
                 f"rank {self._comm.rank}: backward did not reach {len(missing)} of "
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
                 f"find_unused_parameters=True, or freeze them with requires_grad_(False)")
-        self._under_way = True
+        self.under_way = True
         self._note_reached()
         if self._deferred:
             self._withhold()
@@ -239,7 +261,7 @@ class Averaging:
             if name in self._dense:
                 self._views[name].zero_()
             self._ready(name)
-        self._under_way = True
+        self.under_way = True
         self._note_reached()
         self.wait()
 

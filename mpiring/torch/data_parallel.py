@@ -1,22 +1,21 @@
 """Wraps a PyTorch module so that every backward pass leaves the mean gradients of all ranks."""
 
 import functools
-import itertools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gradients import refuse_different
 from ..reducers.choice import Wish
+from ..resilience.replicas import Replicas
 from ..statistics import Statistics
 from .averaging import Averaging
+from .optimizers import follow_steps, replicated_parts, updates_any
 from .sparse_gradients import sparse_parameters
 from .states import broadcast_parameters
 from .tensors import numpy_dtype
@@ -75,6 +74,9 @@ class DataParallel(nn.Module):
         self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes, "reducer": reducer, "deterministic": deterministic,
             "order": order, "find_unused": find_unused_parameters, "deferred": defer_wait}
+        self._watched: dict[str, Any] = {}
+        self._replicas = Replicas(
+            comm, functools.partial(replicated_parts, module, self._watched))
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype]] | None = None
         self._syncs = True
@@ -85,8 +87,7 @@ class DataParallel(nn.Module):
             f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in parts.items()])
         broadcast_parameters(parts.values(), comm)
         self._follow_freezing()
-        if defer_wait:
-            _wait_before_steps_of(self)
+        follow_steps(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; in training, prepare to average what backward will calculate."""
@@ -140,22 +141,26 @@ class DataParallel(nn.Module):
         A rank that has finished goes on to take part, with nothing, until all have. In
         each step the mean is over samples: a rank's gradient, a mean over its batch, weighs
         as much as the batch is long (dimension 0 of the first tensor that `forward` takes).
-        Afterwards all ranks have the parameters and buffers of one that finished last;
-        optimizers, like schedulers, have done as many steps as their rank had batches.
+        Afterwards all ranks have the parameters and buffers of one that finished last, and the
+        state of its optimizers, but for ranks that never took a step; schedulers have done
+        as many steps as their rank had batches.
 
         Collective: yes. Blocking: yes.
         """
         self._uneven = uneven = Uneven(self._comm)
+        # Until the end, ranks that have finished are behind.
+        self._replicas.paused = True
         try:
             yield
             while uneven.goes_on_without_us():
                 self._copy_buffers(uneven.root)
                 if self._averaging is not None:
                     self._averaging.step_with_nothing()
-            for tensors in (self.module.parameters(), self.module.buffers()):
-                broadcast_parameters(tensors, self._comm, root=uneven.root)
+            self._replicas.copy_from(uneven.root)
+            broadcast_parameters(self.module.buffers(), self._comm, root=uneven.root)
         finally:
             self._uneven = None
+            self._replicas.paused = False
 
     @property
     def statistics(self) -> Statistics:
@@ -175,6 +180,60 @@ class DataParallel(nn.Module):
         GradScaler does not: reducers have taken none either.
         """
         return self._averaging is None or self._averaging.finite
+
+    @property
+    def nonfinite(self) -> Mapping[int, Sequence[str]]:
+        """Whose own gradients held NaN or Inf in the last complete step: by rank, some of them.
+
+        The same on all ranks. It has those that were looked at before they left: in each step
+        the ones that leave last, where the NaN of any other layer ends up, and all in the ten
+        steps after such a step. Rank 0 warns of them when an optimizer is to use them.
+        """
+        return {} if self._averaging is None else self._averaging.nonfinite.found
+
+    def watch(self, **state: Any) -> None:
+        """Let more tensors be compared between ranks, and restored, as parameters are.
+
+        Parameters, and the state of optimizers that have taken a step, are so by themselves.
+
+            model.watch(average=averaged.state_dict())
+
+        Args:
+            state: By any name, on all ranks the same: a tensor, or a nest of mappings, lists
+                and tuples with tensors and numbers in it, which may change and be replaced.
+
+        Raises:
+            ConfigError: It is none of that.
+
+        Collective: no.
+        """
+        for name, value in state.items():
+            if not isinstance(value, torch.Tensor | Mapping | list | tuple):
+                raise ConfigError(
+                    f"rank {self._comm.rank}: watch({name}=...) is a {type(value).__name__}; pass "
+                    f"a tensor, or a mapping or list of tensors")
+        self._watched.update(state)
+
+    def compare_replicas(self) -> None:
+        """Compare parameters, optimizers' state and what `watch` was given, now.
+
+        Raises:
+            ReplicaError: They differ, unless `digest_action` is "restore".
+
+        Collective: yes. Blocking: yes.
+        """
+        self._replicas.compare()
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Complete the gradients that an optimizer is about to use; called by its hook."""
+        averaging = self._averaging
+        if averaging is None or not (averaging.under_way or averaging.nonfinite.found):
+            return
+        if updates_any(optimizer, self.module.parameters()):
+            averaging.wait()
+            # GradScaler lets some optimizers skip a step by themselves.
+            if not getattr(optimizer, "found_inf", None):
+                averaging.nonfinite.report()
 
     def rescale(self, factor: float) -> None:
         """Tell reducers, which remember gradients, that the loss is scaled otherwise now.
@@ -196,13 +255,15 @@ class DataParallel(nn.Module):
             f"{name} {p.dtype} {tuple(p.shape)}" for name, p in parameters.items()])
         if self._averaging is not None:
             self._averaging.close()
+        steps = 0 if self._averaging is None else self._averaging.steps
         self._averaging = None
         if self._trained is not None:
             # Some may be new, in place of others.
             broadcast_parameters(parameters.values(), self._comm)
         if parameters:
             self._averaging = Averaging(
-                parameters, sparse_parameters(self.module), self._comm, **self._options)
+                parameters, sparse_parameters(self.module), self._comm, steps=steps,
+                completed=self._replicas.end_step, **self._options)
             # Of the parameters that are trained first, not of those after freezing some.
             self._options["order"] = None
         self._trained = trained
@@ -227,31 +288,6 @@ class DataParallel(nn.Module):
         raise ConfigError(
             "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
             "model.state_dict(), or pickle model.module")
-
-
-# Whose gradients may be under way when an optimizer takes its step, in the order in which they
-# were made, which is the same on every rank.
-_deferring: "weakref.WeakValueDictionary[int, DataParallel]" = weakref.WeakValueDictionary()
-_numbers = itertools.count()
-
-
-def _wait_before_steps_of(model: DataParallel) -> None:
-    """Complete the gradients before any optimizer of the model's parameters takes a step."""
-    _hook_steps()
-    _deferring[next(_numbers)] = model
-
-
-@functools.cache
-def _hook_steps() -> None:
-    # Once, and for good: a hook that is removed while others run breaks PyTorch's loop.
-    register_optimizer_step_pre_hook(_wait_for_gradients)
-
-
-def _wait_for_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    stepped = {p for group in optimizer.param_groups for p in group["params"]}
-    for model in tuple(_deferring.values()):
-        if not stepped.isdisjoint(model.parameters()):
-            model.synchronize()
 
 
 def _refuse(module: nn.Module, comm: Communicator) -> None:

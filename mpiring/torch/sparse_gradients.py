@@ -9,8 +9,10 @@ from torch.nn import Parameter
 from ..collectives.agreement import Call
 from ..communicator import Communicator
 from ..errors import GradientError
+from ..memory.arrays import is_finite
 from .ops import Op
 from .sparse import allreduce
+from .tensors import array_of
 
 
 def sparse_parameters(module: nn.Module) -> set[Parameter]:
@@ -28,10 +30,14 @@ class SparseGradients:
 
     Attributes:
         missing: The names of the gradients that are not ready in this step.
+        finite: Whether all means of the last complete step are; the same on all ranks.
+        nonfinite: The names of this rank's own gradients that were not, in that step.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator) -> None:
         self.missing = list(parameters)
+        self.finite = True
+        self.nonfinite: list[str] = []
         self._parameters = dict(parameters)
         self._weights: dict[str, float] = {}
         self._comm = comm
@@ -60,15 +66,23 @@ class SparseGradients:
         Collective: yes. Blocking: yes.
         """
         handles = []
+        self.finite, self.nonfinite = True, []
         for name, p in self._parameters.items():
             mine = _nothing_like(p) if p.grad is None else p.grad * self._weights[name]
+            if not _is_finite(mine):
+                self.nonfinite.append(name)
             call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)
             handles.append((p, mine, self._comm.submit(call, allreduce(mine, Op("mean")))))
         for p, mine, handle in handles:
             handle.wait()
+            self.finite = self.finite and _is_finite(mine)
             if p.grad is not None or mine._nnz():
                 p.grad = mine
         self.missing = list(self._parameters)
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    return is_finite(array_of(gradient._values().contiguous()))
 
 
 def _nothing_like(p: Parameter) -> torch.Tensor:

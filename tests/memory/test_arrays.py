@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.memory.arrays import as_bytes, chunks_of, dtype_name, flat, order_of, pieces_of
+from mpiring.memory.arrays import (
+    COMPLEX, FLOATING, as_bytes, chunks_of, dtype_name, flat, is_finite, order_of, pieces_of)
 
 
 @given(n=st.integers(0, 200), parts=st.integers(1, 20))
@@ -62,3 +63,21 @@ def test_dtype_names():
             dtype_name(bad)
     with pytest.raises(ConfigError, match="foreign byte order"):
         dtype_name(">f8" if np.dtype("<f8").isnative else "<f8")
+
+
+@pytest.mark.parametrize("name", [*FLOATING, *COMPLEX])
+def test_one_number_that_is_not_finite_is_seen_anywhere(name):
+    dtype = ml_dtypes.bfloat16 if name == "bfloat16" else np.dtype(name)
+    # More than is looked at at once.
+    x = np.zeros(300_001, dtype)
+    largest = ml_dtypes.finfo(dtype).max if name in ("float16", "bfloat16") else np.finfo(dtype).max
+    x[:3] = largest, -largest, -0.0
+    x[-1000:] = largest            # whose sum is Inf
+    assert is_finite(x) and is_finite(-x) and is_finite(x[:0])
+    for bad in (np.nan, -np.nan, np.inf, -np.inf):
+        for place in (0, 150_000, 300_000):
+            y = x.copy()
+            y[place] = bad
+            if name in COMPLEX:
+                y[place] = complex(1, bad)
+            assert not is_finite(y)

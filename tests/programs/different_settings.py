@@ -1,7 +1,11 @@
-"""Gives rank 1 other settings than rank 0."""
+"""Gives rank 1 another value of a setting than rank 0."""
+
+import sys
 
 from mpi4py import MPI
 
 import mpiring
 
-mpiring.init(config=mpiring.Config(operations_in_flight=2 + MPI.COMM_WORLD.rank))
+name, *values = sys.argv[1:]
+value = values[MPI.COMM_WORLD.rank]
+mpiring.init(config=mpiring.Config(**{name: int(value) if value.isdigit() else value}))

@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 import mpiring
+from mpiring.numpy import DataParallel
 
 fault = sys.argv[1]
 comm = mpiring.init()
@@ -69,6 +70,14 @@ elif fault == "stopped":
     if odd:
         subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
+elif fault == "drift":
+    params = {name: np.ones(1000, np.float32) for name in "vw"}
+    dp = DataParallel(params, comm)
+    for step in range(10):
+        params["w"].view(np.uint8)[77] ^= odd and step == 1
+        for name in params:
+            dp.ready(name)
+        dp.wait()
 elif fault == "no close":
     comm.iallreduce(x)
 else:

@@ -1,6 +1,8 @@
 """Tries what mpiring.torch can do, one ability after the other; prints the name of each."""
 
+import contextlib
 import copy
+import logging
 import os
 import pickle
 import warnings
@@ -8,6 +10,7 @@ import weakref
 
 import numpy as np
 import torch
+from mpi4py import MPI
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -549,6 +552,175 @@ def what_cannot_be_wrapped_is_refused():
             (nn.LazyLinear(3), "has no shape yet"), (net().to("meta"), "is on meta")):
         fails(lambda module=module: DataParallel(module, comm), mpiring.ConfigError, words)
     fails(lambda: DataParallel(net(), None), mpiring.ConfigError, "pass mpiring.init()")
+
+
+@contextlib.contextmanager
+def warnings_of_mpiring():
+    """Yield the list of what is logged meanwhile."""
+    texts = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: texts.append(record.getMessage())
+    log = logging.getLogger("mpiring")
+    log.addHandler(handler)
+    try:
+        yield texts
+    finally:
+        log.removeHandler(handler)
+
+
+@contextlib.contextmanager
+def comparing(action):
+    """Yield a communicator whose models are compared after every second step."""
+    config = mpiring.Config(digest_steps=2, digest_action=action, tuning=False)
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as own:
+        yield own
+
+
+def flip(tensor):
+    """Flip a bit of the first number, in whatever order it lies, as failing memory does."""
+    first = tensor.data[(0,) * tensor.dim()]
+    width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    first.copy_((first.view(width) ^ 4).view(tensor.dtype))
+
+
+class Compared:
+    """A model of several dtypes and layouts in training; the first layer is frozen."""
+
+    def __init__(self, own):
+        torch.manual_seed(r)
+        bare = nn.Sequential(nn.Linear(6, 6), nn.Unflatten(1, (6, 1, 1)), nn.Conv2d(6, 10, 1),
+                             nn.Flatten(), nn.BatchNorm1d(10), nn.Linear(10, 3).bfloat16())
+        bare[2].to(memory_format=torch.channels_last)
+        bare[0].requires_grad_(False)
+        bare[4].register_forward_hook(lambda *three: three[2].bfloat16())
+        self.model = DataParallel(bare, own)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": bare[2].parameters()}, {"params": bare[4:].parameters(), "lr": 0.01}], 0.1)
+        self.average = {"weights": [q.detach().clone() for q in bare.parameters()]}
+        self.model.watch(average=self.average)
+
+    def step(self, number, in_forward=lambda: None):
+        self.optimizer.zero_grad()
+        x, y = batch(10 * number + r)
+        loss = ((self.model(x).float() - y) ** 2).mean()
+        in_forward()
+        loss.backward()
+        self.optimizer.step()
+
+    def bits(self):
+        state = self.optimizer.state_dict()
+        tensors = [*self.model.parameters(), *self.average["weights"], *(
+            x for one in state["state"].values() for x in one.values())]
+        return pickle.dumps([x.detach().contiguous().view(-1).view(torch.uint8).numpy()
+                             for x in tensors]), str(state["param_groups"])
+
+
+SPOTS = {
+    "0.weight": lambda run: run.model.module[0].weight,
+    "2.weight": lambda run: run.model.module[2].weight,
+    "average['weights'][2]": lambda run: run.average["weights"][2],
+    "AdamW['2.weight']['exp_avg']": lambda run: run.optimizer.state[
+        run.model.module[2].weight]["exp_avg"],
+    "AdamW['5.bias']['exp_avg_sq']": lambda run: run.optimizer.state[
+        run.model.module[5].bias]["exp_avg_sq"],
+    "AdamW['2.bias']['step']": lambda run: run.optimizer.state[run.model.module[2].bias]["step"],
+}
+
+
+@ability
+def replicas_are_compared_and_restored():
+    if p == 2:
+        return
+    with comparing("restore") as own:
+        run, undisturbed = Compared(own), Compared(own)
+        for number in range(2 * len(SPOTS) + 2):
+            # In the step of a check, when forward has read the parameters already.
+            name = ([*SPOTS, ""] * 2)[number // 2 + 1] if number % 2 else ""
+            spoil = (lambda: flip(SPOTS[name](run))) if name and r == p - 1 > 0 else lambda: None
+            with warnings_of_mpiring() as texts:
+                run.step(number, spoil)
+                undisturbed.step(number)
+            assert len(texts) == (r == 0 and p > 1 and name != ""), texts
+            assert not texts or f"rank {p - 1} on " in texts[0] and f"in {name}; " in texts[0]
+            assert run.bits() == undisturbed.bits(), name
+        run.optimizer.param_groups[1]["lr"] *= 1 + (r == 0)
+        with warnings_of_mpiring() as texts:
+            run.model.compare_replicas()
+        assert p == 1 or run.optimizer.param_groups[1]["lr"] == 0.01
+        assert len(texts) == (r == 0 and p > 1)
+        assert not texts or "in AdamW['4.weight', ...]['lr']; restored" in texts[0]
+
+
+@ability
+def replicas_that_differ_stop_the_job():
+    if p == 1:
+        return
+    with comparing("stop") as own:
+        for name, spot in SPOTS.items():
+            run = Compared(own)
+            run.step(0)
+            if r == 1:
+                flip(spot(run))
+            fails(lambda run=run: run.step(1), mpiring.ReplicaError, f"rank {r}: after 2 steps",
+                  "1 on", name)
+        fails(lambda: run.model.watch(x=3), mpiring.ConfigError, "pass a tensor")
+
+
+@ability
+def replicas_are_equal_after_uneven_inputs():
+    with comparing("stop") as own:
+        run = Compared(own)
+        for epoch in range(2):
+            with run.model.join():
+                for number in range(2 + r):
+                    run.step(number)
+            run.model.compare_replicas()
+            run.step(9)
+        if r == 0:
+            # An optimizer that has not been anywhere else, as ZeRO's parts are.
+            torch.optim.SGD([run.model.module[5].bias], 0.0, momentum=0.9).step()
+        run.model.compare_replicas()
+
+
+@ability
+def ranks_whose_gradients_are_not_finite_are_named():
+    model = DataParallel(net(), comm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def spoiled(tell, step):
+        with warnings_of_mpiring() as texts:
+            loss = loss_of(model, r) * (torch.nan if r == p - 1 else 1)
+            optimizer.zero_grad()
+            loss.backward()
+            assert list(model.nonfinite) == [p - 1]
+            assert {"0.weight", "0.bias"} <= set(model.nonfinite[p - 1])
+            if tell:
+                optimizer.step()
+        assert len(texts) == (r == 0 and tell), texts
+        assert not texts or f"step {step}: " in texts[0] and f"rank {p - 1} in " in texts[0]
+
+    loss_of(model, r).backward()
+    assert model.nonfinite == {}
+    # Whoever takes no step, as GradScaler, knows already.
+    spoiled(tell=False, step=1)
+    model.module[2].requires_grad_(False)    # other buckets, but the same count of steps
+    spoiled(tell=True, step=2)
+
+
+@ability
+def sparse_gradients_that_are_not_finite_are_seen():
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    model = DataParallel(bare, comm)
+    for bad in (False, True, False):
+        out = model(torch.arange(3))
+        spoils = bad and r == p - 1
+        hook = bare[0].weight.register_hook(lambda g: g * (torch.nan if spoils else 1))
+        out.sum().backward()
+        hook.remove()
+        assert model.finite != bad and model.nonfinite == ({p - 1: ["0.weight"]} if bad else {})
+        assert bare[1].weight.grad.isfinite().all()
+        bare[0].weight.grad = None
 
 
 for function in ABILITIES:

@@ -123,8 +123,30 @@ def frozen_layers_come_back(name, make):
         assert len(set(comm.allgather_object(run.weights()))) == 1
 
 
+def a_nan_in_a_sparse_gradient_is_skipped_too(name, make):
+    if name == "mixed":
+        return
+    torch.manual_seed(0)
+    reducer, bare = make(), nn.Sequential(nn.Embedding(9, 40, sparse=True), nn.Linear(40, 40))
+    model, kept = DataParallel(bare, comm, reducer=reducer), []
+    for bad in (False, True):
+        spoils = bad and comm.rank == comm.size - 1
+        hook = bare[0].weight.register_hook(lambda g: g * (torch.nan if spoils else 1))
+        model(torch.arange(3)).sum().backward()
+        hook.remove()
+        assert model.finite != bad and bare[1].weight.grad.isfinite().all()
+        bare[0].weight.grad = None
+        (bucket,) = reducer.state_dict()["buckets"]
+        kept.append({"steps": bucket["steps"], **{
+            (j, one): x.tobytes() for j, part in bucket["parts"].items()
+            for one, x in part["vectors"].items()}})
+    # (A vector of zeros may have come to be.)
+    assert kept[0]["steps"] == 1 and kept[0].items() <= kept[1].items(), "the step counted"
+
+
 for what in (replicas_learn_and_are_equal, a_nan_on_one_rank_is_skipped_by_all,
-             a_run_goes_on_bit_by_bit, frozen_layers_come_back):
+             a_nan_in_a_sparse_gradient_is_skipped_too, a_run_goes_on_bit_by_bit,
+             frozen_layers_come_back):
     for name, make in MAKERS.items():
         what(name, make)
     if comm.rank == 0:

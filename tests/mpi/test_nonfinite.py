@@ -1,0 +1,98 @@
+"""Tests that ranks whose gradients were NaN or Inf are named, on real MPI."""
+
+import numpy as np
+import pytest
+
+from mpiring.nonfinite import HOPELESS_STEPS
+from mpiring.numpy import DataParallel, LossScaler
+
+pytestmark = pytest.mark.mpi
+
+NAMES = ["front", "middle", "back"]
+WORDS = "NaN or Inf in gradients before they were averaged, and so in the means of all ranks"
+
+
+@pytest.fixture
+def dp(comm):
+    """A model of three buckets; the front, computed last, is in the last one."""
+    return DataParallel({name: np.zeros(50, np.float32) for name in NAMES}, comm, bucket_bytes=1)
+
+
+def step(dp, **bad):
+    """Take a step; `bad` are ranks by name, or (rank, value)."""
+    for name in reversed(NAMES):
+        dp.grads[name][...] = 1
+        rank, value = bad[name] if isinstance(bad.get(name), tuple) else (bad.get(name), np.nan)
+        if rank == dp.comm.rank or rank == "all":
+            dp.grads[name][17] = value
+        dp.ready(name)
+    dp.wait()
+
+
+def logged(caplog):
+    texts = [record.getMessage() for record in caplog.records if record.name == "mpiring"]
+    caplog.clear()
+    return texts
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_rank_the_step_and_the_parameter_are_named(dp, comm, caplog, value):
+    last = comm.size - 1
+    step(dp)
+    assert dp.nonfinite == {}
+    step(dp, front=(last, value))
+    assert dp.nonfinite == {last: ["front"]}
+    text = (f"step 1: {WORDS}: rank {last} in front (of those that leave last: others were not "
+            f"looked at)")
+    assert logged(caplog) == [text] * (comm.rank == 0)
+    step(dp)
+    assert dp.nonfinite == {} and not logged(caplog)
+
+
+def test_after_one_all_gradients_are_looked_at(dp, comm, caplog):
+    step(dp, back=0)
+    assert dp.nonfinite == {}, "it was not in the bucket that leaves last"
+    step(dp, front="all")
+    assert dp.nonfinite == {rank: ["front"] for rank in range(comm.size)}
+    step(dp, back=0, middle=comm.size - 1)
+    assert dp.nonfinite == ({0: ["back"], comm.size - 1: ["middle"]} if comm.size > 1
+                            else {0: ["back", "middle"]})
+    assert len(logged(caplog)) == (comm.rank == 0), "it went on, and was told once"
+    step(dp)
+    step(dp, back=0)
+    assert dp.nonfinite == {0: ["back"]}
+    assert logged(caplog) == [f"step 4: {WORDS}: rank 0 in back"] * (comm.rank == 0)
+    for _ in range(10):
+        step(dp)
+    step(dp, back=0)
+    assert dp.nonfinite == {}, "looked closely for longer than ten steps"
+
+
+def test_who_asks_is_not_warned(dp, comm, caplog):
+    scaler = LossScaler(dp)
+    for number in range(HOPELESS_STEPS):
+        assert not logged(caplog)
+        step(dp, front="all")
+        assert not scaler.step() and not dp.finite
+    (text,) = logged(caplog) or [""] * (comm.rank > 0)
+    assert comm.rank > 0 or f"{HOPELESS_STEPS}th such step in a row" in text
+    step(dp, front=0)
+    assert not logged(caplog)
+    step(dp)
+    assert dp.finite
+
+
+def test_finite_is_known_of_all_gradients(dp):
+    step(dp, back=0)
+    assert not dp.finite and dp.nonfinite == {}
+    step(dp)
+    assert dp.finite
+
+
+def test_padding_does_not_count(comm):
+    dp = DataParallel({"w": np.zeros(3, np.float32)}, comm)
+    bucket = dp._gradients._buckets[0]
+    bucket.flat[5] = np.nan
+    dp.ready("w")
+    dp.wait()
+    assert dp.nonfinite == {}
