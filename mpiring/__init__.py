@@ -11,6 +11,7 @@ from .errors import (
     LaunchError,
     MissingDependencyError,
     MpiringError,
+    ProcessFailedError,
     StallError,
     TransportError,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "LaunchError",
     "MissingDependencyError",
     "MpiringError",
+    "ProcessFailedError",
     "StallError",
     "Statistics",
     "TransportError",

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .config import Config
-from .errors import ClosedError, StallError, TransportError
+from .errors import ClosedError, ProcessFailedError, StallError, TransportError
 from .handle import Action, Handle, Lane, Watch
 from .pause import Pause
 from .transport.base import T, Task
@@ -50,6 +50,7 @@ class Engine:
         operations: How many were completed.
         communication_s: Seconds in which at least one operation was under way.
         exposed_s: Seconds that callers spent waiting.
+        given_up: Nothing is advanced any more, see `give_up`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Engine:
         self.communication_s = 0.0
         self.exposed_s = 0.0
         self.threaded = threaded
+        self.given_up = False
         self._config = config
         self._end_job = end_job
         self._lanes: list[Lane] = []
@@ -72,6 +74,7 @@ class Engine:
         self._nobody_waits.set()
         self._failure: BaseException | None = None
         self._failure_noticed = False
+        self._failed: Task[Any] | None = None
         self._busy_since: float | None = None
         self._next_look_s = 0.0
         self._wake = threading.Event()
@@ -108,6 +111,27 @@ class Engine:
             self._lanes.remove(lane)
         if not self._lanes:
             self.stop()
+
+    def give_up(self, error: BaseException) -> list[Task[Any]]:
+        """Stop for good, because a rank has died, and return the schedules under way.
+
+        Args:
+            error: What every later call raises.
+        """
+        self.stop()
+        self.given_up = True
+        with self._lock:
+            handles = [*self._blocking, *(one for lane in self._lanes for one in lane.active)]
+            left = [handle.task for handle in handles]
+            if self._failed is not None:
+                left.append(self._failed)
+            self._blocking.clear()
+            for lane in self._lanes:
+                lane.active.clear()
+                lane.queue.clear()
+            # Not the first one, whose traceback holds on to the user's arrays.
+            self._failure, self._failed = error, None
+        return left
 
     def stop(self) -> None:
         """Stop the thread; it makes no MPI call afterwards."""
@@ -211,10 +235,14 @@ class Engine:
         if not self.threaded:
             self.advance()
 
-    def keep(self, error: BaseException) -> None:
-        """Remember an error that is about to be raised: no operation can be trusted after it."""
+    def keep(self, error: BaseException, task: Task[Any] | None = None) -> None:
+        """Remember an error that is about to be raised: no operation can be trusted after it.
+
+        Args:
+            task: Whose error it is, if the engine does not know of it.
+        """
         if self._failure is None:
-            self._failure = error
+            self._failure, self._failed = error, task
             self._failure_noticed = threading.current_thread() is not self._thread
 
     def raise_failure(self) -> None:
@@ -327,6 +355,9 @@ class Engine:
     def _hand_over(self, error: BaseException) -> None:
         """Leave an error to the main thread; end the job if it does not take it."""
         self._call_actions()
+        if isinstance(error, ProcessFailedError):
+            # It can be survived, whenever the main thread comes to hear of it.
+            return
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             if self._failure_noticed or self._stopping:
