@@ -82,7 +82,7 @@ class _Run(Generic[T]):
             return True, action()
         except Exception as error:
             # Whatever became of it on its way here, a death is the cause of it.
-            if not self._survivors.lost():
+            if not isinstance(error, ProcessFailedError) and not self._survivors.lost():
                 raise
             _log.debug("rank %d of %d stops", self._state.comm.rank, self._survivors.size,
                        exc_info=True)

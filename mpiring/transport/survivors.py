@@ -15,6 +15,8 @@ from .mpi import failure, messages_of
 
 # How long MPI may take to let go of the buffers of messages that nobody waits for any more.
 _SETTLING_S = 1.0
+# How long the news of a death may take, where something else has told of it.
+_NEWS_S = 0.5
 _PAUSE_S = 1e-3
 
 # Of messages that it did not let go of: they must stay where they are, for ever.
@@ -37,15 +39,18 @@ class Survivors:
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
 
     def lost(self) -> bool:
-        """Return whether a rank has died, as far as is known here.
+        """Return whether a rank has died; wait a moment for news of it.
 
         Collective: no. Blocking: no.
         """
-        try:
-            # Other than the functions that ask for this, it listens to the launcher.
-            self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
-        except MPI.Exception as exc:
-            return isinstance(failure("", exc), ProcessFailedError)
+        deadline = time.monotonic() + _NEWS_S
+        while time.monotonic() < deadline:
+            try:
+                # Other than the functions that ask for this, it listens to the launcher.
+                self.comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG)
+            except MPI.Exception as exc:
+                return isinstance(failure("", exc), ProcessFailedError)
+            time.sleep(_PAUSE_S)
         return False
 
     def leave(self, tasks: Sequence[Task[Any]] = ()) -> None:

@@ -7,7 +7,9 @@ line to FOLDER/log when it begins and when it has made its first step after that
 `RANK:PLACE:STEP`, separated by commas: that rank kills itself there.
 """
 
+import faulthandler
 import os
+import random
 import signal
 import sys
 import time
@@ -21,7 +23,7 @@ from mpiring.numpy import DataParallel
 
 FOLDER, STEPS, WHAT = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 FATES = [fate.split(":") for fate in sys.argv[4].split(",")] if len(sys.argv) > 4 else []
-SHAPES = {"w1": (300, 41), "b1": (41,), "w2": (41, 1000), "b2": (7,)}
+SHAPES = {"w1": (300, 41), "b1": (41,), "w2": (41, 100), "b2": (7,)}
 SAMPLES = 3     # per rank and step
 COMMIT_EVERY = 3
 MINE = 0        # the rank that this process had at first
@@ -103,12 +105,12 @@ def train(state):
     comm = state.comm
     (FOLDER / f"pid{MINE}").write_text(str(os.getpid()))
     log(f"begins {state.step} {comm.size}")
-    dp = DataParallel(state.params, comm, bucket_bytes=100_000)
+    dp = DataParallel(state.params, comm, bucket_bytes=40_000)
     first = state.step
     while state.step < STEPS:
         die("compute", state.step)
-        if WHAT == "compute":
-            np.linalg.eigvals(np.random.default_rng(0).random((60, 60)))
+        # So that ranks wait for each other, now here, now there.
+        time.sleep(random.choice((0, 0, 0.002, 0.004 if WHAT != "compute" else 0.05)))
         mine = gradients(state.params, state.position + comm.rank * SAMPLES)
         for name in reversed(SHAPES):
             dp.grads[name][...] = mine[name]
@@ -130,6 +132,7 @@ def train(state):
 
 def main():
     global MINE
+    faulthandler.dump_traceback_later(45, exit=True)
     comm = mpiring.init()
     MINE = comm.rank
     params = {name: np.ones(shape) for name, shape in SHAPES.items()}
