@@ -12,14 +12,13 @@ import random
 import signal
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launching import PROGRAMS, ROOT, environment, mpiexec
+from launching import PROGRAMS, start
 
 PLACES = ["compute", "commit", "barrier", "objects", "broadcast", "broadcast window", "allgather",
           "reduce_scatter", "reduce_scatter window", "allreduce shared",
@@ -48,11 +47,8 @@ class Outcome:
 def begin(folder, place, private):
     """Start a job that writes to a folder."""
     variables = {"MPIRING_SHARED_MEMORY": "0"} if private else {}
-    return subprocess.Popen(
-        [mpiexec(), "--with-ft", "ulfm", "-n", str(RANKS), sys.executable,
-         str(PROGRAMS / "elastic_training.py"), str(folder), str(STEPS), place],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
-        errors="replace", cwd=ROOT, env=environment(**variables), start_new_session=True)
+    return start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place,
+                 options=("--with-ft", "ulfm"), **variables)
 
 
 def events(folder):

@@ -24,13 +24,14 @@ LAYERS = [
     ["statistics", "launch", "pause", "tuning"],
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
-    ["precision", "numpy", "torch"],
+    ["precision", "numpy", "torch", "elastic"],
     ["lab", "bench"],
     ["advice", "tune", "simulate"],
     ["__main__", "__init__"],
 ]
 ENVIRONMENT_READERS = {"config.py"}
-MPI_USERS = {"transport/mpi.py", "group.py", "communicator.py"}
+MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch.py", "group.py",
+             "communicator.py"}
 
 
 def name_of(path):
