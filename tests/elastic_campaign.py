@@ -25,7 +25,7 @@ PLACES = ["compute", "commit", "barrier", "objects", "broadcast", "broadcast win
           "allreduce shared window", "allreduce ring", "allreduce direct", "allreduce native",
           "allreduce auto window", "iallreduce ring", "iallreduce native", "iallreduce shared"]
 PATTERNS = ["one", "one", "one", "rank 0", "two at once", "one after another", "in recovery"]
-RANKS, STEPS, LIMIT_S = 4, 400, 60
+RANKS, STEPS, LIMIT_S = 4, 400, 110
 
 
 @dataclass

@@ -70,10 +70,12 @@ class _Run(Generic[T]):
     def result(self) -> T:
         """Return the result of the first attempt in which nobody dies before its end."""
         done, result = self._attempt(self._trained)
+        noticed_s = time.monotonic()
         while not self._survivors.agree(done):
-            began, before = time.monotonic(), self._survivors.size
+            before = self._survivors.size
             self._survivors = self._survivors.shrunk()
-            done, result = self._attempt(lambda: self._trained_anew(began, before))
+            done, result = self._attempt(lambda: self._trained_anew(before, noticed_s))
+            noticed_s = time.monotonic()
         return result  # type: ignore[return-value]
 
     def _attempt(self, action: Callable[[], T]) -> tuple[bool, T | None]:
@@ -100,7 +102,7 @@ class _Run(Generic[T]):
         _wait_for_all(self._state.comm, "end of training")
         return result
 
-    def _trained_anew(self, began: float, before: int) -> T:
+    def _trained_anew(self, before: int, noticed_s: float) -> T:
         state = self._state
         state.comm = Communicator(self._survivors.comm, config=self._config)
         state._go_back()
@@ -108,8 +110,8 @@ class _Run(Generic[T]):
         atexit.register(_leave, state, self._survivors)
         if state.comm.rank == 0:
             _log.warning(
-                "%d of %d ranks go on from step %d: the others have died. Recovery took %.2f s",
-                state.comm.size, before, state.step, time.monotonic() - began)
+                "%d of %d ranks go on from step %d, as the others have died; this took %.2f s",
+                state.comm.size, before, state.step, time.monotonic() - noticed_s)
         return self._trained()
 
 

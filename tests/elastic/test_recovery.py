@@ -1,10 +1,11 @@
 """Kills ranks of training jobs: the others go on, where MPI can; elastic_campaign.py does more."""
 
 import functools
+import re
 import subprocess
 
 import pytest
-from launching import PROGRAMS, launch, mpiexec, needed
+from launching import PROGRAMS, ROOT, launch, mpiexec, needed
 
 pytestmark = pytest.mark.launch
 
@@ -24,15 +25,16 @@ def survives():
         pytest.skip(reason="this MPI ends the job when a rank dies")
 
 
-@pytest.mark.parametrize(("place", "fates", "left", "variables"), [
-    ("allreduce auto window", "0:averaging:20", 3, {}),
-    ("commit", "1:commit:20,2:commit:20", 2, {}),
-    ("allreduce ring", "3:compute:20,1:averaging:40", 2, {"MPIRING_SHARED_MEMORY": "0"}),
+@pytest.mark.parametrize(("place", "fates", "sizes", "variables"), [
+    ("commit", "1:commit:20,2:commit:20", [4, 2], {}),
+    ("allreduce ring", "3:compute:20,1:averaging:40", [4, 3, 2], {"MPIRING_SHARED_MEMORY": "0"}),
 ])
-def test_the_others_go_on(survives, tmp_path, place, fates, left, variables):
+def test_the_others_go_on(survives, tmp_path, place, fates, sizes, variables):
     ended = launch(4, TRAINING, tmp_path, STEPS, place, fates, options=SURVIVES, **variables)
-    assert ended.status == 0 and ended.output.count("right ") == left, ended.output
-    assert f"of {4 if left == 3 or place == 'commit' else 3} ranks go on from step" in ended.output
+    assert ended.status == 0, ended.output
+    assert ended.output.count(f"{sizes[-1]} ranks, {sizes}") == sizes[-1], ended.output
+    for before, left in zip(sizes, sizes[1:]):
+        assert f"{left} of {before} ranks go on from step " in ended.output, ended.output
 
 
 def test_a_pytorch_model_goes_on(survives):
@@ -53,3 +55,29 @@ def test_elsewhere_training_is_plain(tmp_path):
     ended = launch(2, TRAINING, tmp_path, STEPS, "commit")
     assert ended.status == 0 and ended.output.count("right ") == 2, ended.output
     assert ended.output.count("a rank that dies ends this job") == 1, ended.output
+
+
+def test_the_program_of_the_readme():
+    """Rank 0 dies in step 15, and the two others begin again at step 10, where MPI can."""
+    text = (ROOT / "README.md").read_text()
+    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+                if "elastic.run" in block]
+    program = "\n".join([
+        "import os, signal, sys, mpiring, numpy as np",
+        "from mpiring.numpy import DataParallel",
+        "comm = mpiring.init()",
+        "params, steps, batch, learning_rate = {'w': np.zeros(4)}, 25, 2, 1.0",
+        "data, mine, deadly = np.arange(200.0), comm.rank, int(sys.argv[1])",
+        "def backward(params, samples):",
+        "    if mine == 0 and state.step == deadly: os.kill(os.getpid(), signal.SIGKILL)",
+        "    yield 'w', samples.mean()",
+        block,
+        "sizes = [3] * 10 + [state.comm.size] * 15",
+        "ends = np.cumsum(sizes) * batch",
+        "means = [data[end - size * batch:end].mean() for end, size in zip(ends, sizes)]",
+        "assert state.seen == ends[-1] and abs(params['w'] + sum(means)).max() < 1e-9",
+        "print('right with', state.comm.size)"])
+    deadly, left, options = (15, 2, SURVIVES) if is_open_mpi() else (-1, 3, ())
+    ended = launch(3, "-c", program, deadly, options=options)
+    assert ended.status == 0, ended.output
+    assert ended.output.count(f"right with {left}") == left, ended.output
