@@ -93,7 +93,7 @@ def injure(folder, job, pattern, rng):
         return [(kill(folder, victims), RANKS - 2)]
     first = kill(folder, victims[:1]), RANKS - 1
     if pattern == "in recovery":
-        time.sleep(rng.uniform(0, 0.3))
+        time.sleep(rng.uniform(0, 0.2))
         return [(kill(folder, victims[1:]), RANKS - 2)]
     if pattern == "one after another":
         if not wait_until_all_go_on(folder, RANKS - 1, job):
