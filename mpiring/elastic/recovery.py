@@ -16,7 +16,7 @@ from ..communicator import Communicator
 from ..config import survives_deaths
 from ..errors import ConfigError, MpiringError, ProcessFailedError
 from ..transport.base import T
-from .state import State
+from .state import Commits, State
 
 if TYPE_CHECKING:
     from ..transport.survivors import Survivors
@@ -47,10 +47,15 @@ def run(train: Callable[[State], T], state: State) -> T:
     if not isinstance(state, State):
         raise ConfigError(f"state is a {type(state).__name__}; pass mpiring.elastic.State(comm)")
     # All begin at the same place: no barrier is needed, and what cannot be kept shows anywhere.
-    state._commits.add(state._attributes)
+    commits = Commits()
+    commits.add(state._attributes)
     if survives_deaths():
-        return _Run(train, state).result()
-    state._commits.wanted = False
+        state._commits = commits
+        try:
+            return _Run(train, state, commits).result()
+        finally:
+            state._commits = None
+    del commits
     if state.comm.rank == 0:
         _log.warning("a rank that dies ends this job: to go on without it takes Open MPI's mpirun "
                      "--with-ft ulfm; elsewhere, go on from a checkpoint")
@@ -60,9 +65,10 @@ def run(train: Callable[[State], T], state: State) -> T:
 class _Run(Generic[T]):
     """Attempts, each with the ranks that the one before has left."""
 
-    def __init__(self, train: Callable[[State], T], state: State) -> None:
+    def __init__(self, train: Callable[[State], T], state: State, commits: Commits) -> None:
         self._train = train
         self._state = state
+        self._commits = commits
         self._config = state.comm.config
         # All that are left agree here, also those that have no new communicator yet.
         self._survivors = state.comm.group.survivors()
@@ -105,7 +111,7 @@ class _Run(Generic[T]):
     def _trained_anew(self, before: int, noticed_s: float) -> T:
         state = self._state
         state.comm = Communicator(self._survivors.comm, config=self._config)
-        state._go_back()
+        state._go_back(self._commits)
         atexit.unregister(_leave)
         atexit.register(_leave, state, self._survivors)
         if state.comm.rank == 0:

@@ -47,7 +47,8 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ConfigError(f"{name!r} cannot be an attribute's name here; choose another")
         self.comm, self.step = comm, 0
-        self._commits = Commits()
+        # Only within `run`, and where there is a use for them.
+        self._commits: Commits | None = None
         vars(self).update(attributes)
 
     if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class State:
 
         Collective: yes. Blocking: yes.
         """
-        if self._commits.wanted:
+        if self._commits is not None:
             # Once all have come here, all have the last commit: the one before it may go.
             self.comm.barrier()
             self._commits.add(self._attributes)
@@ -74,12 +75,12 @@ class State:
         return {name: value for name, value in vars(self).items()
                 if name != "comm" and not name.startswith("_")}
 
-    def _go_back(self) -> None:
+    def _go_back(self, commits: "Commits") -> None:
         """Return to the newest commit that all ranks have.
 
         Collective: yes. Blocking: yes.
         """
-        kept = self._commits.at(self._commits.agreed(self.comm))
+        kept = commits.at(commits.agreed(self.comm))
         for name in self._attributes.keys() - kept.keys():
             delattr(self, name)
         for name, value in kept.items():
@@ -95,14 +96,9 @@ class _Commit:
 
 
 class Commits:
-    """The last two commits of one rank: while one is being written, there is another.
-
-    Attributes:
-        wanted: Whether there is any use for them.
-    """
+    """The last two commits of one rank: while one is being written, there is another."""
 
     def __init__(self) -> None:
-        self.wanted = True
         self._slots = _Commit(), _Commit()
         self._next = 0
 
