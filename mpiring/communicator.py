@@ -15,8 +15,8 @@ from .collectives.model import Model
 from .config import Config
 from .handle import Handle
 from .errors import ConfigError
-from .group import Build, Group, load_mpi
-from .launch import refuse_singleton
+from .group import Build, Group
+from .launch import load_mpi, refuse_singleton
 from .memory.arrays import dtype_name, flat, order_of
 from .statistics import Statistics
 from .transport.base import Schedule, T
@@ -312,6 +312,11 @@ class Communicator:
         Collective: no. Blocking: no.
         """
         self.recorder.dump(last, file or sys.stderr)
+
+    @property
+    def group(self) -> Group:
+        """What stands behind this face; for mpiring's own parts."""
+        return self._group
 
     # Life
 

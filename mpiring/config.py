@@ -209,6 +209,18 @@ def job_end(environ: Mapping[str, str] | None = None) -> float | None:
     return float(text) if text.isdigit() and int(text) else None
 
 
+def survives_deaths(environ: Mapping[str, str] | None = None) -> bool:
+    """Return whether the launcher lets the other ranks go on when one dies.
+
+    Open MPI's `mpirun --with-ft ulfm` does, and tells its processes so.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+    """
+    environ = os.environ if environ is None else environ
+    return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
+
+
 def threads_are_set(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the user, or the launcher, has said how many threads a rank may use.
 

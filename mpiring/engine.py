@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .config import Config
-from .errors import ClosedError, StallError, TransportError
+from .errors import ClosedError, ProcessFailedError, StallError, TransportError
 from .flight import Flight, Recorder
 from .handle import Action, Handle, Lane, Watch
 from .pause import Pause
@@ -23,8 +23,11 @@ from .transport.base import T, Task
 # most some 100 KiB (MPICH over TCP), the wire 250 KB in a pause of 2 ms. With one
 # look, an allreduce behind a computation took twice its time.
 _LOOKS = 4
-# How often an idle engine answers other ranks' questions, and a busy one looks for stalls.
+# How often an idle engine answers other ranks' questions.
 _LOOK_S = 0.1
+# How often a busy one does, and looks for stalls and dead ranks. (Open MPI was seen to tell of
+# a death at the third look or so: with 0.1 s, after 0.25 to 0.45 s.)
+_BUSY_LOOK_S = 0.02
 # A waiting caller first only yields its core: two ranks that share one must alternate.
 _YIELDS = 2000
 _WAITER_PAUSE_S = 50e-6
@@ -53,6 +56,7 @@ class Engine:
         operations: How many were completed.
         communication_s: Seconds in which at least one operation was under way.
         exposed_s: Seconds that callers spent waiting.
+        given_up: Nothing is advanced any more, see `give_up`.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class Engine:
         self.communication_s = 0.0
         self.exposed_s = 0.0
         self.threaded = threaded
+        self.given_up = False
         self._config = config
         self._end_job = end_job
         self._lanes: list[Lane] = []
@@ -77,6 +82,7 @@ class Engine:
         self._nobody_waits.set()
         self._failure: BaseException | None = None
         self._failure_noticed = False
+        self._failed: Task[Any] | None = None
         self._busy_since: float | None = None
         self._next_look_s = 0.0
         self._wake = threading.Event()
@@ -113,6 +119,27 @@ class Engine:
             self._lanes.remove(lane)
         if not self._lanes:
             self.stop()
+
+    def give_up(self, error: BaseException) -> list[Task[Any]]:
+        """Stop for good, because a rank has died, and return the schedules under way.
+
+        Args:
+            error: What every later call raises.
+        """
+        self.stop()
+        self.given_up = True
+        with self._lock:
+            handles = [*self._blocking, *(one for lane in self._lanes for one in lane.active)]
+            left = [handle.task for handle in handles]
+            if self._failed is not None:
+                left.append(self._failed)
+            self._blocking.clear()
+            for lane in self._lanes:
+                lane.active.clear()
+                lane.queue.clear()
+            # Not the first one, whose traceback holds on to the user's arrays.
+            self._failure, self._failed = error, None
+        return left
 
     def stop(self) -> None:
         """Stop the thread; it makes no MPI call afterwards."""
@@ -221,10 +248,14 @@ class Engine:
         if not self.threaded:
             self.advance()
 
-    def keep(self, error: BaseException) -> None:
-        """Remember an error that is about to be raised: no operation can be trusted after it."""
+    def keep(self, error: BaseException, task: Task[Any] | None = None) -> None:
+        """Remember an error that is about to be raised: no operation can be trusted after it.
+
+        Args:
+            task: Whose error it is, if the engine does not know of it.
+        """
         if self._failure is None:
-            self._failure = error
+            self._failure, self._failed = error, task
             self._failure_noticed = threading.current_thread() is not self._thread
 
     def raise_failure(self) -> None:
@@ -272,7 +303,7 @@ class Engine:
                         self._completed(handle)
             now = time.monotonic()
             if now >= self._next_look_s:
-                self._next_look_s = now + _LOOK_S
+                self._next_look_s = now + _BUSY_LOOK_S
                 for lane in self._lanes:
                     lane.watch.look()
         except BaseException as error:
@@ -339,6 +370,9 @@ class Engine:
     def _hand_over(self, error: BaseException) -> None:
         """Leave an error to the main thread; end the job if it does not take it."""
         self._call_actions()
+        if isinstance(error, ProcessFailedError):
+            # It can be survived, whenever the main thread comes to hear of it.
+            return
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
             if self._failure_noticed or self._stopping:

@@ -9,7 +9,8 @@
     ├── ReplicaError            parameters or optimiser state are not the same on all ranks
     ├── ClosedError             the communicator is closed, or MPI is finalised
     ├── TransportError          MPI failed, or another rank is gone
-    │   └── StallError          an operation waits for ranks that do not arrive
+    │   ├── StallError          an operation waits for ranks that do not arrive
+    │   └── ProcessFailedError  a rank has died, and MPI has survived it
     └── MissingDependencyError  an optional package is not installed
 """
 
@@ -52,6 +53,10 @@ class TransportError(MpiringError, RuntimeError):
 
 class StallError(TransportError):
     """An operation waited longer than allowed for ranks that did not arrive."""
+
+
+class ProcessFailedError(TransportError):
+    """A rank has died, and MPI lets the others go on; see mpiring.elastic."""
 
 
 class MissingDependencyError(MpiringError, ImportError):

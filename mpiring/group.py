@@ -16,10 +16,10 @@ from .collectives.select import candidates
 from .collectives.windows import Windows, mapped
 from .config import AGREED, Config
 from .engine import Engine
-from .errors import ClosedError, ConfigError, MissingDependencyError
+from .errors import ClosedError, ConfigError
 from .flight import Flight, Recorder
 from .handle import Handle
-from .launch import JobEnder, end_job_on_exceptions
+from .launch import JobEnder, end_job_on_exceptions, load_mpi
 from .memory.scratch import Scratch
 from .messages import Messages
 from .statistics import Statistics
@@ -32,29 +32,11 @@ from .watch import StallWatch
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from .transport.survivors import Survivors
+
 Build = Callable[[Collectives], Schedule[T]]
 
 _log = logging.getLogger("mpiring")
-
-
-def load_mpi() -> Any:
-    """Return the module mpi4py.MPI, with MPI started.
-
-    Raises:
-        MissingDependencyError: There is no MPI library.
-        ClosedError: MPI is finalised already.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as exc:
-        raise MissingDependencyError(
-            f"mpi4py cannot load an MPI library ({exc}); load your cluster's MPI module, "
-            f"or install one: pip install 'mpiring[mpich]'") from exc
-    if MPI.Is_finalized():
-        raise ClosedError("MPI is finalised; make communicators before MPI.Finalize()")
-    if not MPI.Is_initialized():
-        MPI.Init_thread()
-    return MPI
 
 
 class Group:
@@ -217,15 +199,15 @@ class Group:
         Collective: yes. Blocking: yes.
         """
         flight, schedule = self._called(call, build)
+        task = Task(schedule)
         try:
             self._sequence += 1
-            task = Task(schedule)
             if self.size > 1 and not self._engine.run_at_once(task, flight):
                 handle = Handle(self._lane, flight, task)
                 self._watch.enter(handle, patient=patient)
                 self._engine.run(handle)
         except BaseException as error:
-            self._engine.keep(error)
+            self._engine.keep(error, task)
             raise
         if self.size == 1:
             task.step()
@@ -363,6 +345,22 @@ class Group:
             self._messages.free()
         self._transport.free()
 
+    def survivors(self) -> "Survivors":
+        """Return what lets these ranks go on when one of them dies."""
+        from .transport.survivors import Survivors
+        return Survivors(self._transport.comm)
+
+    def abandon(self, error: BaseException) -> None:
+        """Close, because a rank has died, without waiting for operations or for anybody.
+
+        Groups that were split from this one can be used no more either: calls raise `error`.
+        """
+        if not self.closed:
+            self.closed = True
+            atexit.unregister(self._close_at_exit)
+            self.survivors().leave(self._engine.give_up(error))
+            self._disconnect()
+
     def _wait_for_all(self) -> None:
         """Wait for the operations in the background."""
         for handle in self._watch.unfinished():
@@ -370,7 +368,7 @@ class Group:
 
     def _close_at_exit(self) -> None:
         """Close a group whose program forgot to, or has left early."""
-        if self._is_finalized():
+        if self._is_finalized() or self._engine.given_up:
             return
         try:
             self.close()

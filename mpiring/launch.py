@@ -1,4 +1,4 @@
-"""Finds the launcher, checks that the ranks became one world, and ends the job when one fails."""
+"""Finds the launcher, starts MPI, checks the world of ranks, and ends the job when one fails."""
 
 import contextlib
 import os
@@ -10,9 +10,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from .config import launched_size
-from .errors import LaunchError, StallError
+from .errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from .flight import Recorder
 
 # What a shell reports for a process that Ctrl-C ended.
@@ -25,6 +26,26 @@ _FORWARD_S = 0.3
 _LAST = 4
 
 Abort = Callable[[int], None]
+
+
+def load_mpi() -> Any:
+    """Return the module mpi4py.MPI, with MPI started.
+
+    Raises:
+        MissingDependencyError: There is no MPI library.
+        ClosedError: MPI is finalised already.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as exc:
+        raise MissingDependencyError(
+            f"mpi4py cannot load an MPI library ({exc}); load your cluster's MPI module, "
+            f"or install one: pip install 'mpiring[mpich]'") from exc
+    if MPI.Is_finalized():
+        raise ClosedError("MPI is finalised; make communicators before MPI.Finalize()")
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    return MPI
 
 
 def find_mpiexec() -> str | None:

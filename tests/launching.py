@@ -62,10 +62,15 @@ def environment(**variables):
             "PYTHONPATH": path, **variables}
 
 
-def start(ranks, *command, **variables):
-    """Start `python command…` on some ranks, in a process group of its own."""
+def start(ranks, *command, options=(), **variables):
+    """Start `python command…` on some ranks, in a process group of its own.
+
+    Args:
+        options: Of mpiexec.
+        variables: Of the environment.
+    """
     return subprocess.Popen(
-        [mpiexec(), "-n", str(ranks), sys.executable, *map(str, command)],
+        [mpiexec(), *options, "-n", str(ranks), sys.executable, *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         text=True, errors="replace", cwd=ROOT, env=environment(**variables),
         start_new_session=True)
@@ -83,6 +88,6 @@ def finish(job, timeout_s=120):
     return Ended(job.returncode, output, time.monotonic() - began)
 
 
-def launch(ranks, *command, timeout_s=120, **variables):
+def launch(ranks, *command, timeout_s=120, options=(), **variables):
     """Run `python command…` on some ranks to its end."""
-    return finish(start(ranks, *command, **variables), timeout_s)
+    return finish(start(ranks, *command, options=options, **variables), timeout_s)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpiring import Config, ConfigError
-from mpiring.config import launched_size
+from mpiring.config import launched_size, survives_deaths
 
 
 def test_defaults_variables_and_arguments(monkeypatch):
@@ -82,3 +82,9 @@ def test_the_most_specific_launcher_is_believed(environ, size):
     found, source = launched_size(environ)
     assert found == size
     assert (source == "") == (not environ or "many" in environ.values())
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("true", True), ("0", False)])
+def test_the_launcher_tells_whether_deaths_are_survived(value, expected):
+    assert survives_deaths({"OMPI_MCA_mpi_ft_enable": value}) is expected
+    assert not survives_deaths({})

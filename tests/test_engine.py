@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from mpiring import ClosedError, Config, StallError, TransportError
+from mpiring import ClosedError, Config, ProcessFailedError, StallError, TransportError
 from mpiring.collectives.agreement import Call
 from mpiring.engine import Engine
 from mpiring.flight import Flight
@@ -274,6 +274,38 @@ def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monke
     flag.complete = True
     until(lambda: background.ended)
     assert isinstance(background.ended[0], ValueError)
+
+
+def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, monkeypatch):
+    monkeypatch.setattr("mpiring.engine._GRACE_S", 0.1)
+
+    def dies(flag):
+        yield (flag,)
+        raise ProcessFailedError("a rank has died")
+
+    flag = Flag()
+    handle = background.submit(dies(flag))
+    flag.complete = True
+    until(lambda: not background.engine._thread.is_alive())
+    assert background.ended == [], "the others may go on"
+    with pytest.raises(ProcessFailedError, match="a rank has died"):
+        handle.wait()
+
+
+def test_giving_up_returns_what_is_under_way_and_fails_every_later_call(background):
+    part, whole = Flag(), Flag()
+    first = background.submit(together([waits_for(part), waits_for(whole)]))
+    second = background.submit(waits_for(Flag()))
+    queued = background.submit(waits_for(Flag()))
+    left = background.engine.give_up(ProcessFailedError("a rank has died"))
+    assert left == [first.task, second.task], "what was not begun has posted nothing"
+    assert list(first.task.requests()) == [part, whole]
+    assert not background.engine._thread.is_alive()
+    for handle in (first, second, queued):
+        with pytest.raises(TransportError, match="a rank has died"):
+            handle.wait()
+    with pytest.raises(TransportError, match="a rank has died"):
+        background.submit(waits_for())
 
 
 def test_an_interrupted_operation_does_not_look_complete(inline):

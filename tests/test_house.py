@@ -24,13 +24,14 @@ LAYERS = [
     ["statistics", "flight", "chrome", "launch", "pause", "tuning", "progress"],
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients", "nonfinite", "resilience"],
-    ["precision", "numpy", "torch"],
+    ["precision", "numpy", "torch", "elastic"],
     ["lab", "bench", "trace"],
     ["advice", "tune", "simulate"],
     ["__main__", "__init__"],
 ]
 ENVIRONMENT_READERS = {"config.py"}
-MPI_USERS = {"transport/mpi.py", "group.py", "communicator.py"}
+MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch.py", "group.py",
+             "communicator.py"}
 
 
 def name_of(path):

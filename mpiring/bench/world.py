@@ -6,8 +6,7 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..config import Config
-from ..group import load_mpi
-from ..launch import refuse_singleton
+from ..launch import load_mpi, refuse_singleton
 
 
 class World:

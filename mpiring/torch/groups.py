@@ -12,8 +12,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from ..config import Config
 from ..errors import ConfigError, StallError
-from ..group import Group, load_mpi
-from ..launch import refuse_singleton
+from ..group import Group
+from ..launch import load_mpi, refuse_singleton
 from ..transport.base import NO_BYTES
 
 # Below those that users have.

@@ -124,6 +124,15 @@ class Task(Generic[T]):
         self.pending: Sequence[Request] = ()
         self._schedule = schedule
 
+    def requests(self) -> Iterator[Request]:
+        """Return what is waited for; of schedules within this one, what those wait for."""
+        for request in self.pending:
+            if isinstance(request, _Movement):
+                for task in request.tasks:
+                    yield from task.requests()
+            else:
+                yield request
+
     def start(self) -> None:
         """Run the schedule to its first yield, without looking at what it waits for."""
         self._resume(None)
@@ -164,15 +173,15 @@ class _Movement:
     """A request that is complete once any of several tasks has moved."""
 
     def __init__(self, tasks: Sequence[Task[Any]]) -> None:
-        self._tasks = tasks
+        self.tasks = tasks
         self._moved = False
 
     def __repr__(self) -> str:
-        return f"any of {[task.pending for task in self._tasks]}"
+        return f"any of {[task.pending for task in self.tasks]}"
 
     def test(self) -> bool:
         """Step all tasks, and return whether any has moved, now or before."""
-        for task in () if self._moved else self._tasks:
+        for task in () if self._moved else self.tasks:
             self._moved |= task.step()
         return self._moved
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from mpi4py import MPI
 
-from ..errors import BufferMismatchError, ConfigError, TransportError
+from ..errors import BufferMismatchError, ConfigError, ProcessFailedError, TransportError
 from ..memory.arrays import as_bytes, pieces_of
 from .base import LANES, Array, Request, Schedule
 
@@ -16,6 +16,22 @@ PIECE_BYTES = 1 << 30
 _CONTROL_TAG = 0
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
         "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
+
+
+# What MPI reports when a rank has died, or another rank that knows it wants all to learn of it.
+# (Where MPI has no such errors, mpi4py puts ERR_UNKNOWN in their place.)
+_LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
+
+
+def failure(what: str, error: MPI.Exception) -> TransportError:
+    """Return the error of ours that stands for one of MPI's.
+
+    Args:
+        what: What was being done, and by which rank.
+    """
+    if error.Get_error_class() in _LOSSES:
+        return ProcessFailedError(f"{what}: a rank has died ({error.Get_error_string()})")
+    return TransportError(f"{what} failed: {error.Get_error_string()}")
 
 
 class _Pending:
@@ -51,7 +67,7 @@ class _Pending:
         except MPI.Exception as exc:
             if exc.Get_error_class() == MPI.ERR_TRUNCATE:
                 raise BufferMismatchError(f"{self}: it sent more than that") from exc
-            raise TransportError(f"{self} failed: {exc.Get_error_string()}") from exc
+            raise failure(str(self), exc) from exc
         if self._done and self._status is not None:
             length = self._status.Get_count(MPI.BYTE)
             if length != self._expected:
@@ -72,16 +88,23 @@ _ALLREDUCE = "MPI_Iallreduce of {nbytes} bytes"
 class _All:
     """Several requests as one."""
 
-    def __init__(self, requests: list[Request]) -> None:
-        self._requests = requests
+    def __init__(self, requests: "list[_Pending]") -> None:
+        self.requests = requests
 
     def __repr__(self) -> str:
-        return repr(self._requests)
+        return repr(self.requests)
 
     def test(self) -> bool:
         """Return whether all are complete."""
-        self._requests = [request for request in self._requests if not request.test()]
-        return not self._requests
+        self.requests = [request for request in self.requests if not request.test()]
+        return not self.requests
+
+
+def messages_of(request: Request) -> "list[_Pending]":
+    """Return the MPI requests that make up one of ours: none, if it is for something else."""
+    if isinstance(request, _All):
+        return request.requests
+    return [request] if isinstance(request, _Pending) else []
 
 
 class MpiTransport:
@@ -133,8 +156,7 @@ class MpiTransport:
         try:
             request = start()
         except MPI.Exception as exc:
-            text = _text(self.rank, action, nbytes, other)
-            raise TransportError(f"{text} failed: {exc.Get_error_string()}") from exc
+            raise failure(_text(self.rank, action, nbytes, other), exc) from exc
         return _Pending(request, self.rank, action, other, nbytes, expected)
 
     def free(self) -> None:
@@ -177,7 +199,7 @@ class MpiChannel:
             lambda: self._comm.Irecv([as_bytes(array), MPI.BYTE], MPI.ANY_SOURCE, self._tag),
             _RECEIVE_ANY, array.nbytes, expected=array.nbytes)
 
-    def _in_pieces(self, array: Array, start: Callable[[Array], Request]) -> Request:
+    def _in_pieces(self, array: Array, start: Callable[[Array], _Pending]) -> Request:
         if array.nbytes <= self._transport.piece_bytes:
             return start(as_bytes(array))
         return _All([start(piece)
@@ -189,22 +211,40 @@ class Mailbox:
 
     def __init__(self, transport: MpiTransport) -> None:
         self._comm = transport.comm
+        self._rank = transport.rank
         self._leaving: deque[tuple[MPI.Request, bytes]] = deque()
 
     def post(self, dest: int, message: bytes) -> None:
-        """Send a message, without waiting for anybody."""
-        self._leaving.append((self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG), message))
-        while self._leaving and self._leaving[0][0].Test():
-            self._leaving.popleft()
+        """Send a message, without waiting for anybody.
+
+        Raises:
+            ProcessFailedError: A rank has died.
+            TransportError: MPI reports another error.
+        """
+        try:
+            request = self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG)
+            self._leaving.append((request, message))
+            while self._leaving and self._leaving[0][0].Test():
+                self._leaving.popleft()
+        except MPI.Exception as exc:
+            raise failure(f"rank {self._rank}: sending a note to rank {dest}", exc) from exc
 
     def poll(self) -> list[tuple[int, bytes]]:
-        """Return the messages that have arrived, each with its source."""
+        """Return the messages that have arrived, each with its source.
+
+        Who waits in shared memory learns here, and nowhere else, that another rank has died.
+
+        Raises: as `post`.
+        """
         arrived = []
         status = MPI.Status()
-        while message := self._comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status):
-            content = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            message.Recv([content, MPI.BYTE])
-            arrived.append((status.Get_source(), bytes(content)))
+        try:
+            while message := self._comm.Improbe(MPI.ANY_SOURCE, _CONTROL_TAG, status):
+                content = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+                message.Recv([content, MPI.BYTE])
+                arrived.append((status.Get_source(), bytes(content)))
+        except MPI.Exception as exc:
+            raise failure(f"rank {self._rank}: looking for other ranks", exc) from exc
         return arrived
 
 

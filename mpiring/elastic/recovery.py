@@ -1,0 +1,140 @@
+"""Runs training to its end, with the ranks that are left."""
+
+import atexit
+import contextlib
+import gc
+import logging
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Generic
+
+from ..collectives.agreement import Call
+from ..communicator import Communicator
+from ..config import survives_deaths
+from ..errors import ConfigError, MpiringError, ProcessFailedError
+from ..transport.base import T
+from .state import Commits, State
+
+if TYPE_CHECKING:
+    from ..transport.survivors import Survivors
+
+_log = logging.getLogger("mpiring")
+
+
+def run(train: Callable[[State], T], state: State) -> T:
+    """Return what `train(state)` returns; when ranks die, let the others go on without them.
+
+    Those that are left make a new communicator, `state.comm`, return to the last
+    `state.commit()` that all of them have, and call `train(state)` again: it must make all
+    that it needs of the communicator, such as a `DataParallel`, and go on from `state.step`.
+    Means are then over the ranks that are left.
+
+    Needs Open MPI's `mpirun --with-ft ulfm`; elsewhere `train` is called once, and a rank that
+    dies ends the job. An exception in `train` that is not due to a death is raised.
+
+    Args:
+        train: Trains to the end.
+        state: What it goes on from; at first, as it is here.
+
+    Raises:
+        ConfigError: An attribute of the state cannot be copied.
+
+    Collective: yes. Blocking: yes.
+    """
+    if not isinstance(state, State):
+        raise ConfigError(f"state is a {type(state).__name__}; pass mpiring.elastic.State(comm)")
+    # All begin at the same place: no barrier is needed, and what cannot be kept shows anywhere.
+    commits = Commits()
+    commits.add(state._attributes)
+    if survives_deaths():
+        state._commits = commits
+        try:
+            return _Run(train, state, commits).result()
+        finally:
+            state._commits = None
+    del commits
+    if state.comm.rank == 0:
+        _log.warning("a rank that dies ends this job: to go on without it takes Open MPI's mpirun "
+                     "--with-ft ulfm; elsewhere, go on from a checkpoint")
+    return train(state)
+
+
+class _Run(Generic[T]):
+    """Attempts, each with the ranks that the one before has left."""
+
+    def __init__(self, train: Callable[[State], T], state: State, commits: Commits) -> None:
+        self._train = train
+        self._state = state
+        self._commits = commits
+        self._config = state.comm.config
+        # All that are left agree here, also those that have no new communicator yet.
+        self._survivors = state.comm.group.survivors()
+
+    def result(self) -> T:
+        """Return the result of the first attempt in which nobody dies before its end."""
+        done, result = self._attempt(self._trained)
+        noticed_s = time.monotonic()
+        while not self._survivors.agree(done):
+            before = self._survivors.size
+            self._survivors = self._survivors.shrunk()
+            done, result = self._attempt(lambda: self._trained_anew(before, noticed_s))
+            noticed_s = time.monotonic()
+        return result  # type: ignore[return-value]
+
+    def _attempt(self, action: Callable[[], T]) -> tuple[bool, T | None]:
+        """Return whether an action comes to its end, and what it returns then."""
+        try:
+            return True, action()
+        except Exception as error:
+            # Whatever became of it on its way here, a death is the cause of it.
+            if not isinstance(error, ProcessFailedError) and not self._survivors.lost():
+                raise
+            _log.debug("rank %d of %d stops", self._state.comm.rank, self._survivors.size,
+                       exc_info=True)
+            traceback.clear_frames(error.__traceback__)
+        self._state.comm.group.abandon(ProcessFailedError(
+            "a rank has died, and this communicator with it; use state.comm instead"))
+        self._survivors.leave()
+        # Models and their buckets: a hook that lived on would use the dead communicator.
+        gc.collect()
+        return False, None
+
+    def _trained(self) -> T:
+        result = self._train(self._state)
+        # Who is ready first must stay, to go back if another rank dies before it is.
+        _wait_for_all(self._state.comm, "end of training")
+        return result
+
+    def _trained_anew(self, before: int, noticed_s: float) -> T:
+        state = self._state
+        state.comm = Communicator(self._survivors.comm, config=self._config)
+        state._go_back(self._commits)
+        atexit.unregister(_leave)
+        atexit.register(_leave, state, self._survivors)
+        if state.comm.rank == 0:
+            _log.warning(
+                "%d of %d ranks go on from step %d, as the others have died; this took %.2f s",
+                state.comm.size, before, state.step, time.monotonic() - noticed_s)
+        return self._trained()
+
+
+def _wait_for_all(comm: Communicator, purpose: str) -> None:
+    comm.group.run(Call(purpose), lambda collectives: collectives.barrier(), patient=True)
+
+
+def _leave(state: State, survivors: "Survivors") -> None:
+    """End this process when all that are left have come to their end.
+
+    Without MPI_Finalize, which was seen to hang after a death.
+    """
+    with contextlib.suppress(MpiringError):
+        _wait_for_all(state.comm, "exit")
+    survivors.agree(True)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(0)

@@ -1,0 +1,215 @@
+"""Holds what training goes on from, and keeps its last two commits in memory."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..communicator import Communicator
+from ..errors import ConfigError, TransportError
+
+# What nobody can change, so that it needs no copy.
+_VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
+
+
+class State:
+    """What training goes on from when ranks have died: every public attribute but `comm`.
+
+        state = State(mpiring.init(), params=params, rng=generator.bit_generator.state)
+        state.loss = 0.0
+
+    An attribute is a number, a text, an array (of NumPy, CuPy or PyTorch), a dict, list or
+    tuple of those, or an object with `state_dict` and `load_state_dict`, such as a PyTorch
+    module, optimizer or scheduler.
+
+    Args:
+        comm: The ranks.
+        attributes: To begin with; others can be set later.
+
+    Attributes:
+        comm: The ranks that are left; another communicator after each death.
+        step: Counts steps; it is for `train` to add to it.
+
+    Raises:
+        ConfigError: `comm` is none, or a name is taken.
+    """
+
+    comm: Communicator
+    step: int
+
+    def __init__(self, comm: Communicator, **attributes: Any) -> None:
+        if not isinstance(comm, Communicator):
+            raise ConfigError(
+                f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
+                f"mpiring.Communicator(comm) for a communicator of mpi4py's")
+        for name in attributes:
+            if name.startswith("_") or hasattr(type(self), name):
+                raise ConfigError(f"{name!r} cannot be an attribute's name here; choose another")
+        self.comm, self.step = comm, 0
+        # Only within `run`, and where there is a use for them.
+        self._commits: Commits | None = None
+        vars(self).update(attributes)
+
+    if TYPE_CHECKING:
+        def __getattr__(self, name: str) -> Any: ...
+
+    def commit(self) -> None:
+        """Copy all attributes, in memory, to go on from here if a rank dies later.
+
+        Costs a barrier and a copy; where MPI cannot go on without a dead rank, nothing.
+        Operations on the arrays must be complete.
+
+        Raises:
+            ConfigError: An attribute cannot be copied.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._commits is not None:
+            # Once all have come here, all have the last commit: the one before it may go.
+            self.comm.barrier()
+            self._commits.add(self._attributes)
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items()
+                if name != "comm" and not name.startswith("_")}
+
+    def _go_back(self, commits: "Commits") -> None:
+        """Return to the newest commit that all ranks have.
+
+        Collective: yes. Blocking: yes.
+        """
+        kept = commits.at(commits.agreed(self.comm))
+        for name in self._attributes.keys() - kept.keys():
+            delattr(self, name)
+        for name, value in kept.items():
+            vars(self)[name] = restored(value, vars(self).get(name))
+
+
+@dataclass
+class _Commit:
+    """A slot: what was committed, whose memory the next commit but one takes over."""
+
+    number: int | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+class Commits:
+    """The last two commits of one rank: while one is being written, there is another."""
+
+    def __init__(self) -> None:
+        self._slots = _Commit(), _Commit()
+        self._next = 0
+
+    def add(self, attributes: dict[str, Any]) -> None:
+        """Keep a copy of some attributes, in place of that of the commit before the last."""
+        slot = self._slots[self._next % 2]
+        slot.number = None
+        slot.attributes = {
+            name: _kept(name, value, slot.attributes.get(name))
+            for name, value in attributes.items()}
+        slot.number = self._next
+        self._next += 1
+
+    def agreed(self, comm: Communicator) -> int:
+        """Return the number of the newest commit that all ranks have.
+
+        Collective: yes. Blocking: yes.
+        """
+        mine = {slot.number for slot in self._slots if slot.number is not None}
+        common = set.intersection(*comm.allgather_object(mine))
+        if not common:
+            raise TransportError(
+                f"rank {comm.rank}: no commit is on all ranks; this one has {sorted(mine)}")
+        return max(common)
+
+    def at(self, number: int) -> dict[str, Any]:
+        """Return what was committed, and forget what came after."""
+        self._next = number + 1
+        self._slots[self._next % 2].number = None
+        return self._slots[number % 2].attributes
+
+
+@dataclass
+class _Saved:
+    """An object, and a copy of its state."""
+
+    owner: Any
+    state: Any
+
+
+def _kept(name: str, value: Any, old: Any) -> Any:
+    try:
+        if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            memory = old.state if isinstance(old, _Saved) else None
+            return _Saved(value, copied(value.state_dict(), memory))
+        return copied(value, old)
+    except ConfigError as error:
+        raise ConfigError(f"attribute {name!r} of the state: {error}") from error
+
+
+def restored(kept: Any, present: Any) -> Any:
+    """Return what an attribute was at its commit; in the memory of what it is now, if possible."""
+    if not isinstance(kept, _Saved):
+        return copied(kept, present)
+    # A copy: an optimizer would go on to write into what it is given.
+    kept.owner.load_state_dict(copied(kept.state))
+    if hasattr(kept.owner, "zero_grad"):
+        # Those of a step that came to nothing.
+        kept.owner.zero_grad()
+    return kept.owner
+
+
+def copied(value: Any, memory: Any = None) -> Any:
+    """Return a copy of arrays, numbers and texts, and of dicts, lists and tuples of those.
+
+    Args:
+        memory: An earlier copy, or the original: where it has the same form, it is overwritten
+            and returned. Fresh memory takes three times as long.
+
+    Raises:
+        ConfigError: There is something else in it.
+    """
+    if isinstance(value, _VALUES):
+        return value
+    if isinstance(value, dict):
+        target = memory if type(memory) is type(value) else copy.copy(value)
+        items = {key: copied(item, target.get(key) if target is memory else None)
+                 for key, item in value.items()}
+        target.clear()
+        target.update(items)
+        return target
+    if isinstance(value, list | tuple):
+        alike = type(memory) is type(value) and len(memory) == len(value)
+        parts = [copied(item, memory[place] if alike else None)
+                 for place, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        if not alike:
+            return parts
+        memory[:] = parts
+        return memory
+    return _copied_array(value, memory)
+
+
+def _copied_array(value: Any, memory: Any) -> Any:
+    if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype == object:
+        raise ConfigError(
+            f"a {type(value).__name__} cannot be kept; expected numbers, texts, arrays, dicts, "
+            f"lists and tuples of them, or, by itself, an object with state_dict and "
+            f"load_state_dict")
+    # A tensor that requires gradients must not be written to, its data may be.
+    plain, target = (one.detach() if hasattr(one, "detach") else one for one in (value, memory))
+    if type(target) is type(plain) and _form(target) == _form(plain) and _is_writeable(target):
+        target[...] = plain
+        return memory
+    return plain.clone() if hasattr(plain, "clone") else plain.copy()
+
+
+def _form(array: Any) -> tuple[Any, ...]:
+    return array.shape, array.dtype, getattr(array, "device", None)
+
+
+def _is_writeable(array: Any) -> bool:
+    return bool(getattr(getattr(array, "flags", None), "writeable", True))

@@ -1,0 +1,83 @@
+"""Kills ranks of training jobs: the others go on, where MPI can; elastic_campaign.py does more."""
+
+import functools
+import re
+import subprocess
+
+import pytest
+from launching import PROGRAMS, ROOT, launch, mpiexec, needed
+
+pytestmark = pytest.mark.launch
+
+TRAINING, STEPS = PROGRAMS / "elastic_training.py", 60
+SURVIVES = ("--with-ft", "ulfm")
+
+
+@functools.cache
+def is_open_mpi():
+    return "Open MPI" in subprocess.run(
+        [mpiexec(), "--version"], capture_output=True, text=True, timeout=60).stdout
+
+
+@pytest.fixture
+def survives():
+    if not is_open_mpi():
+        pytest.skip(reason="this MPI ends the job when a rank dies")
+
+
+@pytest.mark.parametrize(("place", "fates", "sizes", "variables"), [
+    ("commit", "1:commit:20,2:commit:20", [4, 2], {}),
+    ("allreduce ring", "3:compute:20,1:averaging:40", [4, 3, 2], {"MPIRING_SHARED_MEMORY": "0"}),
+])
+def test_the_others_go_on(survives, tmp_path, place, fates, sizes, variables):
+    ended = launch(4, TRAINING, tmp_path, STEPS, place, fates, options=SURVIVES, **variables)
+    assert ended.status == 0, ended.output
+    assert ended.output.count(f"{sizes[-1]} ranks, {sizes}") == sizes[-1], ended.output
+    for before, left in zip(sizes, sizes[1:]):
+        assert f"{left} of {before} ranks go on from step " in ended.output, ended.output
+
+
+def test_a_pytorch_model_goes_on(survives):
+    needed("torch")
+    ended = launch(4, PROGRAMS / "elastic_torch.py", "die", options=SURVIVES)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("4 ranks at first, 2 at last") == 2, ended.output
+
+
+def test_an_exception_ends_the_job_also_after_a_death(survives, tmp_path):
+    ended = launch(3, TRAINING, tmp_path, STEPS, "raise", "0:compute:20", options=SURVIVES)
+    assert ended.status != 0 and ended.seconds < 20
+    assert "2 of 3 ranks go on from step 18" in ended.output, ended.output
+    assert "ValueError: a bug in the user's code" in ended.output, ended.output
+
+
+def test_elsewhere_training_is_plain(tmp_path):
+    ended = launch(2, TRAINING, tmp_path, STEPS, "commit")
+    assert ended.status == 0 and ended.output.count("right ") == 2, ended.output
+    assert ended.output.count("a rank that dies ends this job") == 1, ended.output
+
+
+def test_the_program_of_the_readme():
+    """Rank 0 dies in step 15, and the two others begin again at step 10, where MPI can."""
+    text = (ROOT / "README.md").read_text()
+    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+                if "elastic.run" in block]
+    program = "\n".join([
+        "import os, signal, sys, mpiring, numpy as np",
+        "from mpiring.numpy import DataParallel",
+        "comm = mpiring.init()",
+        "params, steps, batch, learning_rate = {'w': np.zeros(4)}, 25, 2, 1.0",
+        "data, mine, deadly = np.arange(200.0), comm.rank, int(sys.argv[1])",
+        "def backward(params, samples):",
+        "    if mine == 0 and state.step == deadly: os.kill(os.getpid(), signal.SIGKILL)",
+        "    yield 'w', samples.mean()",
+        block,
+        "sizes = [3] * 10 + [state.comm.size] * 15",
+        "ends = np.cumsum(sizes) * batch",
+        "means = [data[end - size * batch:end].mean() for end, size in zip(ends, sizes)]",
+        "assert state.seen == ends[-1] and abs(params['w'] + sum(means)).max() < 1e-9",
+        "print('right with', state.comm.size)"])
+    deadly, left, options = (15, 2, SURVIVES) if is_open_mpi() else (-1, 3, ())
+    ended = launch(3, "-c", program, deadly, options=options)
+    assert ended.status == 0, ended.output
+    assert ended.output.count(f"right with {left}") == left, ended.output

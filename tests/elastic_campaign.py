@@ -1,0 +1,178 @@
+"""Kills ranks of training jobs at random moments, and counts how many jobs go on, and how soon.
+
+    python tests/elastic_campaign.py --kills 100
+
+needs an Open MPI whose mpirun knows `--with-ft ulfm`. By hand: it takes some minutes.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launching import PROGRAMS, start
+
+PLACES = ["compute", "commit", "barrier", "objects", "broadcast", "broadcast window", "allgather",
+          "reduce_scatter", "reduce_scatter window", "allreduce shared",
+          "allreduce shared window", "allreduce ring", "allreduce direct", "allreduce native",
+          "allreduce auto window", "iallreduce ring", "iallreduce native", "iallreduce shared"]
+PATTERNS = ["one", "one", "one", "rank 0", "two at once", "one after another", "in recovery"]
+RANKS, STEPS, LIMIT_S = 4, 400, 110
+
+
+@dataclass
+class Outcome:
+    """What became of a job.
+
+    Attributes:
+        kills: How many ranks were killed.
+        problem: What went wrong; "" for nothing.
+        recovery_s: From each death, or two at once, to the first step of the last rank after it.
+    """
+
+    kills: int = 0
+    problem: str = ""
+    recovery_s: list = field(default_factory=list)
+    output: str = ""
+
+
+def begin(folder, place, private):
+    """Start a job that writes to a folder."""
+    variables = {"MPIRING_SHARED_MEMORY": "0"} if private else {}
+    return start(RANKS, PROGRAMS / "elastic_training.py", folder, STEPS, place,
+                 options=("--with-ft", "ulfm"), **variables)
+
+
+def events(folder):
+    """Return what ranks have written: (seconds, rank, "begins" or "goes on", how many)."""
+    log = folder / "log"
+    lines = log.read_text().splitlines() if log.exists() else []
+    for line in lines:
+        when, rank, *words = line.split()
+        if words[-1].isdigit():
+            yield float(when), int(rank), " ".join(words[:-2]), int(words[-1])
+
+
+def wait_until_all_go_on(folder, size, job):
+    """Return when so many ranks have made a step together; False if the job ends before."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline and job.poll() is None:
+        steps = [what for _, _, what, among in events(folder) if among == size]
+        if steps.count("goes on") >= size:
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def kill(folder, ranks):
+    """Kill some ranks, and return when."""
+    for rank in ranks:
+        os.kill(int((folder / f"pid{rank}").read_text()), signal.SIGKILL)
+    return time.time()
+
+
+def injure(folder, job, pattern, rng):
+    """Kill ranks as the pattern says; return when, and how many there were afterwards."""
+    victims = rng.sample(range(RANKS), 2)
+    if pattern == "rank 0":
+        victims = [0]
+    elif pattern == "one":
+        del victims[1:]
+    if not wait_until_all_go_on(folder, RANKS, job):
+        return []
+    time.sleep(rng.uniform(0, 0.8))
+    if pattern == "two at once":
+        return [(kill(folder, victims), RANKS - 2)]
+    first = kill(folder, victims[:1]), RANKS - 1
+    if pattern == "in recovery":
+        time.sleep(rng.uniform(0, 0.2))
+        return [(kill(folder, victims[1:]), RANKS - 2)]
+    if pattern == "one after another":
+        if not wait_until_all_go_on(folder, RANKS - 1, job):
+            return [first]
+        time.sleep(rng.uniform(0, 0.3))
+        return [first, (kill(folder, victims[1:]), RANKS - 2)]
+    return [first]
+
+
+def one_job(place, private, pattern, rng):
+    """Run a job, and hurt it."""
+    outcome = Outcome()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = begin(folder, place, private)
+        try:
+            deaths = injure(folder, job, pattern, rng)
+            outcome.output, _ = job.communicate(timeout=LIMIT_S)
+        except ProcessLookupError:
+            deaths = []    # It had come to its end before.
+            outcome.output, _ = job.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            outcome.problem = "hangs"
+            os.killpg(job.pid, signal.SIGKILL)
+            outcome.output, _ = job.communicate()
+        left = deaths[-1][1] if deaths else RANKS
+        outcome.kills = RANKS - left
+        judge(outcome, job.returncode, left)
+        for when, size in deaths:
+            steps = [at for at, _, what, among in events(folder)
+                     if what == "goes on" and among == size]
+            if len(steps) >= size:
+                outcome.recovery_s.append(max(steps) - when)
+    return outcome
+
+
+def judge(outcome, status, left):
+    """Say what is wrong with a job that has ended."""
+    if "WRONG" in outcome.output:
+        outcome.problem = "a wrong sum"
+    elif outcome.problem:
+        return
+    elif status:
+        outcome.problem = f"ends with status {status}"
+    elif outcome.output.count("right ") != left:
+        outcome.problem = f"{outcome.output.count('right ')} of {left} ranks are right"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--places", nargs="*", default=PLACES)
+    parser.add_argument("--patterns", nargs="*", default=PATTERNS)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    kills = jobs = survived = 0
+    problems, recovery_s = Counter(), []
+    while kills < args.kills:
+        place, pattern = args.places[jobs % len(args.places)], rng.choice(args.patterns)
+        private = rng.random() < 0.3 and "shared" not in place
+        outcome = one_job(place, private, pattern, rng)
+        jobs += 1
+        kills += outcome.kills
+        survived += outcome.kills * (not outcome.problem)
+        recovery_s += outcome.recovery_s
+        text = outcome.problem or "goes on"
+        print(f"{kills:4} {place}{' without shared memory' * private}, {pattern}: {text} "
+              f"{[round(s, 2) for s in outcome.recovery_s]}", flush=True)
+        if outcome.problem:
+            problems[outcome.problem] += 1
+            print(outcome.output[-6000:], flush=True)
+    found = {"jobs": jobs, "kills": kills, "survived": survived, "problems": problems,
+             "median_s": statistics.median(recovery_s), "longest_s": max(recovery_s)}
+    print(json.dumps(found))
+    if args.json:
+        args.json.write_text(json.dumps({**found, "recovery_s": recovery_s}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Trains a PyTorch model, of whose ranks two die, and checks the result against one process."""
+
+import os
+import signal
+import sys
+
+import torch
+from torch import nn
+
+import mpiring
+from mpiring import elastic
+from mpiring.torch import DataParallel, DistributedSampler
+
+STEPS, SAMPLES = 24, 2
+DEATHS = {3: 7, 0: 15} if "die" in sys.argv else {}    # of ranks, at steps
+DATA = torch.arange(240 * 5, dtype=torch.float64).reshape(240, 5).sin()
+MINE = 0
+
+
+def build():
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def loss_of(model, indices):
+    batch = DATA[indices]
+    return (model(batch) - batch.sum(1, keepdim=True)).square().mean()
+
+
+def train(state):
+    comm = state.comm
+    model = DataParallel(state.model, comm, bucket_bytes=256)
+    sampler = DistributedSampler(DATA, comm, seed=1)
+    sampler.load_state_dict(state.sampler or sampler.state_dict())
+    indices = iter(sampler)
+    while state.step < STEPS:
+        mine = [next(indices) for _ in range(SAMPLES)]
+        loss = loss_of(model, mine)
+        state.optimizer.zero_grad()
+        if DEATHS.get(MINE) == state.step:
+            # Amid backward, with gradients under way.
+            model.module[0].bias.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        loss.backward()
+        state.optimizer.step()
+        state.drawn = [*state.drawn, comm.allgather_object(mine)]
+        state.step += 1
+        state.sampler = sampler.state_dict()
+        if state.step % 2 == 0:
+            state.commit()
+
+
+def reference(drawn):
+    """Train in this process on what all ranks have drawn, step by step."""
+    model, optimizer = build()
+    for shares in drawn:
+        optimizer.zero_grad()
+        for share in shares:
+            (loss_of(model, share) / len(shares)).backward()
+        optimizer.step()
+    return model
+
+
+comm = mpiring.init()
+MINE = comm.rank
+torch.manual_seed(MINE)
+model, optimizer = build()
+state = elastic.State(comm, model=model, optimizer=optimizer, sampler={}, drawn=[])
+elastic.run(train, state)
+seen = [index for shares in state.drawn for share in shares for index in share]
+assert len(state.drawn) == STEPS and len(set(seen)) == len(seen), seen
+for p, right in zip(model.parameters(), reference(state.drawn).parameters()):
+    torch.testing.assert_close(p.detach(), right.detach(), rtol=1e-9, atol=1e-12)
+sizes = [len(shares) for shares in state.drawn]
+print(f"right {MINE}: {sizes[0]} ranks at first, {sizes[-1]} at last", flush=True)
