@@ -25,11 +25,10 @@ def no_slurm(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
 
 
-def steps_until_stop(stopping, most=1000, step_s=0.0):
+def steps_until_stop(stopping, most=1000):
     for step in range(most):
         if stopping.now():
             return step
-        time.sleep(step_s)
     return None
 
 
@@ -105,35 +104,70 @@ def test_a_forked_worker_ends_at_once():
     assert job.returncode == 0
 
 
-@pytest.mark.parametrize("limit_s, step_s, margin_s, least, most", [
-    (0, 0.01, None, 1, 1),          # the first answer says so
-    (0.8, 0.02, None, 5, 15),       # half a second is kept in any case
-    (0.5, 0.02, 0.2, 5, 16),
-    (1.5, 0.3, None, 1, 3),         # two steps are kept, and long ones wait for the answer
-])
-def test_a_time_limit_stops_before_it_is_over(comm, limit_s, step_s, margin_s, least, most):
-    with Stopping(comm, time_limit_s=limit_s, margin_s=margin_s) as stopping:
-        assert least <= steps_until_stop(stopping, step_s=step_s) <= most
-    assert stopping.reason == f"the time limit of {limit_s:g} s on rank 0"
+class Clock:
+    """Time that passes only in `sleep`."""
+
+    def __init__(self):
+        self.now, self.localtime, self.strftime = 1e9, time.localtime, time.strftime
+
+    def time(self):
+        return self.now
+
+    monotonic = time
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr("mpiring.resilience.stopping.time", found)
+    return found
 
 
 class Saves:
-    save_s = 0.3
+    save_s = 10.0
 
 
-def test_time_is_kept_for_a_checkpoint(comm):
-    began = time.monotonic()
-    with Stopping(comm, time_limit_s=1.2, checkpoints=Saves()) as stopping:
-        assert steps_until_stop(stopping, step_s=0.01)
-    assert 0.4 < time.monotonic() - began < 0.9
+@pytest.mark.parametrize("limit_s, step_s, options, kept_s", [
+    (0, 0.1, {}, 0),                                    # the first answer says so
+    (100, 0.1, {}, 5 + 2 * 0.1),                        # a twentieth, for an unknown checkpoint
+    (10_000, 0.1, {}, 60 + 2 * 0.1),                    # but no more than that
+    (5, 0.01, {}, 0.5),                                 # and no less
+    (100, 0.1, {"checkpoints": Saves()}, 2 * 10 + 2 * 0.1),
+    (100, 3.0, {"checkpoints": Saves()}, 2 * 10 + 2 * 3),
+    (100, 0.1, {"margin_s": 7.0}, 7),
+])
+def test_a_time_limit_stops_before_it_is_over(comm, clock, limit_s, step_s, options, kept_s):
+    began = clock.now
+    with Stopping(comm, time_limit_s=limit_s, **options) as stopping:
+        while not stopping.now():
+            clock.sleep(step_s)
+    assert stopping.reason == f"the time limit of {limit_s:g} s on rank 0"
+    # At the first step after the margin has begun, or one later; a long step is not late.
+    late_s = clock.now - began - (limit_s - kept_s)
+    assert 0 <= late_s + 1e-6 and late_s <= step_s * (2 if step_s < 0.25 else 1) + 1e-6
 
 
-def test_the_end_of_a_slurm_job_stops(comm, monkeypatch, caplog):
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 2))
+def test_a_slow_step_is_forgotten_slowly(comm, clock):
+    with Stopping(comm, time_limit_s=10_000, margin_s=None, checkpoints=Saves()) as stopping:
+        stopping.now()
+        clock.sleep(50)
+        for _ in range(100):
+            assert not stopping.now()
+            clock.sleep(0.1)
+        assert 2 * 5 < stopping._margin(10_000) - 20 < 2 * 50 * 0.98**90
+
+
+def test_the_end_of_a_slurm_job_stops(comm, clock, monkeypatch, caplog):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(clock.now) + 100))
     with Stopping(comm) as stopping:
-        assert steps_until_stop(stopping, step_s=0.01) > 3
+        while not stopping.now():
+            clock.sleep(0.1)
+    assert 94 < clock.now - 1e9 < 96
     assert stopping.reason.startswith("the end of the Slurm job at ")
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) - 2))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(clock.now) - 2))
     with Stopping(comm) as stopping:
         assert steps_until_stop(stopping, 5) is None
     (record,) = caplog.records
