@@ -71,7 +71,7 @@ reducer = REDUCERS[args.reducer]()
 checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
 saved = checkpoints.load()
 if saved and saved.own and reducer:
-    reducer.load_state_dict(saved.own["reducer"])       # what this rank has not yet sent
+    reducer.load_state_dict(saved.own)      # what this rank has not yet sent
 dp = DataParallel(params, comm, bucket_bytes=args.bucket_bytes, reducer=reducer,
                   order=saved and saved.replicated["order"])
 
@@ -84,7 +84,7 @@ if saved:
     step, velocity = saved.step, saved.replicated["velocity"]
     masters.load_state_dict(saved.replicated["masters"])
     scaler.load_state_dict(saved.replicated["scaler"])
-    loss_sum = saved.own["loss_sum"] if saved.own else loss_sum
+    loss_sum += saved.replicated["loss_sum"] if comm.rank == 0 else 0
 
 
 def forward(x):
@@ -122,8 +122,9 @@ def save():
     """Begin to write a checkpoint: what is equal on all ranks, and what is this rank's own."""
     checkpoints.save(
         step, replicated={"masters": masters.state_dict(), "velocity": velocity,
-                          "scaler": scaler.state_dict(), "order": dp.order},
-        own={"reducer": reducer and reducer.state_dict(), "loss_sum": loss_sum})
+                          "scaler": scaler.state_dict(), "order": dp.order,
+                          "loss_sum": comm.allreduce(loss_sum.copy())},
+        own=reducer and reducer.state_dict())
 
 
 def train(batch):

@@ -65,7 +65,7 @@ class Progress:
             self._bar.update()
         elif self._shown and time.monotonic() - self._told >= self._every_s:
             self._told = time.monotonic()
-            rate = (self._done - self._first) / (self._told - self._began)
+            rate = (self._done - self._first) / max(1e-9, self._told - self._began)
             left_s = (self._total - self._done) / rate
             # One write (print makes two), so that the launcher does not mix ranks' lines.
             sys.stderr.write(f"{self._text}: {self._done} of {self._total}, {rate:.3g} per s, "

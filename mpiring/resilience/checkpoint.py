@@ -13,7 +13,7 @@ from ..communicator import Communicator
 from ..config import whole_number
 from ..errors import CheckpointError, ConfigError
 from .background import in_background
-from .folder import Lock, remove
+from .folder import WRITING, Lock, remove
 from .part import Copy
 from .publisher import Publisher, leave_note, written_name
 from .reader import Reader, Saved
@@ -117,7 +117,7 @@ class Checkpoints:
         for name, one in found.items():
             self._copies[name].take(one)
         self._count += 1
-        written = self._folder / f".writing-{self._token}-{self._count}"
+        written = self._folder / f"{WRITING}{self._token}-{self._count}"
         files = in_background(lambda: self._write(written, list(found), began))
         if self._comm.rank:
             self._writing = _Writing(step, written, files)

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import socket
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,8 +26,11 @@ POINTER = "latest"
 _LOCK = "lock"
 # A checkpoint: its number in this folder, which grows, and its step.
 _NAME = re.compile(r"(\d{6,})-step-\d+")
-# What nobody will finish, and what was being deleted.
-_PASSING = (".writing-", ".deleting-")
+# How long a node may take to see what another has done, as over NFS.
+PATIENCE_S = 5.0
+PAUSE_S = 0.1
+# What nobody will finish, what was being deleted, and what shows that ranks share the folder.
+WRITING, DELETING, MARK = ".writing-", ".deleting-", ".mark-"
 
 
 def complete(folder: Path) -> list[str]:
@@ -50,12 +54,12 @@ def candidates(folder: Path) -> tuple[list[str], str]:
     try:
         latest = (folder / POINTER).read_text("ascii").strip()
     except FileNotFoundError:
-        latest = ""
+        return names, f"there is no file {POINTER}" if names else ""
     except (OSError, ValueError) as exc:
         return names, f"{POINTER} cannot be read ({exc})"
     if latest in names:
         return names[names.index(latest):], ""
-    return names, f"{POINTER} names {latest!r:.80}, which is not there" if names else ""
+    return names, f"{POINTER} names {latest!r:.80}, which is not there"
 
 
 def publish(folder: Path, written: Path, step: int, manifest: Mapping[str, Any]) -> str:
@@ -142,9 +146,11 @@ def remove(path: Path) -> None:
     try:
         doomed = path
         if not path.name.startswith("."):
-            doomed = path.with_name(f"{_PASSING[1]}{path.name}")
+            doomed = path.with_name(f"{DELETING}{path.name}")
             os.rename(path, doomed)
         shutil.rmtree(doomed)
+    except NotADirectoryError:
+        path.unlink(missing_ok=True)
     except FileNotFoundError:
         pass
     except OSError as exc:
@@ -154,7 +160,7 @@ def remove(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Delete what jobs that are gone have left unfinished."""
     for entry in list(folder.iterdir()):
-        if entry.name.startswith(_PASSING):
+        if entry.name.startswith((WRITING, DELETING, MARK)):
             remove(entry)
 
 
@@ -168,7 +174,7 @@ class Lock:
         held: Whether the file system has locks.
 
     Raises:
-        CheckpointError: Another job writes there; says which.
+        CheckpointError: Another job writes there, and goes on to; says which.
         OSError: The folder cannot be written to.
     """
 
@@ -177,14 +183,14 @@ class Lock:
         self._close = weakref.finalize(self, self._file.close)
         self.held = True
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._take()
         except BlockingIOError as exc:
             self._file.seek(0)
-            holder = self._file.read().strip() or "unknown"
+            holder = self._file.read().strip() or "an unknown process"
             self.release()
             raise CheckpointError(
-                f"{folder} is in use: {holder} writes its checkpoints there; end that job, or give "
-                f"each one a folder of its own") from exc
+                f"{folder} is in use: {holder} writes its checkpoints there; give each job a "
+                f"folder of its own, or, if that one is gone, delete {folder / _LOCK}") from exc
         except OSError as exc:
             self.held = False
             _log.warning(
@@ -194,6 +200,17 @@ class Lock:
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
+
+    def _take(self) -> None:
+        """Lock the file; a job that was just ended may hold it for a moment."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(PAUSE_S)
 
     def release(self) -> None:
         """Let others write."""

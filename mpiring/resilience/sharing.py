@@ -7,11 +7,7 @@ from pathlib import Path
 
 from ..communicator import Communicator
 from ..errors import CheckpointError
-from .folder import Lock, sweep
-
-# How long a node may take to see what another has made, as over NFS.
-_PATIENCE_S = 5.0
-_PAUSE_S = 0.1
+from .folder import MARK, PATIENCE_S, PAUSE_S, Lock, sweep
 
 
 def where(comm: Communicator) -> str:
@@ -43,17 +39,22 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
     token, problem = comm.broadcast_object((token, problem), root=0)
     if problem:
         raise CheckpointError(problem)
-    _refuse_other_folders(folder, comm, token)
+    try:
+        _refuse_other_folders(folder, comm, token)
+    except CheckpointError:
+        if lock is not None:
+            lock.release()
+        raise
     return token, lock
 
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
     """Let each rank leave a mark in the folder, and rank 0 look for all of them."""
-    mark = folder / f".mark-{token}-{comm.rank}"
+    mark = folder / f"{MARK}{token}-{comm.rank}"
     ranks = comm.allgather_object((where(comm), _touched(mark)))
     lost: list[int] = []
     if comm.rank == 0 and not any(problem for _, problem in ranks):
-        lost = _unmarked(folder, [f".mark-{token}-{rank}" for rank in range(comm.size)])
+        lost = _unmarked(folder, [f"{MARK}{token}-{rank}" for rank in range(comm.size)])
     lost = comm.broadcast_object(lost, root=0)
     mark.unlink(missing_ok=True)
     for name, problem in ranks:
@@ -69,7 +70,7 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
 
 def _touched(mark: Path) -> str:
     """Leave an empty file; return why that cannot be done, or ""."""
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + PATIENCE_S
     while True:
         try:
             mark.touch()
@@ -78,15 +79,15 @@ def _touched(mark: Path) -> str:
             # Rank 0 may just have made the folder.
             if not isinstance(exc, FileNotFoundError) or time.monotonic() > end:
                 return exc.strerror or str(exc)
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)
 
 
 def _unmarked(folder: Path, marks: list[str]) -> list[int]:
     """Return the ranks whose marks do not appear."""
-    end = time.monotonic() + _PATIENCE_S
+    end = time.monotonic() + PATIENCE_S
     while True:
         there = {entry.name for entry in folder.iterdir()}
         lost = [rank for rank, mark in enumerate(marks) if mark not in there]
         if not lost or time.monotonic() > end:
             return lost
-        time.sleep(_PAUSE_S)
+        time.sleep(PAUSE_S)

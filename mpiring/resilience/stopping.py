@@ -26,6 +26,9 @@ _SAVES, _STEPS = 2.0, 2.0
 # Kept for a checkpoint while nobody knows how long one takes: this share of the time, at most so
 # many seconds; and in any case so many.
 _UNKNOWN_SHARE, _UNKNOWN_S, _LEAST_S = 0.05, 60.0, 0.5
+# Within so many seconds, the same signal is the same wish: launchers pass on what the ranks have
+# received themselves.
+_TWICE_S = 1.0
 
 _Handler = Callable[[int, FrameType | None], Any] | int | None
 
@@ -52,8 +55,8 @@ class Stopping:
     Ranks ask each other in the background, from one call of `now` to the next: so they stop one
     step late. Where a step takes longer than 0.25 s, they wait for the answer.
 
-    A signal's first arrival also calls the Python handler that was there before; the second one
-    of the same kind does what it did before, as ending the job.
+    A signal also calls the Python handler that was there before. The same signal once more, a
+    second later or after that, does what it did before: most end the process.
 
     Args:
         comm: The ranks.
@@ -87,6 +90,7 @@ class Stopping:
         self._called: float | None = None
         self._ends = _ends(time_limit_s)
         self._before: dict[int, _Handler] = {}
+        self._arrivals: dict[int, float] = {}
         self.reason = ""
         try:
             for one in signals:
@@ -151,16 +155,17 @@ class Stopping:
         return max(_LEAST_S, save_s + _STEPS * self._slowest_step_s)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal; the next one of this kind does what it did before."""
-        before = self._before[number]
-        signal.signal(number, signal.SIG_DFL if before is None else before)
-        if os.getpid() != self._process:
-            # A worker that was forked meanwhile; whoever sends this wants it to end.
+        """Note a signal; where that was done before, let it do what it always did."""
+        before, now = self._before[number], time.monotonic()
+        since_s = now - self._arrivals.setdefault(number, now)
+        # A worker that was forked meanwhile is to end, too.
+        if os.getpid() != self._process or since_s > _TWICE_S:
+            signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
-            return
-        self._mine = self._mine or signal.Signals(number).name
-        if callable(before):
-            before(number, frame)
+        elif since_s == 0:
+            self._mine = self._mine or signal.Signals(number).name
+            if callable(before):
+                before(number, frame)
 
     def close(self) -> None:
         """Let signals do what they did before.

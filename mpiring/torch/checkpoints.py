@@ -29,10 +29,13 @@ class Tensors:
 
     def copy(self, x: Any, out: Bytes) -> None:
         """Copy the elements of `x`, in C order, to `out`."""
-        torch.from_numpy(out).view(x.dtype).view(x.shape).copy_(x.detach())
+        if out.size:
+            torch.from_numpy(out).view(x.dtype).view(x.shape).copy_(x.detach())
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
         """Return a tensor of these elements."""
+        if not data.size:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
         return torch.from_numpy(data).view(getattr(torch, dtype)).view(shape)
 
 
