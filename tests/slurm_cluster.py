@@ -30,6 +30,7 @@ set -e
 mount -t tmpfs none /run
 mkdir /run/netns /run/munge /run/cgroup
 mount --rbind /sys/fs/cgroup /run/cgroup
+mount -t tmpfs -o size=200k none "$1/small"
 mount --bind "$1/hosts" /etc/hosts
 hostname head
 ip link set lo up
@@ -105,7 +106,7 @@ class Slurm:
     """A running Slurm.
 
     Attributes:
-        folder: Its configuration, logs and state.
+        folder: Its configuration, logs and state; in `small`, a disk that is full after 200 kB.
         holder: The first process in its namespaces.
     """
 
@@ -197,13 +198,13 @@ class Job:
         text = self.slurm.must("scontrol", "--oneliner", "show", "job", self.number)
         return dict(re.findall(r"([\w/:]+)=(\S*)", text))
 
-    def wait(self, *states, timeout_s=90):
+    def wait(self, *states, timeout_s=200):
         """Wait until the job is in one of the states, at last in any; return `show()`."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         return self.until(lambda: (shown := self.show())["JobState"] in (states or ended) and shown,
                           f"the job is {' or '.join(states) or 'over'}", timeout_s)
 
-    def wait_for(self, text, timeout_s=90):
+    def wait_for(self, text, timeout_s=200):
         """Wait until the job has printed a text."""
         self.until(lambda: text in self.output, f"it prints {text!r}", timeout_s)
 
@@ -216,6 +217,18 @@ class Job:
                             f"{self.show()}\n{self.output[-5000:]}")
             time.sleep(0.2)
         return value
+
+    def processes(self, program=""):
+        """Return the processes of the job whose command line has a text in it, as seen here."""
+        mine = f"SLURM_CONF={self.slurm.folder}/slurm.conf", f"SLURM_JOB_ID={self.number}"
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                variables = (process / "environ").read_text(errors="replace").split("\0")
+                command = (process / "cmdline").read_text(errors="replace")
+                if program in command and set(mine) <= set(variables):
+                    found.append(int(process.name))
+        return sorted(found)
 
     def cancel(self, *options):
         """Cancel the job, or with options do to it whatever else scancel can."""
@@ -232,6 +245,7 @@ def _write_configuration(folder):
     (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder))
     (folder / "gres.conf").write_text(_GPUS)
     (folder / "state").mkdir()
+    (folder / "small").mkdir()
     key = folder / "munge.key"
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
