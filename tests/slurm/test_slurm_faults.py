@@ -1,0 +1,75 @@
+"""Breaks Slurm jobs in every way: each ends soon, says why, and leaves nothing behind."""
+
+import time
+
+import pytest
+from launching import PROGRAMS, ROOT
+
+pytestmark = pytest.mark.launch
+
+TRAIN = ROOT / "slurm" / "train.sbatch"
+FAULT = PROGRAMS / "fault.py"
+TWO_NODES = ["--nodes=2", "--ntasks-per-node=1"]
+SOON_S = 30
+IMPATIENT = {"MPIRING_STALL_WARNING_S": "1", "MPIRING_STALL_TIMEOUT_S": "3"}
+REASONS = {
+    "killed": "",
+    "raise": "ValueError: a bug in the user's code",
+    "leaves early": "",
+    "large shape": "BufferMismatchError: rank",
+    "missing call": "rank 1 has NOT CALLED it",
+}
+# srun's own ways to see that a rank is gone; the others end by MPI_Abort.
+BY_SRUN = ("killed", "raise", "leaves early")
+
+
+def broken(slurm, faults, **variables):
+    """Submit a job for each fault, all at once."""
+    return {fault: slurm.submit(TRAIN, FAULT, fault, options=TWO_NODES, **IMPATIENT, **variables)
+            for fault in faults}
+
+
+def check(job, fault):
+    job.wait_for("is ready")
+    began = time.monotonic()
+    shown = job.wait()
+    assert time.monotonic() - began < SOON_S
+    assert shown["JobState"] == "FAILED" and shown["ExitCode"] != "0:0", job.output
+    assert REASONS[fault] in job.output
+    job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
+    assert shown["Restarts"] == "0", "no resume was asked for"
+
+
+def test_a_broken_job_ends(slurm, trainings):
+    for fault, job in broken(slurm, REASONS).items():
+        check(job, fault)
+
+
+@pytest.mark.any_mpi
+def test_srun_ends_what_a_rank_has_left(slurm):
+    """As test_a_broken_job_ends, where MPICH's ranks are started by srun instead of mpirun.
+
+    One rank per node and libfabric, since Slurm's pmi2 garbles what MPICH sends it else.
+    """
+    for fault, job in broken(slurm, BY_SRUN, SLURM_MPI_TYPE="pmi2", MPICH_CH4_NETMOD="ofi").items():
+        check(job, fault)
+
+
+@pytest.mark.any_mpi
+def test_scancel_leaves_nothing(slurm):
+    job = slurm.submit(TRAIN, FAULT, "wait for ever", options=TWO_NODES)
+    job.wait_for("is ready")
+    job.cancel()
+    began = time.monotonic()
+    assert job.wait()["JobState"] == "CANCELLED"
+    job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
+    assert time.monotonic() - began < SOON_S
+
+
+@pytest.mark.any_mpi
+def test_a_log_that_cannot_be_written(slurm):
+    """Slurm says it, since the job cannot."""
+    nowhere = slurm.submit(TRAIN, FAULT, "no close", options=["--output=/nonexistent/log"])
+    full = slurm.submit(TRAIN, FAULT, "no close", options=["--output=/dev/full"])
+    assert (nowhere.wait()["JobState"], nowhere.show()["Reason"]) == ("FAILED", "JobLaunchFailure")
+    assert (full.wait()["JobState"], full.show()["ExitCode"]) == ("FAILED", "1:0")

@@ -1,0 +1,98 @@
+"""Disturbs training jobs of a real Slurm: they go on, and learn the same weights bit by bit."""
+
+import os
+import re
+import signal
+import time
+
+import pytest
+from launching import PROGRAMS, ROOT
+
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
+
+TRAIN = ROOT / "slurm" / "train.sbatch"
+SOON_S = 30
+# Until Slurm gives up a node that is silent, and until a requeued job may start: slurm_cluster.py.
+SLURMS_OWN_S = 20
+STEPS_PER_EPOCH = 15
+
+
+def check(training, undisturbed, *, lost_steps):
+    """Hold a job that was disturbed once to what all of them promise."""
+    job = training.job
+    job.wait_for("attempt 2 of")
+    job.wait_for("finished in attempt 2")
+    assert job.wait()["Restarts"] == "1"
+    undisturbed.job.wait_for("finished in attempt 1")
+    assert training.weights() == undisturbed.weights() != []
+    assert len(training.weights()) == 2
+    epochs = re.findall(r"^epoch +(\d+)", job.output, re.MULTILINE)
+    if not lost_steps:
+        assert epochs == ["1", "2", "3", "4"], "no step was done twice"
+    else:
+        assert len(epochs) - len(set(epochs)) <= lost_steps / STEPS_PER_EPOCH
+
+
+def test_jobs_go_on_whatever_happens(slurm, trainings):
+    """All of them at once, since most of the time they wait for Slurm."""
+    by_user = trainings.start("by user")
+    killed = trainings.start("killed")
+    lost = trainings.start("lost", nodes="n[1,4]")
+    preempted = trainings.start("preempted", nodes="n[2-3]")
+    for training in (by_user, killed, lost, preempted):
+        training.job.wait_for("epoch   1")
+    began = time.monotonic()
+    slurm.kill_node("n4")
+    by_user.job.cancel("--signal=USR1")
+    os.kill(killed.job.processes("train_numpy.py")[-1], signal.SIGKILL)
+    urgent = slurm.submit(TRAIN, PROGRAMS / "where.py", options=[
+        "--partition=urgent", "--nodelist=n3", "--nodes=1", "--cpus-per-task=4"])
+    for training in (by_user, killed, preempted):
+        training.job.wait_for("back into the queue", timeout_s=SOON_S)
+    assert "stopped at step" in by_user.job.output and "SIGUSR1 on rank" in by_user.job.output
+    assert "stopped at step" in preempted.job.output and "SIGTERM on rank" in preempted.job.output
+    assert "status 0: back" not in killed.job.output
+    assert urgent.wait()["JobState"] == "COMPLETED", urgent.output
+    lost.job.until(lambda: lost.job.show()["Restarts"] == "1", "Slurm has requeued it",
+                   SLURMS_OWN_S)
+    slurm.start_node("n4")
+    for training in (by_user, killed, preempted, lost):
+        training.job.wait_for("attempt 2 of")
+    assert time.monotonic() - began < SOON_S + SLURMS_OWN_S
+    for training, lost_steps in ((by_user, 0), (preempted, 0), (killed, 15), (lost, 15)):
+        check(training, trainings.undisturbed, lost_steps=lost_steps)
+
+
+def test_attempts_are_bounded(trainings):
+    """The last one still writes its checkpoint, so that another job can go on."""
+    training = trainings.start("bounded", ATTEMPTS="1")
+    training.job.wait_for("epoch   1")
+    training.job.cancel("--signal=USR1", "--batch")
+    shown = training.job.wait()
+    assert shown["ExitCode"] == "75:0" and shown["Restarts"] == "0"
+    assert "not finished after 1 attempts: submit it again to go on" in training.job.output
+    again = trainings.start("again", checkpoint=training.folder, step_s=0)
+    again.job.wait_for("finished in attempt 1")
+    assert again.weights() == trainings.undisturbed.weights()
+    assert "epoch   1" not in again.job.output
+
+
+def test_a_full_disk_ends_the_job(slurm, trainings):
+    """The next attempt would fail in the same way."""
+    training = trainings.start("full", step_s=0, checkpoint=slurm.folder / "small" / "run")
+    training.job.wait_for("epoch   1")
+    began = time.monotonic()
+    shown = training.job.wait()
+    assert time.monotonic() - began < SOON_S
+    assert (shown["JobState"], shown["ExitCode"], shown["Restarts"]) == ("FAILED", "1:0", "0")
+    assert "No space left on device" in training.job.output
+    assert "failed with status 1 in attempt 1: the job ends" in training.job.output
+
+
+def test_a_cancelled_job_stays_cancelled(trainings):
+    training = trainings.start("cancelled")
+    training.job.wait_for("epoch   1")
+    training.job.cancel()
+    assert training.job.wait()["JobState"] == "CANCELLED"
+    training.job.until(lambda: not training.job.processes(), "its processes are gone", SOON_S)
+    assert training.job.show()["JobState"] == "CANCELLED"
