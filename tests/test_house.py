@@ -25,12 +25,12 @@ LAYERS = [
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients"],
     ["precision", "numpy", "torch"],
-    ["lab", "bench"],
+    ["lab", "bench", "doctor"],
     ["advice", "tune", "simulate"],
     ["__main__", "__init__"],
 ]
 ENVIRONMENT_READERS = {"config.py"}
-MPI_USERS = {"transport/mpi.py", "group.py", "communicator.py"}
+MPI_USERS = {"transport/mpi.py", "group.py", "communicator.py", "doctor/examine.py"}
 
 
 def name_of(path):
