@@ -67,12 +67,14 @@ class Processors:
             several hardware threads.
         online: How many the node has.
         quota: Of a cgroup, in processors; None without.
+        load: How many processes of all kinds wanted one, on average over the last minute.
     """
 
     allowed: frozenset[int] = frozenset((0,))
     cores: int = 1
     online: int = 1
     quota: float | None = None
+    load: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

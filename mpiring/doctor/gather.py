@@ -83,7 +83,7 @@ def processors(root: Path = _ROOT) -> Processors:
     siblings = {_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
                 or str(cpu) for cpu in allowed}
     return Processors(allowed=frozenset(allowed), cores=len(siblings), online=online,
-                      quota=quota(root))
+                      quota=quota(root), load=os.getloadavg()[0])
 
 
 def quota(root: Path = _ROOT) -> float | None:
@@ -147,7 +147,8 @@ def devices(root: Path = _ROOT) -> Iterator[Device]:
         kind = _text(path / "type")
         if kind in (str(_ARPHRD_ETHER), str(_ARPHRD_INFINIBAND)):
             is_virtual = "/devices/virtual/" in str(path.resolve())
-            speed = _text(path / "speed")
+            # What a virtual device says of its speed is made up.
+            speed = "" if is_virtual else _text(path / "speed")
             yield Device(name=path.name, kind="virtual" if is_virtual else "Ethernet",
                          gbit=int(speed) / 1000 if speed.isdigit() and int(speed) else None,
                          active=_text(path / "operstate") != "down")

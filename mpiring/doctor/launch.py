@@ -42,7 +42,7 @@ def findings(job: Job) -> Iterator[Finding]:
 
 def right_launch(job: Job, command: str = _DOCTOR) -> str:
     """Return the line that launches ranks of the library that mpi4py loads."""
-    vendor, size = job.here.library.vendor, max(4, job.wanted)
+    vendor, size = job.here.library.vendor, job.wanted if job.wanted > 1 else 4
     pmi = _PMI.get(vendor, "pmi2")
     mpirun = f"{job.mpirun.beside or f'the mpirun of {vendor}'} -n {size} {command}"
     if not _uses_srun(job):
@@ -94,7 +94,9 @@ def _world(job: Job) -> Finding:
     sizes = [len(ranks) for ranks in job.nodes().values()]
     each = (f"{sizes[0]} on each" if len(set(sizes)) == 1 else
             f"{min(sizes)} to {max(sizes)} on each")
-    text = f"{count(job.size, 'rank')} on {count(len(sizes), 'node')}, {each}"
+    text = f"{count(job.size, 'rank')} on {count(len(sizes), 'node')}"
+    if job.size > 1:
+        text += f", {each}"
     if len(set(sizes)) > 1:
         return Finding("ranks", NOTE, text, "give every node as many: the fullest sets the pace")
     return Finding("ranks", OK, text)

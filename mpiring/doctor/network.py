@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from .facts import Device, Job, Pair, Rank
-from .findings import NOTE, OK, WARNING, Finding, place, ranks_text
-from .processors import is_oversubscribed
+from .findings import NOTE, OK, WARNING, Finding, place
+from .processors import is_busy, is_oversubscribed
 
 TITLE = "Network"
 
@@ -87,11 +87,12 @@ def _inside(job: Job, pairs: Sequence[Pair]) -> Finding:
         if len(pairs) > 1 else f"{1e6 * latency_s:.1f} us, {rate / 1e9:.2f} GB/s"
     if latency_s <= _NODE_LATENCY_S and rate >= _NODE_BYTES_PER_S:
         return Finding("within a node", OK, text)
-    if any(is_oversubscribed(ranks) for ranks in job.nodes().values()):
-        return Finding("within a node", NOTE, f"{text}, slow: more ranks than processors",
-                       "start fewer ranks per node")
-    return Finding("within a node", WARNING, f"{text}, slow: MPI does not use shared memory, or "
-                   f"something else keeps the processors busy", "unset UCX_TLS, FI_PROVIDER and "
+    nodes = job.nodes().values()
+    if any(is_oversubscribed(ranks) or is_busy(ranks) for ranks in nodes):
+        return Finding("within a node", NOTE, f"{text}, slow: the processors are busy",
+                       "start fewer ranks per node, or let nobody else on it")
+    return Finding("within a node", WARNING, f"{text}, slow: MPI does not use shared memory",
+                   "unset UCX_TLS, FI_PROVIDER and "
                    "OMPI_MCA_btl; in containers, let the ranks of a node share one (--ipc=host)")
 
 
@@ -126,5 +127,4 @@ def _slow_links(job: Job, pairs: Sequence[Pair]) -> Iterator[Finding]:
             yield Finding(
                 "slow link", WARNING, f"{place(pair.ranks, job)}: {8e-9 * pair.bytes_per_s:.2f} "
                 f"Gbit/s, where the median is {8e-9 * median:.2f}",
-                f"leave the node out (srun --exclude), where all of {ranks_text(pair.ranks)}'s "
-                f"links are slow")
+                "leave out the node whose links are all slow: srun --exclude")

@@ -12,6 +12,8 @@ TITLE = "Processors"
 _THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 # Fewer threads than this part of the processors leave too much of them idle.
 _USED = 0.5
+# A job of the doctor's length adds little to a load over a minute.
+_BUSY = 0.5
 
 
 def findings(job: Job) -> Iterator[Finding]:
@@ -21,6 +23,11 @@ def findings(job: Job) -> Iterator[Finding]:
         yield _room(ranks, here)
         yield _binding(ranks, here)
         yield _threads(ranks, here)
+        if is_busy(ranks):
+            load, online = ranks[0].processors.load, ranks[0].processors.online
+            yield Finding("other programs", NOTE, f"they kept {load:.1f} of "
+                          f"{count(online, 'processor')} busy in the last minute",
+                          "let nobody else on the node: srun --exclusive", here)
     for rank in job.ranks:
         yield from _slurm_share(rank)
 
@@ -30,6 +37,11 @@ def available(ranks: Sequence[Rank]) -> float:
     union = frozenset[int]().union(*(rank.processors.allowed for rank in ranks))
     quotas = [rank.processors.quota for rank in ranks if rank.processors.quota is not None]
     return min([float(len(union)), *quotas])
+
+
+def is_busy(ranks: Sequence[Rank]) -> bool:
+    """Return whether other programs keep more than half of a node's processors busy."""
+    return max(rank.processors.load for rank in ranks) > _BUSY * ranks[0].processors.online
 
 
 def is_oversubscribed(ranks: Sequence[Rank]) -> bool:

@@ -15,8 +15,11 @@ def as_text(sections: Sequence[Section], job: Job) -> str:
     """Return the report as text; every finding that is not ok is followed by its remedy."""
     names = list(job.node_names().values())
     where = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {where}"]
+    missing = f", of {job.wanted} that were asked for" if len(job.ranks) < job.wanted else ""
+    lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {where}{missing}"]
     for section in sections:
+        if not section.findings:
+            continue
         lines += ["", section.title]
         for finding in section.findings:
             first, *rest = finding.value.splitlines() or [""]
