@@ -3,6 +3,7 @@
 import os
 
 import pytest
+import slurm_cluster
 
 MPI_FOLDER = "mpi"
 
@@ -19,3 +20,10 @@ def pytest_runtest_setup(item):
     foreign = [name for name in os.environ if name.startswith("MPIRING_")]
     if foreign and not item.config.getoption("with_mpi", False):
         pytest.fail(f"unset {', '.join(foreign)} before running the tests")
+
+
+@pytest.fixture(scope="session")
+def slurm():
+    """Return a Slurm of four nodes, up for all tests that want one; see slurm_cluster.py."""
+    with slurm_cluster.running() as cluster:
+        yield cluster

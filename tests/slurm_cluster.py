@@ -1,0 +1,265 @@
+"""Brings up a real Slurm of four nodes in this machine, for tests, and takes it down again.
+
+Each node is a network namespace with an address and a host name of its own, so MPI sees four
+hosts. All of it, munged, slurmctld, the slurmds and the jobs' processes, lives in a process
+namespace that belongs to one process, the holder: when that ends, the kernel ends everything in
+it, and nothing else. Ports and sockets are the holder's own, so several Slurms can be up at once.
+
+Needs Linux, root, slurm-wlm, munge, iproute2 and util-linux; libpmix-dev for `srun --mpi=pmix`.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from launching import ROOT, environment
+
+NODES = ("n1", "n2", "n3", "n4")
+TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "setpriv")
+
+# It ends when its input does: at the latest when the tests' process dies, however.
+_HOLDER = """
+set -e
+mount -t tmpfs none /run
+mkdir /run/netns /run/munge
+mount --bind "$1/hosts" /etc/hosts
+hostname head
+ip link set lo up
+ip link add switch0 type bridge
+ip addr add 10.78.0.254/24 dev switch0
+ip link set switch0 up
+for i in 1 2 3 4; do
+  ip netns add n$i
+  ip link add port$i type veth peer name eth0 netns n$i
+  ip link set port$i master switch0 up
+  ip -n n$i addr add 10.78.0.$i/24 dev eth0
+  ip -n n$i link set eth0 up
+  ip -n n$i link set lo up
+done
+echo ready
+cat
+# More than one last command, so that the shell stays, and reaps whom daemons leave behind.
+exit
+"""
+
+_HOSTS = "127.0.0.1 localhost\n10.78.0.254 head\n" + "".join(
+    f"10.78.0.{i} {node}\n" for i, node in enumerate(NODES, 1))
+
+# More CPUs than there are: jobs may share a node. Everything that Slurm waits for is short here:
+# until a requeued job may start (cred_expire), from SIGTERM to SIGKILL (KillWait), and until a
+# node that does not answer is given up (SlurmdTimeout).
+_CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=head
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket=/run/munge/munge.socket.2,cred_expire=5
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+# PMIx keeps files of the ranks there; nodes that are one machine need a folder each.
+TmpFS={folder}/tmp-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=2,sched_min_interval=0,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+GresTypes=gpu
+ReturnToService=2
+KillWait=10
+SlurmdTimeout=9
+MinJobAge=3600
+NodeName=n[1-4] CPUs=8 Gres=gpu:2
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=30
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
+"""
+_GPUS = "NodeName=n[1-4] Name=gpu File=/dev/null,/dev/zero\n"
+
+
+@dataclass
+class Slurm:
+    """A running Slurm.
+
+    Attributes:
+        folder: Its configuration, logs and state.
+        holder: The first process in its namespaces.
+    """
+
+    folder: Path
+    holder: int
+
+    def command(self, *words):
+        """Return the command line that runs a command on the login node."""
+        inside = ["nsenter", "--target", str(self.holder), "--mount", "--net", "--uts", "--pid"]
+        return [*inside, f"--wd={ROOT}", "setpriv", "--pdeathsig", "KILL", *map(str, words)]
+
+    def environment(self, **variables):
+        """Return the variables of a user: our own, without any that Slurm gave to us."""
+        mine = {name: value for name, value in environment(**variables).items()
+                if not name.startswith(("SLURM", "SBATCH"))}
+        # UCX finds that all nodes share one memory, and Open MPI then waits for ever. srun does
+        # not tell it that ranks outnumber the cores, so that it would spin.
+        openmpi = {"UCX_TLS": "tcp,self", "OMPI_MCA_mpi_yield_when_idle": "1"}
+        return {**openmpi, **mine, "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def run(self, *words, timeout_s=60, **variables):
+        """Run a command on the login node to its end; its stderr joins its stdout."""
+        return subprocess.run(
+            self.command(*words), env=self.environment(**variables), timeout=timeout_s, text=True,
+            errors="replace", stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT)
+
+    def must(self, *words):
+        """Run a command that cannot fail, and return what it has printed."""
+        ended = self.run(*words)
+        assert ended.returncode == 0, f"{words}: {ended.stdout}"
+        return ended.stdout
+
+    def submit(self, script, *words, options=(), **variables):
+        """Submit a batch script with its arguments, and return the job."""
+        folder = Path(tempfile.mkdtemp(prefix="job-", dir=self.folder))
+        ended = self.run("sbatch", "--parsable", f"--output={folder}/log", *options, script,
+                         *words, **variables)
+        assert ended.returncode == 0, ended.stdout
+        return Job(self, int(ended.stdout.split()[-1]), folder)
+
+    def start_node(self, node):
+        """Start a node's daemon."""
+        for name in ("spool", "tmp"):
+            (self.folder / f"{name}-{node}").mkdir(exist_ok=True)
+        self.must("nsenter", f"--net=/run/netns/{node}", "unshare", "--uts", "sh", "-c",
+                  f"hostname {node} && exec slurmd -N {node}")
+
+    def kill_node(self, node):
+        """Kill a node's daemon, as a crash would; what it has started lives on."""
+        pid = (self.folder / f"slurmd-{node}.pid").read_text().strip()
+        self.must("kill", "-KILL", pid)
+
+    def await_nodes(self, timeout_s=30):
+        """Wait until all nodes are idle, or fail with what the daemons have logged."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            shown = self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T")
+            if shown.stdout.split() == ["idle"] * len(NODES):
+                return
+            time.sleep(0.2)
+        logs = "".join(log.read_text()[-2000:] for log in self.folder.glob("*.log"))
+        pytest.fail(f"not all nodes are idle after {timeout_s} s: {shown.stdout}\n{logs}")
+
+
+@dataclass
+class Job:
+    """A submitted job.
+
+    Attributes:
+        slurm: Where it runs.
+        number: Its id.
+        folder: Of its own; its output is the file `log` in it.
+    """
+
+    slurm: Slurm
+    number: int
+    folder: Path
+
+    @property
+    def output(self):
+        """What the job has printed so far."""
+        log = self.folder / "log"
+        return log.read_text(errors="replace") if log.exists() else ""
+
+    def show(self):
+        """Return what Slurm knows of the job, as `scontrol show job` names it."""
+        text = self.slurm.must("scontrol", "--oneliner", "show", "job", self.number)
+        return dict(re.findall(r"([\w/:]+)=(\S*)", text))
+
+    def wait(self, *states, timeout_s=90):
+        """Wait until the job is in one of the states, at last in any; return `show()`."""
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+        return self.until(lambda: (shown := self.show())["JobState"] in (states or ended) and shown,
+                          f"the job is {' or '.join(states) or 'over'}", timeout_s)
+
+    def wait_for(self, text, timeout_s=90):
+        """Wait until the job has printed a text."""
+        self.until(lambda: text in self.output, f"it prints {text!r}", timeout_s)
+
+    def until(self, condition, what, timeout_s):
+        """Wait for a condition and return its value; fail with the job's output when late."""
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            if time.monotonic() > deadline:
+                pytest.fail(f"job {self.number}: {timeout_s} s, and not yet that {what}:\n"
+                            f"{self.show()}\n{self.output[-5000:]}")
+            time.sleep(0.2)
+        return value
+
+    def cancel(self, *options):
+        """Cancel the job, or with options do to it whatever else scancel can."""
+        self.slurm.must("scancel", *options, self.number)
+
+
+def _missing():
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    return missing if os.geteuid() == 0 else [*missing, "root"]
+
+
+def _write_configuration(folder):
+    (folder / "hosts").write_text(_HOSTS)
+    (folder / "slurm.conf").write_text(_CONFIGURATION.format(folder=folder))
+    (folder / "gres.conf").write_text(_GPUS)
+    (folder / "state").mkdir()
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+
+
+def _start_daemons(slurm):
+    folder = slurm.folder
+    slurm.must("munged", "--force", f"--key-file={folder}/munge.key",
+               f"--log-file={folder}/munged.log", f"--seed-file={folder}/munge.seed")
+    slurm.must("slurmctld")
+    for node in NODES:
+        slurm.start_node(node)
+    slurm.await_nodes()
+
+
+@contextlib.contextmanager
+def running():
+    """Have a Slurm up for the length of a `with` block; skip, or fail in CI, where it cannot be."""
+    if missing := _missing():
+        text = f"a Slurm needs {', '.join(missing)}: apt-get install slurm-wlm munge iproute2"
+        if os.environ.get("CI") == "true":
+            pytest.fail(text)
+        pytest.skip(reason=text)
+    folder = Path(tempfile.mkdtemp(prefix="mpiring-slurm-"))
+    # munged and Slurm want to be sure that every user can come in.
+    folder.chmod(0o755)
+    _write_configuration(folder)
+    process = subprocess.Popen(
+        ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc",
+         "sh", "-c", _HOLDER, "slurm", str(folder)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True)
+    try:
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        slurm = Slurm(folder, int(children[0]))
+        _start_daemons(slurm)
+        yield slurm
+    finally:
+        process.kill()
+        process.communicate()
+        shutil.rmtree(folder)
