@@ -10,15 +10,15 @@ from ..config import launch_variables, launched_rank, launched_size
 from . import gather, gpu, launch, library, memory, network, packages, processors, survival
 from .child import examined
 from .examine import examine
-from .facts import LOADING, Failure, Job, Library, launcher_of, related
+from .facts import ENDING, LOADING, Failure, Job, Library, launcher_of
 from .findings import PROBLEM, Section, merged, worst
 from .report import as_json, as_text
 
 # The subjects, in the order of the report; each has TITLE and findings(job).
 SUBJECTS = (library, launch, processors, memory, network, gpu, survival, packages)
 
-# How much longer than the reporting rank one stays that has failed: some launchers end all
-# ranks when one ends that was in MPI, and nobody would report.
+# How much longer than the reporting rank one stays that has failed: mpirun ends all ranks when
+# one ends that was in MPI, and nobody would report; srun does not.
 _LINGER_S = 8.0
 
 
@@ -83,9 +83,9 @@ def _stand_by(rank: int, failure: Failure, found: dict[str, Any], until: float) 
     Where rank 0 failed for the same reason, as on one node, one report is enough.
     """
     here = found["ranks"][0] if "ranks" in found else gather.rank(rank, Library())
-    same = not related(launcher_of(here.variables), here.library.vendor)
-    if not failure.late and not same and launched_rank(local=True) == 0:
+    alike = launch.is_mismatched(here)
+    if not failure.late and not alike and launched_rank(local=True) == 0:
         print(f"mpiring doctor: rank {rank} on {here.host}: {failure.stage}: {failure.how}; "
               f"{' '.join(failure.said[-2:])}", file=sys.stderr, flush=True)
-    if failure.stage != LOADING:
+    if launcher_of(here.variables) != "srun" and failure.stage not in (LOADING, ENDING):
         time.sleep(max(0.0, until - time.monotonic()))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from .facts import ENDING, STARTING, Failure, Job, launcher_of, related
+from .facts import ENDING, STARTING, Failure, Job, Rank, launcher_of, related
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding, count
 from .memory import shm_is_short
 
@@ -54,6 +54,22 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
     return f"{library}srun --mpi={pmi} -n {size} {command}"
 
 
+def is_mismatched(rank: Rank) -> bool:
+    """Return whether what launched a rank speaks another language than the library that it loads.
+
+    Where it was srun: whether it offers another PMI than the vendor's usual one.
+    """
+    launcher, vendor = launcher_of(rank.variables), rank.library.vendor
+    if launcher == "srun":
+        return (_pmi_offered(rank) == "PMIx") != (_PMI.get(vendor) == "pmix")
+    return launcher not in ("", "PALS") and not related(launcher, vendor)
+
+
+def _pmi_offered(rank: Rank) -> str:
+    names = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
+    return next((pmi for name, pmi in names.items() if name in rank.variables), "no PMI")
+
+
 def _uses_srun(job: Job) -> bool:
     return launcher_of(job.here.variables) == "srun" or (
         job.slurm.installed and "SLURM_JOB_ID" in job.here.variables)
@@ -63,26 +79,23 @@ def _launcher(job: Job) -> Finding:
     launcher, library = launcher_of(job.here.variables), job.here.library
     if not launcher:
         if job.wanted > 1:
-            return Finding("launcher", WARNING, f"none, in an allocation for several "
-                           f"({job.wanted_by})", right_launch(job))
+            return Finding("launcher", WARNING, f"none, where {job.wanted_by} speaks of "
+                           f"{job.wanted} ranks", right_launch(job))
         return Finding("launcher", NOTE, "none: one rank, so nothing is measured between ranks",
                        right_launch(job) if library.text else "get an MPI library first")
     if launcher == "srun":
-        return Finding("launcher", OK, f"srun, {_pmi_text(job)}")
+        return Finding("launcher", OK, f"srun, with {_pmi_text(job)}")
     name = {"PALS": "Cray's mpiexec", "MVAPICH": "MVAPICH's mpirun_rsh"}.get(
         launcher, f"{launcher}'s mpirun")
-    if launcher != "PALS" and library.vendor and not related(launcher, library.vendor):
+    if library.vendor and is_mismatched(job.here):
         return Finding("launcher", PROBLEM, f"{name} has started ranks that load {library.name}",
                        right_launch(job))
     return Finding("launcher", OK, name)
 
 
 def _pmi_text(job: Job) -> str:
-    variables = job.here.variables
-    used = ("PMIx" if "PMIX_NAMESPACE" in variables else
-            "PMI" if "PMI_FD" in variables or "PMI_PORT" in variables else "no PMI")
-    asked = variables.get("SLURM_MPI_TYPE", "")
-    return f"{used} (--mpi={asked})" if asked else used
+    used, asked = _pmi_offered(job.here), job.here.variables.get("SLURM_MPI_TYPE", "")
+    return f"{used} by --mpi={asked}" if asked else used
 
 
 def _world(job: Job) -> Finding:
@@ -107,8 +120,8 @@ def _cause(job: Job) -> str:
     launcher, library = launcher_of(job.here.variables), job.here.library
     if launcher == "srun":
         pmi = _PMI.get(library.vendor, "pmi2")
-        return f"{library.name} does not speak what srun offers ({_pmi_text(job)}), but {pmi}"
-    if library.vendor and not related(launcher, library.vendor):
+        return f"srun offers {_pmi_text(job)}, and {library.name} needs {pmi}"
+    if is_mismatched(job.here):
         return f"the launcher is {launcher}'s, the library is {library.name}"
     return "launcher and library do not understand each other"
 
@@ -123,12 +136,10 @@ def _failed(job: Job, failure: Failure) -> Finding:
 def _remedy(job: Job, failure: Failure) -> str:
     """Return what mends a failure, by its likeliest cause."""
     here, text = job.here, " ".join(failure.said)
-    launcher, vendor = launcher_of(here.variables), here.library.vendor
+    vendor = here.library.vendor
     if not vendor:
         return "ask mpi4py itself: python -c 'from mpi4py import MPI'"
-    if launcher not in ("", "srun", "PALS") and not related(launcher, vendor):
-        return right_launch(job)
-    if launcher == "srun" and ("PMI" in text or "srun" in text) and failure.stage == STARTING:
+    if failure.stage == STARTING and is_mismatched(here):
         return right_launch(job)
     if shm_is_short(job):
         return "give /dev/shm more memory, as said below"
@@ -150,9 +161,13 @@ def _slurm(job: Job) -> Iterator[Finding]:
     pmi = _PMI.get(vendor, "pmi2")
     types = ", ".join(slurm.mpi_types) or "unknown"
     default = f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
-    fits = not vendor or any(one.startswith(pmi) for one in slurm.mpi_types)
-    yield Finding("srun --mpi", OK if fits else WARNING, f"{types}{default}",
-                  "" if fits else right_launch(job))
+    if vendor and not any(one.startswith(pmi) for one in slurm.mpi_types):
+        yield Finding("srun --mpi", WARNING, f"{types}{default}", right_launch(job))
+    elif vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi):
+        yield Finding("srun --mpi", NOTE, f"{types}{default}, and {vendor} needs {pmi}",
+                      f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}")
+    else:
+        yield Finding("srun --mpi", OK, f"{types}{default}")
     if slurm.kills is False:
         yield Finding("srun --kill-on-bad-exit", NOTE, "off by default: when a rank is killed, the "
                       "others wait for it", "srun --kill-on-bad-exit=1")

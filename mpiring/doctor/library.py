@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .facts import Job, Library, Rank, related, vendor_of, version_of
+from .facts import Job, Library, Rank, launcher_of, related, vendor_of, version_of
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 
 TITLE = "Python and MPI"
@@ -73,8 +73,10 @@ def _mpirun(job: Job) -> Finding:
     remedy = (f"use {own}" if own else
               f"use the mpirun that came with {library.path or library.name}: load its module")
     if vendor and library.vendor and not related(vendor, library.vendor):
-        return Finding("mpirun", PROBLEM, f"{shown}, but mpi4py loads {library.name}: each rank "
-                       f"would be alone, or not start", remedy)
+        # Whoever has come here by another way does not need it.
+        works = job.size > 1 or launcher_of(job.here.variables) == "srun"
+        return Finding("mpirun", WARNING if works else PROBLEM, f"{shown}, but mpi4py loads "
+                       f"{library.name}: each rank would be alone, or not start", remedy)
     if own:
         return Finding("mpirun", WARNING, f"{shown}, of another installation than "
                        f"{library.path}", remedy)

@@ -25,8 +25,8 @@ def findings(job: Job) -> Iterator[Finding]:
         yield _threads(ranks, here)
         if is_busy(ranks):
             load, online = ranks[0].processors.load, ranks[0].processors.online
-            yield Finding("other programs", NOTE, f"they kept {load:.1f} of "
-                          f"{count(online, 'processor')} busy in the last minute",
+            yield Finding("other programs", NOTE, f"load {load:.1f} on "
+                          f"{count(online, 'processor')} in the last minute",
                           "let nobody else on the node: srun --exclusive", here)
     for rank in job.ranks:
         yield from _slurm_share(rank)

@@ -61,7 +61,8 @@ def test_ranks_that_became_worlds_of_their_own_are_told_once():
     assert first.returncode == 1 and (second.returncode, second.stdout) == (0, "")
     pmi = "pmi2" if vendor() == "MPICH" else "pmix"
     assert "ranks: SLURM_STEP_NUM_TASKS=4 (srun) says that 4 ranks" in first.stdout
-    assert f"does not speak what srun offers (no PMI), but {pmi}" in first.stdout
+    assert f": srun offers no PMI, and {vendor()} " in first.stdout
+    assert f" needs {pmi}\n" in first.stdout
     assert f"-> srun --mpi={pmi} -n 4 python -m mpiring doctor" in first.stdout
 
 
@@ -107,7 +108,8 @@ def test_without_mpi4py(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None")
     ended = alone(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", MPIRING_STALL_TIME_S="9")
     assert ended.returncode == 1 and ended.stderr == ""
-    assert "problem  mpi4py: not installed" in ended.stdout and "-> pip install mpi4py" in ended.stdout
+    assert "problem  mpi4py: not installed" in ended.stdout
+    assert "-> pip install mpi4py" in ended.stdout
     assert "MPIRING_STALL_TIME_S is no setting; did you mean MPIRING_STALL" in ended.stdout
 
 
@@ -130,6 +132,27 @@ def test_a_tiny_shared_memory(tmp_path):
     assert "-> mount -o remount,size=2G /dev/shm" in ended.output
     assert "problem  MPI_Init: " in ended.output
     assert ended.output.count("-> give /dev/shm more memory, as said below") == 1
+
+
+@pytest.mark.any_mpi
+def test_a_real_slurm(slurm):
+    if vendor() != "MPICH":
+        pytest.skip(reason="this is about MPICH's ranks")
+    command = ("-N", 2, "-n", 4, sys.executable, *DOCTOR, *PATIENCE)
+    torn = slurm.run("srun", "--mpi=none", *command, timeout_s=120)
+    assert torn.returncode == 1
+    assert torn.stdout.count("each process is alone in its MPI world") == 1, torn.stdout
+    assert torn.stdout.count("mpiring 0.1.0 doctor: 1 rank on n1, of 4") == 1
+    assert "srun offers no PMI" in torn.stdout
+    assert "-> srun --mpi=pmi2 -n 4 python -m mpiring doctor" in torn.stdout
+    whole = slurm.run("srun", "--mpi=pmi2", *command, "--json", timeout_s=120)
+    report, found = parsed(whole.stdout)
+    assert whole.returncode == 0 and report["nodes"] == ["n1", "n2"], whole.stdout
+    assert found["launcher"]["value"] == "srun, with PMI by --mpi=pmi2"
+    assert found["ranks"]["value"].startswith("4 ranks on 2 nodes")
+    assert "pmi2" in found["srun --mpi"]["value"]
+    assert found["srun --kill-on-bad-exit"]["remedy"] == "srun --kill-on-bad-exit=1"
+    assert "Gbit/s" in found["between nodes"]["value"]
 
 
 @pytest.mark.any_mpi
