@@ -4,6 +4,7 @@ python examples/train_numpy.py                  # one rank
 mpirun -n 4 python examples/train_numpy.py      # four ranks, the same result, sooner
 srun -n 4 python examples/train_numpy.py        # the same under Slurm
 mpirun -n 4 python examples/train_numpy.py --dtype float16      # half the bytes
+mpirun -n 4 python examples/train_numpy.py --checkpoint run1    # stop it, start it again
 
 The data are scikit-learn's 1,797 digits of 8 x 8 pixels. The global batch is
 the same for any number of ranks: each rank takes its share.
@@ -11,18 +12,18 @@ the same for any number of ranks: each rank takes its share.
 
 import argparse
 import os
-import sys
 import time
 
 import ml_dtypes
 import numpy as np
 from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
-from tqdm import tqdm
 
 import mpiring
-from mpiring.numpy import DataParallel, LossScaler, MasterWeights
+from mpiring.numpy import Checkpoints, DataParallel, LossScaler, MasterWeights
+from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
+from mpiring.resilience import Stopping
 
 # What nodes send each other of the gradients: the less, the sooner over a slow network.
 REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
@@ -40,6 +41,10 @@ parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], defau
                     help="of weights, gradients and messages; arithmetic is float32")
 parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
 parser.add_argument("--seed", type=int, default=1)
+parser.add_argument("--checkpoint", metavar="FOLDER",
+                    help="written after each epoch and when the job is stopped, and resumed")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before it is over")
+parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per epoch")
 parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<rank>.npz")
 args = parser.parse_args()
 
@@ -51,7 +56,7 @@ threadpool_limits(max(1, os.cpu_count() // comm.local_size))
 images, labels = load_digits(return_X_y=True)
 images = (images / 16.0 - 0.3).astype(np.float32)
 shuffled = np.random.default_rng(0).permutation(len(images))
-test, train = np.split(shuffled, [len(images) // 5])
+test, train_set = np.split(shuffled, [len(images) // 5])
 
 # Three layers. Only rank 0's initial weights matter: they are broadcast.
 dtype = ml_dtypes.bfloat16 if args.dtype == "bfloat16" else np.dtype(args.dtype)
@@ -62,13 +67,24 @@ for layer, (rows, columns) in enumerate(zip(sizes, sizes[1:]), start=1):
     weights = random.standard_normal((rows, columns)) * np.sqrt(2 / rows)
     params[f"w{layer}"] = weights.astype(dtype)
     params[f"b{layer}"] = np.zeros(columns, dtype)
-dp = DataParallel(
-    params, comm, bucket_bytes=args.bucket_bytes, reducer=REDUCERS[args.reducer]())
+reducer = REDUCERS[args.reducer]()
+checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
+saved = checkpoints.load()
+if saved and saved.own and reducer:
+    reducer.load_state_dict(saved.own)      # what this rank has not yet sent
+dp = DataParallel(params, comm, bucket_bytes=args.bucket_bytes, reducer=reducer,
+                  order=saved and saved.replicated["order"])
 
 # Weights of 16 bits are updated in float32, and gradients must not vanish in them. In
 # float32 masters are the weights themselves, and the scale, a power of two, rounds nothing.
 masters, scaler = MasterWeights(dp), LossScaler(dp)
 velocity = {name: np.zeros_like(master) for name, master in masters.items()}
+step, loss_sum = 0, np.zeros(1)
+if saved:
+    step, velocity = saved.step, saved.replicated["velocity"]
+    masters.load_state_dict(saved.replicated["masters"])
+    scaler.load_state_dict(saved.replicated["scaler"])
+    loss_sum += saved.replicated["loss_sum"] if comm.rank == 0 else 0
 
 
 def forward(x):
@@ -102,39 +118,67 @@ def probabilities_of(scores):
     return exponents / exponents.sum(axis=1, keepdims=True)
 
 
-for epoch in range(args.epochs):
-    order = np.random.default_rng((args.seed, epoch)).permutation(train)
-    batches = [order[start:start + args.batch] for start in range(0, len(order), args.batch)]
-    began = time.perf_counter()
-    loss_sum, statistics = np.zeros(1), mpiring.Statistics()
-    interactive = comm.rank == 0 and sys.stderr.isatty()
-    for batch in tqdm(batches, f"epoch {epoch + 1}", leave=False, disable=not interactive):
-        mine = batch[comm.rank::comm.size]
-        inputs, scores = forward(images[mine])
-        probabilities = probabilities_of(scores)
-        picked = np.arange(len(mine)), labels[mine]
-        loss_sum -= np.log(probabilities[picked]).sum()
-        error = probabilities
-        error[picked] -= 1
-        # Shares may differ by an image. With this factor the mean over ranks is
-        # the mean over the global batch.
-        backward(inputs, error * (scaler.scale * comm.size / len(batch)))
-        dp.wait()
-        statistics += dp.statistics
-        if scaler.step():
-            for name, master in masters.items():
-                velocity[name] *= args.momentum
-                velocity[name] += scaler.unscaled(name)
-                master -= args.learning_rate * velocity[name]
-            masters.round_off()
-    seconds = time.perf_counter() - began
-    comm.allreduce(loss_sum)
-    accuracy = np.mean(forward(images[test])[1].argmax(axis=1) == labels[test])
-    if comm.rank == 0:
-        print(f"epoch {epoch + 1:3}  loss {loss_sum[0] / len(train):.4f}  "
-              f"test accuracy {accuracy:.2%}  {len(train) / seconds:,.0f} images/s  "
-              f"{statistics.hidden_share:.0%} of communication hidden", flush=True)
+def save():
+    """Begin to write a checkpoint: what is equal on all ranks, and what is this rank's own."""
+    checkpoints.save(
+        step, replicated={"masters": masters.state_dict(), "velocity": velocity,
+                          "scaler": scaler.state_dict(), "order": dp.order,
+                          "loss_sum": comm.allreduce(loss_sum.copy())},
+        own=reducer and reducer.state_dict())
 
-if args.save:
+
+def train(batch):
+    """Do one step with this rank's share of a batch."""
+    mine = batch[comm.rank::comm.size]
+    inputs, scores = forward(images[mine])
+    probabilities = probabilities_of(scores)
+    picked = np.arange(len(mine)), labels[mine]
+    loss_sum[0] -= np.log(probabilities[picked]).sum()
+    error = probabilities
+    error[picked] -= 1
+    # Shares may differ by an image. With this factor the mean over ranks is
+    # the mean over the global batch.
+    backward(inputs, error * (scaler.scale * comm.size / len(batch)))
+    dp.wait()
+    if scaler.step():
+        for name, master in masters.items():
+            velocity[name] *= args.momentum
+            velocity[name] += scaler.unscaled(name)
+            master -= args.learning_rate * velocity[name]
+        masters.round_off()
+
+
+starts = range(0, len(train_set), args.batch)
+steps = args.epochs * len(starts)
+with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as stopping, \
+        Progress("training", steps, shown=comm.rank == 0, done=step,
+                 metrics=args.metrics) as progress:
+    while step < steps and not stopping.reason:
+        epoch, first = divmod(step, len(starts))
+        order = np.random.default_rng((args.seed, epoch)).permutation(train_set)
+        began, statistics = time.perf_counter(), mpiring.Statistics()
+        for start in starts[first:]:
+            if stopping.now():                  # on all ranks at the same step
+                break
+            train(order[start:start + args.batch])
+            statistics += dp.statistics
+            step += 1
+            progress.step()
+        else:
+            rate = len(starts[first:]) * args.batch / (time.perf_counter() - began)
+            loss = comm.allreduce(loss_sum.copy())[0] / len(train_set)
+            accuracy = np.mean(forward(images[test])[1].argmax(axis=1) == labels[test])
+            progress.say(f"epoch {epoch + 1:3}  loss {loss:.4f}  test accuracy {accuracy:.2%}  "
+                         f"{rate:,.0f} images/s  "
+                         f"{statistics.hidden_share:.0%} of communication hidden")
+            progress.record(step, loss=loss, accuracy=accuracy, images_per_s=rate)
+            loss_sum[0] = 0
+            save()
+    if stopping.reason:
+        save()
+        progress.say(f"stopped at step {step}: {stopping.reason}")
+
+checkpoints.close()
+if args.save and not stopping.reason:
     np.savez(f"{args.save}{comm.rank}.npz", **masters)
 comm.close()

@@ -2,7 +2,7 @@
 
 python examples/train_torch.py                                    # one rank
 mpirun -n 4 python examples/train_torch.py                        # four ranks, the same result
-mpirun -n 4 python examples/train_torch.py --checkpoint last.pt   # stop it, start it again
+mpirun -n 4 python examples/train_torch.py --checkpoint run1      # stop it, start it again
 
 The data are the modules of the standard library that runs this program: some ten million
 bytes of real text on every machine. The loss is in bits per byte; 8 is knowing nothing.
@@ -10,7 +10,6 @@ bytes of real text on every machine. The loss is in bits per byte; 8 is knowing 
 
 import argparse
 import math
-import os
 import sysconfig
 import time
 from pathlib import Path
@@ -21,8 +20,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import mpiring
+from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
-from mpiring.torch import DataParallel, DistributedSampler, broadcast_optimizer_state
+from mpiring.resilience import Stopping
+from mpiring.torch import (
+    Checkpoints, DataParallel, DistributedSampler, random_state, set_random_state)
 
 # What nodes send each other of the gradients: the less, the sooner over a slow network.
 REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
@@ -38,7 +40,11 @@ parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
 parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
 parser.add_argument("--seed", type=int, default=1)
-parser.add_argument("--checkpoint", type=Path, help="written every --report steps, and resumed")
+parser.add_argument("--checkpoint", metavar="FOLDER",
+                    help="written every --report steps and when the job is stopped, and resumed")
+parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="stop before it is over")
+parser.add_argument("--metrics", metavar="FILE", help="append a line of JSON per report")
+parser.add_argument("--save", metavar="FILE", help="write the weights there in the end")
 parser.add_argument("--report", type=int, default=50, help="steps between two reports")
 args = parser.parse_args()
 
@@ -98,22 +104,30 @@ sampler = DistributedSampler(train, comm, seed=args.seed, drop_last=True)
 loader = DataLoader(train, args.batch // comm.size, sampler=sampler, drop_last=True)
 mine = DistributedSampler(range(min(256, len(validation))), comm, shuffle=False, pad=False)
 
-bare = Transformer(args.width, args.layers, args.context)
-saved = None
-if args.checkpoint and comm.rank == 0 and args.checkpoint.exists():
-    saved = torch.load(args.checkpoint, weights_only=True)
-    bare.load_state_dict(saved.pop("model"))
-reducer = REDUCERS[args.reducer]()
-model = DataParallel(bare, comm, reducer=reducer)       # copies rank 0's parameters to all
-optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
+bare, reducer = Transformer(args.width, args.layers, args.context), REDUCERS[args.reducer]()
+checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
+saved = checkpoints.load()
 if saved:
-    optimizer.load_state_dict(saved.pop("optimizer"))
-broadcast_optimizer_state(optimizer, comm)
-saved = comm.broadcast_object(saved)
+    bare.load_state_dict(saved.replicated["model"])
+if saved and saved.own and reducer:
+    reducer.load_state_dict(saved.own["reducer"])       # what this rank has not yet sent
+model = DataParallel(bare, comm, reducer=reducer, order=saved and saved.replicated["order"])
+optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
 step = epoch = 0
 if saved:
-    step, epoch = saved["step"], saved["sampler"]["epoch"]
-    sampler.load_state_dict(saved["sampler"])
+    optimizer.load_state_dict(saved.replicated["optimizer"])
+    sampler.load_state_dict(saved.replicated["sampler"])
+    step, epoch = saved.step, saved.replicated["sampler"]["epoch"]
+if saved and saved.own:
+    set_random_state(saved.own["random"])
+
+
+def save():
+    """Begin to write a checkpoint: what is equal on all ranks, and what is this rank's own."""
+    checkpoints.save(
+        step, replicated={"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                          "sampler": sampler.state_dict(), "order": model.order},
+        own={"random": random_state(), "reducer": reducer and reducer.state_dict()})
 
 
 @torch.no_grad()
@@ -126,28 +140,42 @@ def validate():
     return (total[0] / total[1]).item()
 
 
+def train(sequences):
+    """Do one step, and return the loss of this rank's share of the batch."""
+    optimizer.zero_grad()
+    loss = bits_per_byte(model, sequences)
+    loss.backward()                             # gradients leave while it runs
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return loss.item()
+
+
 began, first = time.perf_counter(), step
-while step < args.steps:
-    sampler.set_epoch(epoch)
-    for sequences in loader:
-        optimizer.zero_grad()
-        loss = bits_per_byte(model, sequences)
-        loss.backward()                         # gradients leave while it runs
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        step += 1
-        if step % args.report == 0 or step == args.steps:
-            held_out = validate()
-            if comm.rank == 0:
+with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as stopping, \
+        Progress("training", args.steps, shown=comm.rank == 0, done=step,
+                 metrics=args.metrics) as progress:
+    while step < args.steps and not stopping.reason:
+        sampler.set_epoch(epoch)
+        for sequences in loader:
+            loss = train(sequences)
+            step += 1
+            progress.step()
+            if step % args.report == 0 or step == args.steps:
+                held_out = validate()
                 rate = (step - first) * args.batch * args.context / (time.perf_counter() - began)
-                print(f"step {step:5d}  training {loss.item():.3f}  validation {held_out:.3f} "
-                      f"bits per byte  {rate:,.0f} bytes/s", flush=True)
-                if args.checkpoint:
-                    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                             "sampler": sampler.state_dict(), "step": step}
-                    torch.save(state, f"{args.checkpoint}.new")
-                    os.replace(f"{args.checkpoint}.new", args.checkpoint)
-        if step == args.steps:
-            break
-    epoch += 1
+                progress.say(f"step {step:5d}  training {loss:.3f}  validation {held_out:.3f} "
+                             f"bits per byte  {rate:,.0f} bytes/s")
+                progress.record(step, training=loss, validation=held_out, bytes_per_s=rate)
+                save()
+            if step == args.steps or stopping.now():    # on all ranks at the same step
+                break
+        else:
+            epoch += 1
+    if stopping.reason:
+        save()
+        progress.say(f"stopped at step {step}: {stopping.reason}")
+
+checkpoints.close()
+if args.save and comm.rank == 0 and not stopping.reason:
+    torch.save(model.state_dict(), args.save)
 comm.close()

@@ -5,6 +5,7 @@ from .config import Config
 from .handle import Handle
 from .errors import (
     BufferMismatchError,
+    CheckpointError,
     ClosedError,
     ConfigError,
     GradientError,
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BufferMismatchError",
+    "CheckpointError",
     "ClosedError",
     "Communicator",
     "Config",

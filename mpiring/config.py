@@ -235,6 +235,17 @@ def launched_size(environ: Mapping[str, str] | None = None) -> tuple[int, str]:
     return 1, ""
 
 
+def job_end(environ: Mapping[str, str] | None = None) -> float | None:
+    """Return when Slurm will end this job, in seconds since 1970; None where it does not tell.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+    """
+    environ = os.environ if environ is None else environ
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdigit() and int(text) else None
+
+
 def threads_are_set(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether the user, or the launcher, has said how many threads a rank may use.
 

@@ -5,6 +5,7 @@
     ├── LaunchError             the ranks that were asked for did not become one MPI world
     ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
     ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
+    ├── CheckpointError         a checkpoint cannot be written, or none that is there can be used
     ├── ClosedError             the communicator is closed, or MPI is finalised
     ├── TransportError          MPI failed, or another rank is gone
     │   └── StallError          an operation waits for ranks that do not arrive
@@ -30,6 +31,10 @@ class BufferMismatchError(MpiringError, ValueError):
 
 class GradientError(MpiringError, RuntimeError):
     """A gradient is unknown, was marked ready twice or not at all, or is never finite."""
+
+
+class CheckpointError(MpiringError, RuntimeError):
+    """A checkpoint could not be written or read, or belongs to another run."""
 
 
 class ClosedError(MpiringError, RuntimeError):

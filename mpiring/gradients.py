@@ -60,6 +60,7 @@ class Gradients:
         reducer: How a bucket becomes its mean; or a mapping from names and patterns.
         deterministic: Keep the first plan, so that results do not depend on the order
             in which gradients became ready.
+        order: As `order` was when a state was saved, to go on from it with the same buckets.
         moved: Called with a name when its view has moved to a new bucket, so that nobody
             holds the old one, whose memory is free once all its views have moved. Without it,
             buckets that were given up are filled with NaN, for whoever kept a view of them.
@@ -68,13 +69,16 @@ class Gradients:
         views: By name; replaced by new views when buckets are built anew.
         statistics: Of the last complete step.
         steps: How many are complete.
+        order: The names in the order in which they are fused; None while that may change.
 
     Raises:
-        ConfigError: A reducer is none, or does not suit; a pattern fits no name.
+        ConfigError: A reducer is none, or does not suit; a pattern fits no name; an order is of
+            other names.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
                  bucket_bytes: int, reducer: Wish, deterministic: bool,
+                 order: Sequence[str] | None = None,
                  moved: Callable[[str], None] | None = None) -> None:
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._comm = comm
@@ -89,7 +93,8 @@ class Gradients:
         self.steps = 0
         self._handles: list[Handle[None]] = []
         self._order: list[str] = []
-        self._settled = deterministic
+        self._settled = deterministic or order is not None
+        self.order: list[str] | None = None
         self._finite: bool | None = True
         self._dense_bytes = 0
         self.views = Views(self._views)
@@ -97,7 +102,7 @@ class Gradients:
         for one in self._compressors:
             one.serve(self)
         if not self._resume():
-            self._build(tensors[::-1])
+            self._build(tensors[::-1] if order is None else self._ordered(order))
         comm.prepare()
         self._before = self._cost
 
@@ -227,10 +232,11 @@ class Gradients:
     def _settle(self) -> None:
         """Build the buckets anew in the order in which rank 0's gradients became ready."""
         self._settled = True
-        order = self._comm.broadcast_object(self._order, root=0)
+        order = self._comm.broadcast_object(list(self._order), root=0)
         tensors = [self._tensors[name] for name in order]
         if self._plan(tensors) != tuple(bucket.plan for bucket in self._buckets):
             self._rebuild(tensors)
+        self.order = order
         self._before = self._cost
 
     def _resume(self) -> bool:
@@ -238,16 +244,25 @@ class Gradients:
         orders = [one.loaded_order for one in self._compressors if one.loaded_order is not None]
         if not orders:
             return False
-        if any(sorted(order) != sorted(self._tensors) for order in orders):
-            raise ConfigError(
-                f"rank {self._comm.rank}: the state that a reducer has loaded is of another model: "
-                f"it has {', '.join(orders[0])}; this one has {', '.join(self._tensors)}")
+        tensors = [self._ordered(order) for order in orders][0]
         # Whoever has not loaded anything is told so.
         self._comm.submit(Call("load", "the states of all ranks' reducers"),
                           lambda collectives: collectives.barrier()).wait()
         self._settled = True
-        self._rebuild([self._tensors[name] for name in orders[0]])
+        self._rebuild(tensors)
         return True
+
+    def _ordered(self, order: Sequence[str]) -> list[TensorSpec]:
+        """Return the tensors in the order that a saved state has.
+
+        Raises:
+            ConfigError: It is of another model.
+        """
+        if sorted(order) != sorted(self._tensors):
+            raise ConfigError(
+                f"rank {self._comm.rank}: the state to go on from is of another model: it has "
+                f"{', '.join(order)}; this one has {', '.join(self._tensors)}")
+        return [self._tensors[name] for name in order]
 
     def _rebuild(self, tensors: Sequence[TensorSpec]) -> None:
         """Build the buckets anew; the first ones are not to be used any more."""
@@ -266,6 +281,7 @@ class Gradients:
         self._home.clear()
         self._fill_buckets(tensors)
         order = [tensor.name for tensor in tensors]
+        self.order = order if self._settled else None
         for one in self._compressors:
             mine = [bucket for bucket in self._buckets
                     if self._reducers[bucket.plan.tensors[0].name] is one]

@@ -1,6 +1,6 @@
 """Trains a NumPy model across ranks: parameters in, averaged gradients out."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from numpy.typing import NDArray
@@ -12,9 +12,10 @@ from .gradients import Gradients, refuse_different
 from .memory.arrays import COMPLEX, FLOATING, dtype_name, flat
 from .precision import LossScaler, MasterWeights
 from .reducers.choice import Wish
+from .resilience import Checkpoints
 from .statistics import Statistics
 
-__all__ = ["DataParallel", "LossScaler", "MasterWeights"]
+__all__ = ["Checkpoints", "DataParallel", "LossScaler", "MasterWeights"]
 
 
 class DataParallel:
@@ -47,6 +48,7 @@ class DataParallel:
             names or patterns to several; a plain mean by default.
         deterministic: Keep the first order of gradients, so that two runs have equal
             bits even if gradients became ready in different orders.
+        order: What `order` was when a checkpoint was saved, to go on from it bit by bit.
 
     Attributes:
         comm: The ranks.
@@ -62,7 +64,7 @@ class DataParallel:
 
     def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
                  bucket_bytes: int = 25 << 20, reducer: Wish = None,
-                 deterministic: bool = False) -> None:
+                 deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         if not isinstance(comm, Communicator):
             raise ConfigError(
                 f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
@@ -76,7 +78,7 @@ class DataParallel:
             comm.broadcast(array, root=0)
         self._gradients = Gradients(
             tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-            deterministic=deterministic)
+            deterministic=deterministic, order=order)
         self.comm, self.params = comm, dict(params)
         self.grads = self._gradients.views
 
@@ -111,6 +113,11 @@ class DataParallel:
     def steps(self) -> int:
         """How many steps are complete."""
         return self._gradients.steps
+
+    @property
+    def order(self) -> list[str] | None:
+        """The names in the order in which gradients are fused; None in the first step."""
+        return self._gradients.order
 
     @property
     def statistics(self) -> Statistics:

@@ -28,7 +28,8 @@ TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", 
 _HOLDER = """
 set -e
 mount -t tmpfs none /run
-mkdir /run/netns /run/munge
+mkdir /run/netns /run/munge /run/cgroup
+mount --rbind /sys/fs/cgroup /run/cgroup
 mount --bind "$1/hosts" /etc/hosts
 hostname head
 ip link set lo up
@@ -47,6 +48,15 @@ echo ready
 cat
 # More than one last command, so that the shell stays, and reaps whom daemons leave behind.
 exit
+"""
+
+# /sys shows the network devices of the namespace that it was mounted in, and UCX reads it.
+_NODE = """
+set -e
+hostname "$0"
+mount -t sysfs none /sys
+mount --rbind /run/cgroup /sys/fs/cgroup
+exec slurmd -N "$0"
 """
 
 _HOSTS = "127.0.0.1 localhost\n10.78.0.254 head\n" + "".join(
@@ -109,12 +119,13 @@ class Slurm:
 
     def environment(self, **variables):
         """Return the variables of a user: our own, without any that Slurm gave to us."""
-        mine = {name: value for name, value in environment(**variables).items()
+        mine = {name: value for name, value in environment().items()
                 if not name.startswith(("SLURM", "SBATCH"))}
         # UCX finds that all nodes share one memory, and Open MPI then waits for ever. srun does
         # not tell it that ranks outnumber the cores, so that it would spin.
         openmpi = {"UCX_TLS": "tcp,self", "OMPI_MCA_mpi_yield_when_idle": "1"}
-        return {**openmpi, **mine, "SLURM_CONF": str(self.folder / "slurm.conf")}
+        ours = {"SLURM_CONF": str(self.folder / "slurm.conf")}
+        return {**openmpi, **mine, **ours, **variables}
 
     def run(self, *words, timeout_s=60, **variables):
         """Run a command on the login node to its end; its stderr joins its stdout."""
@@ -141,8 +152,8 @@ class Slurm:
         """Start a node's daemon."""
         for name in ("spool", "tmp"):
             (self.folder / f"{name}-{node}").mkdir(exist_ok=True)
-        self.must("nsenter", f"--net=/run/netns/{node}", "unshare", "--uts", "sh", "-c",
-                  f"hostname {node} && exec slurmd -N {node}")
+        self.must("nsenter", f"--net=/run/netns/{node}", "unshare", "--uts", "--mount",
+                  "sh", "-c", _NODE, node)
 
     def kill_node(self, node):
         """Kill a node's daemon, as a crash would; what it has started lives on."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from ..config import launched_size
 from ..errors import MpiringError
+from ..progress import Progress
 from . import jobs, results, table
 from .inputs import WrongAnswerError
-from .progress import Progress
 from .results import Environment, Measurement, Row
 from .table import Column
 from .world import World

@@ -1,6 +1,7 @@
 """Joins PyTorch: a module wrapper, and a back end of torch.distributed that importing registers."""
 
 from . import process_group, rendezvous
+from .checkpoints import Checkpoints, random_state, set_random_state
 from .data_parallel import DataParallel
 from .process_group import ProcessGroup
 from .rendezvous import export_environment
@@ -11,5 +12,6 @@ from .threads import share_cores
 process_group.register()
 rendezvous.register()
 
-__all__ = ["DataParallel", "DistributedSampler", "ProcessGroup", "broadcast_optimizer_state",
-           "broadcast_parameters", "export_environment", "share_cores"]
+__all__ = ["Checkpoints", "DataParallel", "DistributedSampler", "ProcessGroup",
+           "broadcast_optimizer_state", "broadcast_parameters", "export_environment",
+           "random_state", "set_random_state", "share_cores"]

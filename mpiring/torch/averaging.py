@@ -28,7 +28,7 @@ class Averaging:
         parameters: By name, in the same order on every rank.
         sparse: Those of them whose gradients are sparse.
         comm: The ranks to average over.
-        bucket_bytes, reducer, deterministic: As for `Gradients`.
+        bucket_bytes, reducer, deterministic, order: As for `Gradients`.
         find_unused: Contribute zeros for parameters that a backward pass did not reach.
         deferred: Leave it to `wait` that gradients arrive.
 
@@ -41,7 +41,8 @@ class Averaging:
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, *, bucket_bytes: int, reducer: Wish,
-                 deterministic: bool, find_unused: bool, deferred: bool) -> None:
+                 deterministic: bool, order: Sequence[str] | None, find_unused: bool,
+                 deferred: bool) -> None:
         self.active = True
         self.weight = 1.0
         self._parameters = dict(parameters)
@@ -60,7 +61,7 @@ class Averaging:
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self._dense.items()]
         self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                    deterministic=deterministic, moved=self._move)
+                                    deterministic=deterministic, order=order, moved=self._move)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm)
         self._views: dict[str, torch.Tensor] = {}
@@ -76,6 +77,11 @@ class Averaging:
     def statistics(self) -> Any:
         """What communication cost in the last complete step."""
         return self._gradients.statistics
+
+    @property
+    def order(self) -> list[str] | None:
+        """The names in the order in which gradients are fused; None while that may change."""
+        return self._gradients.order
 
     @property
     def finite(self) -> bool:

@@ -3,7 +3,7 @@
 import functools
 import itertools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -51,6 +51,7 @@ class DataParallel(nn.Module):
             optimizer of theirs, instead of at the end of backward. Until then `p.grad` reads
             as NaN and cannot be written: call `synchronize()` before clipping, and before
             GradScaler's `unscale_` or `step`.
+        order: What `order` was when a checkpoint was saved, to go on from it bit by bit.
 
     Attributes:
         module: The module.
@@ -65,7 +66,7 @@ class DataParallel(nn.Module):
     def __init__(self, module: nn.Module, comm: Communicator, *, bucket_bytes: int = 25 << 20,
                  reducer: Wish = None, find_unused_parameters: bool = False,
                  broadcast_buffers: bool = True, deterministic: bool = False,
-                 defer_wait: bool = False) -> None:
+                 defer_wait: bool = False, order: Sequence[str] | None = None) -> None:
         super().__init__()
         _refuse(module, comm)
         self.module = module
@@ -73,7 +74,7 @@ class DataParallel(nn.Module):
         self._broadcasts_buffers = broadcast_buffers
         self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes, "reducer": reducer, "deterministic": deterministic,
-            "find_unused": find_unused_parameters, "deferred": defer_wait}
+            "order": order, "find_unused": find_unused_parameters, "deferred": defer_wait}
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype]] | None = None
         self._syncs = True
@@ -162,6 +163,11 @@ class DataParallel(nn.Module):
         return Statistics() if self._averaging is None else self._averaging.statistics
 
     @property
+    def order(self) -> list[str] | None:
+        """The names in the order in which gradients are fused; None in the first step."""
+        return None if self._averaging is None else self._averaging.order
+
+    @property
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite; the same on all ranks.
 
@@ -197,6 +203,8 @@ class DataParallel(nn.Module):
         if parameters:
             self._averaging = Averaging(
                 parameters, sparse_parameters(self.module), self._comm, **self._options)
+            # Of the parameters that are trained first, not of those after freezing some.
+            self._options["order"] = None
         self._trained = trained
 
     # What users of the bare module find on it

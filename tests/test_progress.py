@@ -11,7 +11,7 @@ import termios
 from launching import environment, needed
 
 PROGRAM = """
-from mpiring.bench.progress import Progress
+from mpiring.progress import Progress
 progress = Progress("bench it", 2)
 progress.step()
 progress.say("a line")

@@ -1,0 +1,127 @@
+"""Shows how far a program is: with tqdm on a terminal, else in lines; and keeps its metrics."""
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+
+class Progress:
+    """A bar on standard error, above which lines can be printed, and a file of metrics.
+
+        with Progress("training", steps, shown=comm.rank == 0, metrics="metrics.jsonl") as progress:
+            ...
+                progress.step()
+                progress.record(step, loss=loss)
+
+    Where standard error is no terminal, or tqdm is not installed, a line tells now and then
+    instead.
+
+    Args:
+        text: What is going on.
+        total: How many steps it has.
+        shown: False on ranks that have nothing to show, and record nothing.
+        done: How many steps are complete already, in a run that goes on.
+        metrics: A file to which `record` appends lines of JSON; None keeps none. What it has of
+            steps after `done` is deleted: these steps are done again.
+        lines_every_s: Seconds between lines.
+    """
+
+    def __init__(self, text: str, total: int, *, shown: bool = True, done: int = 0,
+                 metrics: str | os.PathLike[str] | None = None,
+                 lines_every_s: float = 30.0) -> None:
+        self._text, self._total, self._shown = text, total, shown
+        self._first = self._done = done
+        self._every_s = lines_every_s
+        self._began = self._told = time.monotonic()
+        self._bar: Any = None
+        self._metrics: Any = None
+        if shown and metrics is not None:
+            path = Path(metrics)
+            _forget(path, done)
+            self._metrics = open(path, "a", encoding="utf-8")
+        if shown and sys.stderr is not None and sys.stderr.isatty():
+            with contextlib.suppress(ImportError):
+                from tqdm import tqdm
+                self._bar = tqdm(total=total, desc=text, initial=done, leave=False)
+
+    def say(self, line: str) -> None:
+        """Print a line on standard output."""
+        if self._bar is not None:
+            self._bar.write(line, file=sys.stdout)
+            sys.stdout.flush()
+        elif self._shown:
+            print(line, flush=True)
+
+    def step(self) -> None:
+        """Count a step."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif self._shown and time.monotonic() - self._told >= self._every_s:
+            self._told = time.monotonic()
+            rate = (self._done - self._first) / max(1e-9, self._told - self._began)
+            left_s = (self._total - self._done) / rate
+            # One write (print makes two), so that the launcher does not mix ranks' lines.
+            sys.stderr.write(f"{self._text}: {self._done} of {self._total}, {rate:.3g} per s, "
+                             f"{left_s:,.0f} s left\n")
+            sys.stderr.flush()
+
+    def record(self, step: int, **values: Any) -> None:
+        """Append a line to the metrics: the step, the time, and these values.
+
+        Args:
+            step: Of the training.
+            values: Numbers, also of NumPy or PyTorch, and texts; what is not finite becomes null.
+        """
+        if self._metrics is not None:
+            line = {"step": step, "time": round(time.time(), 3),
+                    **{name: _plain(value) for name, value in values.items()}}
+            # A whole line at once: who reads along, or kills this process, sees no half.
+            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+            self._metrics.flush()
+
+    def close(self) -> None:
+        """Take the bar away, and close the metrics."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def __enter__(self) -> "Progress":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it."""
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _forget(path: Path, done: int) -> None:
+    """Delete lines of later steps from a file of metrics, and a line that was cut off."""
+    if not path.exists():
+        return
+    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _is_of_steps_up_to(done, line)]
+    if len(kept) < len(lines):
+        new = path.with_name(f"{path.name}.new")
+        new.write_text("".join(kept), "utf-8")
+        os.replace(new, path)
+
+
+def _is_of_steps_up_to(done: int, line: str) -> bool:
+    try:
+        return line.endswith("\n") and json.loads(line)["step"] <= done
+    except (ValueError, KeyError, TypeError):
+        return False

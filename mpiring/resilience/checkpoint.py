@@ -1,0 +1,256 @@
+"""Saves the state of a training while it goes on, and gives back the newest that is whole."""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar
+
+from ..communicator import Communicator
+from ..config import whole_number
+from ..errors import CheckpointError, ConfigError
+from .background import in_background
+from .folder import WRITING, Lock, remove
+from .part import Copy
+from .publisher import Publisher, leave_note, written_name
+from .reader import Reader, Saved
+from .sharing import open_folder, where
+from .tree import Arrays, Kind, Outline, Scalars, outline
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint that is being written.
+
+    Attributes:
+        step: Of the training.
+        folder: Where its files appear.
+        files: Done when this rank's are there.
+        publisher, published: On rank 0; done when all ranks' are, and the pointer points there.
+    """
+
+    step: int
+    folder: Path
+    files: "Future[None]"
+    publisher: Publisher | None = None
+    published: "Future[None] | None" = None
+
+
+class Checkpoints:
+    """Checkpoints of a training in a folder, written in the background.
+
+        with Checkpoints("run1", comm, keep=3) as checkpoints:
+            saved = checkpoints.load()                    # None where there is none
+            ...
+                checkpoints.save(step, replicated={"params": params}, own={"random": ...})
+
+    `save` copies the state in memory and returns; a thread writes it. A checkpoint counts once all
+    ranks' files are whole and on the disk. What it holds is compared with hashes when it is read: a
+    damaged one is refused, with the reason, and the one before is taken.
+
+    State is a nest of dicts, lists and tuples of arrays, numbers, texts, True, False, None. Nothing
+    is pickled. Files are in the format of safetensors, with a manifest in JSON.
+
+    Args:
+        folder: On a file system that all ranks share; made where it is missing. None keeps no
+            checkpoints: `load` finds none, and `save` does nothing.
+        comm: The ranks.
+        keep: How many of the newest stay, from 1.
+        seed: Of the training; a checkpoint of another seed is refused.
+
+    Attributes:
+        save_s: Seconds from a call of `save` until its checkpoint was complete, as far as this
+            rank knows; 0 before the first.
+
+    Raises:
+        CheckpointError: Another job writes into the folder, or not all ranks can.
+        ConfigError: The ranks' arguments differ, or cannot work.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    kinds: ClassVar[Sequence[Kind]] = (Arrays(), Scalars())
+
+    def __init__(self, folder: str | os.PathLike[str] | None, comm: Communicator, *, keep: int = 3,
+                 seed: int | None = None) -> None:
+        self._comm, self._keep, self._seed = comm, whole_number("keep", keep, 1), seed
+        self._copies = {name: Copy() for name in (written_name(None), written_name(comm.rank))}
+        self._refused: set[str] = set()
+        self._writing: _Writing | None = None
+        self._count = 0
+        self.save_s = 0.0
+        mine = (None if folder is None else os.fspath(folder), keep, seed)
+        for rank, theirs in enumerate(comm.allgather_object(mine)):
+            if theirs != mine:
+                raise ConfigError(f"rank {comm.rank}: (folder, keep, seed) is {mine}, but rank "
+                                  f"{rank} has {theirs}; give every rank the same")
+        self._folder = None if folder is None else Path(folder)
+        self._lock: Lock | None = None
+        if self._folder is not None:
+            self._token, self._lock = open_folder(self._folder, comm)
+
+    def save(self, step: int, *, replicated: Any = None, own: Any = None) -> None:
+        """Copy the state, and begin to write it; return while it is being written.
+
+        Waits for the checkpoint before, if that is not written yet.
+
+        Args:
+            step: Of the training; from 0.
+            replicated: What all ranks have alike; only rank 0's is written.
+            own: What each rank has for itself, such as reducers' residuals and the state of random
+                numbers; None where there is nothing.
+
+        Raises:
+            ConfigError: The state holds what cannot be saved; names the place. On all ranks.
+            CheckpointError: The checkpoint before could not be written; says why. On all ranks.
+
+        Collective: yes. Blocking: until the state is copied.
+        """
+        if self._folder is None:
+            return
+        began = time.monotonic()
+        found, ranks = self._outlined(step, replicated, own)
+        self.wait()
+        for name, one in found.items():
+            self._copies[name].take(one)
+        self._count += 1
+        written = self._folder / f"{WRITING}{self._token}-{self._count}"
+        files = in_background(lambda: self._write(written, list(found), began))
+        if self._comm.rank:
+            self._writing = _Writing(step, written, files)
+            return
+        publisher = Publisher(
+            self._folder, written, [written_name(None), *map(written_name, ranks)],
+            self._comm.config.stall_timeout_s)
+        published = in_background(lambda: self._publish(publisher, files, step, began))
+        self._writing = _Writing(step, written, files, publisher, published)
+
+    def _outlined(self, step: int, replicated: Any, own: Any) -> tuple[
+            dict[str, Outline], list[int]]:
+        """Return what this rank is to write, and which ranks write something of their own.
+
+        Raises:
+            ConfigError: A rank cannot; on all ranks.
+        """
+        found, problem = {}, ""
+        try:
+            whole_number("step", step, 0)
+            found[written_name(None)] = outline(replicated, self.kinds, "replicated")
+            if own is not None:
+                found[written_name(self._comm.rank)] = outline(own, self.kinds, "own")
+        except ConfigError as exc:
+            problem = f"{where(self._comm)}: {exc}"
+        everybodys = self._comm.allgather_object((problem, step, own is not None))
+        for rank, (theirs, its_step, _) in enumerate(everybodys):
+            if theirs or its_step != everybodys[0][1]:
+                raise ConfigError(theirs or f"rank {rank} saves step {its_step}, but rank 0 saves "
+                                            f"step {everybodys[0][1]}")
+        if self._comm.rank:
+            del found[written_name(None)]
+        return found, [rank for rank, (_, _, has_own) in enumerate(everybodys) if has_own]
+
+    def _write(self, written: Path, names: Sequence[str], began: float) -> None:
+        """Write this rank's files; in the background."""
+        try:
+            written.mkdir(exist_ok=True)
+            for name in names:
+                self._copies[name].write(written, name)
+        except OSError as exc:
+            problem = f"{where(self._comm)}: {exc}"
+            leave_note(written, self._comm.rank, problem)
+            raise CheckpointError(problem) from exc
+        self.save_s = time.monotonic() - began
+
+    def _publish(self, publisher: Publisher, files: "Future[None]", step: int,
+                 began: float) -> None:
+        """Make the files of all ranks a checkpoint; in the background of rank 0."""
+        files.result()
+        facts = {"step": step, "size": self._comm.size, "seed": self._seed}
+        try:
+            publisher.publish(facts, self._keep, self._refused)
+        except OSError as exc:
+            raise CheckpointError(f"{where(self._comm)}: {exc}") from exc
+        self.save_s = time.monotonic() - began
+
+    def wait(self) -> None:
+        """Return when what `save` has begun is written.
+
+        Raises:
+            CheckpointError: It could not be; says why. On all ranks. The checkpoints before are
+                untouched, and another `save` may follow.
+
+        Collective: yes. Blocking: yes.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        problems = self._comm.allgather_object(_problem_of(writing.files))
+        problem = next(filter(None, problems), "")
+        if writing.publisher is not None:
+            if problem:
+                writing.publisher.give_up()
+            problem = problem or _problem_of(writing.published)
+        problem = self._comm.broadcast_object(problem, root=0)
+        if problem:
+            if writing.publisher is not None:
+                _problem_of(writing.published)
+                remove(writing.folder)
+            raise CheckpointError(f"the checkpoint of step {writing.step} was not written: "
+                                  f"{problem}. Those before are untouched")
+
+    def load(self) -> Saved | None:
+        """Return the newest checkpoint that is whole; the same one on all ranks.
+
+        Returns:
+            None where the folder holds none. `own` is None, with the reason logged, where the
+            number of ranks was another.
+
+        Raises:
+            CheckpointError: There are some, but none can be used; says why.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._folder is None:
+            return None
+        self.wait()
+        return Reader(self._folder, self._comm, self.kinds, self._seed, self._refused).newest()
+
+    def close(self) -> None:
+        """Wait for what is being written, and let other jobs use the folder.
+
+        Raises: as `wait`.
+
+        Collective: yes. Blocking: yes.
+        """
+        try:
+            self.wait()
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._writing is not None and self._writing.publisher is not None:
+            self._writing.publisher.give_up()
+        if self._lock is not None:
+            self._lock.release()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        # After an exception the other ranks do not close.
+        if error is None:
+            self.close()
+        else:
+            self._let_go()
+
+
+def _problem_of(future: "Future[None] | None") -> str:
+    """Wait for a thread; return what went wrong in it, or ""."""
+    error = None if future is None else future.exception()
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,217 @@
+"""Knows what lies where in a folder of checkpoints, which one is the newest, and who writes."""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .part import sync_folder
+
+_log = logging.getLogger("mpiring")
+
+FORMAT = "mpiring checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+POINTER = "latest"
+_LOCK = "lock"
+# A checkpoint: its number in this folder, which grows, and its step.
+_NAME = re.compile(r"(\d{6,})-step-\d+")
+# How long a node may take to see what another has done, as over NFS.
+PATIENCE_S = 5.0
+PAUSE_S = 0.1
+# What nobody will finish, what was being deleted, and what shows that ranks share the folder.
+WRITING, DELETING, MARK = ".writing-", ".deleting-", ".mark-"
+
+
+def complete(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder, the newest first."""
+    names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
+    return sorted(names, key=_number, reverse=True)
+
+
+def _number(name: str) -> int:
+    return int(name.partition("-")[0])
+
+
+def candidates(folder: Path) -> tuple[list[str], str]:
+    """Return the checkpoints that a job may go on from, the newest first.
+
+    Returns:
+        Names; and what is wrong with the pointer, or "". What is newer than the pointer says was
+        not finished when its job ended.
+    """
+    names = complete(folder)
+    try:
+        latest = (folder / POINTER).read_text("ascii").strip()
+    except FileNotFoundError:
+        return names, f"there is no file {POINTER}" if names else ""
+    except (OSError, ValueError) as exc:
+        return names, f"{POINTER} cannot be read ({exc})"
+    if latest in names:
+        return names[names.index(latest):], ""
+    return names, f"{POINTER} names {latest!r:.80}, which is not there"
+
+
+def publish(folder: Path, written: Path, step: int, manifest: Mapping[str, Any]) -> str:
+    """Let a checkpoint, all of whose files are there, become the newest; return its name.
+
+    Args:
+        folder: Of checkpoints.
+        written: The folder in it that has the files; renamed.
+        step: Of the checkpoint.
+        manifest: What is to be known of it.
+
+    Raises:
+        OSError: It is not published, and the one before is still the newest.
+    """
+    _write_synced(written / MANIFEST, _sealed(manifest))
+    sync_folder(written)
+    name = f"{max(map(_number, complete(folder)), default=0) + 1:06d}-step-{step}"
+    os.rename(written, folder / name)
+    sync_folder(folder)
+    _write_synced(folder / f".{POINTER}", f"{name}\n")
+    os.rename(folder / f".{POINTER}", folder / POINTER)
+    sync_folder(folder)
+    return name
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sealed(manifest: Mapping[str, Any]) -> str:
+    """Return JSON of a manifest, with a hash of itself."""
+    return json.dumps({**manifest, "sha256": _hash_of(manifest)}, indent=1) + "\n"
+
+
+def _hash_of(manifest: Mapping[str, Any]) -> str:
+    text = json.dumps({key: manifest[key] for key in sorted(manifest) if key != "sha256"})
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """Return the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: It is not what was written, or not mpiring's; says why.
+    """
+    try:
+        found = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{MANIFEST} is missing") from exc
+    except OSError as exc:
+        raise CheckpointError(f"{MANIFEST} cannot be read: {exc.strerror or exc}") from exc
+    except ValueError as exc:
+        raise CheckpointError(f"{MANIFEST} is torn: {exc}") from exc
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise CheckpointError(f"{MANIFEST} is not one of mpiring's")
+    if found.get("version") != VERSION:
+        raise CheckpointError(f"{MANIFEST} has version {found.get('version')!r}, but this mpiring "
+                              f"reads version {VERSION}")
+    if found.get("sha256") != _hash_of(found):
+        raise CheckpointError(f"{MANIFEST} does not have the content that was written")
+    return found
+
+
+def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
+    """Delete old checkpoints.
+
+    Args:
+        folder: Of checkpoints.
+        keep: How many of the newest stay.
+        refused: Those that cannot be used, which do not count.
+    """
+    names = complete(folder)
+    good = [name for name in names if name not in refused]
+    if len(good) > keep:
+        for name in names[names.index(good[keep - 1]) + 1:]:
+            remove(folder / name)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, at once as far as its name goes; if that fails, say so."""
+    try:
+        doomed = path
+        if not path.name.startswith("."):
+            doomed = path.with_name(f"{DELETING}{path.name}")
+            os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    except NotADirectoryError:
+        path.unlink(missing_ok=True)
+    except FileNotFoundError:
+        pass
+    except OSError as exc:
+        _log.warning("%s cannot be deleted: %s", path, exc.strerror or exc)
+
+
+def sweep(folder: Path) -> None:
+    """Delete what jobs that are gone have left unfinished."""
+    for entry in list(folder.iterdir()):
+        if entry.name.startswith((WRITING, DELETING, MARK)):
+            remove(entry)
+
+
+class Lock:
+    """Keeps other jobs from writing into a folder, for as long as this process lives.
+
+    Args:
+        folder: Of checkpoints.
+
+    Attributes:
+        held: Whether the file system has locks.
+
+    Raises:
+        CheckpointError: Another job writes there, and goes on to; says which.
+        OSError: The folder cannot be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._file = open(folder / _LOCK, "a+", encoding="utf-8")
+        self._close = weakref.finalize(self, self._file.close)
+        self.held = True
+        try:
+            self._take()
+        except BlockingIOError as exc:
+            self._file.seek(0)
+            holder = self._file.read().strip() or "an unknown process"
+            self.release()
+            raise CheckpointError(
+                f"{folder} is in use: {holder} writes its checkpoints there; give each job a "
+                f"folder of its own, or, if that one is gone, delete {folder / _LOCK}") from exc
+        except OSError as exc:
+            self.held = False
+            _log.warning(
+                "%s is on a file system without locks (%s): see to it that no second job writes "
+                "its checkpoints there", folder, exc.strerror or exc)
+            return
+        self._file.truncate(0)
+        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._file.flush()
+
+    def _take(self) -> None:
+        """Lock the file; a job that was just ended may hold it for a moment."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise
+            time.sleep(PAUSE_S)
+
+    def release(self) -> None:
+        """Let others write."""
+        self._close()

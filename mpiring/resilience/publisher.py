@@ -1,0 +1,107 @@
+"""Waits on rank 0, beside the training, for the files of all ranks, and makes them a checkpoint."""
+
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from . import folder as places
+from .part import SUFFIX, name_of
+
+# Pauses between two looks, each half as long again as the one before.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
+_NOTE = ".failed"
+
+
+def written_name(rank: int | None) -> str:
+    """Return what a rank's file is called, but for its hash; None for what is replicated."""
+    return "replicated" if rank is None else f"rank-{rank:05d}"
+
+
+def leave_note(written: Path, rank: int, problem: str) -> None:
+    """Tell rank 0, which would wait for this rank's file, that it will not come."""
+    try:
+        (written / f"{written_name(rank)}{_NOTE}").write_text(problem)
+    except OSError:
+        # Rank 0 hears of it when the ranks meet next, at the latest.
+        return
+
+
+class Publisher:
+    """Makes one checkpoint out of the files of all ranks.
+
+    Files tell by their names that they are whole. No message is needed, so that nothing waits
+    until the ranks meet again, and no thread but the training's calls MPI.
+
+    Args:
+        folder: Of checkpoints.
+        written: The folder in it where the files appear.
+        names: What they are called, but for their hashes.
+        timeout_s: Give up when so long none has appeared; 0 waits for ever.
+    """
+
+    def __init__(self, folder: Path, written: Path, names: Collection[str],
+                 timeout_s: float) -> None:
+        self._folder, self._written, self._names = folder, written, set(names)
+        self._timeout_s = timeout_s
+        self._gave_up = threading.Event()
+
+    def give_up(self) -> None:
+        """Let `publish` raise, if it still waits."""
+        self._gave_up.set()
+
+    def publish(self, facts: Mapping[str, Any], keep: int, refused: set[str]) -> str:
+        """Wait for the files, write the manifest, and let the pointer point here; then thin out.
+
+        Args:
+            facts: What the manifest tells besides; `step` among them.
+            keep, refused: As for `thin_out`.
+
+        Returns:
+            The name of the checkpoint.
+
+        Raises:
+            CheckpointError: A rank has failed, or not come.
+            OSError: The folder cannot be written to.
+        """
+        files = self._arrived()
+        manifest = {
+            "format": places.FORMAT, "version": places.VERSION, **facts,
+            "written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "versions": _versions(),
+            "files": {name: (self._written / name).stat().st_size for name in sorted(files)}}
+        name = places.publish(self._folder, self._written, facts["step"], manifest)
+        places.thin_out(self._folder, keep, refused)
+        return name
+
+    def _arrived(self) -> list[str]:
+        """Return the files' names when all are there."""
+        pause_s, seen, moved_s = _FIRST_PAUSE_S, 0, time.monotonic()
+        while True:
+            names = [path.name for path in self._written.iterdir()]
+            for name in names:
+                if name.endswith(_NOTE):
+                    raise CheckpointError((self._written / name).read_text())
+            files = [name for name in names if name.endswith(SUFFIX)]
+            missing = self._names.difference(map(name_of, files))
+            if not missing:
+                return files
+            if len(files) > seen:
+                pause_s, seen, moved_s = _FIRST_PAUSE_S, len(files), time.monotonic()
+            if self._timeout_s and time.monotonic() - moved_s > self._timeout_s:
+                raise CheckpointError(f"no file of {', '.join(sorted(missing)[:5])} appeared in "
+                                      f"{self._written} within {self._timeout_s:g} s")
+            if self._gave_up.wait(pause_s):
+                raise CheckpointError("it was given up")
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what can change a training's bits."""
+    found = {"python": sys.version.split()[0]}
+    for name in ("mpiring", "mpi4py", "numpy", "torch"):
+        if name in sys.modules:
+            found[name] = str(sys.modules[name].__version__)
+    return found

@@ -1,0 +1,74 @@
+"""Lets checkpoints hold PyTorch's tensors, and keeps the state of its random numbers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from .. import resilience
+from ..errors import ConfigError
+from ..resilience.tree import Bytes
+
+
+class Tensors:
+    """PyTorch's dense tensors, of any device; read on the CPU."""
+
+    name = "tensor"
+
+    def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype and shape of a tensor; None if it is none."""
+        if not isinstance(x, torch.Tensor):
+            return None
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
+            raise ConfigError(f"a {type(x).__qualname__} of layout {x.layout} cannot be saved; "
+                              f"save a dense torch.Tensor")
+        if x.device.type == "meta" or x.is_quantized:
+            raise ConfigError("a tensor without elements of its own (meta, or quantized) cannot "
+                              "be saved")
+        return str(x.dtype).removeprefix("torch."), tuple(x.shape)
+
+    def copy(self, x: Any, out: Bytes) -> None:
+        """Copy the elements of `x`, in C order, to `out`."""
+        if out.size:
+            torch.from_numpy(out).view(x.dtype).view(x.shape).copy_(x.detach())
+
+    def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
+        """Return a tensor of these elements."""
+        if not data.size:
+            return torch.empty(shape, dtype=getattr(torch, dtype))
+        return torch.from_numpy(data).view(getattr(torch, dtype)).view(shape)
+
+
+class Checkpoints(resilience.Checkpoints):
+    """Checkpoints whose state may also hold tensors.
+
+    See `mpiring.resilience.Checkpoints`. `state_dict()` of modules, optimizers, schedulers and
+    GradScaler fit as they are.
+    """
+
+    kinds = (Tensors(), *resilience.Checkpoints.kinds)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of Python's, NumPy's and PyTorch's random numbers, for a checkpoint.
+
+    Each rank has its own.
+
+    Collective: no.
+    """
+    state = resilience.random_state()
+    state["torch"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go on with the random numbers that followed when `random_state` was called.
+
+    Collective: no.
+    """
+    resilience.set_random_state(state)
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,412 @@
+"""Tests that the newest whole checkpoint is taken, by all ranks, whatever became of the others."""
+
+import json
+import logging
+import os
+import random
+import re
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from launching import environment
+from threads import on_ranks, state
+
+from mpiring.errors import CheckpointError, ConfigError
+from mpiring.numpy import Checkpoints
+from mpiring.resilience import folder as places
+from mpiring.resilience import part, publisher
+from mpiring.resilience.sharing import open_folder
+
+
+def save(folder, steps, size=2, **options):
+    """Save some steps, one after the other."""
+    def run(comm):
+        with Checkpoints(folder, comm, **options) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, replicated=state(step), own=state(step, comm.rank))
+    on_ranks(size, run)
+
+
+def load(folder, size=2, **options):
+    """Return what each rank loads, after a look at its content."""
+    def run(comm):
+        with Checkpoints(folder, comm, **options) as checkpoints:
+            saved = checkpoints.load()
+        if saved is not None:
+            assert np.array_equal(saved.replicated["x"], state(saved.step)["x"])
+            if saved.own is not None:
+                assert saved.own["rank"] == comm.rank
+                assert np.array_equal(saved.own["x"], state(saved.step, comm.rank)["x"])
+        return saved
+    return on_ranks(size, run)
+
+
+def names(folder):
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_ranks_go_on_from_the_newest(tmp_path, size, caplog):
+    assert load(tmp_path / "run", size) == [None] * size
+    save(tmp_path / "run", [5, 10, 10, 15], size, keep=3, seed=7)
+    for saved in load(tmp_path / "run", size, seed=7):
+        assert (saved.step, saved.size, saved.own is None) == (15, size, False)
+    assert names(tmp_path / "run") == [
+        "000002-step-10", "000003-step-10", "000004-step-15", "latest", "lock"]
+    manifest = json.loads((tmp_path / "run" / "000004-step-15" / "manifest.json").read_text())
+    assert (manifest["step"], manifest["size"], manifest["seed"]) == (15, size, 7)
+    assert len(manifest["files"]) == size + 1 and "numpy" in manifest["versions"]
+    assert not caplog.records
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path):
+    def run(comm):
+        with Checkpoints(None, comm) as checkpoints:
+            checkpoints.save(1, replicated={"x": {1}})
+            checkpoints.wait()
+            return checkpoints.load()
+    assert on_ranks(2, run) == [None, None]
+
+
+def test_another_number_of_ranks_gets_what_is_replicated(tmp_path, caplog):
+    save(tmp_path, [5], size=2)
+    for saved in load(tmp_path, size=3):
+        assert (saved.step, saved.size, saved.own) == (5, 2, None)
+    (record,) = caplog.records
+    assert "what each of 2 ranks had for itself" in record.message and "to 3" in record.message
+
+
+def test_ranks_without_anything_of_their_own(tmp_path):
+    def run(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            own = {"rank": comm.rank} if comm.rank == 1 else None
+            checkpoints.save(1, replicated=None, own=own)
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            saved = checkpoints.load()
+            return saved.replicated, saved.own
+    assert on_ranks(3, run) == [(None, None), (None, {"rank": 1}), (None, None)]
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def foreign(path):
+    path.write_text('{"format": "pt"}')
+
+
+def newer(path):
+    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+
+
+def retold(path):
+    path.write_text(path.read_text().replace('"step": 10', '"step": 11'))
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("pattern, harm, reason", [
+    ("replicated.*", flip, "rank 0: replicated.* does not have the content that was written"),
+    ("replicated.*", cut, "rank 0: replicated.* bytes instead of"),
+    ("rank-00001.*", flip, "rank 1: rank-00001.* does not have the content"),
+    ("rank-00001.*", cut, "rank 1: rank-00001.* bytes instead of"),
+    ("rank-00001.*", Path.unlink, "rank 1: rank-00001.* is missing"),
+    ("rank-00000.*", as_folder, "rank 0: rank-00000.* cannot be read"),
+    ("manifest.json", Path.unlink, "manifest.json is missing"),
+    ("manifest.json", cut, "manifest.json is torn"),
+    ("manifest.json", foreign, "manifest.json is not one of mpiring's"),
+    ("manifest.json", newer, "version 2, but this mpiring reads version 1"),
+    ("manifest.json", retold, "manifest.json does not have the content"),
+])
+def test_what_is_damaged_is_refused_and_the_one_before_taken(
+        tmp_path, caplog, pattern, harm, reason):
+    save(tmp_path, [5, 10])
+    (path,) = (tmp_path / "000002-step-10").glob(pattern)
+    harm(path)
+    assert [saved.step for saved in load(tmp_path)] == [5, 5]
+    (record,) = caplog.records      # once, on rank 0
+    assert "checkpoint 000002-step-10 is refused: " in record.message
+    assert record.levelno == logging.WARNING
+    assert re.search(reason, record.message)
+
+
+def test_where_none_can_be_used_nothing_begins_anew(tmp_path):
+    save(tmp_path, [5, 10])
+    for path in tmp_path.glob("*/rank-00001.*"):
+        cut(path)
+    with pytest.raises(CheckpointError, match="no checkpoint in .* can be used: checkpoint 000002"
+                       ".*rank 1: .*; checkpoint 000001.*To begin anew, give another folder"):
+        load(tmp_path)
+    assert len(list(tmp_path.glob("*-step-*"))) == 2
+
+
+def test_another_seed_is_another_training(tmp_path):
+    save(tmp_path, [5], seed=1)
+    with pytest.raises(CheckpointError, match="it is of seed 1, not 2"):
+        load(tmp_path, seed=2)
+    assert load(tmp_path)[0].step == 5
+
+
+def test_what_is_refused_does_not_count_among_those_that_are_kept(tmp_path):
+    save(tmp_path, [5, 10])
+    cut(tmp_path / "000002-step-10" / "manifest.json")
+
+    def run(comm):
+        with Checkpoints(tmp_path, comm, keep=2) as checkpoints:
+            assert checkpoints.load().step == 5
+            for step in (10, 15):
+                checkpoints.save(step, replicated=state(step), own=state(step, comm.rank))
+                checkpoints.wait()
+                found.append(names(tmp_path))
+    found = []
+    on_ranks(1, run)
+    assert found == [["000001-step-5", "000002-step-10", "000003-step-10", "latest", "lock"],
+                     ["000003-step-10", "000004-step-15", "latest", "lock"]]
+
+
+@pytest.mark.parametrize("content, told", [
+    (None, "there is no file latest"), ("", "latest names '', which is not there"),
+    ("000009-step-9", "latest names '000009-step-9', which is not there"),
+    ("\udcff", "latest cannot be read")])
+def test_without_a_pointer_the_newest_is_looked_for(tmp_path, caplog, content, told):
+    save(tmp_path, [5, 10])
+    if content is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text(content, errors="surrogateescape")
+    assert load(tmp_path)[0].step == 10
+    (record,) = caplog.records
+    assert told in record.message
+
+
+def test_what_is_newer_than_the_pointer_was_not_finished(tmp_path):
+    save(tmp_path, [5, 10])
+    (tmp_path / "latest").write_text("000001-step-5\n")
+    assert load(tmp_path)[0].step == 5
+    save(tmp_path, [15])
+    assert load(tmp_path)[0].step == 15
+    assert "000003-step-15" in names(tmp_path)
+
+
+def test_other_files_in_the_folder_are_left_alone(tmp_path):
+    others = ["000009-step-x", "12-step-3", "data.bin", "manifest.json"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / ".writing-abc-1").mkdir()
+    (tmp_path / ".deleting-000001-step-5").mkdir()
+    (tmp_path / ".mark-abc-1").touch()
+    save(tmp_path, [1, 2, 3], keep=1)
+    assert load(tmp_path)[0].step == 3
+    assert names(tmp_path) == sorted([*others, "000003-step-3", "latest", "lock"])
+
+
+def test_what_cannot_be_saved_is_told_on_all_ranks_and_the_next_one_can(tmp_path):
+    def run(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(1, replicated=state(1), own=state(1, comm.rank))
+            with pytest.raises(ConfigError, match=r"rank 1 on .*: own\['x'\] is a builtins.set"):
+                checkpoints.save(2, replicated=state(2), own={"x": {1} if comm.rank == 1 else 1})
+            with pytest.raises(ConfigError, match="rank 1 saves step 4, but rank 0 saves step 3"):
+                checkpoints.save(3 + comm.rank)
+            with pytest.raises(ConfigError, match="step=-1"):
+                checkpoints.save(-1)
+            checkpoints.save(5, replicated=state(5), own=state(5, comm.rank))
+    on_ranks(2, run)
+    assert names(tmp_path) == ["000001-step-1", "000002-step-5", "latest", "lock"]
+
+
+def test_arguments_that_differ_or_cannot_work(tmp_path):
+    with pytest.raises(ConfigError, match="keep=0: expected a whole number of at least 1"):
+        on_ranks(1, lambda comm: Checkpoints(tmp_path, comm, keep=0))
+    with pytest.raises(ConfigError, match=r"\(folder, keep, seed\) is .* but rank"):
+        on_ranks(2, lambda comm: Checkpoints(tmp_path, comm, seed=comm.rank))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="rank 0 on .*exists"):
+        on_ranks(2, lambda comm: Checkpoints(tmp_path / "file", comm))
+
+
+@pytest.fixture
+def limited():
+    """Let files of this process have 64 KiB at most: to write more fails as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_disk_that_is_full_for_one_rank_is_told_on_all(tmp_path, limited, culprit):
+    limited()
+
+    def run(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(1, replicated=state(1), own=state(1, comm.rank))
+            large = np.zeros(100_000 if comm.rank == culprit else 1)
+            checkpoints.save(2, replicated=state(2), own=large)
+            for call in (lambda: checkpoints.save(3), checkpoints.wait):
+                try:
+                    call()
+                    assert "save" not in repr(call)
+                except CheckpointError as error:
+                    told.append(str(error))
+            assert checkpoints.load().step == 1
+            checkpoints.save(4, replicated=state(4), own=state(4, comm.rank))
+        return names(tmp_path)
+    told = []
+    assert on_ranks(3, run)[0] == ["000001-step-1", "000002-step-4", "latest", "lock"]
+    assert len(set(told)) == 1 and len(told) == 3
+    assert f"step 2 was not written: rank {culprit} on " in told[0] and "File too large" in told[0]
+
+
+def test_an_error_shows_in_close_too(tmp_path, limited):
+    limited()
+
+    def run(comm):
+        checkpoints = Checkpoints(tmp_path, comm)
+        checkpoints.save(2, replicated=np.zeros(100_000))
+        with pytest.raises(CheckpointError, match="step 2 was not written: rank 0"):
+            checkpoints.close()
+        Checkpoints(tmp_path, comm).close()
+    on_ranks(2, run)
+    assert names(tmp_path) == ["lock"]
+
+
+def test_a_folder_that_disappears_is_told(tmp_path):
+    def run(comm):
+        checkpoints = Checkpoints(tmp_path / "run", comm)
+        comm.allgather_object(0)
+        if comm.rank == 0:
+            shutil.rmtree(tmp_path / "run")
+        comm.allgather_object(0)
+        checkpoints.save(1, replicated=state(1), own=state(1, comm.rank))
+        with pytest.raises(CheckpointError, match="No such file or directory"):
+            checkpoints.wait()
+        checkpoints.close()
+    on_ranks(2, run)
+
+
+def test_a_rank_whose_file_never_comes_is_not_waited_for_for_ever(tmp_path):
+    (tmp_path / "written").mkdir()
+    one = publisher.Publisher(tmp_path, tmp_path / "written", ["replicated", "rank-00001"], 0.05)
+    with pytest.raises(CheckpointError, match="no file of rank-00001, replicated appeared"):
+        one.publish({"step": 1}, 3, set())
+    one.give_up()
+    with pytest.raises(CheckpointError, match="given up|appeared"):
+        one.publish({"step": 1}, 3, set())
+
+
+def test_a_second_job_is_refused_while_the_first_one_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(places, "PATIENCE_S", 0.2)
+
+    def run(comm):
+        with Checkpoints(tmp_path, comm) as first:
+            first.save(1, replicated=state(1))
+            with pytest.raises(CheckpointError, match=rf"in use: process {os.getpid()} on .*"):
+                Checkpoints(tmp_path, comm)
+        Checkpoints(tmp_path, comm).close()
+    on_ranks(2, run)
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(38, "Function not implemented")
+    monkeypatch.setattr(places.fcntl, "flock", refuse)
+    (tmp_path / ".writing-other-1").mkdir()
+    save(tmp_path, [1])
+    (record,) = caplog.records
+    assert "without locks (Function not implemented)" in record.message
+    assert ".writing-other-1" in names(tmp_path), "it may be a living job's"
+
+
+def test_folders_that_are_not_shared_are_told_apart(tmp_path, monkeypatch):
+    monkeypatch.setattr("mpiring.resilience.sharing.PATIENCE_S", 0.2)
+
+    def run(comm):
+        # On rank 2's node, the same name leads elsewhere.
+        open_folder(tmp_path / f"node{comm.rank // 2}", comm)
+
+    (tmp_path / "node1").mkdir()
+    with pytest.raises(CheckpointError, match="rank 2 on .* has another folder .* than rank 0"
+                       ".*a file system that all nodes share"):
+        on_ranks(3, run)
+    (tmp_path / "node1").rmdir()
+    with pytest.raises(CheckpointError, match="rank 2 on .* cannot write into .*No such file"):
+        on_ranks(3, run)
+    assert names(tmp_path / "node0") == ["lock"], "no mark is left"
+
+
+SAVE_FOR_EVER = """
+import sys
+from pathlib import Path
+from threads import on_ranks, state
+from mpiring.numpy import Checkpoints
+
+def run(comm):
+    with Checkpoints(sys.argv[1], comm, keep=2) as checkpoints:
+        saved = checkpoints.load()
+        step = 0 if saved is None else saved.step
+        while True:
+            step += 1
+            checkpoints.save(step, replicated=state(step), own=state(step, comm.rank))
+            checkpoints.wait()
+            if comm.rank == 0:
+                print(step, flush=True)
+
+on_ranks(2, run)
+"""
+
+
+def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_was_complete(tmp_path):
+    here, dice, steps = Path(__file__).parent, random.Random(1), []
+    path = os.pathsep.join([str(here), str(here.parent), environment()["PYTHONPATH"]])
+    for _ in range(4):
+        job = subprocess.Popen(
+            [sys.executable, "-c", SAVE_FOR_EVER, tmp_path / "run"], stdout=subprocess.PIPE,
+            text=True, env=environment(PYTHONPATH=path))
+        first = job.stdout.readline()
+        time.sleep(dice.uniform(0, 0.1))
+        job.kill()
+        steps.append(int([first, *job.communicate()[0].split()][-1]))
+        assert [saved.step >= steps[-1] for saved in load(tmp_path / "run")] == [True, True]
+    assert steps == sorted(steps) and steps[-1] >= 4
+    assert len(list((tmp_path / "run").glob("*-step-*"))) <= 3
+    assert not [name for name in names(tmp_path / "run") if name.startswith(".writing")]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
+    """What is changed after `save` has returned is not in the checkpoint."""
+    original = part._write_all
+
+    def slowly(descriptor, data):
+        time.sleep(0.1)
+        original(descriptor, data)
+    monkeypatch.setattr(part, "_write_all", slowly)
+
+    def run(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            tree, own = state(1), state(1, comm.rank)
+            checkpoints.save(1, replicated=tree, own=own)
+            assert checkpoints.save_s == 0 and not list(tmp_path.glob("*-step-*"))
+            tree["x"][...] = own["x"][...] = -1
+            end = time.monotonic() + 20
+            while not (tmp_path / "latest").exists():
+                assert time.monotonic() < end, "nobody has to call anything"
+                time.sleep(0.01)
+            checkpoints.wait()
+            assert checkpoints.save_s > 0.1
+    on_ranks(2, run)
+    assert load(tmp_path)[0].step == 1
