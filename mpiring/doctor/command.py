@@ -51,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
     if found.get("size", 0) > 1:
         rank = found["ranks"][0].rank
     if rank > 0:
+        if "library" in found and found["library"].error:
+            failure = Failure(stage=LOADING, how="mpi4py cannot load one")
         if failure is not None:
             _stand_by(rank, failure, found, began + options.deadline + _LINGER_S)
         return 0
@@ -62,8 +64,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _job(found: dict[str, Any], failure: Failure | None) -> Job:
     """Join what the child has found and what can be found without MPI."""
+    library = found.pop("library", Library(error=failure.how if failure else ""))
     if "ranks" not in found:
-        library = Library(error=failure.how if failure else "", **gather.versions(["mpi4py"]))
         found = {**found, "ranks": [gather.rank(0, library)], "size": 0}
     wanted, wanted_by = launched_size()
     here = found["ranks"][0]
@@ -82,7 +84,8 @@ def _stand_by(rank: int, failure: Failure, found: dict[str, Any], until: float) 
 
     Where rank 0 failed for the same reason, as on one node, one report is enough.
     """
-    here = found["ranks"][0] if "ranks" in found else gather.rank(rank, Library())
+    here = found["ranks"][0] if "ranks" in found else gather.rank(
+        rank, found.get("library", Library()))
     alike = launch.is_mismatched(here)
     if not failure.late and not alike and launched_rank(local=True) == 0:
         print(f"mpiring doctor: rank {rank} on {here.host}: {failure.stage}: {failure.how}; "

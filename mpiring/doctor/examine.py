@@ -49,11 +49,12 @@ def examine(descriptor: int, deadline_s: float) -> None:
         try:
             mpi, level = _loaded()
         except (ImportError, RuntimeError) as error:
-            library = Library(error=str(error), **_mpi4py())
-            tell("", ranks=[gather.rank(0, library)], size=0)
+            tell("", library=Library(error=str(error)))
             return
         library = _library(mpi)
-        tell(STARTING, ranks=[gather.rank(0, library)], size=0)
+        # Nothing else before MPI is started, so that it finds what it finds in any program:
+        # MPICH 5.0.2 sends unused memory to Slurm's PMI, which fails where that held much text.
+        tell(STARTING, library=library)
         mpi.Init_thread(level)
         _with_mpi(mpi, library, tell)
         mpi.Finalize()
@@ -69,16 +70,12 @@ def _loaded() -> tuple[Any, int]:
     return MPI, getattr(MPI, f"THREAD_{name.upper()}")
 
 
-def _mpi4py() -> dict[str, str]:
-    return gather.versions(["mpi4py"])
-
-
 def _library(mpi: Any) -> Library:
     """Describe the library; these calls are allowed before MPI_Init."""
     paths = [path for path in gather.loaded_libraries() if _LIBRARY.match(path.name)]
     return Library(text=" ".join(mpi.Get_library_version().split())[:200],
                    path=str(paths[0]) if paths else "",
-                   standard=".".join(map(str, mpi.Get_version())), **_mpi4py())
+                   standard=".".join(map(str, mpi.Get_version())))
 
 
 def _with_mpi(mpi: Any, library: Library, tell: Tell) -> None:

@@ -30,17 +30,15 @@ def related(one: str, other: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Library:
-    """What mpi4py is, and the MPI library that it loads.
+    """The MPI library that mpi4py loads.
 
     Attributes:
-        mpi4py: Its version; "" where it is not installed.
         path: Of the MPI library.
         text: How the library names itself, on one line; "" where it could not be loaded.
         standard: Version of MPI that it implements.
         error: Why it could not be loaded.
     """
 
-    mpi4py: str = ""
     path: str = ""
     text: str = ""
     standard: str = ""
@@ -85,12 +83,15 @@ class Memory:
         shm_bytes, shm_free_bytes: Of /dev/shm.
         locked_bytes: How much may be locked (ulimit -l).
         open_files: How many may be open (ulimit -n).
+        left_files, left_bytes: Of MPI libraries in /dev/shm, more than an hour old.
     """
 
     shm_bytes: int | None = None
     shm_free_bytes: int | None = None
     locked_bytes: int | None = None
     open_files: int | None = None
+    left_files: int = 0
+    left_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -29,6 +30,9 @@ _ROOT = Path("/")
 _COMMAND_S = 3.0
 # Kernel modules with which networks and GPUs exchange data directly.
 _GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs")
+# What MPICH and Open MPI make in /dev/shm, and leave there when they are killed.
+_SHM_FILES = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
+_OLD_S = 3600.0
 _ARPHRD_ETHER, _ARPHRD_INFINIBAND = 1, 32
 
 
@@ -127,9 +131,20 @@ def memory(root: Path = _ROOT) -> Memory:
     with contextlib.suppress(OSError):
         shm = os.statvfs(root / "dev/shm")
         total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-    return Memory(shm_bytes=total, shm_free_bytes=free,
+    left = list(_left_in(root / "dev/shm"))
+    return Memory(left_files=len(left), left_bytes=sum(left), shm_bytes=total, shm_free_bytes=free,
                   locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
                   open_files=_limit(resource.RLIMIT_NOFILE))
+
+
+def _left_in(folder: Path) -> Iterator[int]:
+    """Return the sizes of old files that MPI libraries have made there."""
+    for name in _SHM_FILES:
+        for path in folder.glob(name):
+            with contextlib.suppress(OSError):    # it ends while we look
+                status = path.stat()
+                if time.time() - status.st_mtime > _OLD_S:
+                    yield status.st_size
 
 
 def _limit(which: int) -> int | None:

@@ -60,6 +60,8 @@ def is_mismatched(rank: Rank) -> bool:
     Where it was srun: whether it offers another PMI than the vendor's usual one.
     """
     launcher, vendor = launcher_of(rank.variables), rank.library.vendor
+    if not vendor:
+        return False
     if launcher == "srun":
         return (_pmi_offered(rank) == "PMIx") != (_PMI.get(vendor) == "pmix")
     return launcher not in ("", "PALS") and not related(launcher, vendor)
@@ -87,7 +89,7 @@ def _launcher(job: Job) -> Finding:
         return Finding("launcher", OK, f"srun, with {_pmi_text(job)}")
     name = {"PALS": "Cray's mpiexec", "MVAPICH": "MVAPICH's mpirun_rsh"}.get(
         launcher, f"{launcher}'s mpirun")
-    if library.vendor and is_mismatched(job.here):
+    if is_mismatched(job.here):
         return Finding("launcher", PROBLEM, f"{name} has started ranks that load {library.name}",
                        right_launch(job))
     return Finding("launcher", OK, name)

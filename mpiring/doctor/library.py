@@ -17,10 +17,10 @@ _LEVELS = {"Cray MPICH": "export MPICH_MAX_THREAD_SAFETY=multiple",
 def findings(job: Job) -> Iterator[Finding]:
     """Judge what is installed."""
     yield from _same(job, "Python", lambda rank: rank.python, lambda rank: rank.executable)
-    if not job.here.library.mpi4py:
+    if "mpi4py" not in job.here.versions:
         yield Finding("mpi4py", PROBLEM, "not installed", "pip install mpi4py")
     else:
-        yield from _same(job, "mpi4py", lambda rank: rank.library.mpi4py)
+        yield from _same(job, "mpi4py", lambda rank: rank.versions.get("mpi4py", ""))
         yield from _library(job)
     yield _mpirun(job)
     yield from _thread_level(job)

@@ -23,6 +23,7 @@ def findings(job: Job) -> Iterator[Finding]:
     """Judge each node's memory, and each rank's limits."""
     for ranks in job.nodes().values():
         yield _shm(ranks, tuple(rank.rank for rank in ranks), _ranks_here(job, ranks))
+        yield from _leftovers(ranks)
     for rank in job.ranks:
         yield from _limits(rank)
         yield _forks(rank)
@@ -64,6 +65,17 @@ def _shm(ranks: Sequence[Rank], here: tuple[int, ...], ranks_here: int) -> Findi
         return Finding("/dev/shm", NOTE, f"{text}: enough for MPI, little for PyTorch's data "
                        f"loaders", remedy, here)
     return Finding("/dev/shm", OK, f"{text}; {wants}", "", here)
+
+
+def _leftovers(ranks: Sequence[Rank]) -> Iterator[Finding]:
+    """MPICH names its files by the job: one that Slurm gives an old number may trip on them."""
+    memory = ranks[0].memory
+    if memory.left_files:
+        yield Finding(
+            "dead jobs", NOTE, f"{count(memory.left_files, 'file')} of MPI in /dev/shm, "
+            f"{_text(memory.left_bytes)}, more than an hour old", "while no job runs: find "
+            "/dev/shm -name 'mpich_shm_*' -mmin +60 -delete",
+            tuple(rank.rank for rank in ranks))
 
 
 def _text(nbytes: float) -> str:

@@ -60,6 +60,14 @@ def test_network_devices(tmp_path):
         Device(name="rdmap0s6", kind="EFA"), Device(name="cxi0", kind="Slingshot", gbit=200)]
 
 
+def test_what_dead_jobs_have_left(tmp_path):
+    machine(tmp_path, dev__shm__mpich_shm_1_0="12345", dev__shm__mpich_shm_2_0="running",
+            dev__shm__other="not MPI's")
+    os.utime(tmp_path / "dev/shm/mpich_shm_1_0", (0, 0))
+    found = gather.memory(tmp_path)
+    assert (found.left_files, found.left_bytes) == (1, 5)
+
+
 def test_gpus(tmp_path):
     assert gather.gpus(tmp_path).kind == ""
     machine(tmp_path, **{

@@ -13,15 +13,15 @@ from mpiring.doctor.findings import Finding, merged, place, ranks_text
 from mpiring.doctor.launch import right_launch
 from mpiring.doctor.report import as_json, as_text
 
-MPICH = Library(mpi4py="4.1.2", path="/m/lib/libmpi.so.12", standard="5.0",
+MPICH = Library(path="/m/lib/libmpi.so.12", standard="5.0",
                 text="MPICH Version: 5.0.2 MPICH Release date: 2026")
-OPEN = Library(mpi4py="4.1.2", path="/o/lib/libmpi.so.40", standard="3.1",
+OPEN = Library(path="/o/lib/libmpi.so.40", standard="3.1",
                text="Open MPI v5.0.11, package: Open MPI user@host Distribution")
-CRAY = Library(mpi4py="4.1.2", path="/opt/cray/lib/libmpi_cray.so.12", standard="3.1",
+CRAY = Library(path="/opt/cray/lib/libmpi_cray.so.12", standard="3.1",
                text="MPI VERSION : CRAY MPICH version 8.1.29.44 (ANL base 3.4a2)")
-INTEL = Library(mpi4py="4.1.2", path="/i/lib/libmpi.so.12", standard="3.1",
+INTEL = Library(path="/i/lib/libmpi.so.12", standard="3.1",
                 text="Intel(R) MPI Library 2021.13 for Linux* OS")
-MVAPICH = Library(mpi4py="4.1.2", path="/v/lib/libmpi.so.12", standard="3.1",
+MVAPICH = Library(path="/v/lib/libmpi.so.12", standard="3.1",
                   text="MVAPICH2 Version : 2.3.7 MVAPICH2 Release date : 2022")
 
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALNRANKS": "2"}
@@ -122,11 +122,11 @@ def test_an_mpirun_must_belong_to_the_library(library, text, own, verdict, words
 
 
 def test_no_library_and_no_mpirun():
-    none = job(ranks(1, library=Library(mpi4py="4.1.2", error="cannot load MPI library\nlibmpi.so"),
+    none = job(ranks(1, library=Library(error="cannot load MPI library\nlibmpi.so"),
                      variables={}), size=0)
     assert "pip install 'mpiring[mpich]'" in one(none, "MPI library", "problem")
     assert "there is none" in one(none, "mpirun", "warning")
-    nothing = job(ranks(1, library=Library(), variables={}), size=0)
+    nothing = job(ranks(1, library=Library(), variables={}, versions={}), size=0)
     assert "pip install mpi4py" in one(nothing, "mpi4py", "problem")
     assert "MPI library" not in found(nothing)
 
@@ -239,6 +239,11 @@ def test_shared_memory(library, total, free, level, verdict, words):
     some = ranks(4, library=library, thread_level=level,
                  memory=Memory(shm_bytes=total, shm_free_bytes=free))
     assert words in one(job(some), "/dev/shm", verdict)
+
+
+def test_what_dead_jobs_have_left():
+    some = ranks(2, memory=replace(PLENTY, left_files=7, left_bytes=3 << 20))
+    assert "7 files of MPI in /dev/shm, 3 MiB, more" in one(job(some), "dead jobs", "note")
 
 
 def test_limits_and_forks_beside_a_fast_network():
