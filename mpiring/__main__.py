@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from . import __version__, lab, tune
 from .bench import options as bench
+from .doctor import command as doctor
 from .errors import ConfigError, MpiringError
 from .simulate import options as simulate
 from .trace import options as trace
@@ -43,6 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands")
     _add_lab(commands.add_parser("lab", help="a cluster in one machine, with slow links"))
     tune.declare(commands.add_parser("tune", help="measure which algorithm is the fastest here"))
+    doctor.declare(commands.add_parser(
+        "doctor", help="say what is wrong with a launch or a machine, and how to mend it"))
     bench.declare(commands.add_parser("bench", help="measure mpiring beside MPI, Gloo, Horovod"))
     simulate.declare(commands.add_parser(
         "simulate", help="predict allreduces on a cluster that is not here"))

@@ -28,6 +28,22 @@ _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
 SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
                   "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_")
 
+# Variables that say how a process was launched and bound, and which networks and GPUs it gets;
+# named closely, since Slurm's and others' may hold secrets.
+LAUNCH_PREFIXES = (
+    "PMI_", "PMIX_RANK", "PMIX_NAMESPACE", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "OMPI_VERSION",
+    "I_MPI_", "MV2_", "MVP_", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_CPU",
+    "SLURM_MPI_TYPE", "SRUN_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "MPI4PY_")
+
+# Where they tell it which of them it is, in all and on its node; a Slurm step's own last,
+# since mpirun may have started its daemons as such a step.
+LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "PALS_RANKID",
+                  "PMIX_RANK", "SLURM_PROCID")
+LAUNCHER_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
+                        "MV2_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
+
 # Where launchers tell a process how many ranks were asked for; the most specific first.
 LAUNCHER_SIZES = {
     "OMPI_COMM_WORLD_SIZE": "Open MPI's mpirun",
@@ -111,12 +127,25 @@ class Config:
 
 
 def _refuse_unknown_variables() -> None:
+    for name, hint in unknown_variables().items():
+        raise ConfigError(f"unknown environment variable {name}={os.environ[name]!r}; {hint}")
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the MPIRING_* variables that are no setting, each with what may have been meant.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+    """
+    environ = os.environ if environ is None else environ
     known = {PREFIX + entry.name.upper() for entry in dataclasses.fields(Config)}
-    for name in os.environ:
+    unknown = {}
+    for name in environ:
         if name.startswith(PREFIX) and name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown environment variable {name}={os.environ[name]!r}; {hint}")
+            unknown[name] = (f"did you mean {close[0]}?" if close
+                             else f"known: {', '.join(sorted(known))}")
+    return unknown
 
 
 def _converted(value: Any, kind: type, name: str) -> Any:
@@ -175,6 +204,32 @@ def relevant_variables(environ: Mapping[str, str] | None = None) -> dict[str, st
     """
     environ = os.environ if environ is None else environ
     return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
+
+
+def launch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables that change how fast a program runs, or tell how it was launched.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+    """
+    environ = os.environ if environ is None else environ
+    prefixes = SPEED_PREFIXES + LAUNCH_PREFIXES
+    return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
+
+
+def launched_rank(environ: Mapping[str, str] | None = None, *, local: bool = False) -> int | None:
+    """Return which rank the launcher's variables say that this process is.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+        local: Among the ranks of its node.
+
+    Returns:
+        None where no launcher has left a trace.
+    """
+    environ = os.environ if environ is None else environ
+    names = LAUNCHER_LOCAL_RANKS if local else LAUNCHER_RANKS
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def launched_size(environ: Mapping[str, str] | None = None) -> tuple[int, str]:

@@ -55,6 +55,7 @@ exit
 _NODE = """
 set -e
 hostname "$0"
+mount -t tmpfs none /dev/shm
 mount -t sysfs none /sys
 mount --rbind /run/cgroup /sys/fs/cgroup
 exec slurmd -N "$0"

@@ -25,13 +25,13 @@ LAYERS = [
     ["handle", "engine", "watch", "messages", "buckets", "group", "communicator"],
     ["reducers", "gradients", "nonfinite", "resilience"],
     ["precision", "numpy", "torch", "elastic"],
-    ["lab", "bench", "trace"],
+    ["lab", "bench", "doctor", "trace"],
     ["advice", "tune", "simulate"],
     ["__main__", "__init__"],
 ]
 ENVIRONMENT_READERS = {"config.py"}
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch.py", "group.py",
-             "communicator.py"}
+             "communicator.py", "doctor/examine.py"}
 
 
 def name_of(path):

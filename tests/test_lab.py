@@ -112,6 +112,15 @@ def test_pytorch_finds_rank_0_where_names_mean_nothing(possible):
         f"rank {rank} of 4, local {rank % 2} of 2, met at 10.77.0.1" for rank in range(4)]
 
 
+def test_the_doctor_measures_the_links(possible):
+    ended = run("run", "--hosts", 2, *python("-m", "mpiring", "doctor"))
+    assert ended.returncode == 0, ended.stdout
+    assert "ranks: 2 ranks on 2 nodes, 1 on each" in ended.stdout
+    gbit = float(re.search(r"between nodes: [\d.]+ us, ([\d.]+) Gbit/s", ended.stdout)[1])
+    assert 0.5 < gbit < 1.1, ended.stdout
+    assert gone()
+
+
 @pytest.mark.parametrize(("ranks_per_host", "placement"), [
     (1, "block"), (2, "block"), (2, "round-robin")])
 def test_the_links_carry_what_theory_says_at_their_rate(possible, ranks_per_host, placement):

@@ -153,6 +153,12 @@ def test_the_tuning_command_runs():
     assert alone.status == 2 and "start several, as with mpirun" in alone.output, alone.output
 
 
+def test_the_doctor_commands_have_real_options():
+    found = [line.split("mpiring ")[1].split() for line in lines() if " doctor" in line]
+    assert found == [["doctor"]] * 3
+    assert _parser().parse_args(["doctor"]).deadline == 30, "as the README says"
+
+
 def test_the_prediction_of_reducers_has_real_options():
     (line,) = [line for line in lines() if " tune --" in line]
     options = _parser().parse_args(line.split()[6:])

@@ -1,0 +1,168 @@
+"""Starts MPI step by step and tries it, in a process of its own that may die of it."""
+
+import contextlib
+import ctypes
+import faulthandler
+import logging
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..communicator import Communicator
+from ..config import Config
+from ..errors import MpiringError
+from . import gather
+from .facts import (ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank)
+from .measure import measured
+
+# Long enough for every algorithm to be itself, too short to be noticed.
+_TRIED_SIZE = 1 << 18
+
+_LIBRARY = re.compile(r"libmpi(?!_gtl|_cxx|_mpifh|_usempi|_usempif08|fort|cxx|java)[\w-]*\.so")
+
+# Takes what is to be done next, and what has been found.
+Tell = Callable[..., None]
+
+
+def examine(descriptor: int, deadline_s: float) -> None:
+    """Do all that needs MPI, and tell step by step, so that a reader sees where it died.
+
+    Args:
+        descriptor: Of a file; gets one pickle per step: the next stage, and Job's fields by name.
+        deadline_s: Seconds after which this process ends, wherever it is.
+    """
+    # Ends the process also where MPI holds the interpreter's lock.
+    faulthandler.dump_traceback_later(deadline_s, exit=True)
+    with os.fdopen(descriptor, "wb") as file:
+        def tell(stage: str, **found: object) -> None:
+            pickle.dump((stage, found), file)
+            file.flush()
+
+        tell(LOADING)
+        try:
+            mpi, level = _loaded()
+        except (ImportError, RuntimeError) as error:
+            tell("", library=Library(error=str(error)))
+            return
+        library = _library(mpi)
+        # Nothing else before MPI is started, so that it finds what it finds in any program:
+        # MPICH 5.0.2 sends unused memory to Slurm's PMI, which fails where that held much text.
+        tell(STARTING, library=library)
+        mpi.Init_thread(level)
+        _with_mpi(mpi, library, tell)
+        mpi.Finalize()
+        tell("")
+
+
+def _loaded() -> tuple[Any, int]:
+    """Load mpi4py without starting MPI; return it, and the thread level that it would ask for."""
+    import mpi4py
+    mpi4py.rc.initialize = False
+    from mpi4py import MPI
+    name = mpi4py.rc.thread_level if mpi4py.rc.threads else "single"
+    return MPI, getattr(MPI, f"THREAD_{name.upper()}")
+
+
+def _library(mpi: Any) -> Library:
+    """Describe the library; these calls are allowed before MPI_Init."""
+    paths = [path for path in gather.loaded_libraries() if _LIBRARY.match(path.name)]
+    return Library(text=" ".join(mpi.Get_library_version().split())[:200],
+                   path=str(paths[0]) if paths else "",
+                   standard=".".join(map(str, mpi.Get_version())))
+
+
+def _with_mpi(mpi: Any, library: Library, tell: Tell) -> None:
+    world = mpi.COMM_WORLD.Dup()
+    levels = {mpi.THREAD_SINGLE: "single", mpi.THREAD_FUNNELED: "funneled",
+              mpi.THREAD_SERIALIZED: "serialized", mpi.THREAD_MULTIPLE: "multiple"}
+    found = gather.rank(world.rank, library)
+    mine = replace(found, thread_level=levels[mpi.Query_thread()],
+                   gpus=_asked(found.gpus, Path(library.path)))
+    tell(EXCHANGING, ranks=[mine], size=world.size)
+    leaders = _leaders(mpi, world)
+    numbers = sorted(set(leaders))
+    mine = replace(mine, node=numbers.index(leaders[world.rank]))
+    tell(TRYING, ranks=world.gather(mine) or [mine])
+    tell(MEASURING, **_tried(mpi, world, mine))
+    tell(ENDING, pairs=measured(mpi, world, leaders))
+    world.Free()
+
+
+def _leaders(mpi: Any, world: Any) -> list[int]:
+    """Return for every rank the lowest one that shares its node's memory."""
+    node = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
+    leaders: list[int] = world.allgather(node.bcast(world.rank))
+    node.Free()
+    return leaders
+
+
+def _tried(mpi: Any, world: Any, mine: Rank) -> dict[str, Any]:
+    """Run an allreduce as mpiring does it, unless it would refuse a rank's settings."""
+    if world.allreduce(bool(mine.settings_error), op=mpi.LOR):
+        return {}
+    error, seconds = "", None
+    with _logged() as warnings:
+        try:
+            seconds = _allreduce(mpi)
+        except MpiringError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    everywhere = world.gather((warnings, error)) or []
+    return {"tried_s": seconds,
+            "warnings": list(dict.fromkeys(line for lines, _ in everywhere for line in lines)),
+            "trial_errors": list(dict.fromkeys(text for _, text in everywhere if text))}
+
+
+def _allreduce(mpi: Any) -> float:
+    """Return the seconds of an allreduce, the fastest of three.
+
+    Raises:
+        MpiringError: It does not work, or its sums are wrong.
+    """
+    best = float("inf")
+    with Communicator(mpi.COMM_WORLD, config=Config(tuning=False)) as comm:
+        for _ in range(3):
+            x = np.full(_TRIED_SIZE, comm.rank + 1, np.float32)
+            began = time.perf_counter()
+            comm.allreduce(x)
+            best = min(best, time.perf_counter() - began)
+            if not (x == comm.size * (comm.size + 1) / 2).all():
+                raise MpiringError(f"rank {comm.rank}: an allreduce gave wrong sums; {x[:3]}…")
+    return best
+
+
+@contextlib.contextmanager
+def _logged() -> Iterator[list[str]]:
+    """Collect what mpiring warns of."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("mpiring")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def _asked(gpus: Gpus, library: Path) -> Gpus:
+    """Return what MPI knows of GPUs, beside what the node has; once MPI is started."""
+    if not gpus.kind:
+        return gpus
+    query = {"NVIDIA": "MPIX_Query_cuda_support", "AMD": "MPIX_Query_rocm_support"}[gpus.kind]
+    aware = None
+    with contextlib.suppress(OSError, AttributeError):
+        aware = bool(getattr(ctypes.CDLL(str(library)), query)())
+    loaded = gather.loaded_libraries()
+    homes = [path.parent / "ucx" for path in loaded if path.name.startswith("libuct")]
+    transports = tuple(sorted(
+        {path.name.partition(".")[0] for home in homes for path in home.glob("libuct_*")
+         if re.search("cuda|rocm|gdr", path.name)})) if homes else None
+    return replace(gpus, aware=aware, transports=transports,
+                   gtl=any(path.name.startswith("libmpi_gtl") for path in loaded))

@@ -1,0 +1,329 @@
+"""Holds what was found on ranks, nodes and networks; the judges read nothing else."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# How libraries and launchers name themselves, the more special first: several are MPICH within.
+_VENDORS = {
+    "Intel MPI": r"Intel\(R\) MPI", "Cray MPICH": r"CRAY MPICH", "MVAPICH": r"MVAPICH",
+    "Open MPI": r"Open MPI|OpenRTE|PRRTE|prterun", "MPICH": r"MPICH|HYDRA"}
+# Libraries that another's launcher can start, as all speak its PMI.
+_HYDRA = ("MPICH", "Intel MPI", "MVAPICH")
+
+
+def vendor_of(text: str) -> str:
+    """Return who made an MPI library, or a launcher, by what it says of its version; or ""."""
+    return next((vendor for vendor, pattern in _VENDORS.items() if re.search(pattern, text)), "")
+
+
+def version_of(text: str) -> str:
+    """Return the first version number in a text, or ""."""
+    found = re.search(r"\d+\.\d+[\w.]*", text)
+    return found[0].rstrip(".") if found else ""
+
+
+def related(one: str, other: str) -> bool:
+    """Return whether the launcher of one vendor starts ranks of the other's library."""
+    return one == other or one in _HYDRA and other in _HYDRA
+
+
+@dataclass(frozen=True, kw_only=True)
+class Library:
+    """The MPI library that mpi4py loads.
+
+    Attributes:
+        path: Of the MPI library.
+        text: How the library names itself, on one line; "" where it could not be loaded.
+        standard: Version of MPI that it implements.
+        error: Why it could not be loaded.
+    """
+
+    path: str = ""
+    text: str = ""
+    standard: str = ""
+    error: str = ""
+
+    @property
+    def vendor(self) -> str:
+        """Who made it, or ""."""
+        return vendor_of(self.text)
+
+    @property
+    def name(self) -> str:
+        """The vendor, or what the library says, and the version."""
+        return f"{self.vendor or self.text[:40]} {version_of(self.text)}".strip()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Processors:
+    """Which processors a process may use.
+
+    Attributes:
+        allowed: Their numbers (sched_getaffinity).
+        cores: How many physical cores these are; less than `len(allowed)` where cores have
+            several hardware threads.
+        online: How many the node has.
+        quota: Of a cgroup, in processors; None without.
+        load: How many processes of all kinds wanted one, on average over the last minute.
+    """
+
+    allowed: frozenset[int] = frozenset((0,))
+    cores: int = 1
+    online: int = 1
+    quota: float | None = None
+    load: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Limits of a process's memory, in bytes; None where there is no such thing, or no limit.
+
+    Attributes:
+        shm_bytes, shm_free_bytes: Of /dev/shm.
+        locked_bytes: How much may be locked (ulimit -l).
+        open_files: How many may be open (ulimit -n).
+        left_files, left_bytes: Of MPI libraries in /dev/shm, more than an hour old.
+    """
+
+    shm_bytes: int | None = None
+    shm_free_bytes: int | None = None
+    locked_bytes: int | None = None
+    open_files: int | None = None
+    left_files: int = 0
+    left_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """A network device.
+
+    Attributes:
+        kind: "Ethernet", "InfiniBand", "RoCE", "Omni-Path", "EFA", "Slingshot" or "virtual".
+        gbit: Its speed in Gbit/s; None where the system does not know.
+        active: It is connected.
+    """
+
+    name: str
+    kind: str
+    gbit: float | None = None
+    active: bool = True
+
+    @property
+    def is_fast(self) -> bool:
+        """Whether MPI should go past the system's TCP with it."""
+        return self.kind not in ("Ethernet", "virtual")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpus:
+    """GPUs of a node, and what lies between them and the network.
+
+    Attributes:
+        kind: "NVIDIA", "AMD" or "".
+        count: How many.
+        driver: Its version.
+        modules: Kernel modules for GPUDirect that are loaded.
+        aware: What the MPI library answers when asked whether it takes GPU memory; None
+            where it has no such question.
+        transports: UCX's modules that know GPUs, of those that lie beside it; None where
+            MPI does not use UCX.
+        gtl: Cray's library for GPUs is loaded.
+    """
+
+    kind: str = ""
+    count: int = 0
+    driver: str = ""
+    modules: tuple[str, ...] = ()
+    aware: bool | None = None
+    transports: tuple[str, ...] | None = None
+    gtl: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """What was found in one process.
+
+    Attributes:
+        rank: In the MPI world, else as the launcher counts; 0 where neither is known.
+        host: Its node's name.
+        node: Its node's number among those whose ranks share memory.
+        python, executable: Version and path.
+        versions: Of packages, by name; those that are not installed are missing.
+        thread_level: That MPI has given; "" while it is not started.
+        start_method: Of Python's multiprocessing.
+        variables: From `config.launch_variables`.
+        settings_error: Why `Config()` refuses the variables, or "".
+    """
+
+    rank: int = 0
+    host: str = "localhost"
+    node: int = 0
+    python: str = ""
+    executable: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    library: Library = Library()
+    thread_level: str = ""
+    start_method: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    settings_error: str = ""
+    processors: Processors = Processors()
+    memory: Memory = Memory()
+    devices: Sequence[Device] = ()
+    gpus: Gpus = Gpus()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """What was measured between two ranks.
+
+    Attributes:
+        ranks: The two.
+        latency_s: Of 8 bytes, one way.
+        bytes_per_s: Of large messages, one way.
+    """
+
+    ranks: tuple[int, int]
+    latency_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How an examination ended before its time.
+
+    Attributes:
+        stage: What was being done, from `STAGES`.
+        how: "Bus error (signal 7)", "exit status 16", "no end within 30 s".
+        late: It was ended at the deadline.
+        said: What the process printed, in lines.
+    """
+
+    stage: str
+    how: str
+    late: bool = False
+    said: Sequence[str] = ()
+
+
+# What an examination does, one after the other.
+LOADING, STARTING, EXCHANGING, TRYING, MEASURING, ENDING = STAGES = (
+    "loading the MPI library", "MPI_Init", "the first exchange between ranks",
+    "an allreduce of mpiring", "measuring", "MPI_Finalize")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mpirun:
+    """The mpirun that a user's shell finds.
+
+    Attributes:
+        path: "" where there is none.
+        text: What it says of its version, on one line.
+        beside: An mpirun of the library's own installation, or "".
+    """
+
+    path: str = ""
+    text: str = ""
+    beside: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slurm:
+    """What Slurm's commands say.
+
+    Attributes:
+        installed: There is an srun.
+        mpi_types: What `srun --mpi=list` lists.
+        mpi_default: What srun takes without `--mpi`.
+        kills: Whether a rank that fails ends the step (KillOnBadExit); None where not known.
+    """
+
+    installed: bool = False
+    mpi_types: tuple[str, ...] = ()
+    mpi_default: str = ""
+    kills: bool | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """All that was found.
+
+    Attributes:
+        ranks: In their order; the reporting one alone where MPI did not come that far.
+        size: Of the MPI world; 0 where MPI was not started.
+        wanted: How many ranks the launcher was asked for.
+        wanted_by: The variable and the launcher that say so, or "".
+        warnings: What mpiring logged while it tried an allreduce.
+        trial_errors: Why that allreduce failed.
+        said: What the MPI library printed.
+        tried_s: How long that allreduce took; None where it was not tried.
+        pairs: Measurements.
+        failure: How the examination ended early, if it did.
+    """
+
+    ranks: Sequence[Rank] = (Rank(),)
+    size: int = 1
+    wanted: int = 1
+    wanted_by: str = ""
+    warnings: Sequence[str] = ()
+    trial_errors: Sequence[str] = ()
+    said: Sequence[str] = ()
+    tried_s: float | None = None
+    pairs: Sequence[Pair] = ()
+    failure: Failure | None = None
+    mpirun: Mpirun = Mpirun()
+    slurm: Slurm = Slurm()
+
+    @property
+    def here(self) -> Rank:
+        """The reporting rank."""
+        return self.ranks[0]
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether a launcher has started this process as one of its ranks."""
+        return launcher_of(self.here.variables) != ""
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether the launcher started several ranks, but each is a world of its own."""
+        return self.size == 1 and self.wanted > 1 and self.is_launched
+
+    def nodes(self) -> dict[int, list[Rank]]:
+        """Return the ranks of each node, by its number."""
+        found: dict[int, list[Rank]] = {}
+        for rank in self.ranks:
+            found.setdefault(rank.node, []).append(rank)
+        return found
+
+    def node_names(self) -> dict[int, str]:
+        """Return the nodes' names; those that nodes have in common get the number, too."""
+        names = {node: ranks[0].host for node, ranks in self.nodes().items()}
+        hosts = list(names.values())
+        return {node: host if hosts.count(host) == 1 else f"{host} (node {node})"
+                for node, host in names.items()}
+
+
+def launcher_of(variables: Mapping[str, str]) -> str:
+    """Return what has started a process as a rank, by the variables that it left.
+
+    Returns:
+        "Open MPI" or "MPICH" (their mpirun, or one that does the same), "MVAPICH", "PALS",
+        "srun", or "". Within a Slurm job, mpirun leaves its own traces beside Slurm's.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in variables:
+        return "Open MPI"
+    if "MV2_COMM_WORLD_SIZE" in variables:
+        return "MVAPICH"
+    if "PALS_RANKID" in variables:
+        return "PALS"
+    if "MPI_LOCALNRANKS" in variables:
+        return "MPICH"
+    # The shell of an interactive step and of a batch script has a step, too, of no tasks' number.
+    step = variables.get("SLURM_STEP_ID", "")
+    if step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in variables:
+        return "srun"
+    return "MPICH" if "PMI_RANK" in variables else ""
+
+
+# Slurm's numbers of steps that srun has not started: batch, interactive, extern (slurm.h).
+_FIRST_SPECIAL_STEP = 0xfffffff0

@@ -1,0 +1,270 @@
+"""Looks at the process and the node that it runs on; judges nothing, and needs no MPI."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import multiprocessing
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ..config import Config, launch_variables, unknown_variables
+from ..errors import ConfigError
+from ..launch import find_mpiexec
+from .facts import Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm
+
+# Packages that something of mpiring uses, or builds upon.
+PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "safetensors", "matplotlib", "tqdm",
+            "cupy")
+
+_ROOT = Path("/")
+# A command that has not answered by then, as Slurm's where its controller is down, is left alone.
+_COMMAND_S = 3.0
+# Kernel modules with which networks and GPUs exchange data directly.
+_GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs")
+# What MPICH and Open MPI make in /dev/shm, and leave there when they are killed.
+_SHM_FILES = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
+_OLD_S = 3600.0
+_ARPHRD_ETHER, _ARPHRD_INFINIBAND = 1, 32
+
+
+def rank(number: int, library: Library) -> Rank:
+    """Return what is found in this process.
+
+    Args:
+        number: Of its rank, as far as is known.
+        library: What mpi4py loads.
+    """
+    return Rank(
+        rank=number, host=socket.gethostname(), python=platform.python_version(),
+        executable=sys.executable, versions=versions(PACKAGES), library=library,
+        start_method=multiprocessing.get_start_method(), variables=launch_variables(),
+        settings_error=_settings_error(), processors=processors(), memory=memory(),
+        devices=tuple(devices()), gpus=gpus())
+
+
+def versions(names: Iterable[str]) -> dict[str, str]:
+    """Return the versions of those packages that are installed, without importing them."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(ImportError, ValueError):
+            if importlib.util.find_spec(name) is not None:
+                try:
+                    found[name] = importlib.metadata.version(name)
+                except importlib.metadata.PackageNotFoundError:
+                    found[name] = "installed"    # CuPy's wheels have other names than the module
+    return found
+
+
+def _settings_error() -> str:
+    unknown = unknown_variables()
+    if unknown:
+        return "; ".join(f"{name} is no setting; {hint}" for name, hint in unknown.items())
+    try:
+        Config()
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def processors(root: Path = _ROOT) -> Processors:
+    """Return which processors this process may use.
+
+    Args:
+        root: Where the system's files are.
+    """
+    online = os.cpu_count() or 1
+    allowed = (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity")
+               else set(range(online)))
+    siblings = {_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+                or str(cpu) for cpu in allowed}
+    return Processors(allowed=frozenset(allowed), cores=len(siblings), online=online,
+                      quota=quota(root), load=os.getloadavg()[0])
+
+
+def quota(root: Path = _ROOT) -> float | None:
+    """Return how many processors' time the tightest cgroup of this process grants, if any does.
+
+    Args:
+        root: Where the system's files are.
+    """
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, inside = line.split(":", 2)
+        if not controllers:
+            folder, read = root / "sys/fs/cgroup", _quota_2
+        elif "cpu" in controllers.split(","):
+            folder, read = root / "sys/fs/cgroup/cpu", _quota_1
+        else:
+            continue
+        # In a container, the path may be the host's, and only the mount itself be there.
+        place = Path(inside.strip("/"))
+        found += [read(folder / part) for part in (place, *place.parents)]
+    return min((granted for granted in found if granted is not None), default=None)
+
+
+def _quota_2(folder: Path) -> float | None:
+    granted, _, period = _text(folder / "cpu.max").partition(" ")
+    return int(granted) / int(period) if granted.isdigit() else None
+
+
+def _quota_1(folder: Path) -> float | None:
+    granted, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    return int(granted) / int(period) if granted.isdigit() and period.isdigit() else None
+
+
+def memory(root: Path = _ROOT) -> Memory:
+    """Return the limits of this process's memory.
+
+    Args:
+        root: Where the system's files are.
+    """
+    total = free = None
+    with contextlib.suppress(OSError):
+        shm = os.statvfs(root / "dev/shm")
+        total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
+    left = list(_left_in(root / "dev/shm"))
+    return Memory(left_files=len(left), left_bytes=sum(left), shm_bytes=total, shm_free_bytes=free,
+                  locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+                  open_files=_limit(resource.RLIMIT_NOFILE))
+
+
+def _left_in(folder: Path) -> Iterator[int]:
+    """Return the sizes of old files that MPI libraries have made there."""
+    for name in _SHM_FILES:
+        for path in folder.glob(name):
+            with contextlib.suppress(OSError):    # it ends while we look
+                status = path.stat()
+                if time.time() - status.st_mtime > _OLD_S:
+                    yield status.st_size
+
+
+def _limit(which: int) -> int | None:
+    soft, _ = resource.getrlimit(which)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def devices(root: Path = _ROOT) -> Iterator[Device]:
+    """Return the network devices, each fast one under its own name, and as what TCP uses.
+
+    Args:
+        root: Where the system's files are.
+    """
+    for path in sorted((root / "sys/class/net").glob("*")):
+        kind = _text(path / "type")
+        if kind in (str(_ARPHRD_ETHER), str(_ARPHRD_INFINIBAND)):
+            is_virtual = "/devices/virtual/" in str(path.resolve())
+            # What a virtual device says of its speed is made up.
+            speed = "" if is_virtual else _text(path / "speed")
+            yield Device(name=path.name, kind="virtual" if is_virtual else "Ethernet",
+                         gbit=int(speed) / 1000 if speed.isdigit() and int(speed) else None,
+                         active=_text(path / "operstate") != "down")
+    for path in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
+        name = path.parent.parent.name
+        rate = re.match(r"[\d.]+", _text(path / "rate"))
+        kind = _kind_of(name, _text(path / "link_layer"))
+        yield Device(name=name, kind=kind, gbit=float(rate[0]) if rate else None,
+                     active="ACTIVE" in _text(path / "state"))
+    for path in sorted((root / "sys/class/cxi").glob("*")):
+        digits = re.search(r"\d+", _text(path / "device/properties/speed"))
+        yield Device(name=path.name, kind="Slingshot", gbit=float(digits[0]) if digits else None)
+
+
+def _kind_of(name: str, link_layer: str) -> str:
+    """Tell what speaks through the interface that was InfiniBand's."""
+    if name.startswith("hfi1"):
+        return "Omni-Path"
+    if name.startswith(("efa", "rdmap")):
+        return "EFA"
+    return "RoCE" if link_layer == "Ethernet" else "InfiniBand"
+
+
+def gpus(root: Path = _ROOT) -> Gpus:
+    """Return the node's GPUs and the modules beside them; nothing of MPI.
+
+    Args:
+        root: Where the system's files are.
+    """
+    modules = tuple(name for name in _GPU_MODULES if (root / "sys/module" / name).exists())
+    driver = re.search(r"(\d+\.[\d.]+)", _text(root / "proc/driver/nvidia/version"))
+    count = len([path for path in (root / "dev").glob("nvidia[0-9]*")])
+    if count:
+        return Gpus(kind="NVIDIA", count=count, driver=driver[0] if driver else "", modules=modules)
+    amd = [path for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
+           if _text(path) not in ("", "0")]
+    if amd:
+        return Gpus(kind="AMD", count=len(amd), driver=_text(root / "sys/module/amdgpu/version"))
+    return Gpus()
+
+
+def mpirun(library: Library) -> Mpirun:
+    """Return the mpirun that a shell finds, and one of the MPI library's own installation.
+
+    Args:
+        library: What mpi4py loads.
+    """
+    path = shutil.which("mpirun") or shutil.which("mpiexec") or ""
+    homes = list(Path(library.path).resolve().parents)[:3] if library.path else []
+    beside = next((found for home in homes
+                   if (found := shutil.which("mpirun", path=str(home / "bin")))), "")
+    if not beside and not library.path:
+        beside = find_mpiexec() or ""
+    return Mpirun(path=path, text=said([path, "--version"]) if path else "", beside=beside)
+
+
+def slurm(variables: Iterable[str]) -> Slurm:
+    """Return what Slurm's commands say.
+
+    Args:
+        variables: Names of those that are set; its controller is asked in a job only.
+    """
+    if shutil.which("srun") is None:
+        return Slurm()
+    # "MPI plugin types are...", a word a line, on standard error.
+    listed = re.findall(r"\b(none|cray_shasta|pmi2|pmix(?:_v\d+)?|openmpi)\b",
+                        said(["srun", "--mpi=list"], whole=True))
+    config = (said(["scontrol", "show", "config"], whole=True)
+              if "SLURM_JOB_ID" in variables else "")
+    kills = re.search(r"KillOnBadExit\s*=\s*(\d)", config)
+    default = re.search(r"MpiDefault\s*=\s*(\S+)", config)
+    return Slurm(installed=True, mpi_types=tuple(dict.fromkeys(listed)),
+                 mpi_default=default[1] if default else "",
+                 kills=kills[1] == "1" if kills else None)
+
+
+def said(command: list[str], *, whole: bool = False) -> str:
+    """Return what a command prints, its lines as one, or "" where it fails to answer.
+
+    Args:
+        whole: Return the lines as they are, and all of them.
+    """
+    try:
+        ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, errors="replace",
+                               timeout=_COMMAND_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ended.stdout if whole else " ".join(ended.stdout.split())[:200]
+
+
+def loaded_libraries() -> list[Path]:
+    """Return the shared libraries that this process has loaded."""
+    lines = _text(_ROOT / "proc/self/maps").splitlines()
+    names = {line.split(maxsplit=5)[-1] for line in lines if ".so" in line}
+    return sorted(Path(name) for name in names if name.startswith("/"))
+
+
+def _text(path: Path) -> str:
+    """Return a small file of the system's, stripped, or "" where it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,194 @@
+"""Judges how ranks were launched, whether they became one world, and what is set for them."""
+
+from collections.abc import Iterator
+
+from .facts import ENDING, STARTING, Failure, Job, Rank, launcher_of, related
+from .findings import NOTE, OK, PROBLEM, WARNING, Finding, count
+from .memory import shm_is_short
+
+TITLE = "Launch"
+
+_DOCTOR = "python -m mpiring doctor"
+# The PMI that each vendor's library speaks, as srun calls it; pmi2 is MPICH's.
+_PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
+
+_INTERFACES = {
+    "Open MPI": "export OMPI_MCA_btl_tcp_if_include=NAME UCX_NET_DEVICES=NAME",
+    "MPICH": "mpirun -iface NAME, with UCX_NET_DEVICES=NAME",
+    "Intel MPI": "export FI_TCP_IFACE=NAME",
+    "Cray MPICH": "export FI_CXI_DEVICE_NAME=NAME"}
+
+
+def findings(job: Job) -> Iterator[Finding]:
+    """Judge the launch."""
+    yield _launcher(job)
+    if job.failure is not None:
+        yield _failed(job, job.failure)
+    elif job.size:
+        yield _world(job)
+    if job.tried_s is not None:
+        yield Finding("mpiring", OK, f"an allreduce of 1 MiB is right, and takes "
+                                     f"{1e3 * job.tried_s:.2f} ms")
+    for error in job.trial_errors:
+        yield Finding("mpiring", PROBLEM, error, "see Troubleshooting in README.md")
+    for warning in job.warnings:
+        yield Finding("mpiring", WARNING, warning, "see Troubleshooting in README.md")
+    if job.said and job.failure is None:
+        yield Finding("what MPI prints", NOTE, "\n".join(job.said),
+                      "mend what it speaks of, where that matters to you")
+    yield from _slurm(job)
+    yield from _settings(job)
+
+
+def right_launch(job: Job, command: str = _DOCTOR) -> str:
+    """Return the line that launches ranks of the library that mpi4py loads."""
+    vendor, size = job.here.library.vendor, job.wanted if job.wanted > 1 else 4
+    pmi = _PMI.get(vendor, "pmi2")
+    mpirun = f"{job.mpirun.beside or f'the mpirun of {vendor}'} -n {size} {command}"
+    if not _uses_srun(job):
+        return mpirun
+    if job.slurm.mpi_types and not any(one.startswith(pmi) for one in job.slurm.mpi_types):
+        return (f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {mpirun}")
+    # Intel's library finds Slurm's PMI by this variable alone.
+    library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
+    return f"{library}srun --mpi={pmi} -n {size} {command}"
+
+
+def is_mismatched(rank: Rank) -> bool:
+    """Return whether what launched a rank speaks another language than the library that it loads.
+
+    Where it was srun: whether it offers another PMI than the vendor's usual one.
+    """
+    launcher, vendor = launcher_of(rank.variables), rank.library.vendor
+    if not vendor:
+        return False
+    if launcher == "srun":
+        return (_pmi_offered(rank) == "PMIx") != (_PMI.get(vendor) == "pmix")
+    return launcher not in ("", "PALS") and not related(launcher, vendor)
+
+
+def _pmi_offered(rank: Rank) -> str:
+    names = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
+    return next((pmi for name, pmi in names.items() if name in rank.variables), "no PMI")
+
+
+def _uses_srun(job: Job) -> bool:
+    return launcher_of(job.here.variables) == "srun" or (
+        job.slurm.installed and "SLURM_JOB_ID" in job.here.variables)
+
+
+def _launcher(job: Job) -> Finding:
+    launcher, library = launcher_of(job.here.variables), job.here.library
+    if not launcher:
+        if job.wanted > 1:
+            return Finding("launcher", WARNING, f"none, where {job.wanted_by} speaks of "
+                           f"{job.wanted} ranks", right_launch(job))
+        return Finding("launcher", NOTE, "none: one rank, so nothing is measured between ranks",
+                       right_launch(job) if library.text else "get an MPI library first")
+    if launcher == "srun":
+        return Finding("launcher", OK, f"srun, with {_pmi_text(job)}")
+    name = {"PALS": "Cray's mpiexec", "MVAPICH": "MVAPICH's mpirun_rsh"}.get(
+        launcher, f"{launcher}'s mpirun")
+    if is_mismatched(job.here):
+        return Finding("launcher", PROBLEM, f"{name} has started ranks that load {library.name}",
+                       right_launch(job))
+    return Finding("launcher", OK, name)
+
+
+def _pmi_text(job: Job) -> str:
+    used, asked = _pmi_offered(job.here), job.here.variables.get("SLURM_MPI_TYPE", "")
+    return f"{used} by --mpi={asked}" if asked else used
+
+
+def _world(job: Job) -> Finding:
+    """Tell whether the processes became one world."""
+    if job.is_torn:
+        return Finding(
+            "ranks", PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
+            f"each process is alone in its MPI world: {_cause(job)}", right_launch(job))
+    sizes = [len(ranks) for ranks in job.nodes().values()]
+    each = (f"{sizes[0]} on each" if len(set(sizes)) == 1 else
+            f"{min(sizes)} to {max(sizes)} on each")
+    text = f"{count(job.size, 'rank')} on {count(len(sizes), 'node')}"
+    if job.size > 1:
+        text += f", {each}"
+    if len(set(sizes)) > 1:
+        return Finding("ranks", NOTE, text, "give every node as many: the fullest sets the pace")
+    return Finding("ranks", OK, text)
+
+
+def _cause(job: Job) -> str:
+    """Say why ranks did not find each other."""
+    launcher, library = launcher_of(job.here.variables), job.here.library
+    if launcher == "srun":
+        pmi = _PMI.get(library.vendor, "pmi2")
+        return f"srun offers {_pmi_text(job)}, and {library.name} needs {pmi}"
+    if is_mismatched(job.here):
+        return f"the launcher is {launcher}'s, the library is {library.name}"
+    return "launcher and library do not understand each other"
+
+
+def _failed(job: Job, failure: Failure) -> Finding:
+    """Report a part of the examination that did not end well."""
+    told = [f"{failure.how}; it printed:", *failure.said] if failure.said else [failure.how]
+    verdict = WARNING if failure.stage == ENDING else PROBLEM
+    return Finding(failure.stage, verdict, "\n".join(told), _remedy(job, failure))
+
+
+def _remedy(job: Job, failure: Failure) -> str:
+    """Return what mends a failure, by its likeliest cause."""
+    here, text = job.here, " ".join(failure.said)
+    vendor = here.library.vendor
+    if not vendor:
+        return "ask mpi4py itself: python -c 'from mpi4py import MPI'"
+    if failure.stage == STARTING and is_mismatched(here):
+        return right_launch(job)
+    if shm_is_short(job):
+        return "give /dev/shm more memory, as said below"
+    if "GTL" in text:
+        return ("export MPICH_GPU_SUPPORT_ENABLED=0, or load the module craype-accel-* and preload "
+                "libmpi_gtl_cuda.so")
+    if failure.late:
+        return (f"if ranks are still starting, --deadline 120; see what other ranks print; if the "
+                f"nodes do not reach each other, name the network between them: "
+                f"{_INTERFACES.get(vendor, _INTERFACES['MPICH'])}")
+    return f"does one rank work? {job.mpirun.beside or 'mpirun'} -n 1 python -m mpiring doctor"
+
+
+def _slurm(job: Job) -> Iterator[Finding]:
+    variables, slurm = job.here.variables, job.slurm
+    if not slurm.installed or not slurm.mpi_types and "SLURM_JOB_ID" not in variables:
+        return
+    vendor = job.here.library.vendor
+    pmi = _PMI.get(vendor, "pmi2")
+    types = ", ".join(slurm.mpi_types) or "unknown"
+    default = f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
+    if vendor and not any(one.startswith(pmi) for one in slurm.mpi_types):
+        yield Finding("srun --mpi", WARNING, f"{types}{default}", right_launch(job))
+    elif vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi):
+        yield Finding("srun --mpi", NOTE, f"{types}{default}, and {vendor} needs {pmi}",
+                      f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}")
+    else:
+        yield Finding("srun --mpi", OK, f"{types}{default}")
+    if slurm.kills is False:
+        yield Finding("srun --kill-on-bad-exit", NOTE, "off by default: when a rank is killed, the "
+                      "others wait for it", "srun --kill-on-bad-exit=1")
+
+
+def _settings(job: Job) -> Iterator[Finding]:
+    mine = [{name: value for name, value in rank.variables.items() if name.startswith("MPIRING_")}
+            for rank in job.ranks]
+    for rank in job.ranks:
+        if rank.settings_error:
+            yield Finding("MPIRING_* variables", PROBLEM, rank.settings_error,
+                          "unset or correct it; README.md lists the settings", (rank.rank,))
+    if any(other != mine[0] for other in mine):
+        for rank, settings in zip(job.ranks, mine):
+            yield Finding("MPIRING_* variables", PROBLEM, _listed(settings), "give all ranks the "
+                          "same, as with mpirun -genv (MPICH) or -x (Open MPI)", (rank.rank,))
+    elif not any(rank.settings_error for rank in job.ranks):
+        yield Finding("MPIRING_* variables", OK, _listed(mine[0]))
+
+
+def _listed(settings: dict[str, str]) -> str:
+    return " ".join(f"{name}={value}" for name, value in settings.items()) or "none"

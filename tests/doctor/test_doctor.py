@@ -1,0 +1,165 @@
+"""Runs the doctor on launches that work, and on such that went wrong in each known way."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+from launching import ROOT, environment, finish, launch, mpiexec
+
+pytestmark = pytest.mark.launch
+
+DOCTOR = ("-m", "mpiring", "doctor")
+# The machine may be busy; what hangs is ended long before.
+PATIENCE = ("--deadline", "90")
+
+
+def alone(*options, **variables):
+    return subprocess.run([sys.executable, *DOCTOR, *PATIENCE, *options], cwd=ROOT, text=True,
+                          capture_output=True, env=environment(**variables), timeout=120)
+
+
+def parsed(output):
+    """Return the one report in a job's output, and its findings by name."""
+    assert output.count('"findings"') == 1, output
+    report = json.loads(output[output.index("{"):output.rindex("}") + 1])
+    return report, {finding["name"]: finding for finding in report["findings"]}
+
+
+def vendor():
+    said = subprocess.run([mpiexec(), "--version"], capture_output=True, text=True).stdout
+    return "MPICH" if "HYDRA" in said else "Open MPI"
+
+
+def test_all_ranks_make_one_report():
+    ended = launch(3, *DOCTOR, *PATIENCE, "--json")
+    assert ended.status == 0, ended.output
+    report, found = parsed(ended.output)
+    assert (report["ranks"], len(report["nodes"])) == (3, 1)
+    assert found["MPI library"]["value"].startswith(vendor())
+    assert found["mpirun"]["verdict"] == "ok" and "own installation" in found["mpirun"]["value"]
+    assert found["launcher"]["value"] == f"{vendor()}'s mpirun"
+    assert found["ranks"]["value"] == "3 ranks on 1 node, 3 on each"
+    assert found["thread level"]["value"] == "multiple"
+    assert found["mpiring"]["value"].startswith("an allreduce of 1 MiB is right")
+    assert " us, " in found["within a node"]["value"] and "between nodes" not in found
+    enough = len(os.sched_getaffinity(0)) >= 3
+    assert ("oversubscribed" in found["processors"]["value"]) != enough
+    dead = found["survival"]
+    assert dead["verdict"] == "note" and "checkpoints" in dead["remedy"]
+    assert ("--with-ft ulfm" in dead["remedy"]) == (vendor() == "Open MPI")
+    assert all(finding["remedy"] or finding["verdict"] == "ok" for finding in report["findings"])
+
+
+def test_ranks_that_became_worlds_of_their_own_are_told_once():
+    """As under `srun` with a PMI that the library does not speak: each rank is a singleton."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    first, second = (alone(**step, SLURM_PROCID=str(rank)) for rank in (0, 1))
+    assert first.returncode == 1 and (second.returncode, second.stdout) == (0, "")
+    pmi = "pmi2" if vendor() == "MPICH" else "pmix"
+    assert "ranks: SLURM_STEP_NUM_TASKS=4 (srun) says that 4 ranks" in first.stdout
+    assert f": srun offers no PMI, and {vendor()} " in first.stdout
+    assert f" needs {pmi}\n" in first.stdout
+    assert f"-> srun --mpi={pmi} -n 4 python -m mpiring doctor" in first.stdout
+
+
+def test_the_mpirun_of_another_mpi_is_named(tmp_path):
+    other, said = {"MPICH": ("Open MPI", "mpirun (Open MPI) 4.1.6"),
+                   "Open MPI": ("MPICH", "HYDRA build details: Version: 4.2.1")}[vendor()]
+    fake = tmp_path / "mpirun"
+    fake.write_text(f"#!/bin/sh\necho '{said}'\n")
+    fake.chmod(0o755)
+    ended = alone(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert ended.returncode == 1
+    (line, remedy) = ended.stdout.partition("problem  mpirun: ")[2].splitlines()[:2]
+    assert line.startswith(f"{fake} is {other} 4.") and f"loads {vendor()} " in line
+    assert remedy.strip() == f"-> use {shutil.which('mpirun')}"
+
+
+def test_a_rank_that_never_comes_is_no_reason_to_hang():
+    program = ("import os, sys, time\n"
+               "rank = os.environ.get('PMI_RANK') or os.environ.get('OMPI_COMM_WORLD_RANK')\n"
+               "if rank == '1': time.sleep(60)\n"
+               "words = ['-m', 'mpiring', 'doctor', '--deadline', '3']\n"
+               "os.execv(sys.executable, [sys.executable, *words])")
+    ended = launch(2, "-c", program)
+    assert ended.status != 0 and ended.seconds < 40
+    assert ended.output.count("no end within 3 s") == 1, ended.output
+    assert "1 rank on " in ended.output and "of 2 that were asked for" in ended.output
+    assert "-> if ranks are still starting, --deadline 120" in ended.output
+
+
+@pytest.mark.any_mpi
+def test_without_an_mpi_library():
+    ended = launch(3, *DOCTOR, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert ended.status == 1
+    assert ended.output.count("problem  MPI library: mpi4py cannot load one") == 1, ended.output
+    assert "/nowhere/libmpi.so: cannot open shared object file" in ended.output
+    assert "-> unset MPI4PY_LIBMPI" in ended.output
+    assert "pip install 'mpiring[mpich]'" in ended.output
+
+
+@pytest.mark.any_mpi
+def test_without_mpi4py(tmp_path):
+    """And with a setting that is none."""
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.modules['mpi4py'] = None")
+    ended = alone(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}", MPIRING_STALL_TIME_S="9")
+    assert ended.returncode == 1 and ended.stderr == ""
+    assert "problem  mpi4py: not installed" in ended.stdout
+    assert "-> pip install mpi4py" in ended.stdout
+    assert "MPIRING_STALL_TIME_S is no setting; did you mean MPIRING_STALL" in ended.stdout
+
+
+@pytest.mark.any_mpi
+def test_a_tiny_shared_memory(tmp_path):
+    """MPICH dies of it in MPI_Init, and the doctor does not."""
+    mount = "mount -t tmpfs -o size=1m none /dev/shm"
+    possible = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True)
+    if possible.returncode:
+        assert os.environ.get("CI") != "true", possible.stderr
+        pytest.skip(reason=f"cannot mount a small /dev/shm: {possible.stderr}")
+    job = subprocess.Popen(
+        ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -n 2 "$@"', mpiexec(),
+         sys.executable, *DOCTOR, "--deadline", "20"], cwd=ROOT, env=environment(), text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    ended = finish(job)
+    assert ended.status != 0
+    assert "problem  /dev/shm: 1 MiB, " in ended.output, ended.output
+    assert "too small: MPICH takes 11 MiB for 2 ranks" in ended.output
+    assert "-> mount -o remount,size=2G /dev/shm" in ended.output
+    assert "problem  MPI_Init: " in ended.output
+    assert ended.output.count("-> give /dev/shm more memory, as said below") == 1
+
+
+@pytest.mark.any_mpi
+def test_a_real_slurm(slurm):
+    if vendor() != "MPICH":
+        pytest.skip(reason="this is about MPICH's ranks")
+    command = ("-N", 2, "-n", 2, sys.executable, *DOCTOR, *PATIENCE)
+    torn = slurm.run("srun", "--mpi=none", *command, timeout_s=120)
+    assert torn.returncode == 1
+    assert torn.stdout.count("each process is alone in its MPI world") == 1, torn.stdout
+    assert torn.stdout.count("mpiring 0.1.0 doctor: 1 rank on n1, of 2") == 1
+    assert "srun offers no PMI" in torn.stdout
+    assert "-> srun --mpi=pmi2 -n 2 python -m mpiring doctor" in torn.stdout
+    whole = slurm.run("srun", "--mpi=pmi2", *command, "--json", timeout_s=120)
+    report, found = parsed(whole.stdout)
+    assert whole.returncode == 0 and report["nodes"] == ["n1", "n2"], whole.stdout
+    assert found["launcher"]["value"] == "srun, with PMI by --mpi=pmi2"
+    assert found["ranks"]["value"].startswith("2 ranks on 2 nodes")
+    assert "pmi2" in found["srun --mpi"]["value"]
+    assert found["srun --kill-on-bad-exit"]["remedy"] == "srun --kill-on-bad-exit=1"
+    assert "Gbit/s" in found["between nodes"]["value"]
+
+
+@pytest.mark.any_mpi
+def test_it_says_that_it_is_alone():
+    began = time.monotonic()
+    ended = alone()
+    assert ended.returncode == 0, ended.stdout
+    assert "note     launcher: none: one rank" in ended.stdout
+    assert "mpirun -n 4 python -m mpiring doctor" in ended.stdout
+    assert time.monotonic() - began < 60

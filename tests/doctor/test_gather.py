@@ -1,0 +1,141 @@
+"""Lets the doctor look at machines made of files, and at this one."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from launching import ROOT, environment
+
+from mpiring.config import launch_variables, launched_rank, unknown_variables
+from mpiring.doctor import child, gather
+from mpiring.doctor.facts import Device, Library
+from mpiring.doctor.measure import rounds
+
+
+def machine(root, **files):
+    """Make a system's files; a double underscore in a name is a slash."""
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(("files", "quota"), [
+    ({}, None),
+    ({"proc__self__cgroup": "0::/job/step", "sys__fs__cgroup__job__cpu.max": "250000 100000",
+      "sys__fs__cgroup__job__step__cpu.max": "max 100000"}, 2.5),
+    ({"proc__self__cgroup": "0::/elsewhere", "sys__fs__cgroup__cpu.max": "50000 100000"}, 0.5),
+    ({"proc__self__cgroup": "7:memory:/a\n1:cpu,cpuacct:/a",
+      "sys__fs__cgroup__cpu__a__cpu.cfs_quota_us": "300000",
+      "sys__fs__cgroup__cpu__a__cpu.cfs_period_us": "100000",
+      "sys__fs__cgroup__cpu__cpu.cfs_quota_us": "-1",
+      "sys__fs__cgroup__cpu__cpu.cfs_period_us": "100000"}, 3.0),
+])
+def test_the_tightest_cgroup_counts(tmp_path, files, quota):
+    machine(tmp_path, **files)
+    assert gather.quota(tmp_path) == quota
+
+
+def test_network_devices(tmp_path):
+    net, ib = "sys__class__net__", "sys__class__infiniband__"
+    machine(tmp_path, **{
+        f"{net}lo__type": "772", f"{net}eth0__type": "1", f"{net}eth0__speed": "25000",
+        f"{net}eth0__operstate": "up", f"{net}eth1__type": "1", f"{net}eth1__speed": "-1",
+        f"{net}eth1__operstate": "down", f"{net}ib0__type": "32", f"{net}ib0__operstate": "up",
+        f"{ib}mlx5_0__ports__1__rate": "200 Gb/sec (4X HDR)",
+        f"{ib}mlx5_0__ports__1__state": "4: ACTIVE",
+        f"{ib}mlx5_0__ports__1__link_layer": "InfiniBand",
+        f"{ib}mlx5_1__ports__1__rate": "10 Gb/sec (4X SDR)",
+        f"{ib}mlx5_1__ports__1__state": "1: DOWN", f"{ib}mlx5_1__ports__1__link_layer": "Ethernet",
+        f"{ib}hfi1_0__ports__1__state": "4: ACTIVE", f"{ib}hfi1_0__ports__1__rate": "100 Gb/sec",
+        f"{ib}rdmap0s6__ports__1__state": "4: ACTIVE",
+        "sys__class__cxi__cxi0__device__properties__speed": "BS_200G"})
+    assert list(gather.devices(tmp_path)) == [
+        Device(name="eth0", kind="Ethernet", gbit=25),
+        Device(name="eth1", kind="Ethernet", active=False), Device(name="ib0", kind="Ethernet"),
+        Device(name="hfi1_0", kind="Omni-Path", gbit=100),
+        Device(name="mlx5_0", kind="InfiniBand", gbit=200),
+        Device(name="mlx5_1", kind="RoCE", gbit=10, active=False),
+        Device(name="rdmap0s6", kind="EFA"), Device(name="cxi0", kind="Slingshot", gbit=200)]
+
+
+def test_what_dead_jobs_have_left(tmp_path):
+    machine(tmp_path, dev__shm__mpich_shm_1_0="12345", dev__shm__mpich_shm_2_0="running",
+            dev__shm__other="not MPI's")
+    os.utime(tmp_path / "dev/shm/mpich_shm_1_0", (0, 0))
+    found = gather.memory(tmp_path)
+    assert (found.left_files, found.left_bytes) == (1, 5)
+
+
+def test_gpus(tmp_path):
+    assert gather.gpus(tmp_path).kind == ""
+    machine(tmp_path, **{
+        "proc__driver__nvidia__version": "NVRM version: NVIDIA UNIX x86_64  570.86.10",
+        "dev__nvidia0": "", "dev__nvidia1": "", "dev__nvidiactl": "",
+        "sys__module__nvidia_peermem__refcnt": "0"})
+    found = gather.gpus(tmp_path)
+    assert (found.kind, found.count, found.driver) == ("NVIDIA", 2, "570.86.10")
+    assert found.modules == ("nvidia_peermem",)
+
+
+def test_gpus_of_amd(tmp_path):
+    nodes = "sys__class__kfd__kfd__topology__nodes__"
+    machine(tmp_path, **{f"{nodes}0__gpu_id": "0", f"{nodes}1__gpu_id": "51110"})
+    assert (gather.gpus(tmp_path).kind, gather.gpus(tmp_path).count) == ("AMD", 1)
+
+
+def test_this_process(monkeypatch):
+    found = gather.rank(3, Library())
+    assert (found.rank, found.executable) == (3, sys.executable)
+    assert found.processors.allowed == os.sched_getaffinity(0)
+    assert 1 <= found.processors.cores <= len(found.processors.allowed)
+    assert found.memory.shm_bytes >= found.memory.shm_free_bytes
+    assert {"numpy", "mpi4py"} <= found.versions.keys() and "nonsense" not in found.versions
+    monkeypatch.setenv("MPIRING_STALL_TIMEOUT", "9")
+    assert "did you mean MPIRING_STALL_TIMEOUT_S?" in gather.rank(0, Library()).settings_error
+    monkeypatch.delenv("MPIRING_STALL_TIMEOUT")
+    monkeypatch.setenv("MPIRING_TUNING", "perhaps")
+    assert "MPIRING_TUNING='perhaps'" in gather.rank(0, Library()).settings_error
+
+
+def test_commands_that_do_not_answer(monkeypatch):
+    monkeypatch.setattr(gather, "_COMMAND_S", 0.1)
+    assert gather.said(["sleep", "5"]) == gather.said(["no-such-command"]) == ""
+    assert gather.said(["echo", "a   b"]) == "a b"
+
+
+def test_launchers_variables():
+    assert launched_rank({"PMI_RANK": "3", "SLURM_PROCID": "0"}) == 3
+    assert launched_rank({"SLURM_PROCID": "2", "SLURM_LOCALID": "1"}, local=True) == 1
+    assert launched_rank({}) is None
+    secret = {"SLURM_JWT": "s", "AWS_SECRET": "s", "MPIRING_TUNING": "0", "PMI_RANK": "1"}
+    assert launch_variables(secret) == {"MPIRING_TUNING": "0", "PMI_RANK": "1"}
+    assert unknown_variables({"MPIRING_TUNING": "0", "PATH": ""}) == {}
+
+
+@pytest.mark.parametrize(("leaders", "expected"), [
+    ([0], []), ([0, 0, 0], [[(0, 1)]]), ([0, 1], [[(0, 1)]]),
+    ([0, 1, 0, 1, 4], [[(0, 2), (1, 3)], [(0, 1)], [(1, 4)]]),
+])
+def test_who_is_measured_with_whom(leaders, expected):
+    assert rounds(leaders) == expected
+
+
+def test_what_mpi_prints_is_told_without_noise_and_traces():
+    assert child._told(["-----", "", "MPI_Init failed ", "Timeout (0:00:30)!", "File"]) == [
+        "MPI_Init failed"]
+
+
+def test_a_child_that_dies_is_told(monkeypatch, tmp_path):
+    """As where the dynamic linker, or the library's constructor, crashes."""
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py" / "__init__.py").write_text(
+        "import os, signal\nprint('about to crash', flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGSEGV)")
+    ended = subprocess.run(
+        [sys.executable, "-m", "mpiring", "doctor"], cwd=ROOT, text=True, capture_output=True,
+        timeout=120, env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+    assert ended.returncode == 1
+    assert "loading the MPI library: Segmentation fault (signal 11)" in ended.stdout
+    assert "about to crash" in ended.stdout

@@ -1,0 +1,391 @@
+"""Gives the judges facts of machines that are not here, and reads what they say."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from mpiring.doctor.command import SUBJECTS, judged
+from mpiring.doctor.facts import (ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library,
+                                  Memory, Mpirun, Pair, Processors, Rank, Slurm, launcher_of,
+                                  related, vendor_of, version_of)
+from mpiring.doctor.findings import Finding, merged, place, ranks_text
+from mpiring.doctor.launch import right_launch
+from mpiring.doctor.report import as_json, as_text
+
+MPICH = Library(path="/m/lib/libmpi.so.12", standard="5.0",
+                text="MPICH Version: 5.0.2 MPICH Release date: 2026")
+OPEN = Library(path="/o/lib/libmpi.so.40", standard="3.1",
+               text="Open MPI v5.0.11, package: Open MPI user@host Distribution")
+CRAY = Library(path="/opt/cray/lib/libmpi_cray.so.12", standard="3.1",
+               text="MPI VERSION : CRAY MPICH version 8.1.29.44 (ANL base 3.4a2)")
+INTEL = Library(path="/i/lib/libmpi.so.12", standard="3.1",
+                text="Intel(R) MPI Library 2021.13 for Linux* OS")
+MVAPICH = Library(path="/v/lib/libmpi.so.12", standard="3.1",
+                  text="MVAPICH2 Version : 2.3.7 MVAPICH2 Release date : 2022")
+
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALNRANKS": "2"}
+PRTE = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2"}
+PLENTY = Memory(shm_bytes=1 << 33, shm_free_bytes=1 << 33)
+INFINIBAND = Device(name="mlx5_0", kind="InfiniBand", gbit=200)
+ETHERNET = Device(name="eth0", kind="Ethernet", gbit=25)
+
+
+def ranks(count, per_node=None, *, library=MPICH, variables=HYDRA, **facts):
+    """Return facts of healthy ranks, each bound to a processor of its own."""
+    per_node = per_node or count
+    healthy = {"python": "3.11.7", "versions": {"numpy": "2.4.6", "mpi4py": "4.1.2"},
+               "thread_level": "multiple", "start_method": "fork", "memory": PLENTY}
+    return [Rank(**{**healthy, "rank": rank, "host": f"n{1 + rank // per_node}",
+                    "node": rank // per_node, "library": library, "variables": variables,
+                    "processors": Processors(allowed=frozenset([rank % per_node]), online=per_node),
+                    **facts})
+            for rank in range(count)]
+
+
+def job(some, **facts):
+    return Job(**{"ranks": some, "size": len(some), "wanted": len(some), **facts})
+
+
+def found(what):
+    """Return the findings by name; of those of one name, all."""
+    names = {}
+    for section in judged(what):
+        for finding in section.findings:
+            names.setdefault(finding.name, []).append(finding)
+    return names
+
+
+def one(what, name, verdict):
+    (finding,) = found(what)[name]
+    assert finding.verdict == verdict, finding
+    assert finding.remedy or verdict == "ok", finding
+    return f"{finding.value} -> {finding.remedy}"
+
+
+@pytest.mark.parametrize(("text", "vendor", "version"), [
+    (MPICH.text, "MPICH", "5.0.2"), (OPEN.text, "Open MPI", "5.0.11"),
+    (CRAY.text, "Cray MPICH", "8.1.29.44"), (INTEL.text, "Intel MPI", "2021.13"),
+    (MVAPICH.text, "MVAPICH", "2.3.7"), ("HYDRA build details: Version: 4.2.1", "MPICH", "4.2.1"),
+    ("mpirun (Open MPI) 4.1.6 Report bugs", "Open MPI", "4.1.6"),
+    ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 2024", "Intel MPI", "2021.13"),
+    ("another", "", ""),
+])
+def test_vendors_are_told_by_what_they_say(text, vendor, version):
+    assert (vendor_of(text), version_of(text)) == (vendor, version)
+
+
+@pytest.mark.parametrize(("variables", "launcher"), [
+    ({}, ""), (HYDRA, "MPICH"), (PRTE, "Open MPI"), (STEP, "srun"),
+    ({**STEP, **HYDRA}, "MPICH"), ({**STEP, **PRTE}, "Open MPI"),
+    ({**STEP, "PMI_RANK": "0", "PMI_FD": "3"}, "srun"),
+    ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ""),
+    ({**STEP, "SLURM_STEP_ID": "4294967290"}, ""), ({"PALS_RANKID": "0"}, "PALS"),
+])
+def test_launchers_are_told_by_their_variables(variables, launcher):
+    assert launcher_of(variables) == launcher
+
+
+def test_mpich_and_its_kin_start_each_others_ranks():
+    assert related("MPICH", "Intel MPI") and not related("MPICH", "Open MPI")
+
+
+def test_a_healthy_job_is_told_so():
+    pairs = [Pair(ranks=(0, 1), latency_s=1e-6, bytes_per_s=1e10),
+             Pair(ranks=(0, 2), latency_s=2e-6, bytes_per_s=2.3e10)]
+    whole = job(ranks(4, 2, devices=(INFINIBAND, ETHERNET), variables={
+        **HYDRA, "RDMAV_FORK_SAFE": "1"}), pairs=pairs, tried_s=1e-3, mpirun=Mpirun(
+            path="/m/bin/mpirun", text="HYDRA Version: 5.0.2", beside="/m/bin/mpirun"))
+    verdicts = {name: findings[0].verdict for name, findings in found(whole).items()}
+    assert {name for name, verdict in verdicts.items() if verdict != "ok"} == {
+        "survival", "torch", "numba", "ml_dtypes", "safetensors", "matplotlib"}
+    assert all(len(findings) == 1 and findings[0].ranks == ()
+               for findings in found(whole).values()), "what is the same is told once"
+    assert "2.0 us, 184.00 Gbit/s, over mlx5_0" in one(whole, "between nodes", "ok")
+
+
+@pytest.mark.parametrize(("library", "text", "own", "verdict", "words"), [
+    (MPICH, "mpirun (Open MPI) 4.1.6", "/m/bin/mpirun", "problem", "-> use /m/bin/mpirun"),
+    (OPEN, "HYDRA build details: Version: 5.0", "", "problem", "came with /o/lib/libmpi.so.40"),
+    (CRAY, "mpirun (Open MPI) 4.1.6", "", "problem", "Cray MPICH 8.1.29.44"),
+    (INTEL, "HYDRA build details: Version: 4.1", "", "ok", "the library is /i/lib"),
+    (MPICH, "HYDRA build details: Version: 4.1", "/m/bin/mpirun", "warning",
+     "another installation"),
+    (MPICH, "slurm wrapper", "", "note", "of unknown make"),
+])
+def test_an_mpirun_must_belong_to_the_library(library, text, own, verdict, words):
+    alone = job(ranks(1, library=library, variables={}),
+                mpirun=Mpirun(path="/usr/bin/mpirun", text=text, beside=own))
+    assert words in one(alone, "mpirun", verdict)
+
+
+def test_no_library_and_no_mpirun():
+    none = job(ranks(1, library=Library(error="cannot load MPI library\nlibmpi.so"),
+                     variables={}), size=0)
+    assert "pip install 'mpiring[mpich]'" in one(none, "MPI library", "problem")
+    assert "there is none" in one(none, "mpirun", "warning")
+    nothing = job(ranks(1, library=Library(), variables={}, versions={}), size=0)
+    assert "pip install mpi4py" in one(nothing, "mpi4py", "problem")
+    assert "MPI library" not in found(nothing)
+
+
+@pytest.mark.parametrize(("library", "variables", "types", "words"), [
+    (MPICH, STEP, (), "MPICH 5.0.2 needs pmi2 -> srun --mpi=pmi2 -n 2 python"),
+    (OPEN, {**STEP, "PMI_FD": "3", "SLURM_MPI_TYPE": "pmi2"}, ("pmi2", "pmix"),
+     "srun offers PMI by --mpi=pmi2, and Open MPI 5.0.11 needs pmix -> srun --mpi=pmix -n 2"),
+    (OPEN, STEP, ("none", "pmi2"), "this Slurm has no --mpi=pmix, which Open MPI needs"),
+    (CRAY, STEP, (), "srun --mpi=cray_shasta"),
+    (INTEL, STEP, (), "-> I_MPI_PMI_LIBRARY=/path/of/libpmi2.so srun --mpi=pmi2"),
+    (OPEN, HYDRA, (), "the launcher is MPICH's, the library is Open MPI 5.0.11"),
+    (MPICH, PRTE, (), "the launcher is Open MPI's, the library is MPICH 5.0.2"),
+])
+def test_worlds_of_one_rank_each_have_a_cause(library, variables, types, words):
+    torn = job(ranks(1, library=library, variables=variables), wanted=2,
+               wanted_by="SLURM_NTASKS=2", slurm=Slurm(installed=True, mpi_types=types))
+    text = one(torn, "ranks", "problem")
+    assert "alone in its MPI world" in text and words in text
+    assert found(replace(torn, wanted=1))["ranks"][0].verdict == "ok"
+
+
+def test_a_shell_within_an_allocation_is_no_launch():
+    shell = job(ranks(1, variables={"SLURM_JOB_ID": "7"}), wanted=4, wanted_by="SLURM_NTASKS=4",
+                slurm=Slurm(installed=True, mpi_types=("none", "pmi2"), mpi_default="none",
+                            kills=False))
+    assert "speaks of 4 ranks -> srun --mpi=pmi2 -n 4 p" in one(shell, "launcher", "warning")
+    assert one(shell, "ranks", "ok")
+    assert "export SLURM_MPI_TYPE=pmi2" in one(shell, "srun --mpi", "note")
+    assert "srun --kill-on-bad-exit=1" in one(shell, "srun --kill-on-bad-exit", "note")
+    assert right_launch(shell, "python train.py") == "srun --mpi=pmi2 -n 4 python train.py"
+
+
+@pytest.mark.parametrize(("library", "variables", "memory", "failure", "words"), [
+    (MPICH, HYDRA, Memory(shm_bytes=1 << 20, shm_free_bytes=0), ("Bus error (signal 7)",),
+     "give /dev/shm more memory"),
+    (MPICH, PRTE, PLENTY, ("exit status 16",), "the mpirun of MPICH -n 2"),
+    (MPICH, {**STEP, "PMIX_NAMESPACE": "x"}, PLENTY, ("exit status 16",), "srun --mpi=pmi2"),
+    (CRAY, {**STEP, "PMI_FD": "3"}, PLENTY, ("exit status 1", False, ("GTL is not linked",)),
+     "MPICH_GPU_SUPPORT_ENABLED=0"),
+    (MPICH, HYDRA, PLENTY, ("no end within 30 s", True), "mpirun -iface NAME"),
+    (INTEL, HYDRA, PLENTY, ("no end within 30 s", True), "FI_TCP_IFACE=NAME"),
+    (MPICH, HYDRA, PLENTY, ("exit status 1",), "mpirun -n 1 python -m mpiring doctor"),
+])
+def test_a_death_in_mpi_init_has_a_remedy(library, variables, memory, failure, words):
+    dead = job(ranks(1, library=library, variables=variables, memory=memory, thread_level=""),
+               size=0, wanted=2, failure=Failure(
+        stage=STARTING, **dict(zip(("how", "late", "said"), failure))))
+    text = one(dead, "MPI_Init", "problem")
+    assert failure[0] in text and words in text
+    assert "ranks" not in found(dead)
+
+
+def test_later_failures():
+    late = Failure(stage=EXCHANGING, how="no end within 30 s", late=True)
+    hung = job(ranks(1), wanted=2, size=2, failure=late)
+    assert "name the network between them" in one(hung, EXCHANGING, "problem")
+    ended = job(ranks(2), failure=replace(late, stage=ENDING))
+    assert one(ended, ENDING, "warning")
+
+
+@pytest.mark.parametrize(("allowed", "online", "quota", "verdict", "binding"), [
+    ([{0}, {1}], 2, None, "ok", ("ok", "each rank has 1 of its own")),
+    ([{0}, {0}], 2, None, "warning", ("warning", "bound to the same 1 of 2")),
+    ([{0, 1}] * 2, 2, None, "ok", ("note", "-bind-to core")),
+    ([{0, 1}] * 4, 2, None, "warning", ("ok", "each rank may use all 2")),
+    ([{0, 1}] * 2, 8, None, "ok", ("ok", "share the same 2")),
+    ([{0, 1}, {1, 2}], 8, None, "ok", ("warning", "some ranks share")),
+    ([{0, 1}, {2, 3}], 8, 1.5, "warning", ("ok", "each rank has 2 of its own")),
+])
+def test_processors_and_binding(allowed, online, quota, verdict, binding):
+    some = [replace(rank, processors=Processors(
+                allowed=frozenset(mine), online=online, quota=quota))
+            for rank, mine in zip(ranks(len(allowed)), allowed)]
+    text = one(job(some), "processors", verdict)
+    assert ("oversubscribed" in text) == (verdict == "warning")
+    assert quota is None or "a cgroup grants 1.5:" in text and "at most 1 rank " in text
+    assert binding[1] in one(job(some), "binding", binding[0])
+
+
+@pytest.mark.parametrize(("variables", "online", "verdict", "words"), [
+    ({}, 8, "warning", "8 per rank in NumPy's BLAS (nothing is set): 32 on 8 processors -> "
+                       "export OMP_NUM_THREADS=2"),
+    ({"OMP_NUM_THREADS": "2,1"}, 8, "ok", "OMP_NUM_THREADS=2,1): 8 on 8"),
+    ({"OMP_NUM_THREADS": "1"}, 32, "note", "export OMP_NUM_THREADS=8"),
+    ({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "4"}, 8, "warning", "OPENBLAS_NUM_THREADS=4"),
+])
+def test_threads(variables, online, verdict, words):
+    processors = Processors(allowed=frozenset(range(online)), online=online)
+    some = ranks(4, processors=processors, variables={**HYDRA, **variables})
+    assert words in one(job(some), "threads", verdict)
+
+
+def test_other_programs_and_slurms_share():
+    some = ranks(2, variables={**STEP, "SLURM_CPUS_PER_TASK": "8"}, processors=Processors(
+        allowed=frozenset((0, 1)), online=2, load=7.5))
+    assert "load 7.5 on 2 processors" in one(job(some), "other programs", "note")
+    assert "export SRUN_CPUS_PER_TASK" in one(job(some), "--cpus-per-task", "warning")
+
+
+@pytest.mark.parametrize(("library", "total", "free", "level", "verdict", "words"), [
+    (MPICH, 1 << 20, 1 << 20, "", "problem", "1 MiB, 1 MiB free, too small: MPICH takes 21 MiB"),
+    (OPEN, 1 << 20, 1 << 20, "multiple", "warning", "too small: Open MPI takes 64 MiB for 4 ranks"),
+    (MPICH, 1 << 33, 1 << 20, "", "problem", "8.0 GiB, 1 MiB free, too full"),
+    (MPICH, 1 << 33, 1 << 20, "multiple", "ok", "MPICH takes 21 MiB"),
+    (MPICH, 1 << 26, 1 << 26, "multiple", "note", "data loaders -> mount -o remount,size=2G"),
+    (MPICH, None, None, "multiple", "warning", "there is none"),
+])
+def test_shared_memory(library, total, free, level, verdict, words):
+    some = ranks(4, library=library, thread_level=level,
+                 memory=Memory(shm_bytes=total, shm_free_bytes=free))
+    assert words in one(job(some), "/dev/shm", verdict)
+
+
+def test_what_dead_jobs_have_left():
+    some = ranks(2, memory=replace(PLENTY, left_files=7, left_bytes=3 << 20))
+    assert "7 files of MPI in /dev/shm, 3 MiB, more" in one(job(some), "dead jobs", "note")
+
+
+def test_limits_and_forks_beside_a_fast_network():
+    some = job(ranks(2, devices=(INFINIBAND,), memory=replace(
+        PLENTY, locked_bytes=65536, open_files=256)))
+    assert "only 64 KiB may be locked" in one(some, "ulimit -l", "warning")
+    assert "ulimit -n 1024" in one(some, "ulimit -n", "note")
+    assert "beside mlx5_0" in one(some, "fork", "warning")
+    assert one(job(ranks(2, devices=(INFINIBAND,), start_method="forkserver")), "fork", "ok")
+    assert one(job(ranks(2, devices=(ETHERNET,))), "fork", "ok")
+
+
+@pytest.mark.parametrize(("devices", "us", "gbit", "verdict", "words"), [
+    ((INFINIBAND, ETHERNET), 25, 9, "warning", "9.00 Gbit/s, far below mlx5_0 (InfiniBand, 200"),
+    ((INFINIBAND, ETHERNET), 60, 180, "warning", "UCX_TLS"),
+    ((ETHERNET,), 25, 23, "ok", "over eth0 (Ethernet, 25 Gbit/s)"),
+    ((ETHERNET,), 25, 0.9, "warning", "OMPI_MCA_btl_tcp_if_include"),
+    ((replace(ETHERNET, gbit=None),), 25, 0.9, "ok", "speed is unknown"),
+    ((ETHERNET, replace(INFINIBAND, active=False)), 25, 23, "ok", "over eth0"),
+])
+def test_between_nodes(devices, us, gbit, verdict, words):
+    some = ranks(2, 1, devices=devices)
+    pair = Pair(ranks=(0, 1), latency_s=us * 1e-6, bytes_per_s=gbit / 8 * 1e9)
+    assert words in one(job(some, pairs=[pair]), "between nodes", verdict)
+
+
+def test_a_slow_link_is_named():
+    pairs = [Pair(ranks=(i, i + 1), latency_s=1e-5, bytes_per_s=1e9 if i == 2 else 3e9)
+             for i in range(4)]
+    text = one(job(ranks(5, 1, devices=(ETHERNET,)), pairs=pairs), "slow link", "warning")
+    assert text.startswith("rank 2 on n3, rank 3 on n4: 8.00 Gbit/s, where the median is 24.00")
+
+
+def test_within_a_node():
+    slow = [Pair(ranks=(0, 1), latency_s=1e-3, bytes_per_s=1e8)]
+    quiet = job(ranks(2), pairs=slow)
+    assert "does not use shared memory" in one(quiet, "within a node", "warning")
+    busy = ranks(2, processors=Processors(allowed=frozenset((0,)), online=1))
+    assert "the processors are busy" in one(job(busy, pairs=slow), "within a node", "note")
+
+
+@pytest.mark.parametrize(("facts", "verdict", "words"), [
+    ({"devices": (INFINIBAND,), "variables": {**HYDRA, "UCX_TLS": "tcp,self"}}, "warning",
+     "UCX_TLS=tcp,self keeps MPI from using mlx5_0"),
+    ({"devices": (ETHERNET,), "variables": {**HYDRA, "UCX_NET_DEVICES": "mlx5_0:1"}}, "warning",
+     "mlx5_0:1 is not on this node -> unset UCX_NET_DEVICES"),
+    ({"devices": (Device(name="cxi0", kind="Slingshot", gbit=200),)}, "warning", "cray-mpich"),
+])
+def test_variables_that_choose_networks(facts, verdict, words):
+    assert words in one(job(ranks(2, **facts)), "variables", verdict)
+
+
+def test_ports_that_are_down():
+    some = job(ranks(2, devices=(ETHERNET, replace(INFINIBAND, active=False))))
+    assert "eth0 (Ethernet, 25 Gbit/s); down: mlx5_0" in one(some, "devices", "warning")
+
+
+@pytest.mark.parametrize(("library", "variables", "gpus", "verdict", "words"), [
+    (OPEN, PRTE, Gpus(aware=False), "note", "says that it takes no GPU memory"),
+    (OPEN, PRTE, Gpus(aware=True), "ok", "says that it takes GPU memory"),
+    (MPICH, HYDRA, Gpus(aware=False), "note", "MPIR_CVAR_ENABLE_GPU=1"),
+    (CRAY, STEP, Gpus(), "note", "export MPICH_GPU_SUPPORT_ENABLED=1"),
+    (CRAY, {**STEP, "MPICH_GPU_SUPPORT_ENABLED": "1"}, Gpus(), "warning", "GTL library is not"),
+    (CRAY, {**STEP, "MPICH_GPU_SUPPORT_ENABLED": "1"}, Gpus(gtl=True), "ok", "is set"),
+    (INTEL, HYDRA, Gpus(), "note", "export I_MPI_OFFLOAD=1"),
+    (INTEL, {**HYDRA, "I_MPI_OFFLOAD": "1"}, Gpus(), "ok", "I_MPI_OFFLOAD is set"),
+    (MVAPICH, HYDRA, Gpus(), "note", "export MV2_USE_CUDA=1"),
+])
+def test_gpu_aware_mpi(library, variables, gpus, verdict, words):
+    gpus = replace(gpus, kind="NVIDIA", count=4, driver="570.1")
+    some = job(ranks(2, library=library, variables=variables, gpus=gpus))
+    assert words in one(some, "GPU-aware MPI", verdict)
+    assert "4 of NVIDIA, driver 570.1" in one(some, "GPUs", "ok")
+
+
+def test_gpus_and_what_lies_beside_them():
+    gpus = Gpus(kind="NVIDIA", count=1, modules=("gdrdrv",), transports=())
+    some = job(ranks(2, devices=(INFINIBAND,), gpus=gpus))
+    assert "for 2 ranks -> start 1 rank" in one(some, "GPUs", "warning")
+    assert "modprobe nvidia_peermem" in one(some, "GPUDirect RDMA", "note")
+    assert "gdrdrv is loaded" in one(some, "GDRCopy", "ok")
+    assert "no modules for GPUs" in one(some, "UCX transports", "note")
+    chosen = job(ranks(2, gpus=gpus, variables={**HYDRA, "UCX_TLS": "rc,sm"}))
+    assert "or add cuda" in one(chosen, "UCX transports", "warning")
+    none = job(ranks(1, variables={"MPICH_GPU_SUPPORT_ENABLED": "1"}))
+    assert "export MPICH_GPU_SUPPORT_ENABLED=0" in one(none, "GPUs", "warning")
+
+
+@pytest.mark.parametrize(("library", "variables", "verdict", "words"), [
+    (MPICH, HYDRA, "note", "MPICH 5.0.2 ends the job"), (CRAY, STEP, "note", "checkpoints"),
+    (OPEN, PRTE, "note", "mpirun --with-ft ulfm"), (OPEN, STEP, "note", "under srun"),
+    (OPEN, {**PRTE, "OMPI_MCA_mpi_ft_enable": "1"}, "ok", "ULFM"),
+    (replace(OPEN, text="Open MPI v4.1.6, package"), PRTE, "note", "since 5.0"),
+])
+def test_whether_a_job_survives_a_dead_rank(library, variables, verdict, words):
+    assert words in one(job(ranks(2, library=library, variables=variables)), "survival", verdict)
+
+
+@pytest.mark.parametrize(("library", "variables", "words"), [
+    (CRAY, STEP, "export MPICH_MAX_THREAD_SAFETY=multiple"),
+    (MVAPICH, HYDRA, "export MV2_ENABLE_AFFINITY=0"),
+    (MPICH, {**HYDRA, "MPI4PY_RC_THREAD_LEVEL": "serialized"}, "unset MPI4PY_RC_THREAD_LEVEL"),
+])
+def test_thread_levels(library, variables, words):
+    some = ranks(2, library=library, variables=variables, thread_level="serialized")
+    assert words in one(job(some), "thread level", "warning")
+
+
+def test_settings():
+    wrong = ranks(2)
+    wrong[1] = replace(wrong[1], settings_error="MPIRING_X is no setting; known: …")
+    text = as_text(judged(job(wrong)), job(wrong))
+    assert "problem  MPIRING_* variables: MPIRING_X is no setting; known: …  [rank 1 on n1]" in text
+    differing = ranks(4, 2)
+    differing[3] = replace(differing[3], variables={**HYDRA, "MPIRING_TUNING": "0"})
+    values = {(f.value, f.ranks) for f in found(job(differing))["MPIRING_* variables"]}
+    assert values == {("none", (0, 1, 2)), ("MPIRING_TUNING=0", (3,))}
+
+
+def test_findings_of_all_ranks_are_told_once_and_others_where():
+    some = ranks(8, 4)
+    for rank in range(4, 8):
+        some[rank] = replace(some[rank], python="3.12.1", memory=replace(PLENTY, shm_bytes=1 << 26))
+    what = job(some)
+    shown = as_text(judged(what), what)
+    assert "  warning  Python: 3.12.1  [ranks 4-7 on n2]\n" in shown
+    assert shown.startswith("mpiring 0.1.0 doctor: 8 ranks on n1, n2\n")
+    report = json.loads(as_json(judged(what), what))
+    (shm,) = [one for one in report["findings"] if one["where"] and one["name"] == "/dev/shm"
+              and one["verdict"] != "ok"]
+    assert (shm["ranks"], shm["where"]) == ([4, 5, 6, 7], "ranks 4-7 on n2")
+    assert (report["verdict"], report["ranks"], report["nodes"]) == ("warning", 8, ["n1", "n2"])
+
+
+def test_places():
+    assert ranks_text([3]) == "rank 3" and ranks_text([0, 2, 4, 5, 6]) == "ranks 0,2,4-6"
+    same = job(ranks(4, 2, host="vm"))
+    assert place((1, 2, 3), same) == "rank 1 on vm (node 0), ranks 2-3 on vm (node 1)"
+    assert place(range(12), job(ranks(12, 2))).endswith("ranks 6-7 on n4 and 2 more nodes")
+    assert merged([Finding("a", "ok", "", "", (1,)), Finding("a", "ok", "", "", (0,))], 2) == [
+        Finding("a", "ok", "")]
+
+
+def test_the_subjects_have_titles_of_their_own():
+    assert len({subject.TITLE for subject in SUBJECTS}) == len(SUBJECTS)
