@@ -174,6 +174,14 @@ def test_the_simulation_has_real_options():
     assert against.against and against.goodput == 0.956 and against.burst == 128 << 10
 
 
+def test_the_trace_commands_have_real_options():
+    found = [_parser().parse_args(line.split()[3:]) for line in lines()
+             if " -m mpiring trace" in line]
+    assert len(found) == 2 and found[0].plot == "step.png"
+    assert {options.folder for options in found} == {"trace"}
+    assert any(line.startswith("MPIRING_TRACE=trace mpirun") for line in lines())
+
+
 def test_every_setting_is_in_the_table():
     for name, default in vars(Config()).items():
         (row,) = re.findall(rf"^\| `{name}` \| `MPIRING_{name.upper()}` \| (.*) \|$", README,
