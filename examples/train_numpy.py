@@ -69,6 +69,8 @@ dp = DataParallel(
 # float32 masters are the weights themselves, and the scale, a power of two, rounds nothing.
 masters, scaler = MasterWeights(dp), LossScaler(dp)
 velocity = {name: np.zeros_like(master) for name, master in masters.items()}
+# Every thousandth step, ranks find out whether they all have the same bits, as in params.
+dp.watch(masters=masters, velocity=velocity)
 
 
 def forward(x):
