@@ -85,6 +85,8 @@ if saved:
     masters.load_state_dict(saved.replicated["masters"])
     scaler.load_state_dict(saved.replicated["scaler"])
     loss_sum += saved.replicated["loss_sum"] if comm.rank == 0 else 0
+# Every thousandth step, ranks find out whether they all have the same bits, as in params.
+dp.watch(masters=masters, velocity=velocity)
 
 
 def forward(x):

@@ -91,6 +91,22 @@ def test_mixed_precision_of_numpy_models_works():
     assert ended.status == 0, ended.output
 
 
+def test_replicas_are_compared_so():
+    (block,) = [block for block in blocks("python") if "dp.watch" in block]
+    ended = launch(3, "-c", "\n".join([
+        "import mpiring, numpy as np",
+        "from mpiring.numpy import DataParallel, MasterWeights",
+        "comm = mpiring.init()",
+        "dp = DataParallel({'w': np.ones(3, np.float16)}, comm)",
+        "masters, velocity = MasterWeights(dp), {'w': np.zeros(3)}",
+        block,
+        "velocity['w'] = np.full(3, 1.0 * (comm.rank == 1))",
+        "dp.compare_replicas()"]))
+    assert ended.status != 0
+    assert re.search(r"after 0 steps, rank 1 on \S+ differs from ranks 0, 2 in velocity\['w'\]",
+                     ended.output), ended.output
+
+
 def test_reducers_are_chosen_so():
     (block,) = [block for block in blocks("python") if "mpiring.reducers" in block]
     ended = launch(3, "-c", "\n".join([

@@ -14,7 +14,7 @@ from ..gradients import refuse_different
 from ..reducers.choice import Wish
 from ..resilience.replicas import Replicas
 from ..statistics import Statistics
-from .averaging import Averaging
+from .averaging import Averaging, tensors_in
 from .optimizers import follow_steps, replicated_parts, updates_any
 from .sparse_gradients import sparse_parameters
 from .states import broadcast_parameters
@@ -31,7 +31,8 @@ class DataParallel(nn.Module):
     Everything else stays as it was: `forward`, the loss, `backward`, any optimizer.
     Parameters and buffers are broadcast from rank 0. A gradient leaves, fused with others,
     while backward still calculates those before it; `p.grad` is a view into that memory, which
-    the next backward pass overwrites: clone what you keep.
+    the next backward pass overwrites: clone what you keep. After every `digest_steps` steps (see
+    Config), backward finds out whether parameters and optimizers' state are equal on all ranks.
 
     Args:
         module: Its parameters lie on the CPU; the same on every rank, in the same order.
@@ -58,6 +59,7 @@ class DataParallel(nn.Module):
     Raises:
         ConfigError: The module cannot be trained so.
         BufferMismatchError: The modules differ between ranks; names the first difference.
+        ReplicaError: In backward: parameters or optimizers' state differ between ranks.
 
     Collective: yes, and so are forward and backward in training. Blocking: yes.
     """
@@ -212,6 +214,11 @@ class DataParallel(nn.Module):
                 raise ConfigError(
                     f"rank {self._comm.rank}: watch({name}=...) is a {type(value).__name__}; pass "
                     f"a tensor, or a mapping or list of tensors")
+            for tensor in tensors_in(value):
+                if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                    raise ConfigError(
+                        f"rank {self._comm.rank}: watch({name}=...) has a {tensor.layout} tensor "
+                        f"on {tensor.device}; expected dense ones on the CPU")
         self._watched.update(state)
 
     def compare_replicas(self) -> None:
