@@ -119,6 +119,8 @@ def one_job(place, private, pattern, rng):
             outcome.problem = "hangs"
             os.killpg(job.pid, signal.SIGKILL)
             outcome.output, _ = job.communicate()
+        if job.returncode:
+            outcome.output += (folder / "log").read_text()[-2000:]
         left = deaths[-1][1] if deaths else RANKS
         outcome.kills = RANKS - left
         judge(outcome, job.returncode, left)
