@@ -142,8 +142,6 @@ class Gradients:
             if bucket.missing:
                 break
             self._handles.append(self._send(bucket))
-            if bucket is self._buckets[-1]:
-                self.nonfinite.tell_others()
         self._comm.poke()
 
     def expects(self, name: str) -> bool:
@@ -172,8 +170,8 @@ class Gradients:
         for handle in self._handles:
             handle.wait()
         self._handles.clear()
-        finite = self.nonfinite.settle(self.steps, beside, finite=finite)
-        # A mean may overflow where no rank's own gradient has; few ask.
+        finite = self.nonfinite.settle(self.steps, self._buckets, beside, finite=finite)
+        # Of the other buckets few ask.
         self._finite = None if finite and not self._compressors else finite and self._are_finite()
         for one in self._compressors:
             one.settle(self._finite is True)
