@@ -90,7 +90,10 @@ def open_job(folder: str, wanted: str | None) -> JobTrace:
     jobs: dict[str, list[RankTrace]] = {}
     warnings = []
     for path in sorted(Path(folder).glob("trace-*-rank*.json")):
-        found = _opened(path)
+        try:
+            found = _opened(path)
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be read: {exc.strerror or exc}") from exc
         if found is None:
             warnings.append(f"{path} does not say whose trace it is, and is left out")
         else:
@@ -126,7 +129,7 @@ def _opened(path: Path) -> RankTrace | None:
         if event.get("ph") != "M":
             break
         about.setdefault(event["name"], event["args"])
-    if "mpiring" not in about:
+    if set(about.get("mpiring", ())) != {"job", "rank", "size", "node"}:
         return None
     last = [event for event in map(_parsed, _tail(path)) if event is not None]
     ends = [event["args"] for event in last if event.get("name") == "clock at end"]
