@@ -113,11 +113,11 @@ def test_pytorch_finds_rank_0_where_names_mean_nothing(possible):
 
 
 def test_the_doctor_measures_the_links(possible):
-    ended = run("run", "--hosts", 2, *python("-m", "mpiring", "doctor"))
+    ended = run("run", "--hosts", 2, "--rate", "200mbit", *python("-m", "mpiring", "doctor"))
     assert ended.returncode == 0, ended.stdout
     assert "ranks: 2 ranks on 2 nodes, 1 on each" in ended.stdout
     gbit = float(re.search(r"between nodes: [\d.]+ us, ([\d.]+) Gbit/s", ended.stdout)[1])
-    assert 0.5 < gbit < 1.1, ended.stdout
+    assert 0.05 < gbit < 0.21, ended.stdout
     assert gone()
 
 

@@ -10,7 +10,7 @@ from ..config import launch_variables, launched_rank, launched_size
 from . import gather, gpu, launch, library, memory, network, packages, processors, survival
 from .child import examined
 from .examine import examine
-from .facts import ENDING, LOADING, Failure, Job, Library, launcher_of
+from .facts import ENDING, LOADING, STARTING, Failure, Job, Library, launcher_of
 from .findings import PROBLEM, Section, merged, worst
 from .report import as_json, as_text
 
@@ -86,8 +86,10 @@ def _stand_by(rank: int, failure: Failure, found: dict[str, Any], until: float) 
     """
     here = found["ranks"][0] if "ranks" in found else gather.rank(
         rank, found.get("library", Library()))
+    # One per node speaks of the start, and each of what came after it.
     alike = launch.is_mismatched(here)
-    if not failure.late and not alike and launched_rank(local=True) == 0:
+    first = launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)
+    if not failure.late and not alike and first:
         print(f"mpiring doctor: rank {rank} on {here.host}: {failure.stage}: {failure.how}; "
               f"{' '.join(failure.said[-2:])}", file=sys.stderr, flush=True)
     if launcher_of(here.variables) != "srun" and failure.stage not in (LOADING, ENDING):

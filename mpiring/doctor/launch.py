@@ -143,6 +143,9 @@ def _remedy(job: Job, failure: Failure) -> str:
         return "ask mpi4py itself: python -c 'from mpi4py import MPI'"
     if failure.stage == STARTING and is_mismatched(here):
         return right_launch(job)
+    if launcher_of(here.variables) == "srun" and "UCX_comm_addr_exchange" in text:
+        # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than a request may be.
+        return "export MPIR_CVAR_CH4_NETMOD=ofi; UCX's addresses do not pass through Slurm's PMI"
     if shm_is_short(job):
         return "give /dev/shm more memory, as said below"
     if "GTL" in text:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.launch
 
 DOCTOR = ("-m", "mpiring", "doctor")
 # The machine may be busy; what hangs is ended long before.
-PATIENCE = ("--deadline", "90")
+PATIENCE = ("--deadline", "60")
 
 
 def alone(*options, **variables):
@@ -142,12 +143,15 @@ def test_a_real_slurm(slurm):
     torn = slurm.run("srun", "--mpi=none", *command, timeout_s=120)
     assert torn.returncode == 1
     assert torn.stdout.count("each process is alone in its MPI world") == 1, torn.stdout
-    assert torn.stdout.count("mpiring 0.1.0 doctor: 1 rank on n1, of 2") == 1
+    assert len(re.findall(r"doctor: 1 rank on n\d, of 2 that were", torn.stdout)) == 1
     assert "srun offers no PMI" in torn.stdout
     assert "-> srun --mpi=pmi2 -n 2 python -m mpiring doctor" in torn.stdout
-    whole = slurm.run("srun", "--mpi=pmi2", *command, "--json", timeout_s=120)
+    # UCX's addresses, longer by what MPICH leaves of its memory in them, can be too long for PMI.
+    whole = slurm.run("srun", "--mpi=pmi2", *command, "--json", timeout_s=120,
+                      MPIR_CVAR_CH4_NETMOD="ofi")
     report, found = parsed(whole.stdout)
-    assert whole.returncode == 0 and report["nodes"] == ["n1", "n2"], whole.stdout
+    assert whole.returncode == 0, whole.stdout
+    assert len(report["nodes"]) == 2 and set(report["nodes"]) < {"n1", "n2", "n3", "n4"}
     assert found["launcher"]["value"] == "srun, with PMI by --mpi=pmi2"
     assert found["ranks"]["value"].startswith("2 ranks on 2 nodes")
     assert "pmi2" in found["srun --mpi"]["value"]
