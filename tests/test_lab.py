@@ -117,7 +117,7 @@ def test_the_doctor_measures_the_links(possible):
     assert ended.returncode == 0, ended.stdout
     assert "ranks: 2 ranks on 2 nodes, 1 on each" in ended.stdout
     gbit = float(re.search(r"between nodes: [\d.]+ us, ([\d.]+) Gbit/s", ended.stdout)[1])
-    assert 0.14 < gbit < 0.21, ended.stdout
+    assert 0.05 < gbit < 0.21, ended.stdout
     assert gone()
 
 
