@@ -40,7 +40,19 @@ def check(job, fault):
     assert shown["Restarts"] == "0", "no resume was asked for"
 
 
-def test_a_broken_job_ends(slurm, trainings):
+@pytest.mark.any_mpi
+def test_scancel_leaves_nothing(slurm, trainings):
+    """The first test; trainings begin meanwhile, see conftest.py."""
+    job = slurm.submit(TRAIN, FAULT, "wait for ever", options=TWO_NODES)
+    job.wait_for("is ready")
+    job.cancel()
+    began = time.monotonic()
+    assert job.wait()["JobState"] == "CANCELLED"
+    job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_broken_job_ends(slurm):
     for fault, job in broken(slurm, REASONS).items():
         check(job, fault)
 
@@ -53,17 +65,6 @@ def test_srun_ends_what_a_rank_has_left(slurm):
     """
     for fault, job in broken(slurm, BY_SRUN, SLURM_MPI_TYPE="pmi2", MPICH_CH4_NETMOD="ofi").items():
         check(job, fault)
-
-
-@pytest.mark.any_mpi
-def test_scancel_leaves_nothing(slurm):
-    job = slurm.submit(TRAIN, FAULT, "wait for ever", options=TWO_NODES)
-    job.wait_for("is ready")
-    job.cancel()
-    began = time.monotonic()
-    assert job.wait()["JobState"] == "CANCELLED"
-    job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
-    assert time.monotonic() - began < SOON_S
 
 
 @pytest.mark.any_mpi
