@@ -22,8 +22,7 @@ from ..launch import find_mpiexec
 from .facts import Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm
 
 # Packages that something of mpiring uses, or builds upon.
-PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "safetensors", "matplotlib", "tqdm",
-            "cupy")
+PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "tqdm", "cupy")
 
 _ROOT = Path("/")
 # A command that has not answered by then, as Slurm's where its controller is down, is left alone.

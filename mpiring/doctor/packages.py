@@ -14,7 +14,6 @@ _OPTIONAL = {
     "numba": ("16-bit sums on a node and codecs, several times as fast",
               "pip install 'mpiring[fast]'"),
     "ml_dtypes": ("bfloat16 in NumPy", "pip install ml_dtypes"),
-    "safetensors": ("checkpoints", "pip install 'mpiring[checkpoint]'"),
     "matplotlib": ("plots of benchmarks and traces", "pip install 'mpiring[bench]'"),
     "cupy": ("NumPy models on GPUs", "pip install cupy-cuda12x"),
 }

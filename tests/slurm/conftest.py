@@ -63,6 +63,6 @@ class Trainings:
 @pytest.fixture(scope="session")
 def trainings(slurm, tmp_path_factory):
     """Return what starts trainings; some are under way."""
-    for module in ("safetensors", "sklearn", "threadpoolctl"):
+    for module in ("sklearn", "threadpoolctl"):
         needed(module)
     return Trainings(slurm, tmp_path_factory.mktemp("trainings"))
