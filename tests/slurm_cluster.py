@@ -204,9 +204,10 @@ class Job:
         return self.until(lambda: (shown := self.show())["JobState"] in (states or ended) and shown,
                           f"the job is {' or '.join(states) or 'over'}", timeout_s)
 
-    def wait_for(self, text, timeout_s=200):
-        """Wait until the job has printed a text."""
-        self.until(lambda: text in self.output, f"it prints {text!r}", timeout_s)
+    def wait_for(self, pattern, timeout_s=200):
+        """Wait until the job has printed what a regular expression describes."""
+        self.until(lambda: re.search(pattern, self.output, re.MULTILINE), f"it prints {pattern!r}",
+                   timeout_s)
 
     def until(self, condition, what, timeout_s):
         """Wait for a condition and return its value; fail with the job's output when late."""

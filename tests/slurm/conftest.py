@@ -10,7 +10,7 @@ from launching import PROGRAMS, ROOT, needed
 
 TRAIN = ROOT / "slurm" / "train.sbatch"
 PREEMPTIBLE = ROOT / "slurm" / "preemptible.sbatch"
-EPOCHS = 4
+EPOCHS = 3
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Training:
 
 
 class Trainings:
-    """Submits jobs that train on two ranks on two nodes, and knows what they end with when left alone.
+    """Submits jobs that train on two nodes, and knows what they end with when left alone.
 
     Attributes:
         slurm: Where.

@@ -8,6 +8,7 @@ from launching import PROGRAMS, ROOT
 pytestmark = pytest.mark.launch
 
 TRAIN = ROOT / "slurm" / "train.sbatch"
+PREEMPTIBLE = ROOT / "slurm" / "preemptible.sbatch"
 FAULT = PROGRAMS / "fault.py"
 TWO_NODES = ["--nodes=2", "--ntasks-per-node=1"]
 SOON_S = 30
@@ -40,9 +41,32 @@ def check(job, fault):
     assert shown["Restarts"] == "0", "no resume was asked for"
 
 
-def test_a_broken_job_ends(slurm, trainings):
+@pytest.mark.any_mpi
+def test_scancel_leaves_nothing(slurm, trainings):
+    """The first test; trainings begin meanwhile, see conftest.py."""
+    job = slurm.submit(TRAIN, FAULT, "wait for ever", options=TWO_NODES)
+    job.wait_for("is ready")
+    job.cancel()
+    began = time.monotonic()
+    assert job.wait()["JobState"] == "CANCELLED"
+    job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
+    assert time.monotonic() - began < SOON_S
+
+
+def test_a_broken_job_ends(slurm):
     for fault, job in broken(slurm, REASONS).items():
         check(job, fault)
+
+
+def test_only_what_did_not_fail_by_itself_is_tried_again(slurm):
+    tried = {fault: slurm.submit(PREEMPTIBLE, FAULT, fault, options=TWO_NODES, ATTEMPTS="1",
+                                 **IMPATIENT) for fault in REASONS}
+    for fault, job in tried.items():
+        shown = job.wait()
+        again = fault in ("killed", "missing call")
+        assert (shown["ExitCode"] == "75:0") == again, f"{fault}: {shown['ExitCode']} {job.output}"
+        assert ("not finished after 1 attempts" in job.output) == again
+        assert ("in attempt 1: the job ends" in job.output) != again
 
 
 @pytest.mark.any_mpi
@@ -53,17 +77,6 @@ def test_srun_ends_what_a_rank_has_left(slurm):
     """
     for fault, job in broken(slurm, BY_SRUN, SLURM_MPI_TYPE="pmi2", MPICH_CH4_NETMOD="ofi").items():
         check(job, fault)
-
-
-@pytest.mark.any_mpi
-def test_scancel_leaves_nothing(slurm):
-    job = slurm.submit(TRAIN, FAULT, "wait for ever", options=TWO_NODES)
-    job.wait_for("is ready")
-    job.cancel()
-    began = time.monotonic()
-    assert job.wait()["JobState"] == "CANCELLED"
-    job.until(lambda: not job.processes(), "all its processes are gone", SOON_S)
-    assert time.monotonic() - began < SOON_S
 
 
 @pytest.mark.any_mpi
