@@ -8,6 +8,7 @@ from launching import PROGRAMS, ROOT
 pytestmark = pytest.mark.launch
 
 TRAIN = ROOT / "slurm" / "train.sbatch"
+PREEMPTIBLE = ROOT / "slurm" / "preemptible.sbatch"
 FAULT = PROGRAMS / "fault.py"
 TWO_NODES = ["--nodes=2", "--ntasks-per-node=1"]
 SOON_S = 30
@@ -55,6 +56,17 @@ def test_scancel_leaves_nothing(slurm, trainings):
 def test_a_broken_job_ends(slurm):
     for fault, job in broken(slurm, REASONS).items():
         check(job, fault)
+
+
+def test_only_what_did_not_fail_by_itself_is_tried_again(slurm):
+    tried = {fault: slurm.submit(PREEMPTIBLE, FAULT, fault, options=TWO_NODES, ATTEMPTS="1",
+                                 **IMPATIENT) for fault in REASONS}
+    for fault, job in tried.items():
+        shown = job.wait()
+        again = fault in ("killed", "missing call")
+        assert (shown["ExitCode"] == "75:0") == again, f"{fault}: {shown['ExitCode']} {job.output}"
+        assert ("not finished after 1 attempts" in job.output) == again
+        assert ("in attempt 1: the job ends" in job.output) != again
 
 
 @pytest.mark.any_mpi
