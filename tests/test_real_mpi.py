@@ -17,6 +17,7 @@ def test_real_mpi(ranks):
     assert " passed" in ended.output, ended.output
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize("ranks", [3])
 def test_without_thread_multiple(ranks):
     """Where MPI offers less, operations advance inside mpiring's calls only."""
