@@ -38,9 +38,9 @@ def test_jobs_go_on_whatever_happens(slurm, trainings):
     """All of them at once, since most of the time they wait for Slurm."""
     by_user = trainings.start("by user")
     killed = trainings.start("killed")
-    lost = trainings.start("lost", nodes="n[1,4]")
+    lost = trainings.start("lost", nodes="n[1,4]", step_s=4)
     preempted = trainings.start("preempted", nodes="n[2-3]")
-    # Those of train.sbatch do not: they would begin again from the start.
+    # Those of train.sbatch do not go on: they would begin again from the start.
     ended = {node: slurm.submit(TRAIN, "-c", "import time; time.sleep(300)", options=[
         "--nodes=1", "--ntasks-per-node=1", f"--nodelist={node}"]) for node in ("n3", "n4")}
     for training in (by_user, killed, lost, preempted):
@@ -57,7 +57,7 @@ def test_jobs_go_on_whatever_happens(slurm, trainings):
     assert "stopped at step" in by_user.job.output and "SIGUSR1 on rank" in by_user.job.output
     assert "status 0: back" not in killed.job.output
     assert urgent.wait()["JobState"] == "COMPLETED", urgent.output
-    assert ended["n3"].wait()["JobState"] == "PREEMPTED"
+    assert ended["n3"].wait()["JobState"] in ("FAILED", "PREEMPTED")
     preempted.job.wait_for("attempt 2 of", timeout_s=SOON_S + REQUEUE_S)
     assert "stopped at step" in preempted.job.output and "SIGTERM on rank" in preempted.job.output
     lost.job.until(lambda: lost.job.show()["Restarts"] == "1", "Slurm has requeued it", SILENCE_S)
