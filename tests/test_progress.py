@@ -1,14 +1,20 @@
-"""Tests the bar that a terminal shows."""
+"""Tests the bar that a terminal shows, the lines that others see, and the file of metrics."""
 
 import fcntl
+import json
 import os
 import pty
+import re
 import struct
 import subprocess
 import sys
 import termios
 
+import numpy as np
+import pytest
 from launching import environment, needed
+
+from mpiring.progress import Progress
 
 PROGRAM = """
 from mpiring.progress import Progress
@@ -38,3 +44,42 @@ def test_elsewhere_there_are_only_lines():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment(), text=True,
                            capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "a line\n", "")
+
+
+def test_lines_tell_now_and_then_how_far_it_is(capsys):
+    with Progress("training", 10, done=4, lines_every_s=0) as progress:
+        progress.step()
+    with Progress("training", 10, shown=False, lines_every_s=0) as progress:
+        progress.step()
+    assert re.fullmatch(r"training: 5 of 10, \S+ per s, [\d,]+ s left\n", capsys.readouterr().err)
+
+
+def steps_in(path):
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()]
+
+
+def test_metrics_are_lines_of_json_that_are_there_at_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Progress("training", 10, metrics=path) as progress:
+        progress.record(1, loss=np.float32(0.5), count=np.int64(3), bad=float("nan"), name="a")
+        found = json.loads(path.read_text())
+    assert found.pop("time") > 0
+    assert found == {"step": 1, "loss": 0.5, "count": 3, "bad": None, "name": "a"}
+    with Progress("training", 10, shown=False, metrics=tmp_path / "none") as progress:
+        progress.record(1)
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("done, kept", [(0, []), (2, [1, 2]), (5, [1, 2, 3])])
+def test_a_run_that_goes_on_replaces_the_steps_that_it_does_again(tmp_path, done, kept):
+    path = tmp_path / "metrics.jsonl"
+    with Progress("training", 10, metrics=path) as progress:
+        for step in (1, 2, 3):
+            progress.record(step)
+    with open(path, "a") as file:
+        file.write('{"step": 4, "lo')         # the job was killed here
+    with Progress("training", 10, done=done, metrics=path) as progress:
+        assert steps_in(path) == kept
+        progress.record(done + 1)
+    assert steps_in(path) == [*kept, done + 1]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -108,6 +108,23 @@ def test_reducers_are_chosen_so():
     assert ended.status == 0, ended.output
 
 
+def test_a_training_stops_and_goes_on(tmp_path):
+    (block,) = [block for block in blocks("python") if "Stopping" in block]
+    program = "\n".join([
+        "import mpiring, numpy as np, os, signal",
+        "comm = mpiring.init()",
+        "w, random = np.zeros(3), np.random.default_rng(comm.rank)",
+        block.replace(
+            "        step += 1\n",
+            "        step += 1\n"
+            "        if step == 7 and comm.rank == 1: os.kill(os.getpid(), signal.SIGUSR1)\n"),
+        "comm.close()",
+        "print('at', step, stopping.reason, flush=True)"]).replace('"run1"', f'"{tmp_path}"')
+    for told in ("at 8 SIGUSR1 on rank 1", "at 100 "):
+        ended = launch(2, "-c", program)
+        assert ended.status == 0 and ended.output.count(told) == 2, ended.output
+
+
 def test_mixed_precision_of_pytorch_models_works():
     needed("torch")
     (block,) = [block for block in blocks("python") if "GradScaler" in block]

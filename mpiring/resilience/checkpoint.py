@@ -2,8 +2,8 @@
 
 import os
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 
 from ..communicator import Communicator
 from ..config import whole_number
-from ..errors import CheckpointError, ConfigError
-from .background import in_background
+from ..errors import CheckpointError, ClosedError, ConfigError
 from .folder import WRITING, Lock, remove
 from .part import Copy
 from .publisher import Publisher, leave_note, written_name
@@ -78,9 +77,12 @@ class Checkpoints:
                  seed: int | None = None) -> None:
         self._comm, self._keep, self._seed = comm, whole_number("keep", keep, 1), seed
         self._copies = {name: Copy() for name in (written_name(None), written_name(comm.rank))}
+        # One hashes, one writes, one publishes. The process does not end before they are done.
+        self._threads = ThreadPoolExecutor(3, "mpiring-checkpoint")
         self._refused: set[str] = set()
         self._writing: _Writing | None = None
         self._count = 0
+        self._closed = False
         self.save_s = 0.0
         mine = (None if folder is None else os.fspath(folder), keep, seed)
         for rank, theirs in enumerate(comm.allgather_object(mine)):
@@ -106,11 +108,14 @@ class Checkpoints:
         Raises:
             ConfigError: The state holds what cannot be saved; names the place. On all ranks.
             CheckpointError: The checkpoint before could not be written; says why. On all ranks.
+            ClosedError: After `close`.
 
         Collective: yes. Blocking: until the state is copied.
         """
         if self._folder is None:
             return
+        if self._closed:
+            raise ClosedError(f"rank {self._comm.rank}: these checkpoints are closed; save before")
         began = time.monotonic()
         found, ranks = self._outlined(step, replicated, own)
         self.wait()
@@ -118,14 +123,16 @@ class Checkpoints:
             self._copies[name].take(one)
         self._count += 1
         written = self._folder / f"{WRITING}{self._token}-{self._count}"
-        files = in_background(lambda: self._write(written, list(found), began))
+        # Each waits for those before it, at most.
+        digests = {name: self._threads.submit(self._copies[name].digest) for name in found}
+        files = self._threads.submit(self._write, written, digests, began)
         if self._comm.rank:
             self._writing = _Writing(step, written, files)
             return
         publisher = Publisher(
             self._folder, written, [written_name(None), *map(written_name, ranks)],
             self._comm.config.stall_timeout_s)
-        published = in_background(lambda: self._publish(publisher, files, step, began))
+        published = self._threads.submit(self._publish, publisher, files, step, began)
         self._writing = _Writing(step, written, files, publisher, published)
 
     def _outlined(self, step: int, replicated: Any, own: Any) -> tuple[
@@ -152,12 +159,12 @@ class Checkpoints:
             del found[written_name(None)]
         return found, [rank for rank, (_, _, has_own) in enumerate(everybodys) if has_own]
 
-    def _write(self, written: Path, names: Sequence[str], began: float) -> None:
+    def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
         try:
             written.mkdir(exist_ok=True)
-            for name in names:
-                self._copies[name].write(written, name)
+            for name, digest in digests.items():
+                self._copies[name].write(written, name, digest)
         except OSError as exc:
             problem = f"{where(self._comm)}: {exc}"
             leave_note(written, self._comm.rank, problem)
@@ -231,8 +238,10 @@ class Checkpoints:
             self._let_go()
 
     def _let_go(self) -> None:
+        self._closed = True
         if self._writing is not None and self._writing.publisher is not None:
             self._writing.publisher.give_up()
+        self._threads.shutdown(wait=self._writing is None)
         if self._lock is not None:
             self._lock.release()
 

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
-from .background import in_background
 from .tree import Bytes, Outline
 
 SUFFIX = ".safetensors"
@@ -57,10 +57,15 @@ class Copy:
         text += b" " * (-len(text) % 8)
         self._header, self._nbytes = len(text).to_bytes(8, "little") + text, end
 
-    def write(self, folder: Path, name: str) -> str:
+    def write(self, folder: Path, name: str, digest: "Future[str]") -> str:
         """Write it to a file, whose name shows a hash of its content, and return that name.
 
         The file has this name only once it is whole and on the disk.
+
+        Args:
+            folder: Where.
+            name: Of the file, but for the hash.
+            digest: Of what `digest` returns, in another thread.
 
         Raises:
             OSError: As where the disk is full. What was written is deleted.
@@ -68,7 +73,6 @@ class Copy:
         unfinished = folder / f"{name}.unfinished"
         data = self._memory[:self._nbytes].data
         try:
-            digest = in_background(self._digest)
             with open(unfinished, "wb", buffering=0) as file:
                 _write_all(file.fileno(), memoryview(self._header))
                 _write_all(file.fileno(), data)
@@ -81,7 +85,8 @@ class Copy:
             raise
         return complete
 
-    def _digest(self) -> str:
+    def digest(self) -> str:
+        """Return a hash of what `write` writes."""
         found = hashlib.sha256(self._header)
         found.update(self._memory[:self._nbytes].data)
         return found.hexdigest()[:_HASH_DIGITS]

@@ -17,7 +17,7 @@ import pytest
 from launching import environment
 from threads import on_ranks, state
 
-from mpiring.errors import CheckpointError, ConfigError
+from mpiring.errors import CheckpointError, ClosedError, ConfigError
 from mpiring.numpy import Checkpoints
 from mpiring.resilience import folder as places
 from mpiring.resilience import part, publisher
@@ -280,6 +280,8 @@ def test_an_error_shows_in_close_too(tmp_path, limited):
         checkpoints.save(2, replicated=np.zeros(100_000))
         with pytest.raises(CheckpointError, match="step 2 was not written: rank 0"):
             checkpoints.close()
+        with pytest.raises(ClosedError, match="rank .: these checkpoints are closed"):
+            checkpoints.save(3)
         Checkpoints(tmp_path, comm).close()
     on_ranks(2, run)
     assert names(tmp_path) == ["lock"]

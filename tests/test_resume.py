@@ -1,0 +1,97 @@
+"""Stops trainings in many ways, lets them go on, and compares with those that never stopped."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from launching import PROGRAMS, ROOT, environment, finish, launch, mpiexec, needed, start
+
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
+
+NUMPY, TORCH = ROOT / "examples" / "train_numpy.py", ROOT / "examples" / "train_torch.py"
+
+
+def test_every_reducer_goes_on_bit_by_bit(tmp_path):
+    ended = launch(3, PROGRAMS / "resumed.py", tmp_path)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("goes on bit by bit") == 7, ended.output
+
+
+def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
+    """USR1 to mpiexec, which passes it on; a reducer with residuals between nodes."""
+    options = [NUMPY, "--epochs", 20, "--reducer", "topk", "--metrics"]
+    each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
+    whole = launch(2, *options, tmp_path / "whole.jsonl", "--save", tmp_path / "whole",
+                   **each_rank_a_node)
+    assert whole.status == 0, whole.output
+    stopping = [*options, tmp_path / "m.jsonl", "--checkpoint", tmp_path / "run",
+                "--save", tmp_path / "stopped"]
+    job = start(2, *stopping, **each_rank_a_node)
+    assert job.stdout.readline().startswith("epoch   1"), job.stdout.read()
+    time.sleep(random.uniform(0, 0.1))
+    job.send_signal(signal.SIGUSR1)
+    ended = finish(job)
+    assert ended.status == 0, ended.output
+    (step,) = re.findall(r"^stopped at step (\d+): SIGUSR1 on rank 0$", ended.output, re.MULTILINE)
+    assert int(step) < 300 and not (tmp_path / "stopped0.npz").exists()
+    ended = launch(2, *stopping, **each_rank_a_node)
+    assert ended.status == 0, ended.output
+    for rank in range(2):
+        weights = [np.load(tmp_path / f"{run}{rank}.npz") for run in ("whole", "stopped")]
+        for name, x in weights[0].items():
+            assert x.tobytes() == weights[1][name].tobytes(), f"{name} differs, stopped at {step}"
+    lines = [[json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+             for name in ("whole.jsonl", "m.jsonl")]
+    told = [[(line["step"], round(line["loss"], 9), line["accuracy"]) for line in one]
+            for one in lines]
+    assert told[0] == told[1] and len(told[0]) == 20
+
+
+def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path):
+    torch = needed("torch")
+    options = [TORCH, "--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--steps", 40,
+               "--report", 15, "--reducer", "powersgd", "--save"]
+    each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
+    ended = launch(2, *options, tmp_path / "whole.pt", **each_rank_a_node)
+    assert ended.status == 0, ended.output
+    for limit in (["--time-limit", "0.6"], []):
+        ended = launch(2, *options, tmp_path / "stopped.pt", "--checkpoint", tmp_path / "run",
+                       *limit, **each_rank_a_node)
+        assert ended.status == 0, ended.output
+        assert ("stopped at step" in ended.output) == bool(limit), ended.output
+        assert (tmp_path / "stopped.pt").exists() != bool(limit)
+    whole, stopped = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "stopped"))
+    assert list(whole) == list(stopped)
+    assert all(torch.equal(x, stopped[name]) for name, x in whole.items())
+
+
+def test_a_rank_killed_while_it_writes_costs_that_checkpoint_only(tmp_path):
+    ended = launch(2, PROGRAMS / "saving.py", "killed", tmp_path, timeout_s=60)
+    assert ended.status != 0
+    ended = launch(2, PROGRAMS / "saving.py", "check,signalled,late", tmp_path)
+    assert ended.status == 0, ended.output
+    assert "left is step 1 ['000001-step-1', 'latest', 'lock']" in ended.output
+    assert ended.output.count("stopped at step 5") == ended.output.count("in time") == 2
+
+
+def test_a_full_disk_costs_no_checkpoint_that_was_there(tmp_path):
+    if os.geteuid() or not shutil.which("unshare"):
+        missing = "mounting a small disk needs root and util-linux"
+        pytest.fail(missing) if os.environ.get("CI") == "true" else pytest.skip(reason=missing)
+    job = subprocess.Popen(
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=4m none "$0" && exec "$@"',
+         tmp_path, mpiexec(), "-n", "2", sys.executable, PROGRAMS / "saving.py",
+         "full,check", tmp_path],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=environment(),
+        start_new_session=True)
+    ended = finish(job)
+    assert ended.status == 0, ended.output
+    assert "the disk was full for rank 1" in ended.output and "left is step 3" in ended.output
