@@ -66,7 +66,7 @@ _HOSTS = "127.0.0.1 localhost\n10.78.0.254 head\n" + "".join(
 
 # More CPUs than there are: jobs may share a node. Everything that Slurm waits for is short here:
 # until a requeued job may start (cred_expire), from SIGTERM to SIGKILL (KillWait), and until a
-# node that does not answer is given up (SlurmdTimeout).
+# node that does not answer is given up (SlurmdTimeout, MessageTimeout: together some 15 s).
 _CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=head
@@ -94,6 +94,7 @@ GresTypes=gpu
 ReturnToService=2
 KillWait=10
 SlurmdTimeout=9
+MessageTimeout=5
 MinJobAge=3600
 NodeName=n[1-4] CPUs=8 Gres=gpu:2
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE PriorityTier=1 GraceTime=30

@@ -36,7 +36,7 @@ def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
                 "--save", tmp_path / "stopped"]
     job = start(2, *stopping, **each_rank_a_node)
     assert job.stdout.readline().startswith("epoch   1"), job.stdout.read()
-    time.sleep(random.uniform(0, 0.2))
+    time.sleep(random.uniform(0, 0.1))
     job.send_signal(signal.SIGUSR1)
     ended = finish(job)
     assert ended.status == 0, ended.output
@@ -57,12 +57,12 @@ def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
 
 def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path):
     torch = needed("torch")
-    options = [TORCH, "--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--steps", 60,
-               "--report", 25, "--reducer", "powersgd", "--save"]
+    options = [TORCH, "--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--steps", 40,
+               "--report", 15, "--reducer", "powersgd", "--save"]
     each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
     ended = launch(2, *options, tmp_path / "whole.pt", **each_rank_a_node)
     assert ended.status == 0, ended.output
-    for limit in (["--time-limit", "0.7"], []):
+    for limit in (["--time-limit", "0.6"], []):
         ended = launch(2, *options, tmp_path / "stopped.pt", "--checkpoint", tmp_path / "run",
                        *limit, **each_rank_a_node)
         assert ended.status == 0, ended.output

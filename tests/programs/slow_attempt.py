@@ -1,4 +1,4 @@
-"""Runs a training program, in a job's first attempt slowly: tests can come in between.
+"""Runs a training program; a job's first attempt becomes slow, so that tests can come in between.
 
 python slow_attempt.py SECONDS_PER_STEP PROGRAM.py [ARGUMENTS]
 """
@@ -10,11 +10,14 @@ import time
 
 from mpiring.resilience import Stopping
 
-step_s = float(sys.argv[1])
+FAST_STEPS = 20
+step_s, step = float(sys.argv[1]), 0
 
 
 def slowly(self, now=Stopping.now):
-    time.sleep(step_s)
+    global step
+    step += 1
+    time.sleep(step_s if step > FAST_STEPS else 0)
     return now(self)
 
 

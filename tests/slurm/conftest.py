@@ -45,11 +45,11 @@ class Trainings:
         self.slurm, self._folder = slurm, folder
         self.limited = slurm.submit(TRAIN, "-c", "import time; time.sleep(300)",
                                     options=["--nodelist=n1", "--nodes=1", "--time=1"])
-        self.warned = self.start("warned", "--time=2", "--signal=B:USR1@75", step_s=1)
+        self.warned = self.start("warned", "--time=2", "--signal=B:USR1@75", step_s=2.5)
         self.undisturbed = self.start("undisturbed", step_s=0)
 
-    def start(self, name, *options, nodes="n[1-2]", step_s=0.2, checkpoint=None, **variables):
-        """Submit a training; its first attempt takes so many seconds per step and more."""
+    def start(self, name, *options, nodes="n[1-2]", step_s=0.5, checkpoint=None, **variables):
+        """Submit a training; after 20 of 45 steps, its first attempt takes `step_s` for each."""
         folder = self._folder / name
         folder.mkdir()
         example = ROOT / "examples" / "train_numpy.py"

@@ -53,6 +53,7 @@ def test_scancel_leaves_nothing(slurm, trainings):
     assert time.monotonic() - began < SOON_S
 
 
+@pytest.mark.any_mpi
 def test_a_broken_job_ends(slurm):
     for fault, job in broken(slurm, REASONS).items():
         check(job, fault)
@@ -63,6 +64,7 @@ def test_only_what_did_not_fail_by_itself_is_tried_again(slurm):
                                  **IMPATIENT) for fault in REASONS}
     for fault, job in tried.items():
         shown = job.wait()
+        assert shown["RunTime"] <= f"00:00:{SOON_S}", job.output
         again = fault in ("killed", "missing call")
         assert (shown["ExitCode"] == "75:0") == again, f"{fault}: {shown['ExitCode']} {job.output}"
         assert ("not finished after 1 attempts" in job.output) == again
@@ -84,5 +86,7 @@ def test_a_log_that_cannot_be_written(slurm):
     """Slurm says it, since the job cannot."""
     nowhere = slurm.submit(TRAIN, FAULT, "no close", options=["--output=/nonexistent/log"])
     full = slurm.submit(TRAIN, FAULT, "no close", options=["--output=/dev/full"])
+    unread = slurm.submit(PREEMPTIBLE, FAULT, "no close", options=["--error=/dev/null"])
+    assert unread.wait()["ExitCode"] == "2:0"
     assert (nowhere.wait()["JobState"], nowhere.show()["Reason"]) == ("FAILED", "JobLaunchFailure")
     assert (full.wait()["JobState"], full.show()["ExitCode"]) == ("FAILED", "1:0")

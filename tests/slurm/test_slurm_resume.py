@@ -34,18 +34,27 @@ def check(training, undisturbed, *, lost_steps):
         assert len(epochs) - len(set(epochs)) <= lost_steps / STEPS_PER_EPOCH
 
 
-def test_jobs_go_on_whatever_happens(slurm, trainings):
-    """All of them at once, since most of the time they wait for Slurm."""
-    by_user = trainings.start("by user")
-    killed = trainings.start("killed")
-    lost = trainings.start("lost", nodes="n[1,4]")
-    preempted = trainings.start("preempted", nodes="n[2-3]")
-    # Those of train.sbatch do not: they would begin again from the start.
-    ended = {node: slurm.submit(TRAIN, "-c", "import time; time.sleep(300)", options=[
-        "--nodes=1", "--ntasks-per-node=1", f"--nodelist={node}"]) for node in ("n3", "n4")}
-    for training in (by_user, killed, lost, preempted):
-        training.job.wait_for("epoch   1")
+@pytest.fixture(scope="module")
+def on_n4(slurm, trainings):
+    """Return a training and a job of train.sbatch on a node whose daemon was killed."""
+    training = trainings.start("lost", nodes="n[1,4]", step_s=4)
+    job = sleeping(slurm, "n4")
+    training.job.wait_for("epoch   1")
     slurm.kill_node("n4")
+    return training, job
+
+
+def sleeping(slurm, node):
+    return slurm.submit(TRAIN, "-c", "import time; time.sleep(300)", options=[
+        "--nodes=1", "--ntasks-per-node=1", f"--nodelist={node}"])
+
+
+def test_jobs_go_on_whatever_happens(on_n4, slurm, trainings):
+    """All of them at once, since most of the time they wait for Slurm."""
+    by_user, killed = trainings.start("by user"), trainings.start("killed")
+    preempted, ended = trainings.start("preempted", nodes="n[2-3]"), sleeping(slurm, "n3")
+    for training in (by_user, killed, preempted):
+        training.job.wait_for("epoch   1")
     began = time.monotonic()
     by_user.job.cancel("--signal=USR1")
     os.kill(killed.job.processes("train_numpy.py")[-1], signal.SIGKILL)
@@ -57,14 +66,11 @@ def test_jobs_go_on_whatever_happens(slurm, trainings):
     assert "stopped at step" in by_user.job.output and "SIGUSR1 on rank" in by_user.job.output
     assert "status 0: back" not in killed.job.output
     assert urgent.wait()["JobState"] == "COMPLETED", urgent.output
-    assert ended["n3"].wait()["JobState"] == "PREEMPTED"
     preempted.job.wait_for("attempt 2 of", timeout_s=SOON_S + REQUEUE_S)
     assert "stopped at step" in preempted.job.output and "SIGTERM on rank" in preempted.job.output
-    lost.job.until(lambda: lost.job.show()["Restarts"] == "1", "Slurm has requeued it", SILENCE_S)
-    assert ended["n4"].wait()["JobState"] == "NODE_FAIL"
-    slurm.start_node("n4")
-    lost.job.wait_for("attempt 2 of", timeout_s=SOON_S + REQUEUE_S)
-    for training, lost_steps in ((by_user, 0), (preempted, 0), (killed, 15), (lost, 15)):
+    # That of train.sbatch does not go on: it would begin again from the start.
+    assert ended.wait()["JobState"] in ("FAILED", "PREEMPTED")
+    for training, lost_steps in ((by_user, 0), (preempted, 0), (killed, 15)):
         check(training, trainings.undisturbed, lost_steps=lost_steps)
 
 
@@ -101,3 +107,13 @@ def test_a_cancelled_job_stays_cancelled(trainings):
     assert training.job.wait()["JobState"] == "CANCELLED"
     training.job.until(lambda: not training.job.processes(), "its processes are gone", SOON_S)
     assert training.job.show()["JobState"] == "CANCELLED"
+
+
+def test_a_lost_node(on_n4, slurm, trainings):
+    training, job = on_n4
+    training.job.until(lambda: training.job.show()["Restarts"] == "1", "Slurm has requeued it",
+                       SILENCE_S)
+    assert job.wait()["JobState"] == "NODE_FAIL"
+    slurm.start_node("n4")
+    training.job.wait_for("attempt 2 of", timeout_s=SOON_S + REQUEUE_S)
+    check(training, trainings.undisturbed, lost_steps=15)

@@ -74,6 +74,16 @@ def test_the_wrong_pmi_is_refused(slurm):
 
 
 @pytest.mark.any_mpi
+def test_the_first_command_of_the_readme_trains(slurm):
+    for module in ("sklearn", "safetensors"):
+        needed(module)
+    first, *_ = re.findall(r"^sbatch (\S+) (.*) --epochs 30$", README, re.MULTILINE)
+    job = slurm.submit(ROOT / first[0], first[1], "--epochs", "2")
+    assert job.wait()["JobState"] == "COMPLETED", job.output
+    assert "4 ranks on n[1-2]: " in job.output and "epoch   2  loss 0.3437" in job.output
+
+
+@pytest.mark.any_mpi
 def test_gpus_are_seen_by_all_ranks_of_a_node(slurm):
     wanted = ["--nodes=2", "--gpus-per-node=2", "--cpus-per-task=1"]
     seen = slurm.submit(TRAIN_GPU, PROGRAMS / "environment.py", "CUDA_VISIBLE_DEVICES",
