@@ -162,7 +162,9 @@ class Checkpoints:
     def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
         try:
-            written.mkdir(exist_ok=True)
+            # Who has no file does not make the folder: rank 0 may have renamed it already.
+            if digests:
+                written.mkdir(exist_ok=True)
             for name, digest in digests.items():
                 self._copies[name].write(written, name, digest)
         except OSError as exc:
