@@ -26,7 +26,9 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize("fault", MISMATCHES)
+@pytest.mark.parametrize("fault", [
+    fault if fault in ("shape", "leaves early") else pytest.param(fault, marks=pytest.mark.any_mpi)
+    for fault in MISMATCHES])
 def test_ranks_that_disagree(fault):
     ended = launch(4, FAULT, fault, **IMPATIENT)
     assert ended.status != 0 and ended.seconds < SOON_S
@@ -122,6 +124,7 @@ def test_a_configured_algorithm_gives_way_to_what_mpi_cannot_do():
     assert ended.output.count("MPI's own max is wrong or missing for float32") == 1
 
 
+@pytest.mark.any_mpi
 @pytest.mark.parametrize(("name", "values"), [
     ("operations_in_flight", ("2", "3")), ("digest_steps", ("1000", "0")),
     ("digest_action", ("stop", "restore"))])
@@ -132,6 +135,7 @@ def test_settings_must_agree(name, values):
     assert re.search(f"'{name}': '?{values[1]}", ended.output), ended.output
 
 
+@pytest.mark.any_mpi
 def test_a_replica_that_differs_ends_the_job():
     ended = launch(4, FAULT, "drift", MPIRING_DIGEST_STEPS="3")
     assert ended.status != 0 and ended.seconds < SOON_S
@@ -139,6 +143,7 @@ def test_a_replica_that_differs_ends_the_job():
                      r"0, 1, 2 in w\. One tensor alone: look at that host's memory", ended.output)
 
 
+@pytest.mark.any_mpi
 def test_settings_must_agree_before_memory_is_shared():
     code = ("import mpiring\nfrom mpi4py import MPI\n"
             "mpiring.init(config=mpiring.Config(shared_memory=MPI.COMM_WORLD.rank == 0))")
@@ -147,6 +152,7 @@ def test_settings_must_agree_before_memory_is_shared():
     assert "'shared_memory': False" in ended.output, ended.output
 
 
+@pytest.mark.any_mpi
 def test_parameters_must_agree():
     ended = launch(3, PROGRAMS / "different_models.py")
     assert ended.status != 0 and ended.seconds < SOON_S

@@ -79,14 +79,12 @@ def test_ranks_are_placed_on_hosts(possible, placement, places):
     assert gone()
 
 
-@pytest.mark.parametrize(("placement", "nodes"), [
-    ("block", "[0, 0, 1, 1]"), ("round-robin", "[0, 1, 0, 1]")])
-def test_two_levels(possible, placement, nodes):
+def test_two_levels(possible):
     """Also of three of the four ranks."""
-    ended = run("run", "--hosts", 2, "--ranks-per-host", 2, "--placement", placement,
+    ended = run("run", "--hosts", 2, "--ranks-per-host", 2, "--placement", "round-robin",
                 *python(PROGRAMS / "two_levels.py"))
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == f"checked {nodes}\nchecked {nodes[:-4]}]\n"
+    assert ended.stdout == "checked [0, 1, 0, 1]\nchecked [0, 1, 0]\n"
     assert gone()
 
 

@@ -125,13 +125,13 @@ def test_steps(tmp_path):
 @pytest.mark.any_mpi
 def test_steps_of_pytorch(tmp_path):
     needed("matplotlib"), needed("torch")
-    ended = bench(2, *TORCH, "--models", "transformer,convnet,mlp", "--link-rate", "1gbit",
+    ended = bench(2, *TORCH, "--models", "transformer,mlp", "--link-rate", "1gbit",
                   "--bucket", "64K", "--json", tmp_path / "out.json", "--csv",
                   tmp_path / "out.csv", "--plot", tmp_path / "out.png")
     assert ended.status == 0, ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {row["model"] for row in rows} == {"transformer", "convnet", "mlp"}
-    for model in "transformer", "convnet", "mlp":
+    assert {row["model"] for row in rows} == {"transformer", "mlp"}
+    for model in "transformer", "mlp":
         names = [row["contender"] for row in rows if row["model"] == model]
         assert names[:2] == ["compute only", "mpiring DataParallel"]
         assert names[-1] == "Gloo + PyTorch's DDP" and len(names) in (3, 4)
@@ -142,7 +142,7 @@ def test_steps_of_pytorch(tmp_path):
         assert (row["over_bound"] == 1 or not alone) and row["bound_ms"] > 0
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
     assert (tmp_path / "out.png").stat().st_size > 10_000
-    assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 3
+    assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 2
 
 
 def test_codecs(capsys):
