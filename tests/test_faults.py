@@ -44,6 +44,7 @@ def test_an_exception_on_one_rank():
     assert "rank 3 of 4 on" in ended.output and "failed with ValueError" in ended.output
 
 
+@pytest.mark.any_mpi
 def test_a_missing_call():
     ended = launch(4, FAULT, "missing call", **IMPATIENT)
     assert ended.status != 0 and ended.seconds < SOON_S
@@ -58,6 +59,7 @@ def test_a_missing_call():
     assert reporters == ["0"], "one report, of the lowest rank"
 
 
+@pytest.mark.any_mpi
 def test_a_missing_gradient_bucket_is_named():
     ended = launch(2, PROGRAMS / "missing_bucket.py", **IMPATIENT)
     assert ended.status != 0 and ended.seconds < SOON_S
