@@ -288,6 +288,6 @@ def running():
         _start_daemons(slurm)
         yield slurm
     finally:
-        process.kill()
+        # It closes the holder's input, and returns when the kernel has ended all that was inside.
         process.communicate()
         shutil.rmtree(folder)
