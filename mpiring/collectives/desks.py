@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import BufferMismatchError
 from ..memory.arrays import Array, as_bytes
+from ..memory.device import copy_to
 from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
 
@@ -52,12 +53,12 @@ class _Desks:
     def lay(self, x: Array, place: int, j: int) -> None:
         """Copy piece j of a vector to this rank's desk."""
         piece = self.piece(x, j)
-        self.place(self._node.rank, place, j, piece.size)[...] = piece
+        copy_to(self.place(self._node.rank, place, j, piece.size), piece)
 
     def take(self, x: Array, rank: int, place: int, j: int) -> None:
         """Copy piece j of a vector from another rank's desk."""
         piece = self.piece(x, j)
-        piece[...] = self.place(rank, place, j, piece.size)
+        copy_to(piece, self.place(rank, place, j, piece.size))
 
     def announce(self, vectors: Sequence[Array]) -> None:
         """Note how many bytes this rank has for each of the others."""
@@ -181,7 +182,7 @@ def all_to_all(
     def check(_: Sequence[int]) -> None:
         for rank in range(node.size):
             desks.check(rank, receives[rank])
-        np.copyto(receives[own], sends[own])
+        copy_to(receives[own], sends[own])
 
     def take(j: int) -> None:
         for rank in others:
@@ -213,7 +214,7 @@ def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedu
         for rank in others:
             _check(node, rank, lengths[rank], targets[rank])
         if parts[root] is not mine:
-            np.copyto(targets[root], own)
+            copy_to(targets[root], own)
 
     def take(j: int) -> None:
         for rank in others:
@@ -247,7 +248,7 @@ def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Sched
     def check(_: Sequence[int]) -> None:
         desks.check(root, own)
         if node.rank == root:
-            np.copyto(own, sources[root])
+            copy_to(own, sources[root])
 
     return desks.rounds(
         own.size,

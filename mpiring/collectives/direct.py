@@ -63,7 +63,10 @@ def reduce_scatter(
     return chunks[r]
 
 
-def allreduce(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
+def allreduce(
+    net: Channel, x: Array, inbox: Array, combine: Combine,
+    piece_bytes: tuple[int, int] = PIECE_BYTES, ring_bytes: int = ring.PIECE_BYTES,
+) -> Schedule[None]:
     """Combine `x` over all ranks, in place: directly, then around a ring.
 
     It sends as much as a ring, 2(p-1)/p of `x`. The bits are equal on all ranks, and
@@ -73,12 +76,14 @@ def allreduce(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedul
         x: Shape (n,), contiguous. Overwritten by the result.
         inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements.
         combine: The op.
+        piece_bytes: As for `reduce_scatter`.
+        ring_bytes: Length of the longest pieces on the ring; the same on all ranks.
 
     Collective: yes. Blocking: no (a schedule).
     """
     chunks = chunks_of(x, net.size)
-    yield from reduce_scatter(net, chunks, inbox, combine)
-    yield from ring.allgather(net, chunks)
+    yield from reduce_scatter(net, chunks, inbox, combine, piece_bytes)
+    yield from ring.allgather(net, chunks, ring_bytes)
 
 
 def inbox_size(n: int, p: int, itemsize: int, piece_bytes: tuple[int, int] = PIECE_BYTES) -> int:

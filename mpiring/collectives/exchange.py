@@ -3,9 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-import numpy as np
-
 from ..memory.arrays import Array
+from ..memory.device import copy_to
 from ..transport.base import Channel, Request, Schedule
 
 # With how many ranks a rank exchanges at a time: one message is copied while the next travels,
@@ -32,7 +31,7 @@ def all_to_all(
     Collective: yes. Blocking: no (a schedule).
     """
     p, r = net.size, net.rank
-    np.copyto(receives[r], sends[r])
+    copy_to(receives[r], sends[r])
     yield from _a_few_at_once(in_flight, (
         (net.irecv(receives[(r - s) % p], (r - s) % p), net.isend(sends[(r + s) % p], (r + s) % p))
         for s in range(1, p)))
@@ -60,7 +59,7 @@ def gather(
         yield (net.isend(mine, root),)
         return
     if parts[r] is not mine:
-        np.copyto(parts[r], mine)
+        copy_to(parts[r], mine)
     yield from _a_few_at_once(in_flight, (
         (net.irecv(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
 
@@ -85,7 +84,7 @@ def scatter(
     if r != root:
         yield (net.irecv(mine, root),)
         return
-    np.copyto(mine, parts[r])
+    copy_to(mine, parts[r])
     yield from _a_few_at_once(in_flight, (
         (net.isend(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
 

@@ -18,7 +18,8 @@ from typing import Protocol
 import numpy as np
 
 from ..memory.arrays import Array, chunks_of
-from ..memory.reduction import Combine, reduction, widens
+from ..memory.device import copy_to
+from ..memory.reduction import Combine, widens
 from ..transport.base import Channel, Node, Schedule, T, together
 from ..transport.members import Members
 from . import direct, ring, shared
@@ -63,14 +64,19 @@ class Levels:
     direct: bool
 
     @classmethod
-    def of(cls, op: str, dtype: "np.dtype[np.generic]", nodes: Sequence[Sequence[int]]) -> "Levels":
-        """Return the levels of an op on the ranks of some nodes."""
+    def of(cls, op: str, dtype: "np.dtype[np.generic]", nodes: Sequence[Sequence[int]],
+           combiner: Callable[[str, "np.dtype[np.generic]", float], Combine]) -> "Levels":
+        """Return the levels of an op on the ranks of some nodes.
+
+        Args:
+            combiner: As `reduction`.
+        """
         p, largest = sum(map(len, nodes)), max(map(len, nodes))
         if widens(dtype, op):
             # Divides by `largest` on all nodes, whatever their size, and then by the rest.
-            return cls(reduction(op, dtype, largest), reduction(op, dtype, p / largest), True)
+            return cls(combiner(op, dtype, largest), combiner(op, dtype, p / largest), True)
         within = "sum" if op == "mean" else op
-        return cls(reduction(within, dtype, p), reduction(op, dtype, p), False)
+        return cls(combiner(within, dtype, p), combiner(op, dtype, p), False)
 
 
 class Inside(Protocol):
@@ -85,7 +91,7 @@ class Inside(Protocol):
 
 def allreduce(
     net: Channel, nodes: Sequence[Sequence[int]], inside: Sequence[Inside], node: Node,
-    x: Array, inbox: Array, levels: Levels,
+    x: Array, inbox: Array, levels: Levels, slice_bytes: int | None = None,
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place. To be called when all ranks of the node have arrived.
 
@@ -96,10 +102,11 @@ def allreduce(
         x: Shape (n,), contiguous. Overwritten by the result.
         inbox: Scratch vector of at least `inbox_size` elements of the same dtype.
         levels: The op.
+        slice_bytes: Length of the slices; SLICE_BYTES by default. The same on all ranks.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    pieces = pieces_of(x.size, x.itemsize, nodes)
+    pieces = pieces_of(x.size, x.itemsize, nodes, slice_bytes)
     inboxes = chunks_of(inbox, IN_FLIGHT)
     between = direct.allreduce if levels.direct else ring.allreduce
 
@@ -145,9 +152,10 @@ def short(
         theirs = dict(zip(others, chunks_of(inbox[:len(others) * x.size], len(others))))
         yield [*(net.irecv(theirs[leader], leader) for leader in others),
                *(net.isend(x, leader) for leader in others)]
-        levels.between.combine([theirs.get(leader, x) for leader in leaders], copies[0])
+        levels.between.combine([theirs.get(leader, x) for leader in leaders], x)
+        copy_to(copies[0], x)
     yield (node.barrier(),)
-    np.copyto(x, copies[0])
+    copy_to(x, copies[0])
 
 
 def by_slices(
@@ -178,24 +186,27 @@ def by_slices(
     return returned
 
 
-def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]]) -> list[Piece]:
+def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
+              slice_bytes: int | None = None) -> list[Piece]:
     """Cut n elements into pieces, and those into slices."""
-    slices, count = max(map(len, nodes)), _count(n, itemsize, nodes)
+    slices, count = max(map(len, nodes)), _count(n, itemsize, nodes, slice_bytes)
     bounds = [i * n // (count * slices) for i in range(count * slices + 1)]
     flat = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
     return [flat[i * slices:(i + 1) * slices] for i in range(count)]
 
 
-def _count(n: int, itemsize: int, nodes: Sequence[Sequence[int]]) -> int:
+def _count(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
+           slice_bytes: int | None) -> int:
     """Return in how many pieces n elements travel."""
     # The ring cuts a slice once more, into as many chunks as there are nodes.
-    slice_bytes = max(SLICE_BYTES, len(nodes) * CHUNK_BYTES)
+    slice_bytes = max(slice_bytes or SLICE_BYTES, len(nodes) * CHUNK_BYTES)
     return max(1, -(-n * itemsize // (max(map(len, nodes)) * slice_bytes)))
 
 
-def inbox_size(n: int, itemsize: int, nodes: Sequence[Sequence[int]], levels: Levels) -> int:
+def inbox_size(n: int, itemsize: int, nodes: Sequence[Sequence[int]], levels: Levels,
+               slice_bytes: int | None = None) -> int:
     """Return how many elements of scratch memory a rank needs to combine n."""
-    slices = max(map(len, nodes)) * _count(n, itemsize, nodes)
+    slices = max(map(len, nodes)) * _count(n, itemsize, nodes, slice_bytes)
     of_one = direct.inbox_size if levels.direct else ring.inbox_size
     # A longer slice, cut into more pieces, may need less than a shorter one.
     return IN_FLIGHT * max(of_one(length, len(nodes), itemsize)
@@ -244,7 +255,7 @@ class _InWindows:
         for part in piece[self._rank::len(self._vectors)]:
             for place, x in enumerate(self._vectors):
                 if place != self._rank:
-                    np.copyto(x[part], self._vectors[self._rank][part])
+                    copy_to(x[part], self._vectors[self._rank][part])
         return
         yield ()
 
@@ -268,7 +279,7 @@ class _ByDesks:
             for j, part in enumerate(parts):
                 if j % m != r:
                     # Before j come so many slices that are not r's.
-                    np.copyto(shelf(desks[r], j + (r - j) // m, part), part)
+                    copy_to(shelf(desks[r], j + (r - j) // m, part), part)
             yield (node.barrier(),)
             for j in range(r, len(parts), m):
                 self._combine.combine([
@@ -281,11 +292,11 @@ class _ByDesks:
         for parts, shelf in self._sections(piece, -(-len(piece) // m)):
             desks = self._turn()
             for j in range(r, len(parts), m):
-                np.copyto(shelf(desks[r], j // m, parts[j]), parts[j])
+                copy_to(shelf(desks[r], j // m, parts[j]), parts[j])
             yield (node.barrier(),)
             for j, part in enumerate(parts):
                 if j % m != r:
-                    np.copyto(part, shelf(desks[j % m], j // m, part))
+                    copy_to(part, shelf(desks[j % m], j // m, part))
 
     def _turn(self) -> Sequence[Array]:
         self._halves.reverse()

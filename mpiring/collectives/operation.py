@@ -8,17 +8,18 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..memory.arrays import Array, chunks_of
-from ..memory.reduction import Combine, Reduction, reduction, widens
+from ..memory.device import copy_to
+from ..memory.reduction import Combine, reduction, widens
 from ..transport.alone import Alone
-from ..transport.base import Channel, Node, Schedule
-from ..transport.members import Members
-from . import chain, desks, direct, exchange, hierarchical, native, ring, shared
+from ..transport.base import Node, Schedule
+from . import desks, direct, hierarchical, native, ring, shared
+from .copies import Copies
 from .resources import Resources
 from .select import choose, say_fallback
 from .windows import NOWHERE
 
 
-class Collectives:
+class Collectives(Copies):
     """The schedules of one operation, bound to its channel: what Reducers build on.
 
     An operation may run several, but one after the other, in the same order on all ranks:
@@ -32,27 +33,16 @@ class Collectives:
         algorithm: Of its last allreduce, if any.
     """
 
-    __slots__ = ("rank", "size", "node", "sequence", "algorithm", "_own", "_net", "_windows")
+    __slots__ = ("algorithm",)
+
+    # Length of slices (see hierarchical) and pieces: of the shortest and longest, where two.
+    slice_bytes: int | None = None
+    ring_bytes = ring.PIECE_BYTES
+    direct_bytes = direct.PIECE_BYTES
 
     def __init__(self, own: Resources, node: Node | None, sequence: int) -> None:
-        self.rank, self.size = own.transport.rank, own.transport.size
-        self.node = node
-        self.sequence, self.algorithm = sequence, ""
-        self._own = own
-        self._net: Channel | None = None
-        self._windows = 0
-
-    @property
-    def net(self) -> Channel:
-        """The operation's channel."""
-        if self._net is None:
-            self._net = self._own.transport.channel(self.sequence)
-        return self._net
-
-    @property
-    def ring(self) -> Channel:
-        """The channel in node order."""
-        return self.net if self._own.in_order else Members(self.net, self._own.order)
+        super().__init__(own, node, sequence)
+        self.algorithm = ""
 
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
@@ -75,14 +65,9 @@ class Collectives:
         nodes, sharers = len(self._own.nodes), 1 if self.node is None else self.node.size
         return 2 * (nodes - 1) * nbytes // nodes // sharers
 
-    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
-        """Lend scratch memory for n elements, as long as the operation needs it."""
-        return self._own.scratch.borrow(n, dtype)
-
-    @property
-    def _whole(self) -> Node | None:
-        """The meeting place of all ranks, if one node has them all."""
-        return self.node if len(self._own.nodes) == 1 else None
+    def combiner(self, op: str, dtype: DTypeLike, size: float) -> Combine:
+        """Return what combines vectors where they lie; see Reduction."""
+        return reduction(op, np.dtype(dtype), size)
 
     def allreduce(self, x: Array, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
         """Return the schedule that combines the vector `x` over all ranks, in place.
@@ -94,7 +79,7 @@ class Collectives:
             ConfigError: The op or the algorithm does not suit the dtype.
         """
         own = self._own
-        combine = reduction(op, x.dtype, self.size)
+        combine = self.combiner(op, x.dtype, self.size)
         if algorithm == "auto" and own.algorithm != "auto":
             algorithm = self._preferred(x, op)
         self.algorithm = algorithm = self._choose(x, op, algorithm)
@@ -103,7 +88,7 @@ class Collectives:
         if algorithm == "eager" and self.node is not None:
             return shared.eager(self.node, x, combine)
         if algorithm == "shared" and self.node is not None:
-            return self._shared(self.node, x, combine)
+            return self._shared(self.node, x, op, combine)
         if algorithm == "direct":
             return self._direct(x, combine)
         if algorithm == "hierarchical":
@@ -114,7 +99,7 @@ class Collectives:
             turn = own.turns.join(self.sequence)
             # What MPI really sends, it does not tell.
             own.transport.bytes_sent += self.dense_bytes(x.nbytes)
-            return native.allreduce(own.transport, turn, x, combine)
+            return native.allreduce(own.transport, turn, x, reduction(op, x.dtype, self.size))
         return self._ring(x, combine)
 
     def _preferred(self, x: Array, op: str) -> str:
@@ -133,7 +118,7 @@ class Collectives:
         own = self._own
         return choose(x.nbytes, x.dtype, op, wish, self.size, len(own.nodes), own.model)
 
-    def _shared(self, node: Node, x: Array, combine: Reduction) -> Schedule[None]:
+    def _shared(self, node: Node, x: Array, op: str, combine: Combine) -> Schedule[None]:
         windows = self._own.windows
         place = windows.place_of(x)
         short = shared.is_short(x.nbytes, x.dtype, node.size, shared.EAGER_PRIVATE_BYTES)
@@ -179,7 +164,7 @@ class Collectives:
             Whether all exchanges on this node have returned True.
         """
         own, node = self._own, self.node or Alone(self.rank)
-        within = reduction("mean", x.dtype, self.size / len(own.nodes))
+        within = self.combiner("mean", x.dtype, self.size / len(own.nodes))
         inside = yield from self._inside(node, x, within)
         piece = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
         answers = yield from hierarchical.by_slices(
@@ -195,35 +180,43 @@ class Collectives:
             bounds: As for `between_nodes`.
         """
         node = self.node or Alone(self.rank)
-        inside = yield from self._inside(node, x, reduction("sum", x.dtype, self.size))
+        inside = yield from self._inside(node, x, self.combiner("sum", x.dtype, self.size))
         yield from inside[0].spread([slice(*pair) for pair in zip(bounds, bounds[1:])])
         yield (node.barrier(),)
 
     def _hierarchical(self, node: Node, x: Array, op: str) -> Schedule[None]:
-        own, nodes = self._own, self._own.nodes
-        levels = hierarchical.Levels.of(op, x.dtype, nodes)
+        levels = self._levels(op, x)
         inside = yield from self._inside(node, x, levels.within)
-        size = hierarchical.inbox_size(x.size, x.itemsize, nodes, levels)
-        with own.scratch.borrow(size, x.dtype) as inbox:
-            yield from hierarchical.allreduce(self.net, nodes, inside, node, x, inbox, levels)
+        yield from self._by_levels(node, x, levels, inside)
+
+    def _levels(self, op: str, x: Array) -> hierarchical.Levels:
+        return hierarchical.Levels.of(op, x.dtype, self._own.nodes, self.combiner)
+
+    def _by_levels(self, node: Node, x: Array, levels: hierarchical.Levels,
+                   inside: Sequence[hierarchical.Inside]) -> Schedule[None]:
+        nodes = self._own.nodes
+        size = hierarchical.inbox_size(x.size, x.itemsize, nodes, levels, self.slice_bytes)
+        with self.borrow(size, x.dtype) as inbox:
+            yield from hierarchical.allreduce(
+                self.net, nodes, inside, node, x, inbox, levels, self.slice_bytes)
 
     def _short(self, node: Node, x: Array, op: str) -> Schedule[None]:
-        own, nodes = self._own, self._own.nodes
-        levels = hierarchical.Levels.of(op, x.dtype, nodes)
-        with own.scratch.borrow((len(nodes) - 1) * x.size, x.dtype) as inbox:
+        nodes, levels = self._own.nodes, self._levels(op, x)
+        with self.borrow((len(nodes) - 1) * x.size, x.dtype) as inbox:
             yield from hierarchical.short(self.net, nodes, node, x, inbox, levels)
 
-    def _ring(self, x: Array, combine: Reduction) -> Schedule[None]:
+    def _ring(self, x: Array, combine: Combine) -> Schedule[None]:
         with self._inbox(x) as inbox:
-            yield from ring.allreduce(self.ring, x, inbox, combine)
+            yield from ring.allreduce(self.ring, x, inbox, combine, self.ring_bytes)
 
-    def _direct(self, x: Array, combine: Reduction) -> Schedule[None]:
-        with self._direct_inbox(x) as inbox:
-            yield from direct.allreduce(self.net, x, inbox, combine)
+    def _direct(self, x: Array, combine: Combine) -> Schedule[None]:
+        with self._direct_inbox(x.size, x) as inbox:
+            yield from direct.allreduce(
+                self.net, x, inbox, combine, self.direct_bytes, self.ring_bytes)
 
-    def _direct_inbox(self, x: Array) -> AbstractContextManager[Array]:
-        size = direct.inbox_size(x.size, self.size, x.itemsize)
-        return self._own.scratch.borrow(size, x.dtype)
+    def _direct_inbox(self, n: int, x: Array) -> AbstractContextManager[Array]:
+        return self.borrow(
+            direct.inbox_size(n, self.size, x.itemsize, self.direct_bytes), x.dtype)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum") -> Schedule[Array]:
         """Return the schedule that leaves this rank's combined chunk of the vector `x`.
@@ -231,15 +224,16 @@ class Collectives:
         Raises:
             ConfigError: The op does not suit the dtype.
         """
-        return self._reduce_scatter(x, op, reduction(op, x.dtype, self.size))
+        return self._reduce_scatter(x, op, self.combiner(op, x.dtype, self.size))
 
-    def _reduce_scatter(self, x: Array, op: str, combine: Reduction) -> Schedule[Array]:
+    def _reduce_scatter(self, x: Array, op: str, combine: Combine) -> Schedule[Array]:
         if self._whole is not None or widens(x.dtype, op) and self.size > 1:
             chunks = chunks_of(x, self.size)
             yield from self._confirmed(self._direct_chunks(chunks, combine))
             return chunks[self.rank]
         with self._inbox(x) as inbox:
-            return (yield from ring.reduce_scatter(self.ring, self._chunks(x), inbox, combine))
+            return (yield from ring.reduce_scatter(
+                self.ring, self._chunks(x), inbox, combine, self.ring_bytes))
 
     def reduce_scatter_chunks(
         self, chunks: Sequence[Array], *, op: str = "sum",
@@ -253,17 +247,16 @@ class Collectives:
         Raises:
             ConfigError: The op does not suit the dtype.
         """
-        combine = reduction(op, chunks[0].dtype, self.size)
+        combine = self.combiner(op, chunks[0].dtype, self.size)
         return self._confirmed(self._direct_chunks(chunks, combine))
 
-    def _direct_chunks(self, chunks: Sequence[Array], combine: Reduction) -> Schedule[None]:
+    def _direct_chunks(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         if self._whole is not None:
             yield from desks.reduce_scatter(self._whole, chunks, combine)
             return
-        n, itemsize = max(chunk.size for chunk in chunks), chunks[0].itemsize
-        size = direct.inbox_size(n * self.size, self.size, itemsize)
-        with self._own.scratch.borrow(size, chunks[0].dtype) as inbox:
-            yield from direct.reduce_scatter(self.net, chunks, inbox, combine)
+        n = max(chunk.size for chunk in chunks)
+        with self._direct_inbox(n * self.size, chunks[0]) as inbox:
+            yield from direct.reduce_scatter(self.net, chunks, inbox, combine, self.direct_bytes)
 
     def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
         """Return the schedule that combines the vector `x` of all ranks into that of `root`.
@@ -273,125 +266,34 @@ class Collectives:
         Raises:
             ConfigError: The op does not suit the dtype.
         """
-        combine, node = reduction(op, x.dtype, self.size), self._whole
+        combine, node = self.combiner(op, x.dtype, self.size), self._whole
         if node is not None and shared.is_short(
                 x.nbytes, x.dtype, self.size, shared.EAGER_PRIVATE_BYTES):
             return shared.eager(node, x, combine, root)
         return self._confirmed(self._reduce(x, root, combine))
 
-    def _reduce(self, x: Array, root: int, combine: Reduction) -> Schedule[None]:
+    def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
         chunks = chunks_of(x, self.size)
         if self.rank == root:
             yield from self._direct_chunks(chunks, combine)
             yield from self._gather(chunks[root], chunks, root)
             return
         own = chunks[self.rank]
-        with self._own.scratch.borrow(own.size, x.dtype) as mine:
-            mine[...] = own
+        with self.borrow(own.size, x.dtype) as mine:
+            copy_to(mine, own)
             chunks[self.rank] = mine
             yield from self._direct_chunks(chunks, combine)
             yield from self._gather(mine, (), root)
 
-    def allgather(self, x: Array) -> Schedule[None]:
-        """Return the schedule that copies every rank's chunk of the vector `x` to all."""
-        return self.allgather_chunks(chunks_of(x, self.size))
-
-    def allgather_chunks(self, chunks: Sequence[Array]) -> Schedule[None]:
-        """Return the schedule that copies vector r of `chunks` of rank r to all ranks.
-
-        Args:
-            chunks: Per rank a vector, of lengths that all ranks agree on, in any memory;
-                all but this rank's own are overwritten.
-        """
-        if self._whole is not None:
-            return desks.allgather(self._whole, chunks)
-        return ring.allgather(self.ring, [chunks[rank] for rank in self._own.order])
-
-    def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
-        """Return the schedule that sends `sends[r]` to rank r; see exchange.all_to_all."""
-        if self._whole is not None:
-            return desks.all_to_all(self._whole, sends, receives)
-        return self._confirmed(exchange.all_to_all(self.net, sends, receives))
-
-    def gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-        """Return the schedule that copies `mine` of all ranks to `root`; see exchange.gather."""
-        return self._confirmed(self._gather(mine, parts, root))
-
-    def _gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-        if self._whole is not None:
-            return desks.gather(self._whole, mine, parts, root)
-        return exchange.gather(self.net, mine, parts, root)
-
-    def scatter(self, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
-        """Return the schedule that copies a part to each rank; see exchange.scatter."""
-        if self._whole is not None:
-            return desks.scatter(self._whole, parts, mine, root)
-        return self._confirmed(exchange.scatter(self.net, parts, mine, root))
-
-    def _confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule in which ranks that are no neighbours exchange data."""
-        yield from schedule
-        if len(self._own.nodes) > 1:
-            # Between nodes only the left neighbour's call was compared; the others' were
-            # believed. Who disagrees is not here.
-            yield from chain.barrier(self.net)
-
-    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
-        """Return the schedule that collects a byte vector from every rank, in rank order."""
-        lengths = np.zeros(self.size, np.int64)
-        lengths[self.rank] = mine.size
-        # Around they go first, because receives need them.
-        yield from self.allgather(lengths)
-        gathered = [np.empty(length, np.uint8) for length in lengths]
-        gathered[self.rank] = mine
-        yield from self.allgather_chunks(gathered)
-        return gathered
-
-    def broadcast(self, x: Array, root: int) -> Schedule[None]:
-        """Return the schedule that copies the vector `x` of rank `root` to all."""
-        if self._whole is not None:
-            return desks.broadcast(self._whole, x, root)
-        return chain.broadcast(self.ring, x, self._own.order.index(root))
-
-    def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:
-        """Return the schedule that copies a byte vector of any length to all."""
-        length = np.array([mine.size], np.int64)
-        yield from self.broadcast(length, root)
-        payload = mine if self.rank == root else np.empty(length[0], np.uint8)
-        yield from self.broadcast(payload, root)
-        return payload
-
     def _inbox(self, x: Array) -> AbstractContextManager[Array]:
-        size = ring.inbox_size(x.size, self.size, x.itemsize)
-        return self._own.scratch.borrow(size, x.dtype)
+        size = ring.inbox_size(x.size, self.size, x.itemsize, self.ring_bytes)
+        return self.borrow(size, x.dtype)
 
     def _chunks(self, x: Array) -> list[Array]:
         """Cut `x` into chunks such that rank r's is chunk r, wherever it stands on the ring."""
         chunks = chunks_of(x, self.size)
         return [chunks[rank] for rank in self._own.order]
 
-    def barrier(self) -> Schedule[None]:
-        """Return the schedule that returns after every rank has called."""
-        if len(self._own.nodes) > 1:
-            yield from chain.barrier(self.net)
-        if self.node is not None:
-            # A node's lowest rank is here only if it agrees with the other nodes.
-            yield (self.node.barrier(),)
-
-    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Array]:
-        """Return the schedule that returns an array in node-shared memory, where possible."""
-        if self.node is None:
-            return _returned(np.empty(shape, dtype))
-        # Not counted by the windows: two operations may end in different orders.
-        number = self.sequence << 16 | self._windows
-        self._windows += 1
-        return self._own.windows.empty(self.node, shape, dtype, number)
-
 
 def _nothing() -> Schedule[None]:
     yield ()
-
-
-def _returned(x: Array) -> Schedule[Array]:
-    yield ()
-    return x

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..memory.arrays import Array, chunks_of, slice_of
+from ..memory.device import copy_to
 from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
 
@@ -19,8 +20,6 @@ from ..transport.base import Node, Schedule
 # in shared memory, which it copies, and up to 64 KiB each for others.
 EAGER_BYTES = 64 << 10
 EAGER_PRIVATE_BYTES = 256 << 10
-# The accumulator and the pieces of two ranks stay in a core's cache. Measured.
-BLOCK_BYTES = 256 << 10
 # So that the pieces of two ranks stay in a core's cache. Measured.
 STAGED_BYTES = 128 << 10
 
@@ -59,7 +58,7 @@ def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Sc
 def laid_out(node: Node, x: Array) -> Sequence[Array]:
     """Copy a short vector to this rank's desk, and return where all ranks' copies are."""
     copies = node.desks(x.dtype, x.size)
-    np.copyto(copies[node.rank], x)
+    copy_to(copies[node.rank], x)
     return copies
 
 
@@ -74,7 +73,7 @@ def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[
 
     Collective: yes. Blocking: no (a schedule).
     """
-    reduce_slice(slices, node.rank, combine)
+    combine.everywhere(slices, node.rank)
     yield (node.barrier(),)
 
 
@@ -100,26 +99,7 @@ def staged(node: Node, x: Array, combine: Combine) -> Schedule[None]:
             last = pieces[j - 1]
             slices = [slice_of(halves[(j - 1) % 2][:last.size], node.rank, node.size)
                       for halves in desks]
-            reduce_slice(slices, node.rank, combine)
+            combine.everywhere(slices, node.rank)
         yield (node.barrier(),)
         if j > 0:
             last[...] = desks[node.rank][(j - 1) % 2][:last.size]
-
-
-def reduce_slice(slices: Sequence[Array], rank: int, combine: Combine) -> None:
-    """Combine one slice of all ranks, and store the result into all of them.
-
-    Args:
-        slices: Per rank of the node, in shared memory.
-        rank: Whose slice is written first, and is the source of the others.
-        combine: The op.
-    """
-    n = slices[0].size
-    step = max(1, BLOCK_BYTES // slices[0].itemsize)
-    for start in range(0, n, step):
-        blocks = slices if n <= step else [part[start:start + step] for part in slices]
-        done = blocks[rank]
-        combine.combine(blocks, done)
-        for block in blocks:
-            if block is not done:
-                np.copyto(block, done)

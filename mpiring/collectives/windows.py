@@ -13,6 +13,7 @@ from numpy.typing import DTypeLike
 
 from ..memory import window
 from ..memory.arrays import Array, slice_of
+from ..memory.device import address_of
 from ..transport.base import Node, Schedule
 
 _log = logging.getLogger("mpiring")
@@ -86,7 +87,7 @@ class _Window:
     def __init__(self, number: int, segments: Sequence[Array], rank: int) -> None:
         self.number = number
         self.segments = segments
-        self.address = _address(segments[rank])
+        self.address = address_of(segments[rank])
         self.nbytes = segments[rank].nbytes
         self.slices: dict[Any, list[Array]] = {}
 
@@ -121,9 +122,20 @@ class Windows:
             return np.empty(shape, dtype)
         # Not a slice: NumPy would base views on the segment, past the root.
         root = np.frombuffer(segments[node.rank].data, np.uint8)
-        self._windows[id(root)] = _Window(number, segments, node.rank)
-        weakref.finalize(root, self._windows.pop, id(root)).atexit = False
+        self.add(root, number, segments, node.rank)
         return root.view(dtype).reshape(shape)
+
+    def add(self, root: object, number: int, segments: Sequence[Array], rank: int) -> None:
+        """Know a window from now on, until its root dies.
+
+        Args:
+            root: The `base` of all arrays in this rank's segment.
+            number: The window's own, the same on all ranks.
+            segments: Per rank of the node, its bytes.
+            rank: This rank among them.
+        """
+        self._windows[id(root)] = _Window(number, segments, rank)
+        weakref.finalize(root, self._windows.pop, id(root)).atexit = False
 
     def place_of(self, x: Array) -> tuple[int, int]:
         """Return the number of the window that holds the vector `x`, and its byte offset.
@@ -139,7 +151,7 @@ class Windows:
         if window is not None and x.nbytes == window.nbytes:
             return window, 0
         if self._windows:
-            address = _address(x)
+            address = address_of(x)
             for window in tuple(self._windows.values()):
                 offset = address - window.address
                 if 0 <= offset and offset + x.nbytes <= window.nbytes:
@@ -183,7 +195,3 @@ class Windows:
             if place[0] != number or number < 0:
                 return None
         return self._find(x)[0]
-
-
-def _address(x: Array) -> int:
-    return int(x.ctypes.data)

@@ -1,7 +1,7 @@
 """Keeps receive buffers for reuse: fresh memory costs a page fault per 4 KiB."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -10,15 +10,21 @@ from numpy.typing import DTypeLike
 from .arrays import Array
 
 
+def _in_host_memory(nbytes: int) -> Array:
+    return np.empty(nbytes, np.uint8)
+
+
 class Scratch:
     """A small pool of buffers, for schedules of any thread.
 
     Args:
         keep: How many idle buffers to hold on to; the largest ones are kept.
+        make: Makes one of so many bytes.
     """
 
-    def __init__(self, keep: int) -> None:
+    def __init__(self, keep: int, make: Callable[[int], Array] = _in_host_memory) -> None:
         self._keep = keep
+        self._make = make
         self._idle: list[Array] = []
         self._lock = threading.Lock()
 
@@ -39,4 +45,4 @@ class Scratch:
             for place, buffer in enumerate(self._idle):
                 if buffer.nbytes >= nbytes:
                     return self._idle.pop(place)
-        return np.empty(nbytes, np.uint8)
+        return self._make(nbytes)

@@ -68,13 +68,15 @@ class Node(Protocol):
     Attributes:
         rank, size: Among the ranks of the node.
         ranks: Their ranks in the communicator.
-        met: The first barrier was begun.
     """
 
     rank: int
     size: int
     ranks: Sequence[int]
-    met: bool
+
+    @property
+    def met(self) -> bool:
+        """Whether the first barrier was begun."""
 
     def test(self) -> bool:
         """Return whether the memory is this operation's."""

@@ -11,6 +11,7 @@ from schedules import ALGORITHMS, sent
 from mpiring import BufferMismatchError
 from mpiring.collectives import chain, exchange, shared
 from mpiring.collectives.select import choose
+from mpiring.memory import reduction
 from mpiring.transport.simulated import SimulatedNetwork
 
 
@@ -57,7 +58,7 @@ def small_pieces(monkeypatch):
     """Let arrays of this test's sizes take every path, in several blocks and pieces."""
     monkeypatch.setattr(shared, "EAGER_BYTES", 100)
     monkeypatch.setattr(shared, "EAGER_PRIVATE_BYTES", 300)
-    monkeypatch.setattr(shared, "BLOCK_BYTES", 128)
+    monkeypatch.setattr(reduction, "BLOCK_BYTES", 128)
     choose.cache_clear()
     yield
     choose.cache_clear()

@@ -12,6 +12,7 @@ from mpiring.collectives import hierarchical
 from mpiring.collectives.agreement import Call
 from mpiring.collectives.select import choose
 from mpiring.errors import BufferMismatchError
+from mpiring.memory.reduction import reduction
 from mpiring.topology import ranks_of_nodes
 from mpiring.transport.simulated import Link, SimulatedNetwork
 
@@ -237,7 +238,7 @@ def test_pieces_cover_the_array_and_the_scratch_memory_is_small(n, sizes, dtype)
     assert parts[-1].stop == n
     longest = max(hierarchical.SLICE_BYTES, len(nodes) * hierarchical.CHUNK_BYTES) + itemsize
     assert all((part.stop - part.start) * itemsize <= longest for part in parts)
-    levels = hierarchical.Levels.of("sum", np.dtype(dtype), nodes)
+    levels = hierarchical.Levels.of("sum", np.dtype(dtype), nodes, reduction)
     assert levels.direct == (dtype == "float16")
     # No more than a slice for each piece under way.
     assert hierarchical.inbox_size(n, itemsize, nodes, levels) * itemsize <= (

@@ -1,0 +1,118 @@
+"""Keeps the memory on GPUs that the ranks of a node have opened to each other.
+
+A rank must not free memory that another one has open. So whoever has no use for a window any more
+says so the next time that one is made; what nobody needs is closed by all, then freed.
+"""
+
+import functools
+import logging
+import math
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..memory.device import Device, DeviceVector
+from ..transport.base import Node, Schedule
+from .windows import Windows
+
+# How many windows can be given up each time: as many as a barrier takes numbers.
+_MOST = 8
+
+_log = logging.getLogger("mpiring")
+
+
+@functools.cache
+def _say_problem(rank: int, device: str, problem: str) -> None:
+    """Say once why memory is not shared."""
+    _log.warning("rank %d cannot share memory of %s with its node (%s): data goes through pinned "
+                 "host memory", rank, device, problem)
+
+
+class _Root:
+    """What all vectors in one window have in common; when it dies, the window is given up."""
+
+
+class Exports:
+    """The windows in the memory of GPUs of one communicator, on one rank.
+
+    Args:
+        windows: Where collectives find them.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+        # What is open, per rank of the node: while it is in use, and when this rank has done.
+        self._segments: dict[int, Sequence[DeviceVector]] = {}
+        self._given_up: list[int] = []
+
+    def empty(self, node: Node, device: Device, shape: Sequence[int], dtype: DTypeLike,
+              number: int) -> Schedule[DeviceVector]:
+        """Return a vector in memory that is open to the node's other ranks, where possible.
+
+        Args:
+            node: Of `device`'s work.
+            shape: Its product is the vector's length.
+            number: The window's own, the same on all ranks.
+
+        Collective: within the node. Blocking: no (a schedule).
+        """
+        yield from self._free(node)
+        dtype = np.dtype(dtype)
+        n = math.prod(shape)
+        mine = device.allocate(n * dtype.itemsize)
+        segments = yield from self._opened(node, device, mine)
+        if segments is None:
+            return mine.view(dtype)
+        root = _Root()
+        self._segments[number] = segments
+        self._windows.add(root, number, cast(Any, segments), node.rank)
+        weakref.finalize(root, self._given_up.append, number).atexit = False
+        return DeviceVector(device, mine.address, n, dtype, root)
+
+    def _opened(self, node: Node, device: Device,
+                mine: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
+        """Open all ranks' memory; None on all of them where one cannot."""
+        problem, handle, opened = "", (0,) * _MOST, []
+        try:
+            handle = device.gpu.export(mine)
+        except OSError as error:
+            problem = str(error)
+        handles = yield from node.share(*handle)
+        # Whose handle is all zeros has none.
+        if all(any(other) for other in handles):
+            try:
+                for rank, other in enumerate(handles):
+                    opened.append(mine if rank == node.rank else
+                                  device.gpu.open(other, mine.nbytes, device))
+            except OSError as error:
+                problem = str(error)
+        if problem:
+            _say_problem(node.ranks[node.rank], repr(device), problem)
+        answers = yield from node.share(int(len(opened) == node.size))
+        if all(ok for ok, in answers):
+            return opened
+        self._close(opened, node.rank)
+        # Nobody has it open when it is freed.
+        yield (node.barrier(),)
+        return None
+
+    def _free(self, node: Node) -> Schedule[None]:
+        """Close what all ranks of the node have given up, and free this rank's part of it."""
+        mine = (*self._given_up[:_MOST], *(-1 for _ in range(_MOST)))[:_MOST]
+        offers = yield from node.share(*mine)
+        common = set(offers[0]).intersection(*offers[1:]) - {-1}
+        for number in common:
+            self._given_up.remove(number)
+            self._close(self._segments[number], node.rank)
+        if common:
+            yield (node.barrier(),)
+            for number in common:
+                del self._segments[number]
+
+    def _close(self, segments: Sequence[DeviceVector], rank: int) -> None:
+        for place, segment in enumerate(segments):
+            if place != rank:
+                segment.device.gpu.close(segment)

@@ -1,0 +1,247 @@
+"""Builds the schedules of one operation on vectors that lie in a GPU's memory.
+
+They are the same schedules. Their messages go through pinned host memory, or are the GPU's
+pointers; their sums are queued on the GPU; and who arrives at a barrier has waited for what was
+queued before. The desks on which ranks of a node lay vectors for each other are pinned memory.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..errors import ConfigError
+from ..memory.arrays import Array
+from ..memory.device import Device, DeviceVector, Event
+from ..memory.reduction import Combine, reduction
+from ..transport.base import Channel, Node, Request, Schedule, T
+from ..transport.staged import DeviceChannel
+from . import hierarchical, shared
+from .exports import Exports
+from .operation import Collectives
+
+# Each copy costs some microseconds; a desk has room for six of a slice's sections.
+SLICE_BYTES = 2 << 20
+DESK_BYTES = 6 * SLICE_BYTES
+PIECE_BYTES = 2 << 20
+
+# The vectors, per rank of the node, that ranks lay down for each other.
+Desks = Callable[[np.dtype[Any], "int | None"], Sequence[Array]]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A GPU, as the operations of one communicator use it.
+
+    Attributes:
+        device: The GPU.
+        exports: Memory on it that is open to other ranks.
+        direct: MPI takes its pointers.
+        desks: Pinned memory that the ranks of the node share, given an operation's number; None
+            for that which the node itself has.
+    """
+
+    device: Device
+    exports: Exports
+    direct: bool = False
+    desks: Callable[[int], Desks] | None = None
+
+
+class DeviceCombine:
+    """Combines vectors on a GPU as a Reduction does on the host; see there.
+
+    Raises: as Reduction.
+    """
+
+    def __init__(self, op: str, dtype: DTypeLike, size: float, device: Device) -> None:
+        like = reduction(op, np.dtype(dtype), size)
+        self._op = op
+        self._divisor = like.size if op == "mean" else 1
+        self._divides_first = like.divides_first
+        self._device = device
+
+    def prepare(self, x: Array) -> None:
+        """Divide `x` by the number of ranks where the mean needs it first."""
+        if self._divides_first:
+            self._queue([x], self._divisor, [x])
+
+    def accumulate(self, out: Array, contribution: Array) -> None:
+        """Combine `contribution` into `out`, in place."""
+        self._queue([out, contribution], 1, [out])
+
+    def finish(self, chunk: Array) -> None:
+        """Divide a chunk of sums by the number of ranks if a mean is asked for."""
+        if self._divisor != 1 and not self._divides_first:
+            self._queue([chunk], self._divisor, [chunk])
+
+    def combine(self, sources: Sequence[Array], out: Array) -> None:
+        """Combine contributions elementwise, in the order given, and divide where it is a mean."""
+        if len(sources) > 1 or self._divisor != 1 or sources[0] is not out:
+            self._queue(sources, self._divisor, [out])
+
+    def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
+        """Combine contributions as `combine` does, and store the result in place of each."""
+        self._queue(vectors, self._divisor, vectors)
+
+    def _queue(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
+        self._device.combine(self._op, sources, divisor, cast(Sequence[DeviceVector], outs))
+
+
+class DeviceNode:
+    """The meeting place of a node's ranks, for work that is queued on their GPUs; see base.Node.
+
+    Args:
+        node: The meeting place.
+        device: This rank's GPU.
+        desks: Pinned memory for `desks`; that of `node` by default.
+    """
+
+    def __init__(self, node: Node, device: Device, desks: Desks | None) -> None:
+        self.rank, self.size, self.ranks = node.rank, node.size, node.ranks
+        self._node, self._device = node, device
+        self._desks: Desks = desks or node.desks
+        self.test, self.agrees, self.headers, self.leave = (
+            node.test, node.agrees, node.headers, node.leave)
+
+    @property
+    def met(self) -> bool:
+        """Whether the first barrier was begun."""
+        return self._node.met
+
+    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+        """Return per rank a vector in pinned memory that all ranks of the node read and write."""
+        return self._desks(dtype, size)
+
+    def barrier(self, *numbers: int) -> "_Arrival":
+        """Arrive when all that is queued is done; the request is for the other ranks, too."""
+        return _Arrival(self._device.event(), lambda: self._node.barrier(*numbers))
+
+    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
+        """Arrive likewise, and return per rank the numbers that each has passed."""
+        yield (self._device.event(),)
+        return (yield from self._node.share(*numbers))
+
+    def lane(self, index: int) -> "DeviceNode":
+        """Return a further meeting place of the same operation."""
+        return DeviceNode(self._node.lane(index), self._device, self._desks)
+
+
+class _Arrival:
+    """A barrier that this rank reaches after an event."""
+
+    def __init__(self, event: Event, arrive: Callable[[], Request]) -> None:
+        self._event, self._arrive = event, arrive
+        self._barrier: Request | None = None
+
+    def __repr__(self) -> str:
+        return repr(self._barrier or "work queued on a GPU")
+
+    def test(self) -> bool:
+        """Return whether all have arrived."""
+        if self._barrier is None:
+            if not self._event.test():
+                return False
+            self._barrier = self._arrive()
+        return self._barrier.test()
+
+
+class DeviceCollectives(Collectives):
+    """The schedules of an operation on vectors that lie in a GPU's memory.
+
+    Args:
+        host: The operation.
+        place: The GPU.
+    """
+
+    __slots__ = ("_place", "_channel")
+
+    slice_bytes = SLICE_BYTES
+    ring_bytes = PIECE_BYTES
+    direct_bytes = PIECE_BYTES, PIECE_BYTES
+
+    def __init__(self, host: Collectives, place: Place) -> None:
+        desks = None if place.desks is None else place.desks(host.sequence)
+        node = None if host.node is None else DeviceNode(host.node, place.device, desks)
+        super().__init__(host._own, node, host.sequence)
+        self._place = place
+        self._channel: Channel | None = None
+
+    @property
+    def net(self) -> Channel:
+        """The operation's channel."""
+        if self._channel is None:
+            self._channel = DeviceChannel(
+                super().net, self._place.device, direct=self._place.direct)
+        return self._channel
+
+    def borrow(self, n: int, dtype: DTypeLike) -> Any:
+        """Lend memory on the GPU for n elements, as long as the operation needs it."""
+        return self._place.device.scratch.borrow(n, dtype)
+
+    def combiner(self, op: str, dtype: DTypeLike, size: float) -> Combine:
+        """Return what combines vectors on the GPU."""
+        return DeviceCombine(op, dtype, size, self._place.device)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Any]:
+        """Return the schedule that returns a vector on the GPU, open to the node if possible."""
+        device, dtype = self._place.device, np.dtype(dtype)
+        if self.node is None:
+            vector = device.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
+            return _returned(vector)
+        return self._place.exports.empty(
+            self.node, device, shape, dtype, self._next_window())
+
+    def _choose(self, x: Array, op: str, wish: str) -> str:
+        if wish == "native":
+            raise ConfigError(
+                f"algorithm='native': MPI's nonblocking collectives take no memory of a GPU, "
+                f"as {self._place.device} has; use algorithm='auto'")
+        name = super()._choose(x, op, wish)
+        if name == "native":
+            return "hierarchical" if len(self._own.nodes) < self.size else "ring"
+        return name
+
+    def _shared(self, node: Node, x: Array, op: str, combine: Combine) -> Schedule[None]:
+        windows = self._own.windows
+        places = yield from node.share(*windows.place_of(x))
+        slices = windows.slices(node, places, x)
+        if slices is not None:
+            yield from shared.in_place(node, slices, combine)
+        else:
+            levels = self._levels(op, x)
+            yield from self._by_levels(
+                node, x, levels, hierarchical.by_desks(node, x, levels.within))
+
+
+def _returned(x: DeviceVector) -> Schedule[DeviceVector]:
+    yield ()
+    return x
+
+
+def placed(collectives: Collectives, place: Place, ready: Sequence[Event],
+           build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
+    """Return the schedule of something on a GPU, from first to last.
+
+    It ends when nothing is queued any more.
+
+    Args:
+        collectives: Of the operation.
+        place: The GPU.
+        ready: When the vectors may be used.
+        build: Returns the schedule, given the collectives on the GPU.
+    """
+    on_gpu = DeviceCollectives(collectives, place)
+    schedule = build(on_gpu)
+    collectives.algorithm = on_gpu.algorithm
+    return _between(ready, schedule, place.device)
+
+
+def _between(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:
+    if ready:
+        yield ready
+    result = yield from schedule
+    yield (device.event(),)
+    return result

@@ -1,0 +1,129 @@
+"""Sends and receives vectors in a GPU's memory, through pinned host memory or, if MPI can, as is.
+
+A message is posted only when the GPU has done with its memory: when a vector to send has been
+copied to the host, or, if MPI takes the GPU's pointers, when whatever was queued on the vector is
+done. Messages are posted in the order in which they were asked for, because MPI matches them so.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..memory.device import Device, DeviceVector, Event
+from .base import Array, Channel, Request
+
+
+class DeviceChannel:
+    """A channel whose vectors may lie in a GPU's memory; see base.Channel.
+
+    Args:
+        net: What the bytes go by.
+        device: The GPU.
+        direct: MPI takes the GPU's pointers.
+    """
+
+    def __init__(self, net: Channel, device: Device, *, direct: bool = False) -> None:
+        self.rank, self.size = net.rank, net.size
+        self._net = net
+        self._device = device
+        self._direct = direct
+        self._lanes: dict[int, DeviceChannel] = {0: self}
+        # MPI matches sends in their order, and receives in theirs.
+        self._sends: deque[_Message] = deque()
+        self._receives: deque[_Message] = deque()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The communicator's number of each rank."""
+        return self._net.ranks
+
+    def lane(self, index: int) -> "DeviceChannel":
+        """Return lane `index` of the same operation."""
+        if index not in self._lanes:
+            self._lanes[index] = DeviceChannel(
+                self._net.lane(index), self._device, direct=self._direct)
+        return self._lanes[index]
+
+    def isend(self, array: Array, dest: int) -> Request:
+        """Start sending the bytes of a vector, in any memory; it must not change meanwhile."""
+        x: Any = array
+        if not isinstance(x, DeviceVector):
+            return self._queued(self._sends, None, lambda: self._net.isend(array, dest))
+        if self._direct:
+            return self._queued(self._sends, self._device.event(),
+                                lambda: self._net.isend(array, dest))
+        staging = self._device.staging
+        slot = staging.take(x.nbytes)
+        host = slot[:x.nbytes]
+        copied = self._device.to_host(x, host)
+        return self._queued(self._sends, copied, lambda: self._net.isend(host, dest),
+                            lambda: staging.give(slot))
+
+    def irecv(self, array: Array, source: int) -> Request:
+        """Start receiving a vector, in any memory.
+
+        Once complete, what is queued on the device finds it there.
+        """
+        x: Any = array
+        if not isinstance(x, DeviceVector):
+            return self._queued(self._receives, None, lambda: self._net.irecv(array, source))
+        if self._direct:
+            # Something that is queued may read what was there before.
+            return self._queued(self._receives, self._device.event(),
+                                lambda: self._net.irecv(array, source))
+        staging = self._device.staging
+        slot = staging.take(x.nbytes)
+        host = slot[:x.nbytes]
+        return self._queued(self._receives, None, lambda: self._net.irecv(host, source),
+                            lambda: staging.give(slot, self._device.to_device(host, x)))
+
+    def _queued(self, queue: "deque[_Message]", ready: Event | None, post: Callable[[], Request],
+                landed: Callable[[], None] = lambda: None) -> "_Message":
+        message = _Message(self, ready, post, landed)
+        queue.append(message)
+        self.post()
+        return message
+
+    def post(self) -> None:
+        """Post the messages that the GPU has done with, in order; whoever looks at one does."""
+        for queue in (self._receives, self._sends):
+            while queue and queue[0].posted():
+                queue.popleft()
+
+
+class _Message:
+    """A message that is posted when the GPU is ready for it.
+
+    Args:
+        channel: Its own.
+        ready: When it may be posted; None for at once.
+        post: Posts it.
+        landed: Is called once it is complete.
+    """
+
+    def __init__(self, channel: DeviceChannel, ready: Event | None, post: Callable[[], Request],
+                 landed: Callable[[], None]) -> None:
+        self._channel, self._ready, self._post, self._landed = channel, ready, post, landed
+        self._request: Request | None = None
+        self._done = False
+
+    def __repr__(self) -> str:
+        return repr(self._request or "a message that waits for the GPU")
+
+    def posted(self) -> bool:
+        """Post it, if the GPU has done with its memory; return whether it is posted."""
+        if self._ready is not None and not self._ready.test():
+            return False
+        self._request = self._post()
+        return True
+
+    def test(self) -> bool:
+        """Return whether it is complete."""
+        if self._done:
+            return True
+        self._channel.post()
+        if self._request is None or not self._request.test():
+            return False
+        self._landed()
+        self._done = True
+        return True

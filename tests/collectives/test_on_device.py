@@ -1,0 +1,198 @@
+"""Holds the schedules on a GPU's memory to what they do on the host, on an adversarial GPU."""
+
+import contract
+import numpy as np
+import pytest
+from cluster import run
+from schedules import sent
+from simulated_gpu import SimulatedGpu, content
+
+from mpiring.collectives import hierarchical, shared
+from mpiring.collectives.exports import Exports
+from mpiring.collectives.on_device import DeviceCollectives, Place, placed
+from mpiring.collectives.select import choose
+from mpiring.memory.arrays import chunks_of
+from mpiring.memory.device import Device, DeviceVector, copy_to
+from mpiring.transport.simulated import SimulatedNetwork
+
+NODES = {"one": [0], "one node": [0] * 3, "four": [0] * 4, "nodes of 2": [0, 0, 1, 1],
+         "uneven": [0, 1, 0, 1, 1], "own nodes": [0, 1, 2, 3]}
+ALGORITHMS = {"auto": NODES, "ring": NODES, "direct": NODES,
+              "hierarchical": ["nodes of 2", "uneven"]}
+DTYPES = [dtype for dtype in contract.DTYPES if dtype != "longdouble"]
+
+
+class _Later:
+    """A request whose completion does something."""
+
+    def __init__(self, action):
+        self._action = action
+
+    def __setattr__(self, name, value):
+        if name == "complete":
+            self._action()
+        else:
+            super().__setattr__(name, value)
+
+
+class _Aware:
+    """A network that takes a GPU's pointers, as a CUDA-aware MPI does."""
+
+    def __init__(self, net):
+        self._net = net
+        self.rank, self.size, self.ranks = net.rank, net.size, net.ranks
+
+    def lane(self, index):
+        return _Aware(self._net.lane(index))
+
+    def isend(self, array, dest):
+        return self._net.isend(_bytes(array), dest)
+
+    def irecv(self, array, source):
+        return self._net.irecv(_bytes(array), source)
+
+
+def _bytes(x):
+    return content(x) if isinstance(x, DeviceVector) else x
+
+
+def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, desk_bytes=4096):
+    """Run a program on all ranks, each with a GPU of its own.
+
+    Args:
+        program: Takes a DeviceCollectives, and a function that puts an array on the GPU; its
+            schedule returns vectors.
+        direct: MPI takes GPUs' pointers.
+        shared: What GPUs export to each other; None where they cannot.
+    """
+    network = SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
+    gpus = [SimulatedGpu(lambda action, rank=rank: network.later(0, rank, _Later(action)),
+                         shared=shared) for rank in range(len(node_of))]
+
+    def on_rank(collectives):
+        rank = collectives.rank
+        place = Place(Device(gpus[rank]), Exports(collectives._own.windows), direct)
+        if direct:
+            net = _Aware(collectives.net)
+            collectives._own.transport.channel = lambda sequence: net
+        if collectives.node is not None:
+            for desk in collectives.node.desks(np.dtype(np.uint8)):
+                gpus[rank].pin(desk)
+        vectors = yield from placed(collectives, place, [], lambda on_gpu: program(
+            on_gpu, lambda x: gpus[rank].vector(place.device, x)))
+        # Not later, when whatever is queued still has been done.
+        return [content(x).copy() for x in vectors or ()]
+
+    return run(node_of, on_rank, network=network, desk_bytes=desk_bytes)
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """Let arrays of this test's sizes take every path, in several blocks and pieces."""
+    monkeypatch.setattr(shared, "EAGER_BYTES", 100)
+    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 16)
+    monkeypatch.setattr(hierarchical, "SHORT_BYTES", 40)
+    monkeypatch.setattr(DeviceCollectives, "slice_bytes", 96)
+    monkeypatch.setattr(DeviceCollectives, "ring_bytes", 24)
+    monkeypatch.setattr(DeviceCollectives, "direct_bytes", (8, 40))
+    choose.cache_clear()
+    yield
+    choose.cache_clear()
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("algorithm, place", [
+    (algorithm, place) for algorithm, places in ALGORITHMS.items() for place in places])
+def test_allreduce(algorithm, place, direct, small_pieces):
+    node_of = NODES[place]
+    p = len(node_of)
+    for n in (0, 1, p + 1, 129):
+        for op in contract.OPS:
+            dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
+            for seed, dtype in enumerate(dtypes[n % 6::6]):
+                def program(collectives, put):
+                    x = put(contract.contribution(collectives.rank, n, dtype))
+                    yield from collectives.allreduce(x, op=op, algorithm=algorithm)
+                    return [x]
+
+                check(on_gpus(node_of, program, seed=seed, direct=direct)[0], p, op)
+
+
+def check(found, p, op):
+    xs = [x for x, *_ in found]
+    contract.check(xs[0], p, op)
+    assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+
+
+@pytest.mark.parametrize("place", NODES)
+@pytest.mark.parametrize("which", ["all", "some"])
+def test_allreduce_in_memory_that_is_open_to_the_node(place, which, small_pieces):
+    node_of = NODES[place]
+    p = len(node_of)
+    for n in (1, p + 1, 129):
+        for op in contract.OPS:
+            dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
+            for seed, dtype in enumerate(dtypes[n % 6::6]):
+                def program(collectives, put):
+                    x = put(contract.contribution(collectives.rank, n, dtype))
+                    y = yield from collectives.empty((n,), dtype)
+                    if which == "all" or collectives.rank % 2:
+                        copy_to(y, x)
+                        x = y
+                    yield from collectives.allreduce(x, op=op)
+                    return [x]
+
+                check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("place", NODES)
+def test_other_collectives(place, direct, small_pieces):
+    node_of = NODES[place]
+    p = len(node_of)
+    root = p // 2
+    for seed, n in enumerate((0, 1, p + 1, 129)):
+        def program(collectives, put):
+            rank = collectives.rank
+            x = put(np.arange(n, dtype="float32") + 1000 * rank)
+            yield from collectives.broadcast(x, root)
+            y = put(contract.contribution(rank, p * n, "int32"))
+            part = yield from collectives.reduce_scatter(y)
+            z = put(contract.contribution(rank, p * n, "int32"))
+            yield from collectives.reduce(z, root)
+            copy_to(chunks_of(z, p)[rank], part)
+            yield from collectives.allgather(z)
+            sends = [put(sent(rank, dest, p)) for dest in range(p)]
+            receives = [put(np.zeros_like(sent(source, rank, p))) for source in range(p)]
+            yield from collectives.all_to_all(sends, receives)
+            return z, x, *receives
+
+        found = on_gpus(node_of, program, seed=seed, direct=direct)[0]
+        check(found, p, "sum")
+        for rank, (_, x, *receives) in enumerate(found):
+            assert np.array_equal(x, np.arange(n) + 1000 * root)
+            for source, y in enumerate(receives):
+                assert np.array_equal(y, sent(source, rank, p))
+
+
+def test_memory_is_freed_when_no_rank_has_it_open():
+    """Rank 2 holds on to the first window for a while."""
+    shared = []
+
+    def program(collectives, put):
+        kept = []
+        for number in range(5):
+            x = yield from collectives.empty((100,), "float32")
+            if collectives.rank == 2 and number == 0:
+                kept.append(x)
+            if number == 3:
+                kept.clear()
+            yield from collectives.allreduce(x)
+            alive = [memory() is not None for memory in shared]
+            del x
+            yield from collectives.barrier()
+            # Per window, of all three ranks.
+            assert sum(alive) == 3 * (1 if number in (0, 4) else 2)
+            assert {memory().opened for memory in shared if memory()} == {2}
+
+    on_gpus([0] * 3, program, shared=shared)

@@ -1,0 +1,207 @@
+"""Simulates a GPU, for tests: whatever is queued happens late, in any order its streams allow.
+
+Its memory cannot be reached from the host: a vector's address means nothing there. A copy reads
+and writes host memory when it is done, not when it is queued; until then a download's target
+holds junk. So a missing wait shows as a wrong result.
+"""
+
+import itertools
+import random
+import weakref
+from collections import deque
+
+import numpy as np
+
+from mpiring.memory.device import DeviceVector
+from mpiring.memory.reduction import reduction
+
+_JUNK = 0xA5
+_bases = itertools.count(1 << 44, 1 << 40)
+
+
+class _Memory:
+    """What a vector's `owner` is: an allocation."""
+
+    def __init__(self, address, nbytes):
+        self.address = address
+        self.opened = 0
+        self.bytes = np.full(nbytes, _JUNK, np.uint8)
+        _memories[address] = self
+
+
+_memories = weakref.WeakValueDictionary()
+
+
+def content(x):
+    """Return what a vector holds now, as the GPU itself sees it."""
+    memory = next(memory for memory in list(_memories.values())
+                  if 0 <= x.address - memory.address <= len(memory.bytes) - x.nbytes)
+    start = x.address - memory.address
+    return memory.bytes[start:start + x.nbytes].view(x.dtype)
+
+
+def _raw(x):
+    return content(x).view(np.uint8)
+
+
+class Event:
+    """A mark in a stream.
+
+    Attributes:
+        done: The GPU has come to it.
+        complete: The host can see that.
+    """
+
+    def __init__(self, gpu):
+        self.done = self.complete = False
+        self.waiting = []
+        self._gpu = gpu
+
+    def __repr__(self):
+        return f"an event of {self._gpu.name}"
+
+    def test(self):
+        self._gpu.idle()
+        return self.complete
+
+
+class Stream:
+    """A queue of actions, each done some time after the one before; see device.Stream."""
+
+    def __init__(self, gpu):
+        self._gpu = gpu
+        self._queue = deque()
+        self._busy = False
+
+    def _put(self, action):
+        self._queue.append(action)
+        self.go_on()
+
+    def go_on(self):
+        """Have the first action done later, if nothing is under way."""
+        if self._queue and not self._busy:
+            self._busy = True
+            self._gpu.later(self._act)
+
+    def _act(self):
+        self._busy = False
+        if self._queue[0]():
+            self._queue.popleft()
+            self.go_on()
+
+    def download(self, x, out):
+        assert out.nbytes == x.nbytes and self._gpu.is_pinned(out)
+        out.view(np.uint8)[...] = _JUNK
+        self._put(lambda: np.copyto(out.view(np.uint8), _raw(x)) or True)
+
+    def upload(self, x, out):
+        assert out.nbytes == x.nbytes and self._gpu.is_pinned(x)
+        self._put(lambda: np.copyto(_raw(out), x.view(np.uint8)) or True)
+
+    def combine(self, op, sources, divisor, outs):
+        assert {x.size for x in (*sources, *outs)} == {outs[0].size}
+        assert {x.dtype for x in (*sources, *outs)} == {outs[0].dtype}
+        assert all(isinstance(x, DeviceVector) for x in (*sources, *outs))
+
+        def act():
+            vectors = [content(x) for x in sources]
+            result = vectors[0].copy()
+            if len(vectors) > 1 or divisor != 1:
+                kind = "mean" if divisor != 1 else "sum" if op == "mean" else op
+                reduction(kind, result.dtype, divisor).combine(vectors, result)
+            for x in outs:
+                content(x)[...] = result
+            return True
+
+        self._put(act)
+
+    def record(self):
+        event = Event(self._gpu)
+
+        def act():
+            event.done = True
+            for stream in event.waiting:
+                stream.go_on()
+            self._gpu.later(lambda: setattr(event, "complete", True))
+            return True
+
+        self._put(act)
+        return event
+
+    def wait(self, event):
+        def act():
+            if not event.done:
+                event.waiting.append(self)
+            return event.done
+
+        self._put(act)
+
+
+class SimulatedGpu:
+    """See device.Gpu.
+
+    Attributes:
+        shared: What GPUs have exported to each other; None where they cannot.
+
+    Args:
+        later: Has an action done, some time after those before or not; by default any look at
+            an event does some of those that are due, in any order.
+        seed: Of that order.
+    """
+
+    def __init__(self, later=None, seed=0, name="simulated GPU", shared=None):
+        self.name = name
+        self.shared = shared
+        self._due = []
+        self._random = random.Random(seed)
+        self.later = later or self._due.append
+        # GPUs of one machine have addresses of their own.
+        self._next = next(_bases)
+        self._pinned = []
+
+    def idle(self):
+        """Do some of what is due, where nobody else has it done."""
+        for _ in range(self._random.randrange(4)):
+            if self._due:
+                self._due.pop(self._random.randrange(len(self._due)))()
+
+    def stream(self):
+        return Stream(self)
+
+    def allocate(self, nbytes, device=None):
+        memory = _Memory(self._next, nbytes)
+        self._next += nbytes + 4096 & -256
+        return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8), memory)
+
+    def vector(self, device, x):
+        """Return a NumPy vector's elements in the GPU's memory."""
+        moved = self.allocate(x.nbytes, device).view(x.dtype)
+        content(moved)[...] = x
+        return moved
+
+    def pinned(self, nbytes):
+        memory = np.full(nbytes, _JUNK, np.uint8)
+        self.pin(memory)
+        return memory
+
+    def pin(self, memory):
+        self._pinned.append(memory)
+
+    def export(self, x):
+        if self.shared is None:
+            raise OSError("simulated GPUs share nothing here")
+        self.shared.append(weakref.ref(x.owner))
+        return (len(self.shared), *range(7))
+
+    def open(self, handle, nbytes, device):
+        memory = self.shared[handle[0] - 1]()
+        assert len(memory.bytes) == nbytes
+        memory.opened += 1
+        # It does not keep the memory alive.
+        return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8))
+
+    def close(self, x):
+        _memories[x.address].opened -= 1
+
+    def is_pinned(self, x):
+        return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
