@@ -1,7 +1,5 @@
 """Is the face of the library: ranks, collectives on arrays and objects, handles."""
 
-import functools
-import math
 import pickle
 import sys
 from types import TracebackType
@@ -10,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from .calls import allreduce_call, described
 from .collectives.agreement import Call
 from .collectives.model import Model
 from .config import Config
@@ -17,14 +16,16 @@ from .handle import Handle
 from .errors import ConfigError
 from .group import Build, Group
 from .launch import load_mpi, refuse_singleton
-from .memory.arrays import dtype_name, flat, order_of
+from .memory.arrays import dtype_name
+from .memory.device import Device, DeviceVector, device_named, vector_of
 from .statistics import Statistics
 from .transport.base import Schedule, T
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-A = TypeVar("A", bound=NDArray[Any])
+# An array, of NumPy or on a GPU.
+A = TypeVar("A")
 
 
 def init(*, config: Config | None = None) -> "Communicator":
@@ -88,7 +89,8 @@ class Communicator:
 
     # Arrays
 
-    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32) -> NDArray[Any]:
+    def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, *,
+              device: str | Device = "cpu") -> Any:
         """Return a new array in the memory that suits collectives best; its content is undefined.
 
         It is shared with the other ranks of this node where there is memory for that:
@@ -97,24 +99,37 @@ class Communicator:
         Args:
             shape: The same on all ranks.
             dtype: As in `allreduce`.
+            device: "cpu" for a NumPy array; "cuda" for one of CuPy, on the GPU that is this
+                rank's in turn among those that the process sees, or "cuda:1" for GPU 1 of them.
+
+        Raises:
+            ConfigError: There is no such device.
+            MissingDependencyError: CuPy is not installed.
 
         Collective: yes. Blocking: yes.
         """
-        x = np.empty(shape, dtype)
-        dtype_name(x.dtype)
-        if x.nbytes == 0:
+        like = np.broadcast_to(np.empty((), dtype), shape)
+        name = f"{dtype_name(like.dtype)} {like.shape}"
+        if device != "cpu":
+            gpu = device_named(device, self.local_rank)
+            call = Call("empty", f"{name} on a GPU", nbytes=like.nbytes)
+            vector: Any = self._group.run(call, self._group.places.on(
+                gpu, (), lambda collectives: collectives.empty(like.shape, like.dtype)))
+            return gpu.gpu.array(vector, like.shape)
+        if like.nbytes == 0:
             self._group.check_open()
-            return x
+            return np.empty(like.shape, like.dtype)
         return self._group.run(
-            Call("empty", _described(x), nbytes=x.nbytes),
-            lambda collectives: collectives.empty(x.shape, x.dtype))
+            Call("empty", name, nbytes=like.nbytes),
+            lambda collectives: collectives.empty(like.shape, like.dtype))
 
     def allreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> A:
         """Combine `x` over all ranks, in place, and return it.
 
         Args:
             x: Any shape, contiguous, writeable; bool, integer, floating (bfloat16 of
-                ml_dtypes included) or complex. Bits are equal on all ranks afterwards.
+                ml_dtypes included) or complex; of NumPy, or on a GPU on all ranks: of CuPy, or
+                any with `__cuda_array_interface__`. Bits are equal on all ranks afterwards.
             op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN
                 propagates; on bool: or, and), "prod", or, bit by bit, "band", "bor" or
                 "bxor" (integers, bool).
@@ -149,14 +164,12 @@ class Communicator:
         call, build = self._allreduce(x, op, algorithm)
         return self.submit(call, lambda collectives: _returning(x, build(collectives)))
 
-    def _allreduce(
-        self, x: NDArray[Any], op: str, algorithm: str,
-    ) -> tuple[Call, Build[None]]:
-        vector = flat(x)
-        call = _allreduce_call(op, x.dtype, x.shape, order_of(x), algorithm)
-        return call, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm)
+    def _allreduce(self, x: Any, op: str, algorithm: str) -> tuple[Call, Build[None]]:
+        vector = vector_of(x)
+        return allreduce_call(op, x, vector, algorithm), self._group.places.where(
+            vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
-    def reduce_scatter(self, x: NDArray[Any], *, op: str = "sum") -> NDArray[Any]:
+    def reduce_scatter(self, x: Any, *, op: str = "sum") -> Any:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
 
         Args:
@@ -171,10 +184,12 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        vector = flat(x)
-        return self._group.run(
-            Call("reduce_scatter", f"{op} of {_described(x)}", nbytes=x.nbytes),
-            lambda collectives: collectives.reduce_scatter(vector, op=op))
+        vector = vector_of(x)
+        chunk: Any = self._run("reduce_scatter", f"{op} of {described(x, vector)}", vector,
+                               lambda collectives: collectives.reduce_scatter(vector, op=op))
+        if not isinstance(chunk, DeviceVector) or x is vector:
+            return chunk
+        return chunk.device.gpu.array(chunk, chunk.shape)
 
     def allgather(self, x: A) -> A:
         """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.
@@ -189,10 +204,10 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        vector = flat(x)
-        return self._group.run(
-            Call("allgather", _described(x), nbytes=x.nbytes),
-            lambda collectives: _returning(x, collectives.allgather(vector)))
+        vector = vector_of(x)
+        self._run("allgather", described(x, vector), vector,
+                  lambda collectives: collectives.allgather(vector))
+        return x
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
         """Copy `x` of rank `root` to all ranks, in place, and return it.
@@ -206,10 +221,15 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         self._check_root(root)
-        vector = flat(x, writeable=self.rank != root)
-        call = Call("broadcast", f"of {_described(x)} from root {root}", nbytes=x.nbytes)
-        return self._group.run(
-            call, lambda collectives: _returning(x, collectives.broadcast(vector, root)))
+        vector = vector_of(x, writeable=self.rank != root)
+        self._run("broadcast", f"of {described(x, vector)} from root {root}", vector,
+                  lambda collectives: collectives.broadcast(vector, root))
+        return x
+
+    def _run(self, kind: str, detail: str, vector: Any, build: Build[T]) -> T:
+        """Run an operation on a vector, where that lies."""
+        return self._group.run(Call(kind, detail, nbytes=vector.nbytes),
+                               self._group.places.where(vector, build))
 
     def barrier(self) -> None:
         """Return after every rank has called.
@@ -231,9 +251,8 @@ class Communicator:
         """
         self._check_root(root)
         mine = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
-        payload = self._group.run(
-            Call("broadcast_object", f"from root {root}"),
-            lambda collectives: collectives.broadcast_bytes(mine, root))
+        payload = self._group.run(Call("broadcast_object", f"from root {root}"),
+                                  lambda collectives: collectives.broadcast_bytes(mine, root))
         return obj if self.rank == root else pickle.loads(payload.data)
 
     def allgather_object(self, obj: T) -> list[T]:
@@ -246,8 +265,7 @@ class Communicator:
         """
         mine = _pickled(obj)
         payloads = self._group.run(
-            Call("allgather_object"),
-            lambda collectives: collectives.allgather_bytes(mine))
+            Call("allgather_object"), lambda collectives: collectives.allgather_bytes(mine))
         return [pickle.loads(payload.data) for payload in payloads]
 
     # Operations
@@ -371,21 +389,6 @@ def _settings(config: Config | None) -> Config:
     if not isinstance(config, Config):
         raise ConfigError(f"config={config!r}: pass mpiring.Config(...)")
     return config
-
-
-def _described(x: NDArray[Any]) -> str:
-    order = "" if order_of(x) == "C" else " in Fortran order"
-    return f"{dtype_name(x.dtype)} {x.shape}{order}"
-
-
-# Cached: a program makes the same few calls again and again.
-@functools.lru_cache(maxsize=4096)
-def _allreduce_call(
-    op: str, dtype: np.dtype[Any], shape: tuple[int, ...], order: str, algorithm: str,
-) -> Call:
-    text = "" if order == "C" else " in Fortran order"
-    return Call("allreduce", f"{op} of {dtype_name(dtype)} {shape}{text}, algorithm {algorithm}",
-                nbytes=dtype.itemsize * math.prod(shape))
 
 
 def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:

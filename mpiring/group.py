@@ -22,6 +22,7 @@ from .handle import Handle
 from .launch import JobEnder, end_job_on_exceptions, load_mpi
 from .memory.scratch import Scratch
 from .messages import Messages
+from .places import Places
 from .statistics import Statistics
 from .topology import neighbours, node_order, ranks_of_nodes, topology
 from .transport.base import Schedule, T, Task, run_to_end
@@ -75,8 +76,10 @@ class Group:
         self.closed = False
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
+        windows = Windows()
+        self.places = Places(windows, self.run)
         self._resources = Resources(
-            self._transport, Turns(), Scratch(keep=config.operations_in_flight), Windows(),
+            self._transport, Turns(), Scratch(keep=config.operations_in_flight), windows,
             self._order, self._nodes, config.algorithm)
         self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
@@ -181,13 +184,14 @@ class Group:
             handle = Handle(self._lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
-                return self._engine.submit(handle)
+            elif handle.step() and handle.finished:
+                handle.done = True
+                return handle
+            # One rank alone may wait, too: for its GPU.
+            return self._engine.submit(handle)
         except BaseException as error:
             self._engine.keep(error)
             raise
-        handle.task.step()
-        handle.done = True
-        return handle
 
     def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
         """Run an operation, ahead of those in the background, and return its result.
@@ -209,7 +213,7 @@ class Group:
         except BaseException as error:
             self._engine.keep(error, task)
             raise
-        if self.size == 1:
+        while not task.done:
             task.step()
         return task.result  # type: ignore[return-value]
 

@@ -7,12 +7,15 @@ holds junk. So a missing wait shows as a wrong result.
 
 import itertools
 import random
+import sys
 import weakref
 from collections import deque
 
 import numpy as np
 
-from mpiring.memory.device import DeviceVector
+import mpiring.memory
+from mpiring.memory.arrays import flat
+from mpiring.memory.device import Device, DeviceVector
 from mpiring.memory.reduction import reduction
 
 _JUNK = 0xA5
@@ -32,10 +35,15 @@ class _Memory:
 _memories = weakref.WeakValueDictionary()
 
 
+def memory_of(address, nbytes):
+    """Return the allocation that has so many bytes there."""
+    return next(memory for memory in list(_memories.values())
+                if 0 <= address - memory.address <= len(memory.bytes) - nbytes)
+
+
 def content(x):
     """Return what a vector holds now, as the GPU itself sees it."""
-    memory = next(memory for memory in list(_memories.values())
-                  if 0 <= x.address - memory.address <= len(memory.bytes) - x.nbytes)
+    memory = memory_of(x.address, x.nbytes)
     start = x.address - memory.address
     return memory.bytes[start:start + x.nbytes].view(x.dtype)
 
@@ -70,33 +78,33 @@ class Stream:
 
     def __init__(self, gpu):
         self._gpu = gpu
-        self._queue = deque()
+        self._actions = deque()
         self._busy = False
 
-    def _put(self, action):
-        self._queue.append(action)
+    def queue(self, action):
+        self._actions.append(action)
         self.go_on()
 
     def go_on(self):
         """Have the first action done later, if nothing is under way."""
-        if self._queue and not self._busy:
+        if self._actions and not self._busy:
             self._busy = True
             self._gpu.later(self._act)
 
     def _act(self):
         self._busy = False
-        if self._queue[0]():
-            self._queue.popleft()
+        if self._actions[0]():
+            self._actions.popleft()
             self.go_on()
 
     def download(self, x, out):
         assert out.nbytes == x.nbytes and self._gpu.is_pinned(out)
         out.view(np.uint8)[...] = _JUNK
-        self._put(lambda: np.copyto(out.view(np.uint8), _raw(x)) or True)
+        self.queue(lambda: np.copyto(out.view(np.uint8), _raw(x)) or True)
 
     def upload(self, x, out):
         assert out.nbytes == x.nbytes and self._gpu.is_pinned(x)
-        self._put(lambda: np.copyto(_raw(out), x.view(np.uint8)) or True)
+        self.queue(lambda: np.copyto(_raw(out), x.view(np.uint8)) or True)
 
     def combine(self, op, sources, divisor, outs):
         assert {x.size for x in (*sources, *outs)} == {outs[0].size}
@@ -113,7 +121,7 @@ class Stream:
                 content(x)[...] = result
             return True
 
-        self._put(act)
+        self.queue(act)
 
     def record(self):
         event = Event(self._gpu)
@@ -125,7 +133,7 @@ class Stream:
             self._gpu.later(lambda: setattr(event, "complete", True))
             return True
 
-        self._put(act)
+        self.queue(act)
         return event
 
     def wait(self, event):
@@ -134,7 +142,7 @@ class Stream:
                 event.waiting.append(self)
             return event.done
 
-        self._put(act)
+        self.queue(act)
 
 
 class SimulatedGpu:
@@ -158,6 +166,7 @@ class SimulatedGpu:
         # GPUs of one machine have addresses of their own.
         self._next = next(_bases)
         self._pinned = []
+        self.user = Stream(self)
 
     def idle(self):
         """Do some of what is due, where nobody else has it done."""
@@ -205,3 +214,89 @@ class SimulatedGpu:
 
     def is_pinned(self, x):
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
+
+    def array(self, x, shape):
+        return Array(self, content(x).reshape(shape), memory_of(x.address, x.nbytes), x.owner)
+
+
+class Array:
+    """Stands for an array of CuPy: what is written to it is queued on its user's stream.
+
+    Args:
+        gpu: Where it is.
+        inside: Its elements, as the GPU sees them.
+        base: The allocation that they are in.
+        owner: Keeps the memory alive.
+    """
+
+    def __init__(self, gpu, inside, base, owner):
+        self.gpu, self.inside, self.base, self.owner = gpu, inside, base, owner
+        self.dtype, self.shape, self.size = inside.dtype, inside.shape, inside.size
+        self.nbytes, self.ndim, self.flags = inside.nbytes, inside.ndim, inside.flags
+
+    @property
+    def __cuda_array_interface__(self):
+        # For the module in whose place `Installed` is.
+        return {}
+
+    def __getitem__(self, part):
+        return Array(self.gpu, self.inside[part], self.base, self.owner)
+
+    def __setitem__(self, part, value):
+        inside = self.inside[part]
+        source = value.inside if isinstance(value, Array) else np.array(value)
+
+        def act():
+            inside[...] = source
+            return True
+
+        self.gpu.user.queue(act)
+
+    def reshape(self, *shape):
+        return Array(self.gpu, self.inside.reshape(*shape), self.base, self.owner)
+
+    def get(self):
+        """Wait for the user's stream, and return a copy in host memory, as CuPy does."""
+        event = self.gpu.user.record()
+        while not event.test():
+            pass
+        return self.inside.copy()
+
+    def set(self, value):
+        self[...] = value
+
+
+class Installed:
+    """Is in place of the module mpiring.memory.cuda: one simulated GPU, of which all is."""
+
+    def __init__(self):
+        self.gpu = SimulatedGpu()
+        self._device = Device(self.gpu)
+
+    def count(self):
+        return 1
+
+    def device(self, index):
+        return self._device
+
+    def vector_of(self, x, *, writeable=True):
+        plain = flat(x.inside, writeable=writeable)
+        # Where the simulation has the memory, and the address that stands for it.
+        inside = plain.ctypes.data - x.base.bytes.ctypes.data if plain.size else 0
+        return DeviceVector(self._device, x.base.address + inside, plain.size, plain.dtype,
+                            x.owner, self.gpu.user.record())
+
+    def put(self, x):
+        """Return a NumPy array's elements in an array on the GPU."""
+        moved = self.gpu.allocate(x.nbytes, self._device).view(x.dtype)
+        array = self.gpu.array(moved, x.shape)
+        array[...] = x
+        return array
+
+
+def installed(monkeypatch):
+    """Let arrays on a simulated GPU be taken for CuPy's; return what makes them."""
+    module = Installed()
+    monkeypatch.setitem(sys.modules, "mpiring.memory.cuda", module)
+    monkeypatch.setattr(mpiring.memory, "cuda", module, raising=False)
+    return module

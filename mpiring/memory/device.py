@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from .arrays import Array, dtype_name
+from .arrays import Array, dtype_name, flat
 from .scratch import Scratch
 
 # Idle scratch vectors that are kept: those of a few operations under way.
@@ -84,6 +84,9 @@ class Gpu(Protocol):
         Raises:
             OSError: It cannot be reached from this GPU.
         """
+
+    def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
+        """Return a vector as an array of the same memory, for users: of CuPy."""
 
     def close(self, x: "DeviceVector") -> None:
         """Give back what `open` returned, before whoever has exported it frees it."""
@@ -271,6 +274,49 @@ class Device:
             for stream in (self._inwards, self._outwards, self._work):
                 self._marks.wait(stream.record())
             return self._marks.record()
+
+
+def device_named(wish: "str | Device", place: int) -> Device:
+    """Return the GPU that a text names.
+
+    Args:
+        wish: "cuda", or "cuda:" and a number; or the device itself.
+        place: Of this rank among those of its node, who take GPUs in turn.
+
+    Raises:
+        ConfigError: There is none.
+        MissingDependencyError: CuPy is not installed.
+    """
+    if isinstance(wish, Device):
+        return wish
+    kind, _, index = str(wish).partition(":")
+    if kind != "cuda" or index and not index.isdecimal():
+        raise ConfigError(f"device={wish!r}: expected cpu, cuda, or cuda: and a number")
+    from . import cuda
+    return cuda.device(int(index) if index else place % cuda.count())
+
+
+def vector_of(x: Any, *, writeable: bool = True) -> Any:
+    """Return the elements of an array as a vector that shares its memory, wherever that is.
+
+    Args:
+        x: A NumPy array, an array on a GPU (of CuPy, or any with `__cuda_array_interface__`), or
+            a DeviceVector; of any shape, C- or Fortran-contiguous.
+        writeable: Refuse arrays that cannot be written to.
+
+    Returns:
+        A NumPy vector, or a DeviceVector, which is ready when its user's stream has come so far.
+
+    Raises:
+        ConfigError: As `arrays.flat`.
+        MissingDependencyError: It is on a GPU, and CuPy is not installed.
+    """
+    if isinstance(x, DeviceVector):
+        return x
+    if hasattr(x, "__cuda_array_interface__"):
+        from . import cuda
+        return cuda.vector_of(x, writeable=writeable)
+    return flat(x, writeable=writeable)
 
 
 def address_of(x: Any) -> int:

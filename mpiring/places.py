@@ -1,0 +1,90 @@
+"""Prepares GPUs for the operations of one communicator, and remembers them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .collectives.agreement import Call
+from .collectives.exports import Exports
+from .collectives.on_device import DESK_BYTES, Desks, Place, placed
+from .collectives.operation import Collectives
+from .collectives.windows import Windows, mapped
+from .errors import TransportError
+from .memory.arrays import Array
+from .memory.device import Device, DeviceVector, Event
+from .transport.base import Schedule, T
+from .transport.board import SLOTS
+
+Build = Callable[[Collectives], Schedule[T]]
+# Runs an operation among all ranks of the communicator.
+Run = Callable[[Call, Build[Place]], Place]
+
+
+class Places:
+    """The GPUs that operations of one communicator use, on one rank.
+
+    Args:
+        windows: Where collectives find memory that ranks share.
+        run: Runs an operation.
+    """
+
+    def __init__(self, windows: Windows, run: Run) -> None:
+        self._run = run
+        self._exports = Exports(windows)
+        self._known: dict[int, Place] = {}
+
+    def where(self, vector: Any, build: Build[T]) -> Build[T]:
+        """Return `build` for where a vector lies: in host memory, or on a GPU; see `on`."""
+        if not isinstance(vector, DeviceVector):
+            return build
+        return self.on(vector.device, (vector.ready,) if vector.ready else (), build)
+
+    def on(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
+        """Return a function that builds the same schedule for vectors on a GPU.
+
+        Args:
+            device: The GPU.
+            ready: When the vectors may be used.
+            build: Returns a schedule, given the collectives bound to its channel.
+
+        Collective: yes, the first time for each GPU. Blocking: yes, then.
+        """
+        place = self._of(device)
+        return lambda collectives: placed(collectives, place, ready, build)
+
+    def _of(self, device: Device) -> Place:
+        """Return a GPU as operations use it."""
+        place = self._known.get(id(device))
+        if place is None:
+            # Kept alive by the place, so that no other one can have its id.
+            place = self._known[id(device)] = self._run(
+                Call("prepare", f"GPU number {len(self._known)} for operations on its memory"),
+                lambda collectives: self._prepared(collectives, device))
+        return place
+
+    def _prepared(self, collectives: Collectives, device: Device) -> Schedule[Place]:
+        if collectives.node is None:
+            yield ()
+            return Place(device, self._exports)
+        segments = yield from mapped(collectives.node, SLOTS * DESK_BYTES)
+        if segments is None:
+            raise TransportError(
+                f"rank {collectives.rank}: there are no {SLOTS * DESK_BYTES >> 20} MiB of memory "
+                f"to share with the node's other ranks, through which the data of GPUs has to go")
+        for segment in segments:
+            device.gpu.pin(segment)
+        return Place(device, self._exports, desks=_slots(segments))
+
+
+def _slots(segments: Sequence[Array]) -> Callable[[int], Desks]:
+    """Return the desks of each operation: as the board does, every fourth has the same ones."""
+    def desks_of(sequence: int) -> Desks:
+        start = sequence % SLOTS * DESK_BYTES
+
+        def desks(dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+            return [segment[start:start + DESK_BYTES].view(dtype)[:size] for segment in segments]
+
+        return desks
+
+    return desks_of
