@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from .config import whole_number
 from .memory.arrays import is_finite
+from .memory.device import Device, Event, vector_of
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of
@@ -116,19 +117,25 @@ class Bucket:
         index: Its place in the order of reduction.
         plan: Its tensors.
         empty: Makes the memory: `Communicator.empty`.
+        device: The GPU on which that is, if it is on one.
 
     Attributes:
-        flat: Shape (plan.size,); zeros at first.
+        flat: Shape (plan.size,), of NumPy, or CuPy where it is on a GPU; zeros at first.
         views: A view into `flat` for each tensor, by name.
         missing: The names of gradients that are not ready in this step.
+        device: As above.
+        written: When the GPU will have written the gradients that are.
         finite: Whether the means are, where whoever reduced the bucket knows; else None.
         label: Its index and the names of its tensors, for messages.
     """
 
     def __init__(self, index: int, plan: BucketPlan,
-                 empty: Callable[[int, np.dtype[Any]], NDArray[Any]]) -> None:
+                 empty: Callable[[int, np.dtype[Any]], NDArray[Any]],
+                 device: Device | None = None) -> None:
         self.index = index
         self.plan = plan
+        self.device = device
+        self.written: list[Event] = []
         self.flat = empty(plan.size, plan.dtype)
         # Padding is reduced with the rest and must not hold junk.
         self.flat[...] = 0
@@ -144,9 +151,15 @@ class Bucket:
         self.finite: bool | None = None
         self.label = f"bucket {index} ({', '.join(self.views)})"
 
+    @property
+    def vector(self) -> Any:
+        """What collectives take for `flat`: it itself, or a DeviceVector."""
+        return self.flat if self.device is None else vector_of(self.flat)
+
     def expect_all(self) -> None:
         """Begin a step: no gradient is ready."""
         self.missing = set(self.views)
+        self.written = []
 
     def clear_padding(self) -> None:
         """Let there be zeros between the tensors, whatever a lossy reducer has left there."""
@@ -156,13 +169,20 @@ class Bucket:
     def is_finite(self) -> bool:
         """Return whether all of it is, after it was reduced; the same on all ranks."""
         if self.finite is None:
-            self.finite = is_finite(self.flat)
+            self.finite = self.holds_finite(self.flat)
         return self.finite
 
+    def holds_finite(self, part: NDArray[Any]) -> bool:
+        """Return whether a part of it is finite, when what was queued on a GPU is done."""
+        if self.device is None:
+            return is_finite(part.reshape(-1))
+        return self.device.gpu.is_finite(part)
+
     def retire(self) -> None:
-        """Make writing through the views that were handed out an error."""
-        for view in self.views.values():
-            view.flags.writeable = False
+        """Make writing through the views that were handed out an error, where there can be one."""
+        if self.device is None:
+            for view in self.views.values():
+                view.flags.writeable = False
 
     def poison(self) -> None:
         """Fill the memory with NaN, so that a view kept by mistake is noticed."""

@@ -15,9 +15,11 @@ from .collectives.operation import Collectives
 from .communicator import Communicator
 from .errors import BufferMismatchError, ConfigError, GradientError
 from .handle import Handle
+from .memory.device import Device, Event, await_event
 from .nonfinite import NonFinite
 from .reducers.choice import Wish, compressors, reducers_of
 from .reducers.meeting import Cost
+from .reducers.through_host import Twin
 from .statistics import Statistics
 from .transport.base import Schedule
 
@@ -67,6 +69,9 @@ class Gradients:
             holds the old one, whose memory is free once all its views have moved. Without it,
             buckets that were given up are filled with NaN, for whoever kept a view of them.
         steps: How many were complete before, in other buckets.
+        device: The GPU that gradients are to lie on; in host memory by default.
+        mark: Returns when a gradient that is ready on that GPU will have been written; a mark on
+            CuPy's stream by default.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
@@ -83,7 +88,11 @@ class Gradients:
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
                  bucket_bytes: int, reducer: Wish, deterministic: bool,
                  order: Sequence[str] | None = None, steps: int = 0,
-                 moved: Callable[[str], None] | None = None) -> None:
+                 moved: Callable[[str], None] | None = None, device: Device | None = None,
+                 mark: Callable[[], Event] | None = None) -> None:
+        self._device = device
+        self._mark = device.gpu.mark if device is not None and mark is None else mark
+        self._twins: dict[int, Twin] = {}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._comm = comm
         self._reducers = reducers_of(self._tensors, reducer)
@@ -136,6 +145,8 @@ class Gradients:
             if self._resume():
                 bucket = self._home[name]
         bucket.missing.remove(name)
+        if self._mark is not None:
+            bucket.written.append(self._mark())
         self._order.append(name)
         while len(self._handles) < len(self._buckets):
             bucket = self._buckets[len(self._handles)]
@@ -243,10 +254,15 @@ class Gradients:
 
         def reduce(collectives: Collectives) -> Schedule[None]:
             self._dense_bytes += collectives.dense_bytes(bucket.flat.nbytes)
+            twin = self._twins.get(bucket.index)
+            if twin is not None:
+                return twin.reduce(collectives, reducer)
             return reducer.reduce(collectives, bucket)
 
+        device = None if bucket.index in self._twins else self._device
         return self._comm.submit(
-            Call("reduce", detail, bucket.label, bucket.flat.nbytes), reduce)
+            Call("reduce", detail, bucket.label, bucket.flat.nbytes),
+            self._comm.group.places.on(device, bucket.written, reduce) if device else reduce)
 
     def _settle(self) -> None:
         """Build the buckets anew in the order in which rank 0's gradients became ready."""
@@ -302,15 +318,24 @@ class Gradients:
         order = [tensor.name for tensor in tensors]
         self.order = order if self._settled else None
         for one in self._compressors:
-            mine = [bucket for bucket in self._buckets
+            mine = [self._known(bucket) for bucket in self._buckets
                     if self._reducers[bucket.plan.tensors[0].name] is one]
             self._comm.submit(
                 Call("take over", f"{len(mine)} buckets of {one!r}"),
                 functools.partial(one.take_over, buckets=mine, order=order)).wait()
 
+    def _known(self, bucket: Bucket) -> Bucket:
+        """Return the bucket that a reducer is to know: a twin on the host of one on a GPU."""
+        if self._device is None:
+            return bucket
+        twin = self._twins[bucket.index] = Twin(bucket, self._device, self._comm)
+        return twin.host
+
     def _fill_buckets(self, tensors: Sequence[TensorSpec]) -> None:
+        empty = functools.partial(self._comm.empty, device=self._device or "cpu")
+        self._twins.clear()
         for index, bucket_plan in enumerate(self._plan(tensors)):
-            bucket = Bucket(index, bucket_plan, self._comm.empty)
+            bucket = Bucket(index, bucket_plan, empty, self._device)
             self._buckets.append(bucket)
             for name, view in bucket.views.items():
                 old = self._views.get(name)
@@ -321,6 +346,9 @@ class Gradients:
                     del old
                     if self._moved is not None:
                         self._moved(name)
+        if self._device is not None:
+            # Others than CuPy may write on streams of their own.
+            await_event(self._device.gpu.mark())
 
     def _drop_retired(self) -> None:
         """Give up the first buckets: whoever kept a view of them shall see NaN."""

@@ -11,7 +11,8 @@ from .buckets import TensorSpec
 from .communicator import Communicator
 from .errors import ConfigError
 from .gradients import Gradients, refuse_different
-from .memory.arrays import COMPLEX, FLOATING, Array, dtype_name, flat
+from .memory.arrays import COMPLEX, FLOATING, Array, dtype_name
+from .memory.device import Device, is_on_gpu, vector_of
 from .memory.digest import bytes_of
 from .precision import LossScaler, MasterWeights
 from .reducers.choice import Wish
@@ -76,13 +77,14 @@ class DataParallel:
         if not isinstance(params, Mapping) or not params:
             raise ConfigError(
                 f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
+        device = _device_of(params, comm)
         tensors = [_spec(name, array) for name, array in params.items()]
         refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
         for array in params.values():
             comm.broadcast(array, root=0)
         self._gradients = Gradients(
             tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-            deterministic=deterministic, order=order)
+            deterministic=deterministic, order=order, device=device)
         self.comm, self.params = comm, dict(params)
         self.grads = self._gradients.views
         self._asks_for_finite = False
@@ -137,7 +139,7 @@ class DataParallel:
         Collective: no.
         """
         for name, value in state.items():
-            if not isinstance(value, np.ndarray | Mapping | list | tuple):
+            if not (isinstance(value, np.ndarray | Mapping | list | tuple) or is_on_gpu(value)):
                 raise ConfigError(
                     f"rank {self.comm.rank}: watch({name}=...) is a {type(value).__name__}; pass "
                     f"an array, or a mapping or list of arrays")
@@ -199,12 +201,24 @@ class DataParallel:
         self._gradients.rescale(factor)
 
 
+def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
+    """Return the GPU that parameters lie on; None for host memory."""
+    kinds = {name: vector_of(array).device if is_on_gpu(array) else None
+             for name, array in params.items()}
+    first, device = next(iter(kinds.items()))
+    for name, other in kinds.items():
+        if other is not device:
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name!r} is on {other or 'the CPU'}, but {first!r} "
+                f"on {device or 'the CPU'}; expected all of them on one device")
+    return device
+
+
 def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
     if not isinstance(name, str):
         raise ConfigError(f"parameter {name!r}: names must be strings, as str({name!r})")
     try:
-        flat(array)
-        kind = dtype_name(array.dtype)
+        kind = dtype_name(vector_of(array).dtype)
     except ConfigError as exc:
         raise ConfigError(f"parameter {name!r}: {exc}") from exc
     if kind not in (*FLOATING, *COMPLEX):
@@ -218,9 +232,12 @@ def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Par
     seen: set[int] = set()
 
     def leaf(name: str, x: Any) -> Part | None:
-        if not isinstance(x, np.ndarray) or id(x) in seen:
+        if not isinstance(x, np.ndarray) and not is_on_gpu(x) or id(x) in seen:
             return None
         seen.add(id(x))
+        if is_on_gpu(x):
+            return Part(name, lambda: bytes_of(x.get()),
+                        lambda raw: x.set(raw.view(x.dtype).reshape(x.shape)))
 
         def write(raw: Array) -> None:
             x[...] = raw.view(x.dtype).reshape(x.shape)

@@ -215,6 +215,12 @@ class SimulatedGpu:
     def is_pinned(self, x):
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
 
+    def mark(self):
+        return self.user.record()
+
+    def is_finite(self, x):
+        return bool(np.isfinite(x.get()).all())
+
     def array(self, x, shape):
         return Array(self, content(x).reshape(shape), memory_of(x.address, x.nbytes), x.owner)
 
@@ -243,11 +249,10 @@ class Array:
         return Array(self.gpu, self.inside[part], self.base, self.owner)
 
     def __setitem__(self, part, value):
-        inside = self.inside[part]
         source = value.inside if isinstance(value, Array) else np.array(value)
 
         def act():
-            inside[...] = source
+            self.inside[part] = source
             return True
 
         self.gpu.user.queue(act)

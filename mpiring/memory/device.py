@@ -1,6 +1,7 @@
 """Sees vectors in a GPU's memory, and has the GPU copy and combine them in the right order."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from .scratch import Scratch
 
 # Idle scratch vectors that are kept: those of a few operations under way.
 _KEPT = 8
+# Between two looks at an event that a caller waits for.
+_PAUSE_S = 20e-6
 
 
 class Event(Protocol):
@@ -85,8 +88,14 @@ class Gpu(Protocol):
             OSError: It cannot be reached from this GPU.
         """
 
+    def mark(self) -> Event:
+        """Return a mark on the stream that its user, CuPy, has in use."""
+
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as an array of the same memory, for users: of CuPy."""
+
+    def is_finite(self, x: Any) -> bool:
+        """Return whether such an array is, when what its user has queued is done."""
 
     def close(self, x: "DeviceVector") -> None:
         """Give back what `open` returned, before whoever has exported it frees it."""
@@ -313,15 +322,26 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     """
     if isinstance(x, DeviceVector):
         return x
-    if hasattr(x, "__cuda_array_interface__"):
+    if is_on_gpu(x):
         from . import cuda
         return cuda.vector_of(x, writeable=writeable)
     return flat(x, writeable=writeable)
 
 
+def is_on_gpu(x: Any) -> bool:
+    """Return whether something is an array on a GPU: of CuPy, or whatever can be seen as one."""
+    return hasattr(x, "__cuda_array_interface__")
+
+
 def address_of(x: Any) -> int:
     """Return where a vector's first element is; no address is both on a GPU and in host memory."""
     return x.address if isinstance(x, DeviceVector) else int(x.ctypes.data)
+
+
+def await_event(event: Event) -> None:
+    """Return when what was queued before an event is done."""
+    while not event.test():
+        time.sleep(_PAUSE_S)
 
 
 def copy_to(out: Any, x: Any) -> None:

@@ -13,4 +13,4 @@ class Mean:
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule of an allreduce of the bucket."""
-        return collectives.allreduce(bucket.flat, op="mean")
+        return collectives.allreduce(bucket.vector, op="mean")

@@ -5,8 +5,9 @@ import numpy as np
 import pytest
 import simulated_gpu
 
-from mpiring import ConfigError
+from mpiring import ConfigError, ReplicaError, reducers
 from mpiring.memory.device import vector_of
+from mpiring.numpy import DataParallel
 
 pytestmark = pytest.mark.mpi
 
@@ -73,3 +74,66 @@ def test_what_cannot_work_is_told(comm, gpu):
     with pytest.raises(ConfigError, match="native"):
         comm.allreduce(gpu.put(np.zeros(4)), algorithm="native")
     assert vector_of(gpu.put(np.zeros((3, 4)))).size == 12
+
+
+SHAPES = {"w1": (20, 30), "b1": (30,), "w2": (30, 10), "b2": (10,), "scale": ()}
+REDUCERS = {
+    "mean": lambda: None, "cast": lambda: reducers.Cast("float16"), "int8": reducers.Int8,
+    "onebit": lambda: reducers.OneBit(warmup_steps=2), "powersgd": reducers.PowerSGD,
+    "some": lambda: {"w*": reducers.PowerSGD(start_step=1)}}
+
+
+def trained(comm, put, get, reducer, steps=6):
+    """Train something, and return the parameters and the means of all steps."""
+    random = np.random.default_rng(1)
+    params = {name: put(random.random(shape).astype("float32")) for name, shape in SHAPES.items()}
+    dp = DataParallel(params, comm, bucket_bytes=1500, reducer=reducer)
+    means = []
+    for number in range(steps):
+        random = np.random.default_rng([number, comm.rank])
+        for name, shape in reversed(SHAPES.items()):
+            dp.grads[name][...] = random.random(shape).astype("float32")
+            dp.ready(name)
+        dp.wait()
+        assert dp.finite
+        for name, x in params.items():
+            means.append(get(dp.grads[name]).copy())
+            x[...] = get(x) - means[-1]
+    dp.compare_replicas()
+    return [*map(get, params.values()), *means]
+
+
+@pytest.mark.parametrize("reducer", REDUCERS)
+def test_training_is_that_on_the_host(comm, gpu, reducer):
+    host = trained(comm, lambda x: x, lambda x: x, REDUCERS[reducer]())
+    on_gpu = trained(comm, gpu.put, lambda x: x.get(), REDUCERS[reducer]())
+    for x, y in zip(host, on_gpu, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+
+
+def test_a_nan_is_told_of(comm, gpu):
+    dp = DataParallel({name: gpu.put(np.zeros(3)) for name in "ab"}, comm)
+    for number in range(3):
+        for name in "ba":
+            dp.grads[name][...] = np.nan if name == "a" and comm.rank == comm.size - 1 else 1.0
+            dp.ready(name)
+        dp.wait()
+        assert not dp.finite
+        # From the second step on, all look before gradients leave.
+        assert dp.nonfinite == ({comm.size - 1: ["a"]} if number else {})
+
+
+def test_parameters_lie_on_one_device(comm, gpu):
+    with pytest.raises(ConfigError, match="'b' is on the CPU, but 'a' on simulated GPU"):
+        DataParallel({"a": gpu.put(np.zeros(3)), "b": np.zeros(3)}, comm)
+
+
+def test_replicas_that_differ_are_restored(comm, gpu):
+    if comm.size < 3:
+        return
+    x = gpu.put(np.zeros(300))
+    dp = DataParallel({"x": x}, comm)
+    if comm.rank == 1:
+        x[7] = 1.0
+    with pytest.raises(ReplicaError, match="rank 1 on .* differs from ranks 0, 2.* in x"):
+        dp.compare_replicas()

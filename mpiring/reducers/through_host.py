@@ -1,0 +1,48 @@
+"""Lets a Reducer that calculates on the host combine a bucket that lies on a GPU."""
+
+from typing import Any
+
+from ..buckets import Bucket
+from ..collectives.operation import Collectives
+from ..communicator import Communicator
+from ..memory.device import Device, DeviceVector
+from ..transport.base import Schedule
+from .reducer import Reducer
+
+
+class Twin:
+    """A bucket in pinned host memory, which stands for one on a GPU.
+
+    Args:
+        bucket: The one on the GPU.
+        device: The GPU.
+        comm: The ranks.
+
+    Attributes:
+        host: The bucket that the Reducer knows.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, bucket: Bucket, device: Device, comm: Communicator) -> None:
+        self.host = Bucket(bucket.index, bucket.plan, comm.empty)
+        self._bucket, self._device = bucket, device
+        device.gpu.pin(self.host.flat)
+
+    def reduce(self, collectives: Collectives, reducer: Reducer) -> Schedule[None]:
+        """Return the schedule that replaces the bucket on the GPU by its mean over ranks.
+
+        Args:
+            collectives: For host memory.
+            reducer: Has taken over the twin.
+        """
+        self.host.finite = None
+        return self._between_copies(
+            self._bucket.vector, reducer.reduce(collectives, self.host))
+
+    def _between_copies(self, vector: DeviceVector, schedule: Schedule[Any]) -> Schedule[None]:
+        yield self._bucket.written
+        yield (self._device.to_host(vector, self.host.flat),)
+        yield from schedule
+        self._bucket.finite = self.host.finite
+        yield (self._device.to_device(self.host.flat, vector),)
