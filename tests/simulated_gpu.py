@@ -8,8 +8,11 @@ holds junk. So a missing wait shows as a wrong result.
 import itertools
 import random
 import sys
+import threading
+import time
 import weakref
 from collections import deque
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -82,8 +85,9 @@ class Stream:
         self._busy = False
 
     def queue(self, action):
-        self._actions.append(action)
-        self.go_on()
+        with self._gpu.lock:
+            self._actions.append(action)
+            self.go_on()
 
     def go_on(self):
         """Have the first action done later, if nothing is under way."""
@@ -161,6 +165,8 @@ class SimulatedGpu:
         self.name = name
         self.shared = shared
         self._due = []
+        # Any thread may queue something, and any thread's look has something done.
+        self.lock = threading.RLock()
         self._random = random.Random(seed)
         self.later = later or self._due.append
         # GPUs of one machine have addresses of their own.
@@ -170,9 +176,10 @@ class SimulatedGpu:
 
     def idle(self):
         """Do some of what is due, where nobody else has it done."""
-        for _ in range(self._random.randrange(4)):
-            if self._due:
-                self._due.pop(self._random.randrange(len(self._due)))()
+        with self.lock:
+            for _ in range(self._random.randrange(4)):
+                if self._due:
+                    self._due.pop(self._random.randrange(len(self._due)))()
 
     def stream(self):
         return Stream(self)
@@ -217,6 +224,9 @@ class SimulatedGpu:
 
     def mark(self):
         return self.user.record()
+
+    def follow(self, event):
+        self.user.wait(event)
 
     def is_finite(self, x):
         return bool(np.isfinite(x.get()).all())
@@ -283,6 +293,19 @@ class Installed:
 
     def device(self, index):
         return self._device
+
+    def cupy(self):
+        """Return what is used of the package: here time is the host's."""
+        class Event:
+            def record(self):
+                self.when = time.perf_counter()
+
+            def synchronize(self):
+                pass
+
+        return SimpleNamespace(cuda=SimpleNamespace(
+            runtime=SimpleNamespace(getDevice=lambda: 0), Event=Event,
+            get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when)))
 
     def vector_of(self, x, *, writeable=True):
         plain = flat(x.inside, writeable=writeable)

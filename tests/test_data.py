@@ -1,0 +1,176 @@
+"""Tests that batches come to a device in order, whole, and early; on a simulated GPU."""
+
+import collections
+import threading
+
+import numpy as np
+import pytest
+import simulated_gpu
+from launching import needed
+
+from mpiring import ConfigError, MissingDependencyError, data
+from mpiring.data import prefetch
+
+Pair = collections.namedtuple("Pair", "images labels")
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Let arrays of a simulated GPU be taken for CuPy's."""
+    monkeypatch.setattr(data, "KINDS", data.KINDS[:1])
+    return simulated_gpu.installed(monkeypatch)
+
+
+def batches(count, shape=(40, 5)):
+    for number in range(count):
+        random = np.random.default_rng(number)
+        yield random.random(shape, np.float32), random.integers(9, size=shape[:1])
+
+
+def fetchers():
+    return [thread for thread in threading.enumerate() if thread.name == "mpiring prefetch"]
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_batches_come_whole_and_in_order(gpu, depth):
+    wanted = list(batches(30))
+    found = 0
+    for (images, labels), right in zip(prefetch(wanted, "cuda", depth=depth), wanted, strict=True):
+        assert np.array_equal(images.get(), right[0]) and images.dtype == np.float32
+        assert np.array_equal(labels.get(), right[1]) and labels.shape == (40,)
+        found += 1
+    assert found == 30 and not fetchers()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_memory_is_not_written_to_while_it_may_be_read(gpu, seed):
+    gpu.gpu._random.seed(seed)
+    wanted = [np.full(1000 + number % 7, number, np.float32) for number in range(60)]
+    copies = []
+    for x in prefetch(wanted, "cuda"):
+        # Read when the user's stream comes to it, long after the batch is let go.
+        copies.append(gpu.put(np.zeros(x.shape, x.dtype)))
+        copies[-1][...] = x
+        del x
+    for copied, right in zip(copies, wanted, strict=True):
+        assert np.array_equal(copied.get(), right)
+
+
+def test_memory_is_reused_and_what_is_kept_stays(gpu, monkeypatch):
+    sizes, allocate = [], gpu.gpu.allocate
+
+    def counted(nbytes, device=None):
+        sizes.append(nbytes)
+        return allocate(nbytes, device)
+
+    monkeypatch.setattr(gpu.gpu, "allocate", counted)
+    wanted = [np.full(3000, number) for number in range(50)]
+    fetched = prefetch(wanted, "cuda:0")
+    for _ in range(3):
+        for x in fetched:
+            del x
+    assert len(sizes) <= 8
+    kept = list(prefetch(wanted, "cuda"))
+    assert [int(x.get()[7]) for x in kept] == list(range(50))
+
+
+def test_any_nest_goes_and_all_else_passes(gpu):
+    images = np.arange(12.0).reshape(3, 4)
+    words = np.array(["a", "bc"])
+    batch = {"pair": Pair(images.T, [np.float32(2), None]), "words": words,
+             "more": collections.OrderedDict(x=(np.array(5), np.empty((0, 2)), "text", 3))}
+    (found,) = prefetch([batch], "cuda")
+    assert list(found) == list(batch) and found["words"] is words
+    assert type(found["pair"]) is Pair and found["pair"].labels == [np.float32(2), None]
+    assert np.array_equal(found["pair"].images.get(), images.T)
+    number, nothing, text, three = found["more"]["x"]
+    assert type(found["more"]) is collections.OrderedDict and (text, three) == ("text", 3)
+    assert number.get() == 5 and number.shape == () and nothing.shape == (0, 2)
+    assert isinstance(batch["pair"].images, np.ndarray), "what was given is as it was"
+    assert list(prefetch(["no", "arrays"], "cuda")) == ["no", "arrays"]
+    assert list(prefetch([], "cuda")) == []
+
+
+def test_the_loader_runs_ahead_so_far_and_no_further(gpu):
+    drawn, asked = [], threading.Semaphore(0)
+
+    def loader():
+        for number in range(9):
+            drawn.append(number)
+            asked.release()
+            yield np.zeros(number)
+
+    fetched = iter(prefetch(loader(), "cuda", depth=3))
+    assert next(fetched).shape == (0,)
+    for _ in range(4):
+        assert asked.acquire(timeout=10)
+    assert not asked.acquire(timeout=0.05) and drawn == [0, 1, 2, 3]
+    fetched.close()
+    assert not fetchers() and drawn == [0, 1, 2, 3]
+
+
+def test_an_error_comes_at_its_place(gpu):
+    def loader():
+        yield from batches(2)
+        raise OSError("the disk is gone")
+
+    found = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for batch in prefetch(loader(), "cuda", depth=4):
+            found.append(batch)
+    assert len(found) == 2 and not fetchers()
+
+
+def test_it_can_be_left_early_and_begun_again(gpu):
+    fetched = prefetch(list(batches(20)), "cuda")
+    for _ in range(3):
+        for number, (images, _) in enumerate(fetched):
+            if number == 4:
+                break
+        assert not fetchers()
+        assert np.array_equal(images.get(), list(batches(5))[4][0])
+    one, other = iter(fetched), iter(fetched)
+    for (left, _), (right, _) in zip(one, other, strict=True):
+        assert np.array_equal(left.get(), right.get())
+    assert not fetchers()
+
+
+def test_length_is_the_loaders():
+    assert len(prefetch([1, 2, 3], "cpu")) == 3
+    with pytest.raises(TypeError, match="has no len"):
+        len(prefetch(iter([1]), "cpu"))
+
+
+def test_on_the_cpu_batches_pass():
+    wanted = list(batches(3))
+    assert all(x is y for x, y in zip(prefetch(wanted, "cpu"), wanted, strict=True))
+    assert not fetchers()
+
+
+def test_what_cannot_work_is_told(monkeypatch, gpu):
+    for device in ("gpu", "cuda:x", None, "cuda1"):
+        with pytest.raises(ConfigError, match="expected cpu, cuda, or cuda: and a number"):
+            prefetch([], device)
+    with pytest.raises(ConfigError, match="depth=0"):
+        prefetch([], "cpu", depth=0)
+
+    def missing():
+        raise MissingDependencyError("no CuPy")
+
+    monkeypatch.setattr(gpu, "cupy", missing)
+    with pytest.raises(MissingDependencyError, match="no CuPy"):
+        prefetch([], "cuda")
+
+
+def test_pytorch_without_a_gpu_says_so(gpu):
+    torch = needed("torch")
+    if torch.cuda.is_available():
+        return
+    with pytest.raises(ConfigError, match="import mpiring.torch"):
+        next(iter(prefetch([torch.zeros(3)], "cuda")))
+    from mpiring.torch import prefetching
+    prefetching.register()
+    with pytest.raises(MissingDependencyError, match="PyTorch .* finds no GPU"):
+        next(iter(prefetch([torch.zeros(3)], torch.device("cuda", 0))))
+    # Of the arrays beside them, CuPy takes care.
+    assert next(iter(prefetch([np.ones(3)], "cuda"))).get().sum() == 3
