@@ -1,10 +1,11 @@
-"""Trains a network in plain NumPy on real handwritten digits, on any number of ranks.
+"""Trains a network in plain NumPy, or CuPy, on real handwritten digits, on any number of ranks.
 
 python examples/train_numpy.py                  # one rank
 mpirun -n 4 python examples/train_numpy.py      # four ranks, the same result, sooner
 srun -n 4 python examples/train_numpy.py        # the same under Slurm
 mpirun -n 4 python examples/train_numpy.py --dtype float16      # half the bytes
 mpirun -n 4 python examples/train_numpy.py --checkpoint run1    # stop it, start it again
+mpirun -n 4 python examples/train_numpy.py --device cuda        # on GPUs, with CuPy
 
 The data are scikit-learn's 1,797 digits of 8 x 8 pixels. The global batch is
 the same for any number of ranks: each rank takes its share.
@@ -20,6 +21,7 @@ from sklearn.datasets import load_digits
 from threadpoolctl import threadpool_limits
 
 import mpiring
+from mpiring.gpus import cupy_for
 from mpiring.numpy import Checkpoints, DataParallel, LossScaler, MasterWeights
 from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
@@ -37,6 +39,8 @@ parser.add_argument("--learning-rate", type=float, default=0.05)
 parser.add_argument("--momentum", type=float, default=0.9)
 parser.add_argument("--hidden", type=int, default=256)
 parser.add_argument("--bucket-bytes", type=int, default=128 << 10)
+parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
+                    help="cuda: on GPUs, which the ranks of a node take in turn")
 parser.add_argument("--dtype", choices=["float32", "float16", "bfloat16"], default="float32",
                     help="of weights, gradients and messages; arithmetic is float32")
 parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
@@ -49,14 +53,16 @@ parser.add_argument("--save", metavar="PREFIX", help="write weights to PREFIX<ra
 args = parser.parse_args()
 
 comm = mpiring.init()
+xp = cupy_for(comm) if args.device == "cuda" else np
 # Ranks on one node share its cores; NumPy's threads would fight over them.
 threadpool_limits(max(1, os.cpu_count() // comm.local_size))
 
 # Every rank reads the same data and splits it in the same way: one fifth for the test.
 images, labels = load_digits(return_X_y=True)
-images = (images / 16.0 - 0.3).astype(np.float32)
+images, labels = xp.asarray((images / 16.0 - 0.3).astype(np.float32)), xp.asarray(labels)
 shuffled = np.random.default_rng(0).permutation(len(images))
 test, train_set = np.split(shuffled, [len(images) // 5])
+test = xp.asarray(test)
 
 # Three layers. Only rank 0's initial weights matter: they are broadcast.
 dtype = ml_dtypes.bfloat16 if args.dtype == "bfloat16" else np.dtype(args.dtype)
@@ -65,8 +71,8 @@ random = np.random.default_rng(args.seed)
 params = {}
 for layer, (rows, columns) in enumerate(zip(sizes, sizes[1:]), start=1):
     weights = random.standard_normal((rows, columns)) * np.sqrt(2 / rows)
-    params[f"w{layer}"] = weights.astype(dtype)
-    params[f"b{layer}"] = np.zeros(columns, dtype)
+    params[f"w{layer}"] = xp.asarray(weights.astype(dtype))
+    params[f"b{layer}"] = xp.zeros(columns, dtype)
 reducer = REDUCERS[args.reducer]()
 checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
 saved = checkpoints.load()
@@ -78,7 +84,7 @@ dp = DataParallel(params, comm, bucket_bytes=args.bucket_bytes, reducer=reducer,
 # Weights of 16 bits are updated in float32, and gradients must not vanish in them. In
 # float32 masters are the weights themselves, and the scale, a power of two, rounds nothing.
 masters, scaler = MasterWeights(dp), LossScaler(dp)
-velocity = {name: np.zeros_like(master) for name, master in masters.items()}
+velocity = {name: xp.zeros_like(master) for name, master in masters.items()}
 step, loss_sum = 0, np.zeros(1)
 if saved:
     step, velocity = saved.step, saved.replicated["velocity"]
@@ -96,7 +102,7 @@ def forward(x):
         inputs.append(x)
         x = x @ params[f"w{layer}"] + params[f"b{layer}"]
         if layer < len(sizes) - 1:
-            x = np.maximum(x, 0)
+            x = xp.maximum(x, 0)
     return inputs, x
 
 
@@ -105,9 +111,9 @@ def backward(inputs, error):
     """Write every layer's gradient and hand it over, the last layer first."""
     for layer in reversed(range(1, len(sizes))):
         x = inputs[layer - 1]
-        np.matmul(x.T, error, out=dp.grads[f"w{layer}"])
+        xp.matmul(x.T, error, out=dp.grads[f"w{layer}"])
         dp.ready(f"w{layer}")
-        np.sum(error, axis=0, out=dp.grads[f"b{layer}"])
+        dp.grads[f"b{layer}"][...] = error.sum(axis=0)
         dp.ready(f"b{layer}")
         # While these travel, the next layer's are computed.
         if layer > 1:
@@ -116,7 +122,7 @@ def backward(inputs, error):
 
 def probabilities_of(scores):
     """Return the softmax of each row."""
-    exponents = np.exp(scores - scores.max(axis=1, keepdims=True))
+    exponents = xp.exp(scores - scores.max(axis=1, keepdims=True))
     return exponents / exponents.sum(axis=1, keepdims=True)
 
 
@@ -131,11 +137,11 @@ def save():
 
 def train(batch):
     """Do one step with this rank's share of a batch."""
-    mine = batch[comm.rank::comm.size]
+    mine = xp.asarray(batch[comm.rank::comm.size])
     inputs, scores = forward(images[mine])
     probabilities = probabilities_of(scores)
-    picked = np.arange(len(mine)), labels[mine]
-    loss_sum[0] -= np.log(probabilities[picked]).sum()
+    picked = xp.arange(len(mine)), labels[mine]
+    loss_sum[0] -= float(xp.log(probabilities[picked]).sum())
     error = probabilities
     error[picked] -= 1
     # Shares may differ by an image. With this factor the mean over ranks is
@@ -169,7 +175,7 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
         else:
             rate = len(starts[first:]) * args.batch / (time.perf_counter() - began)
             loss = comm.allreduce(loss_sum.copy())[0] / len(train_set)
-            accuracy = np.mean(forward(images[test])[1].argmax(axis=1) == labels[test])
+            accuracy = float((forward(images[test])[1].argmax(axis=1) == labels[test]).mean())
             progress.say(f"epoch {epoch + 1:3}  loss {loss:.4f}  test accuracy {accuracy:.2%}  "
                          f"{rate:,.0f} images/s  "
                          f"{statistics.hidden_share:.0%} of communication hidden")
@@ -182,5 +188,5 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
 
 checkpoints.close()
 if args.save and not stopping.reason:
-    np.savez(f"{args.save}{comm.rank}.npz", **masters)
+    xp.savez(f"{args.save}{comm.rank}.npz", **masters)
 comm.close()

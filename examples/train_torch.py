@@ -3,6 +3,7 @@
 python examples/train_torch.py                                    # one rank
 mpirun -n 4 python examples/train_torch.py                        # four ranks, the same result
 mpirun -n 4 python examples/train_torch.py --checkpoint run1      # stop it, start it again
+mpirun -n 4 python examples/train_torch.py --device cuda          # on GPUs, taken in turn
 
 The data are the modules of the standard library that runs this program: some ten million
 bytes of real text on every machine. The loss is in bits per byte; 8 is knowing nothing.
@@ -24,7 +25,7 @@ from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.resilience import Stopping
 from mpiring.torch import (
-    Checkpoints, DataParallel, DistributedSampler, random_state, set_random_state)
+    Checkpoints, DataParallel, DistributedSampler, device_for, random_state, set_random_state)
 
 # What nodes send each other of the gradients: the less, the sooner over a slow network.
 REDUCERS = {"mean": lambda: None, "cast": lambda: Cast("bfloat16"),
@@ -39,6 +40,8 @@ parser.add_argument("--width", type=int, default=128)
 parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--learning-rate", type=float, default=3e-3)
 parser.add_argument("--reducer", choices=REDUCERS, default="mean", help="used between nodes")
+parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu",
+                    help="cuda: on GPUs, which the ranks of a node take in turn")
 parser.add_argument("--seed", type=int, default=1)
 parser.add_argument("--checkpoint", metavar="FOLDER",
                     help="written every --report steps and when the job is stopped, and resumed")
@@ -52,6 +55,7 @@ comm = mpiring.init()
 if args.batch % comm.size:
     raise SystemExit(f"--batch {args.batch} cannot be shared evenly by {comm.size} ranks")
 torch.manual_seed(args.seed)
+device = device_for(comm) if args.device == "cuda" else torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -93,7 +97,7 @@ def text(modules):
 
 
 def bits_per_byte(model, sequences):
-    sequences = sequences.long()
+    sequences = sequences.to(device).long()
     scores = model(sequences[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1), sequences[:, 1:].flatten()) / math.log(2)
 
@@ -104,7 +108,8 @@ sampler = DistributedSampler(train, comm, seed=args.seed, drop_last=True)
 loader = DataLoader(train, args.batch // comm.size, sampler=sampler, drop_last=True)
 mine = DistributedSampler(range(min(256, len(validation))), comm, shuffle=False, pad=False)
 
-bare, reducer = Transformer(args.width, args.layers, args.context), REDUCERS[args.reducer]()
+bare = Transformer(args.width, args.layers, args.context).to(device)
+reducer = REDUCERS[args.reducer]()
 checkpoints = Checkpoints(args.checkpoint, comm, seed=args.seed)    # without a folder, it is idle
 saved = checkpoints.load()
 if saved:

@@ -12,6 +12,7 @@ from .config import whole_number
 from .errors import ConfigError, GradientError
 from .memory import sixteen
 from .memory.arrays import SIXTEEN_BIT, dtype_name, flat
+from .memory.device import is_on_gpu
 from .nonfinite import HOPELESS_STEPS
 
 Array = NDArray[Any]
@@ -267,7 +268,10 @@ class MasterWeights(Mapping[str, Array]):
         Collective: no.
         """
         for name, array in self._params.items():
-            sixteen.narrow(flat(self._arrays[name]), flat(array))
+            if is_on_gpu(array):
+                array[...] = self._arrays[name]
+            else:
+                sixteen.narrow(flat(self._arrays[name]), flat(array))
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of all arrays, by name; they have the same bits on all ranks."""
@@ -300,7 +304,11 @@ def _is_sixteen(x: Array) -> bool:
 
 def _widened(x: Array) -> Array:
     """Return a copy, in float32 if it has 16 bits."""
-    wide: Array = np.empty_like(x, dtype=np.float32 if _is_sixteen(x) else x.dtype)
+    dtype = np.dtype(np.float32) if _is_sixteen(x) else x.dtype
+    if is_on_gpu(x):
+        # A GPU's own casts are as fast as memory, and round to nearest, ties to even.
+        return x.astype(dtype)
+    wide: Array = np.empty_like(x, dtype=dtype)
     if _is_sixteen(x):
         sixteen.widen(flat(x), flat(wide))
     else:

@@ -15,6 +15,7 @@ from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 import mpiring.memory
 from mpiring.memory.arrays import flat
@@ -219,6 +220,25 @@ class SimulatedGpu:
     def close(self, x):
         _memories[x.address].opened -= 1
 
+    def put(self, x):
+        """Return a NumPy array's elements in an array of its user's."""
+        x = np.asarray(x)
+        array = self.array(self.allocate(x.nbytes).view(x.dtype), x.shape)
+        array[...] = x
+        return array
+
+    def calculated(self, function, *inputs, out=None, **kwargs):
+        """Return what a function of NumPy's makes of arrays, once they are there."""
+        for x in inputs:
+            if isinstance(x, np.ndarray) and x.ndim:
+                raise TypeError("unsupported type: numpy.ndarray")
+        result = function(*map(_on_host, inputs), **kwargs)
+        if out is None:
+            return self.put(result)
+        out, = out if isinstance(out, tuple) else (out,)
+        out[...] = result
+        return out
+
     def is_pinned(self, x):
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
 
@@ -235,14 +255,11 @@ class SimulatedGpu:
         return Array(self, content(x).reshape(shape), memory_of(x.address, x.nbytes), x.owner)
 
 
-class Array:
+class Array(NDArrayOperatorsMixin):
     """Stands for an array of CuPy: what is written to it is queued on its user's stream.
 
-    Args:
-        gpu: Where it is.
-        inside: Its elements, as the GPU sees them.
-        base: The allocation that they are in.
-        owner: Keeps the memory alive.
+    Arithmetic waits for that stream, and queues its result. As CuPy does, it takes no arrays in
+    host memory.
     """
 
     def __init__(self, gpu, inside, base, owner):
@@ -255,10 +272,22 @@ class Array:
         # For the module in whose place `Installed` is.
         return {}
 
+    def __array__(self, *args, **kwargs):
+        raise TypeError("implicit conversion to a NumPy array is not allowed")
+
+    def __len__(self):
+        return len(self.inside)
+
+    def __float__(self):
+        return float(self.get())
+
     def __getitem__(self, part):
+        if any(isinstance(one, Array) for one in (part if isinstance(part, tuple) else (part,))):
+            return self.gpu.put(self.get()[_on_host(part)])
         return Array(self.gpu, self.inside[part], self.base, self.owner)
 
     def __setitem__(self, part, value):
+        part = _on_host(part)
         source = value.inside if isinstance(value, Array) else np.array(value)
 
         def act():
@@ -266,6 +295,20 @@ class Array:
             return True
 
         self.gpu.user.queue(act)
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        return self.gpu.calculated(getattr(ufunc, method), *inputs, **kwargs)
+
+    def __getattr__(self, name):
+        """Return a method of NumPy's arrays that makes a new array."""
+        if name not in ("sum", "max", "mean", "argmax", "astype", "copy"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.gpu.calculated(
+            getattr(np.ndarray, name), self, *args, **kwargs)
+
+    @property
+    def T(self):
+        return Array(self.gpu, self.inside.T, self.base, self.owner)
 
     def reshape(self, *shape):
         return Array(self.gpu, self.inside.reshape(*shape), self.base, self.owner)
@@ -279,6 +322,40 @@ class Array:
 
     def set(self, value):
         self[...] = value
+
+
+def _on_host(part):
+    if isinstance(part, tuple):
+        return tuple(map(_on_host, part))
+    return part.get() if isinstance(part, Array) else part
+
+
+class Cupy:
+    """Stands for the package: NumPy's functions, on arrays of a simulated GPU."""
+
+    savez = staticmethod(lambda path, **arrays: np.savez(
+        path, **{name: array.get() for name, array in arrays.items()}))
+
+    def __init__(self, gpu):
+        # The time is the host's.
+        class Event:
+            def record(self):
+                self.when = time.perf_counter()
+
+            def synchronize(self):
+                pass
+
+        self._gpu = gpu
+        self.cuda = SimpleNamespace(
+            runtime=SimpleNamespace(getDevice=lambda: 0, getDeviceCount=lambda: 1), Event=Event,
+            Device=lambda index: SimpleNamespace(use=lambda: None, pci_bus_id=f"0000:{index}"),
+            get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when))
+
+    def asarray(self, x):
+        return x if isinstance(x, Array) else self._gpu.put(np.asarray(x))
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self._gpu.calculated(getattr(np, name), *args, **kwargs)
 
 
 class Installed:
@@ -295,17 +372,8 @@ class Installed:
         return self._device
 
     def cupy(self):
-        """Return what is used of the package: here time is the host's."""
-        class Event:
-            def record(self):
-                self.when = time.perf_counter()
-
-            def synchronize(self):
-                pass
-
-        return SimpleNamespace(cuda=SimpleNamespace(
-            runtime=SimpleNamespace(getDevice=lambda: 0), Event=Event,
-            get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when)))
+        """Return what stands for the package."""
+        return Cupy(self.gpu)
 
     def vector_of(self, x, *, writeable=True):
         plain = flat(x.inside, writeable=writeable)
@@ -316,10 +384,7 @@ class Installed:
 
     def put(self, x):
         """Return a NumPy array's elements in an array on the GPU."""
-        moved = self.gpu.allocate(x.nbytes, self._device).view(x.dtype)
-        array = self.gpu.array(moved, x.shape)
-        array[...] = x
-        return array
+        return self.gpu.put(x)
 
 
 def installed(monkeypatch):

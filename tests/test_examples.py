@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from launching import ROOT, environment, launch, needed
+from launching import PROGRAMS, ROOT, environment, launch, needed
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -44,6 +44,26 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path):
     for ranks in (2, 3):
         for name, alone in weights[1].items():
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_on_a_gpu_it_learns_the_same(tmp_path, dtype):
+    """The GPU is simulated: what is queued there happens late."""
+    cupy = PROGRAMS / "on_simulated_gpu.py", ROOT / "examples" / "train_cupy.py"
+
+    def train(program, epochs, where, checkpoint=()):
+        ended = launch(2, *program, "--epochs", epochs, "--dtype", dtype, "--save",
+                       tmp_path / where, *checkpoint)
+        assert ended.status == 0, ended.output
+        assert ended.output.count("2 ranks share GPU") == (program == cupy)
+        return [np.load(tmp_path / f"{where}{rank}.npz") for rank in range(2)]
+
+    host, _ = train([TRAIN], 2, "host")
+    checkpoint = "--checkpoint", tmp_path / "checkpoint"
+    train(cupy, 1, "first", checkpoint)
+    for replica in train(cupy, 2, "gpu", checkpoint):
+        for name, weights in replica.items():
+            np.testing.assert_allclose(weights, host[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

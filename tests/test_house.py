@@ -24,7 +24,7 @@ LAYERS = [
     ["statistics", "flight", "chrome", "launch", "pause", "tuning", "progress"],
     ["handle", "engine", "watch", "messages", "buckets", "calls", "places", "group",
      "communicator"],
-    ["reducers", "gradients", "nonfinite", "resilience", "data"],
+    ["reducers", "gradients", "nonfinite", "resilience", "data", "gpus"],
     ["precision", "numpy", "torch", "elastic"],
     ["lab", "bench", "doctor", "trace"],
     ["advice", "tune", "simulate"],

@@ -17,7 +17,7 @@ from .part import Copy
 from .publisher import Publisher, leave_note, written_name
 from .reader import Reader, Saved
 from .sharing import open_folder, where
-from .tree import Arrays, Kind, Outline, Scalars, outline
+from .tree import Arrays, DeviceArrays, Kind, Outline, Scalars, outline
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Checkpoints:
     Collective: yes. Blocking: yes.
     """
 
-    kinds: ClassVar[Sequence[Kind]] = (Arrays(), Scalars())
+    kinds: ClassVar[Sequence[Kind]] = (Arrays(), Scalars(), DeviceArrays())
 
     def __init__(self, folder: str | os.PathLike[str] | None, comm: Communicator, *, keep: int = 3,
                  seed: int | None = None) -> None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import dtype_name
+from ..memory.device import is_on_gpu
 
 Bytes = NDArray[np.uint8]
 
@@ -43,7 +44,7 @@ class Kind(Protocol):
         """Copy the elements of `x`, in C order, to `out`."""
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
-        """Return an array of these elements, which shares the memory of `data`."""
+        """Return an array of these elements; in host memory, it shares that of `data`."""
 
 
 class Arrays:
@@ -84,6 +85,30 @@ class Scalars(Arrays):
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
         """Return a scalar."""
         return super().build(dtype, shape, data)[()]
+
+
+class DeviceArrays(Arrays):
+    """CuPy's arrays; read on the GPU that is current then."""
+
+    name = "gpu_array"
+
+    def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype and shape of an array; None if it is none."""
+        # What is seen as one, but has no `get`, belongs to another framework.
+        return (dtype_name(x.dtype), x.shape) if hasattr(x, "get") and is_on_gpu(x) else None
+
+    def copy(self, x: Any, out: Bytes) -> None:
+        """Copy the elements of `x`, in C order, to `out`, when what is queued is done."""
+        super().copy(x.get(), out)
+
+    def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
+        """Return an array of these elements, in the GPU's memory.
+
+        Raises:
+            MissingDependencyError: There is no CuPy, or no GPU.
+        """
+        from ..memory import cuda
+        return cuda.cupy().asarray(super().build(dtype, shape, data))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from . import prefetching, process_group, rendezvous
 from .checkpoints import Checkpoints, random_state, set_random_state
 from .data_parallel import DataParallel
+from .gpus import device_for
 from .process_group import ProcessGroup
 from .rendezvous import export_environment
 from .sampler import DistributedSampler
@@ -14,5 +15,5 @@ process_group.register()
 rendezvous.register()
 
 __all__ = ["Checkpoints", "DataParallel", "DistributedSampler", "ProcessGroup",
-           "broadcast_optimizer_state", "broadcast_parameters", "export_environment",
+           "broadcast_optimizer_state", "broadcast_parameters", "device_for", "export_environment",
            "random_state", "set_random_state", "share_cores"]

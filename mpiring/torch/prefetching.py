@@ -19,12 +19,12 @@ class Tensors:
 
     def current(self) -> int:
         """Return the GPU that this thread has in use."""
-        _refuse_missing()
+        refuse_missing()
         return int(torch.cuda.current_device())
 
     def carrier(self, index: int) -> data.Carrier:
         """Return what brings tensors to a GPU."""
-        _refuse_missing()
+        refuse_missing()
         return _Carrier(torch.device("cuda", index))
 
 
@@ -64,7 +64,8 @@ def _parts(memory: torch.Tensor, starts: Sequence[int], like: Sequence[Any]) -> 
             for start, x in zip(starts, like)]
 
 
-def _refuse_missing() -> None:
+def refuse_missing() -> None:
+    """Raise MissingDependencyError if PyTorch cannot use a GPU."""
     if not torch.cuda.is_available():
         raise MissingDependencyError(
             f"PyTorch {torch.__version__} finds no GPU: install a build with CUDA, as "

@@ -9,12 +9,13 @@ from concurrent.futures import Future
 import ml_dtypes
 import numpy as np
 import pytest
+import simulated_gpu
 from launching import needed
 
 from mpiring.errors import CheckpointError, ConfigError
 from mpiring.resilience import random_state, set_random_state
 from mpiring.resilience.part import Copy, read
-from mpiring.resilience.tree import Arrays, Scalars, outline, rebuild
+from mpiring.resilience.tree import Arrays, DeviceArrays, Scalars, outline, rebuild
 
 KINDS = (Arrays(), Scalars())
 
@@ -226,3 +227,18 @@ def test_tensors_that_cannot_be_saved_are_named():
         assert str(caught.value).startswith("own['x']")
     with pytest.raises(ConfigError, match="a torch.Tensor"):
         outline({"x": torch.ones(2)}, KINDS, "own")
+
+
+def test_arrays_on_a_gpu_go_and_come_back(monkeypatch):
+    gpu = simulated_gpu.installed(monkeypatch)
+    tree = {"x": gpu.put(np.arange(6.0).reshape(2, 3)), "y": [np.ones(2), gpu.put(np.int8(3))]}
+    found = outline(tree, (Arrays(), DeviceArrays()), "tree")
+    data = {}
+    for name, leaf in found.leaves.items():
+        data[name] = np.zeros(leaf.nbytes, np.uint8)
+        leaf.kind.copy(leaf.value, data[name])
+    again = rebuild(found.text, data, (Arrays(), DeviceArrays()))
+    assert type(again["x"]) is type(tree["x"]) and type(again["y"][0]) is np.ndarray
+    assert np.array_equal(again["x"].get(), tree["x"].get()) and again["y"][1].get() == 3
+    with pytest.raises(ConfigError, match="is a gpu_array"):
+        rebuild(found.text, data, (Arrays(),))
