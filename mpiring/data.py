@@ -5,7 +5,7 @@ import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -100,10 +100,12 @@ class Prefetched:
     def __len__(self) -> int:
         return len(cast(Any, self._loader))
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader) if self._index is None else self._ahead()
+    def __iter__(self) -> Generator[Any, None, None]:
+        if self._index is None:
+            return (batch for batch in self._loader)
+        return self._ahead()
 
-    def _ahead(self) -> Iterator[Any]:
+    def _ahead(self) -> Generator[Any, None, None]:
         """Yield batches; the thread ends with the generator, however that ends."""
         ready: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         room, stop = threading.Semaphore(self._depth), threading.Event()

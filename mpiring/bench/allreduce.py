@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ..errors import ConfigError
 from . import inputs, timing
 from .command import Benchmark
-from .contenders import COPY, NATIVE, Contender, chosen, memory_copy
+from .contenders import LIMITS, REFERENCES, Contender, chosen, memory_copy
+from .on_device import OnDevice
 from .results import Environment, Measurement, Row
 from .table import Column
 from .units import size_text
@@ -32,23 +33,56 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    contenders = chosen(world, options.contenders, options.algorithms, options.interface)
-    if world.comm.num_nodes == 1:
-        contenders.append(memory_copy())
+    where = OnDevice(world) if options.device == "cuda" else OnHost(world)
+    contenders = where.contenders(options)
     dice = random.Random(options.seed)
     for name, buffer, nbytes in _cases(options):
         dtype = inputs.dtype_of(name)
         length = max(1, nbytes // dtype.itemsize)
-        x = world.comm.empty(length, dtype) if buffer == "empty" else np.empty(length, dtype)
-        labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer,
+        x = where.array(buffer, length, dtype)
+        labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer, "device": str(where.device),
                   "thread_level": world.thread_level}
-        seconds = interleaved(world, contenders, x, options, dice)
+        seconds = interleaved(world, contenders, x, options, dice, where.stopwatch)
         yield [Measurement({**labels, "contender": contender.name},
                            {"call": seconds[contender.name]}) for contender in contenders]
 
 
+class OnHost:
+    """Where arrays of a benchmark lie: in host memory.
+
+    Args:
+        world: The ranks.
+    """
+
+    device = "cpu"
+    stopwatch = staticmethod(timing.by_clock)
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Array:
+        """Return an array: open to the node's ranks if `buffer` is "empty", else private.
+
+        Collective: yes. Blocking: yes.
+        """
+        if buffer == "empty":
+            x: Array = self._world.comm.empty(length, dtype)
+            return x
+        return np.empty(length, dtype)
+
+    def contenders(self, options: Namespace) -> list[Contender]:
+        """Return those that a command line asks for, and the limit on one node.
+
+        Collective: yes. Blocking: yes.
+        """
+        found = chosen(self._world, options.contenders, options.algorithms, options.interface)
+        if self._world.comm.num_nodes == 1:
+            found.append(memory_copy())
+        return found
+
+
 def interleaved(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
-                dice: random.Random) -> dict[str, list[float]]:
+                dice: random.Random, stopwatch: timing.Stopwatch) -> dict[str, list[float]]:
     """Return the seconds of each contender's calls on `x`; none of those that cannot do it.
 
     The contenders take turns, in a new random order in each round.
@@ -73,7 +107,8 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
 
         def run(times: int, call: Callable[[], object] = call,
                 prepare: Callable[[], None] = prepare) -> list[float]:
-            return timing.timed(world, call, times, prepare=prepare, every=every)
+            return timing.timed(world, call, times, prepare=prepare, every=every,
+                                stopwatch=stopwatch)
 
         runs[contender.name] = run
         warm = timing.median(run(3))
@@ -100,6 +135,8 @@ def _checked(world: World, contender: Contender, x: Array) -> Callable[[], objec
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each measurement, compared with MPI's own call; case after case.
 
+    On GPUs that is the naive way to call it.
+
     At several thread levels the reference is the faster of MPI's calls.
     """
     order = {case: place for place, case in enumerate(dict.fromkeys(map(_case, found)))}
@@ -107,7 +144,9 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     references: dict[tuple[Any, ...], float] = {}
     limits: dict[tuple[Any, ...], float] = {}
     for measurement in found:
-        best = {NATIVE: references, COPY: limits}.get(measurement.labels["contender"])
+        name, buffer = measurement.labels["contender"], measurement.labels["buffer"]
+        best = (references if name in REFERENCES else
+                limits if buffer in LIMITS.get(name, ()) else None)
         median = timing.median(measurement.readings["call"])
         if best is not None and median == median:
             best[_case(measurement)] = min(median, best.get(_case(measurement), median))

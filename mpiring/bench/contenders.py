@@ -18,7 +18,13 @@ Call = Callable[[], object]
 
 NATIVE = "MPI_Allreduce"
 COPY = "memory copy"
-KINDS = ("mpiring", "mpi", *peers.NAMES)
+# On GPUs.
+NAIVE, NAIVE_PINNED = "naive", "naive, pinned"
+DEVICE_COPY, PINNED_COPIES = "device copy", "pinned copies"
+# With what all are compared; and what only shows a limit, with the buffers that it is one for.
+REFERENCES = (NATIVE, NAIVE)
+LIMITS = {COPY: ("empty", "private"), DEVICE_COPY: ("empty",), PINNED_COPIES: ("private",)}
+KINDS = ("mpiring", "mpi", *peers.NAMES, "nccl")
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,8 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
         ConfigError: An unknown kind or algorithm.
         MissingDependencyError: A kind was asked for that is not installed.
     """
+    if kinds is not None and "nccl" in kinds:
+        raise ConfigError("the contender 'nccl' needs --device cuda")
     wanted = KINDS if kinds is None else tuple(kinds)
     algorithms = ALGORITHMS if algorithms is None else algorithms
     for names, known in ((wanted, KINDS), (algorithms, ALGORITHMS)):

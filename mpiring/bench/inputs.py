@@ -11,12 +11,13 @@ later call finds it.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, MissingDependencyError
+from ..memory.device import is_on_gpu
 from .world import World
 
 
@@ -86,9 +87,14 @@ def fill(x: Array, rank: int, size: int) -> None:
     """Write a rank's first numbers of a series, the same ones each time.
 
     Args:
-        x: Shape (n,), of a dtype in DTYPES.
+        x: Shape (n,), of a dtype in DTYPES; also of CuPy.
         rank, size: Of `size` ranks that will sum; their numbers of one place have one sign.
     """
+    if is_on_gpu(x):
+        host = np.empty(x.shape, x.dtype)
+        fill(host, rank, size)
+        cast(Any, x).set(host)
+        return
     numbers = _first_numbers(x.dtype, rank, size)
     for start in range(0, x.size, _PERIOD):
         part = x[start:start + _PERIOD]
@@ -147,6 +153,8 @@ def check(world: World, x: Array, contender: str) -> None:
 
     Collective: yes. Blocking: yes.
     """
+    if is_on_gpu(x):
+        x = cast(Any, x).get()
     place = first_wrong(x, world.size)
     report = "" if place is None else (
         f"{contender} on rank {world.rank}: element {place} of {x.size} {x.dtype.name} is "

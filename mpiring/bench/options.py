@@ -13,6 +13,7 @@ from .contenders import KINDS
 from .inputs import DTYPES
 from .jobs import LEVELS
 from .overlap import COMPUTES, OVERLAP
+from .prefetch import PREFETCH
 from .reducers import LEARNING_RATES, NAMES, REDUCERS, complete
 from .steps import STEPS
 from .torch_steps import MODELS, TORCH_STEPS
@@ -60,13 +61,17 @@ def declare(parser: argparse.ArgumentParser) -> None:
     steps = commands.add_parser("steps", help="time the training steps of a NumPy or PyTorch model")
     reducers = commands.add_parser(
         "reducers", help="what compressing gradients saves and costs in training (PyTorch)")
+    loading = commands.add_parser(
+        "prefetch", help="what it costs that data comes from the host (PyTorch)")
     encoders = commands.add_parser(
         "codecs", help="how fast gradients are encoded, on one core; needs no MPI")
     plot = commands.add_parser("plot", help="draw what --json has written")
     _declare_allreduce(allreduce)
     _declare_overlap(overlap)
     _declare_steps(steps)
-    for command, benchmark in ((allreduce, ALLREDUCE), (overlap, OVERLAP), (steps, STEPS)):
+    _declare_prefetch(loading)
+    for command, benchmark in ((allreduce, ALLREDUCE), (overlap, OVERLAP), (steps, STEPS),
+                               (loading, PREFETCH)):
         _declare_turns(command, benchmark)
         _declare_common(command)
     _declare_reducers(reducers)
@@ -103,13 +108,20 @@ def _declare_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", help=argparse.SUPPRESS)
 
 
+def _declare_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="where arrays lie; cuda: on GPUs, which ranks take in turn")
+
+
 def _declare_allreduce(parser: argparse.ArgumentParser) -> None:
+    _declare_device(parser)
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
                         help="a list, 8,1K,64M, or a range in factors of 4; default: 8..64M")
     parser.add_argument("--algorithms", type=_names(ALGORITHMS), metavar="A,B",
                         help=f"of mpiring; default: {','.join(ALGORITHMS)}; auto always")
     parser.add_argument("--buffers", type=_names(BUFFERS), default=["empty"], metavar="A,B",
-                        help="empty (comm.empty) or private (numpy.empty); default: empty")
+                        help="empty (comm.empty) or private (numpy.empty); on a GPU, ranks open "
+                             "the former to each other, and stage the latter; default: empty")
     parser.add_argument("--dtypes", type=_names(DTYPES), default=["float32"], metavar="A,B",
                         help=f"of {', '.join(DTYPES)}; default: float32")
     parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
@@ -136,6 +148,7 @@ def _declare_overlap(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_steps(parser: argparse.ArgumentParser) -> None:
+    _declare_device(parser)
     parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy",
                         help="default: numpy")
     parser.add_argument("--batch", type=positive,
@@ -148,11 +161,24 @@ def _declare_steps(parser: argparse.ArgumentParser) -> None:
     numpy.add_argument("--width", type=positive, default=1024, help="default: 1024")
     numpy.add_argument("--layers", type=positive, default=3, help="default: 3")
     torch = parser.add_argument_group("with --framework torch")
-    torch.add_argument("--models", type=_names(MODELS), default=[MODELS[0]], metavar="A,B",
-                       help=f"of {', '.join(MODELS)}; default: {MODELS[0]}")
-    torch.add_argument("--parameters", type=_counts, default=[13_000_000], metavar="N,M",
-                       help="about how many each model has, as 3M,13M,50M; default: 13M")
+    _declare_models(torch)
     _declare_link(torch)
+
+
+def _declare_models(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--models", type=_names(MODELS), default=[MODELS[0]], metavar="A,B",
+                        help=f"of {', '.join(MODELS)}; default: {MODELS[0]}")
+    parser.add_argument("--parameters", type=_counts, default=[13_000_000], metavar="N,M",
+                        help="about how many each model has, as 3M,13M,50M; default: 13M")
+
+
+def _declare_prefetch(parser: argparse.ArgumentParser) -> None:
+    _declare_device(parser)
+    _declare_models(parser)
+    parser.add_argument("--batch", type=positive, help="per rank; default: one for each model")
+    parser.add_argument("--calls", type=positive, default=20, help="steps per round; default: 20")
+    parser.add_argument("--depth", type=positive, default=2,
+                        help="batches that are fetched ahead; default: 2")
 
 
 def _declare_reducers(parser: argparse.ArgumentParser) -> None:
@@ -192,6 +218,8 @@ def _of_framework(options: argparse.Namespace) -> Benchmark:
     """Return the benchmark of training steps, and give its options their defaults."""
     if options.framework == "torch":
         return TORCH_STEPS
+    if options.device != "cpu":
+        raise ConfigError("--device cuda needs --framework torch")
     options.batch = options.batch or 64
     options.bucket = options.bucket or 4 << 20
     return STEPS

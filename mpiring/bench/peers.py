@@ -12,6 +12,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, MissingDependencyError
+from ..memory.device import is_on_gpu
 from .world import World
 
 NAMES = ("gloo", "horovod")
@@ -56,6 +57,8 @@ def tensor_of(x: Array) -> Any:
         ConfigError: PyTorch has no such dtype.
     """
     import torch
+    if is_on_gpu(x):
+        return torch.as_tensor(x, device="cuda")
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view("int16")).view(torch.bfloat16)
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, MissingDependencyError
-from .contenders import COPY
+from .contenders import LIMITS
 from .results import Environment, Row, writing
 from .table import ranks_text
 from .units import size_text
@@ -24,7 +24,7 @@ _INCHES = (7.2, 3.4)
 _DPI = 200
 _MOST_LABELS = 6
 # Whose panels take the whole width.
-_WIDE = ("steps", "reducers")
+_WIDE = ("steps", "prefetch", "reducers")
 # Where times differ by more, their axis is logarithmic.
 _LINEAR_RANGE = 10
 _STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid": True,
@@ -101,7 +101,7 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
 
 def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group rows that belong into one picture, by its title."""
-    if benchmark == "steps" and all("model" in row for row in rows):
+    if benchmark in ("steps", "prefetch") and all("model" in row for row in rows):
         return _grouped(rows, lambda row: f"{row['model']}, {row['parameters'] / 1e6:.1f} M "
                                           f"parameters")
     if benchmark == "reducers":
@@ -131,7 +131,7 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and bus bandwidth over size, a curve per contender."""
     curves: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=_bytes):
-        if row["contender"] != COPY and row["median_us"] == row["median_us"]:
+        if row["contender"] not in LIMITS and row["median_us"] == row["median_us"]:
             curves.setdefault((row["contender"], row["thread_level"]), []).append(row)
     names = sorted({name for name, _ in curves}, key=_ours_first)
     levels = list(dict.fromkeys(level for _, level in curves))
@@ -171,11 +171,11 @@ def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     known = {row["bytes"]: row for row in rows if row["limit_us"] == row["limit_us"]}
     if not known:
         return
-    on_node = any(row["contender"] == COPY for row in rows)
+    on_node = any(row["contender"] in LIMITS for row in rows)
     members = [known[size] for size in sorted(known)]
     sizes = [row["bytes"] for row in members]
     look: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1,
-                            "label": "limit: memory copy" if on_node else "limit: link rate"}
+                            "label": "limit: copies" if on_node else "limit: link rate"}
     axes[0].loglog(sizes, [row["limit_us"] for row in members], **look)
     # busbw scales as one over the time.
     axes[1].loglog(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **look)
@@ -276,4 +276,5 @@ def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 _DRAW = {"allreduce": _curves, "overlap": _overlap_bars, "steps": _step_bars,
+         "prefetch": _step_bars,
          "simulate": _scaling, "reducers": _learning}

@@ -23,7 +23,8 @@ from .world import World
 Row = dict[str, Any]
 Environment = dict[str, Any]
 
-_PACKAGES = ("mpi4py", "numpy", "torch", "horovod", "ml_dtypes")
+_PACKAGES = ("mpi4py", "numpy", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
+             "cupy-cuda12x")
 
 
 @dataclass(frozen=True)

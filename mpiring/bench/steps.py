@@ -210,12 +210,14 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 
 def in_turns(world: World, options: Namespace, subjects: Mapping[str, Mapping[str, Action]],
-             prepare: Action = lambda: None) -> Iterator[dict[str, Readings]]:
+             prepare: Action = lambda: None,
+             stopwatch: timing.Stopwatch = timing.by_clock) -> Iterator[dict[str, Readings]]:
     """Time what each subject does, in rounds of random order; yield all readings in each round.
 
     Args:
         subjects: Their actions, by name; each is called once in a round before it is timed.
         prepare: Is called before each timed call.
+        stopwatch: See `timing.timed`.
 
     Collective: yes. Blocking: yes.
     """
@@ -226,7 +228,8 @@ def in_turns(world: World, options: Namespace, subjects: Mapping[str, Mapping[st
         for name in dice.sample(list(subjects), len(subjects)):
             for kind, action in subjects[name].items():
                 action()
-                readings[name][kind] += timing.timed(world, action, options.calls, prepare=prepare)
+                readings[name][kind] += timing.timed(
+                    world, action, options.calls, prepare=prepare, stopwatch=stopwatch)
         yield readings
 
 

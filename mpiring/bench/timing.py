@@ -11,6 +11,10 @@ from typing import Protocol
 _FEWEST, _MOST = 2, 200
 
 
+# Returns the seconds that an action takes.
+Stopwatch = Callable[[Callable[[], object]], float]
+
+
 class Ranks(Protocol):
     """What timing needs of the ranks that measure together."""
 
@@ -21,8 +25,16 @@ class Ranks(Protocol):
         """Return for each place the largest of the ranks' values."""
 
 
+def by_clock(action: Callable[[], object]) -> float:
+    """Return the seconds that an action takes."""
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
 def timed(ranks: Ranks, action: Callable[[], object], calls: int, *,
-          prepare: Callable[[], object] = lambda: None, every: int = 1) -> list[float]:
+          prepare: Callable[[], object] = lambda: None, every: int = 1,
+          stopwatch: Stopwatch = by_clock) -> list[float]:
     """Return the seconds that each of several calls took on its slowest rank.
 
     Before each call stands MPI's barrier, which is not timed. Garbage collection is off.
@@ -31,6 +43,7 @@ def timed(ranks: Ranks, action: Callable[[], object], calls: int, *,
         action: What is timed.
         calls: How many times.
         prepare: Is called before the first of every `every` calls, and not timed.
+        stopwatch: Returns the seconds that an action takes; a GPU's are between events.
 
     Collective: yes. Blocking: yes.
     """
@@ -42,9 +55,7 @@ def timed(ranks: Ranks, action: Callable[[], object], calls: int, *,
             if call % every == 0:
                 prepare()
             ranks.barrier()
-            began = time.perf_counter()
-            action()
-            seconds.append(time.perf_counter() - began)
+            seconds.append(stopwatch(action))
     finally:
         if collects:
             gc.enable()
@@ -64,6 +75,16 @@ def median(values: Sequence[float]) -> float:
 def p95(values: Sequence[float]) -> float:
     """Return the smallest value that at least 95 % do not exceed; NaN of nothing."""
     return sorted(values)[math.ceil(0.95 * len(values)) - 1] if values else math.nan
+
+
+def over(mine: Sequence[float], theirs: Sequence[float], calls: int) -> float:
+    """Return how many times longer one thing takes than another: the median of rounds.
+
+    Args:
+        mine, theirs: Of as many rounds, `calls` in each; those of a round lie close in time.
+    """
+    return median([median(mine[start:start + calls]) / median(theirs[start:start + calls])
+                   for start in range(0, len(mine), calls)])
 
 
 def overlap_percentage(compute_s: float, communication_s: float, total_s: float) -> float:

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
-from ..torch import DataParallel, share_cores
-from . import peers
+from ..torch import DataParallel, device_for, share_cores
+from . import peers, timing
 from .steps import ALONE, OURS
 from .torch_steps import GLOO
 from .world import World
@@ -136,6 +136,50 @@ class Contender:
     blocking: Callable[[Array], Callable[[], object]] = lambda flat: lambda: None
 
 
+class Place:
+    """Where models are, and how their steps are timed.
+
+    Attributes:
+        device: PyTorch's.
+    """
+
+    device = torch.device("cpu")
+
+    def stopwatch(self, action: Callable[[], object]) -> float:
+        """Return the seconds that an action takes."""
+        return timing.by_clock(action)
+
+
+class GpuPlace(Place):
+    """This rank's GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def stopwatch(self, action: Callable[[], object]) -> float:
+        """Return the seconds between two events on the current stream, around an action."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        action()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+
+
+def place_named(world: World, device: str) -> Place:
+    """Return where models are.
+
+    Args:
+        device: "cpu" or "cuda".
+
+    Raises:
+        MissingDependencyError: PyTorch finds no GPU.
+
+    Collective: yes. Blocking: yes.
+    """
+    return GpuPlace(device_for(world.comm)) if device == "cuda" else Place()
+
+
 class Training:
     """A model, its data, and how its gradients are averaged.
 
@@ -145,6 +189,7 @@ class Training:
         contender: How.
         kind, width, batch: What; by default a batch that takes about as long as the others'.
         rank: Whose data.
+        place: Where they are.
 
     Attributes:
         name: The contender's.
@@ -152,33 +197,51 @@ class Training:
     """
 
     def __init__(self, contender: Contender, kind: str, width: int, batch: int | None,
-                 rank: int) -> None:
+                 rank: int, place: Place) -> None:
         self.name = contender.name
-        self.batch = batch or _KINDS[kind].batch
+        self._kind = _KINDS[kind]
+        self.batch = batch or self._kind.batch
         torch.manual_seed(0)
-        self._bare = _KINDS[kind].make(width)
-        self._x, self._y = _KINDS[kind].data(self.batch, torch.Generator().manual_seed(1 + rank))
+        self._bare = self._kind.make(width).to(place.device)
+        self._x, self._y = (part.to(place.device) for part in self._kind.data(
+            self.batch, torch.Generator().manual_seed(1 + rank)))
         self._model, self._optimizer = contender.wrap(
             self._bare, torch.optim.SGD(self._bare.parameters(), lr=_LEARNING_RATE))
 
     def step(self) -> None:
         """Take one step."""
+        self.learn(self._x, self._y)
+
+    def learn(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Take one step with other data, which is where the model is."""
         self._optimizer.zero_grad()
-        logits = self._model(self._x)
-        functional.cross_entropy(logits.flatten(0, -2), self._y.flatten()).backward()
+        logits = self._model(x)
+        functional.cross_entropy(logits.flatten(0, -2), y.flatten()).backward()
         self._optimizer.step()
+
+    def host_batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one of many other batches, in host memory."""
+        x, y = self._kind.data(self.batch, torch.Generator().manual_seed(1 << 20 | number))
+        return x.contiguous(), y.contiguous()
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers the model learns."""
+        return _count(self._bare)
 
     def gradients(self) -> Mapping[str, Array]:
         """Return what the last step has used, by name."""
-        return {name: p.grad.numpy() for name, p in self._bare.named_parameters()}
+        return {name: p.grad.cpu().numpy() for name, p in self._bare.named_parameters()}
 
     def parameters(self) -> Mapping[str, Array]:
         """Return the parameters, by name."""
-        return {name: p.detach().numpy() for name, p in self._bare.named_parameters()}
+        return {name: p.detach().cpu().numpy() for name, p in self._bare.named_parameters()}
 
 
-def contenders(world: World, options: Namespace) -> list[Contender]:
+def contenders(world: World, options: Namespace, place: Place) -> list[Contender]:
     """Connect the ranks by all contenders that a command line asks for, and return them.
+
+    Gloo takes CUDA tensors, too; Horovod is left out on GPUs.
 
     Collective: yes. Blocking: yes.
     """
@@ -199,7 +262,8 @@ def contenders(world: World, options: Namespace) -> list[Contender]:
     if "gloo" in wanted:
         group = _gloo(world, options.interface, beside=has_back_end)
         found.append(_with_ddp(GLOO, group, options.bucket))
-    if "horovod" in wanted and (options.contenders is not None or peers.installed("horovod")):
+    if "horovod" in wanted and place.device.type == "cpu" and (
+            options.contenders is not None or peers.installed("horovod")):
         found.append(_horovod(world, options))
     return found
 
@@ -225,7 +289,7 @@ def _gloo(world: World, interface: str | None, *, beside: bool) -> Any:
         return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
 
     if not hasattr(dist.Backend, _GLOO_HERE.upper()):
-        dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu"])
+        dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu", "cuda"])
     if beside:
         return dist.new_group(backend=_GLOO_HERE)
     store = peers.store_of_rank_0(world, interface or peers.interface_for(world))

@@ -20,7 +20,7 @@ from .table import Column
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_models import Contender, Training
+    from .torch_models import Contender, Place, Training
 
 MODELS = ("transformer", "convnet", "mlp")
 GLOO = "Gloo + PyTorch's DDP"
@@ -40,22 +40,23 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         raise MissingDependencyError(
             "--framework torch needs PyTorch: pip install 'mpiring[torch]'")
     from . import torch_models
-    contenders = torch_models.contenders(world, options)
+    place = torch_models.place_named(world, options.device)
+    contenders = torch_models.contenders(world, options, place)
     warm_up(world)
     for kind in options.models:
         for wanted in options.parameters:
             width = torch_models.width_for(kind, wanted)
-            yield from _measure(world, options, contenders, kind, width)
+            yield from _measure(world, options, contenders, kind, width, place)
     torch_models.close()
 
 
 def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]", kind: str,
-             width: int) -> Iterator[list[Measurement]]:
+             width: int, place: "Place") -> Iterator[list[Measurement]]:
     """Measure all contenders with one model."""
     from .torch_models import Training
 
     def begin(contender: "Contender") -> "Training":
-        return Training(contender, kind, width, options.batch, world.rank)
+        return Training(contender, kind, width, options.batch, world.rank, place)
 
     alone = begin(contenders[0])
     alone.step()
@@ -65,18 +66,20 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
     for contender in contenders:
         growth = Growth(world.comm.local_size)
         begun.append(_begun(world, begin(contender), right, growth))
-    flat = world.comm.empty(sum(value.size for value in right.values()), np.float32)
+    flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
+                            device=options.device)
     actions = {}
     for contender, (training, _) in zip(contenders, begun):
         actions[contender.name] = {"step": training.step, "communication": contender.blocking(flat)}
     readings: dict[str, Readings] = {}
     for count, readings in enumerate(in_turns(
-            world, options, actions, prepare=lambda: flat.fill(1)), 1):
+            world, options, actions, lambda: flat.fill(1), place.stopwatch), 1):
         if count < options.rounds:
             yield []
     check_parameters(world, {training.name: training.parameters() for training, _ in begun})
     labels = {"model": kind, "parameters": flat.size, "batch": begun[0][0].batch,
-              "calls": options.calls, "thread_level": world.thread_level}
+              "calls": options.calls, "device": str(place.device),
+              "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": training.name},
                        {**readings[training.name], "peak_bytes": [peak]})
            for training, peak in begun]
@@ -182,11 +185,8 @@ def _over(measurement: Measurement, other: Measurement | None) -> float:
     """Return how many times longer the step is than another contender's: the median of rounds."""
     if other is None:
         return float("nan")
-    calls = measurement.labels["calls"]
-    mine, theirs = measurement.readings["step"], other.readings["step"]
-    return timing.median([
-        timing.median(mine[start:start + calls]) / timing.median(theirs[start:start + calls])
-        for start in range(0, len(mine), calls)])
+    return timing.over(measurement.readings["step"], other.readings["step"],
+                       measurement.labels["calls"])
 
 
 def columns(several_levels: bool) -> list[Column]:

@@ -145,6 +145,49 @@ def test_steps_of_pytorch(tmp_path):
     assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 2
 
 
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_allreduce_on_a_gpu(tmp_path):
+    """The GPU is simulated: its times mean nothing, but sums are checked."""
+    needed("matplotlib")
+    ended = launch(3, PROGRAMS / "on_simulated_gpu.py", "-m", "mpiring", "bench", *ALLREDUCE,
+                   "--device", "cuda", "--buffers", "empty,private", "--algorithms", "ring,native",
+                   "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
+    assert ended.status == 0, ended.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == 4 * [
+        "naive", "naive, pinned", "mpiring auto", "mpiring ring", "mpiring native", "device copy",
+        "pinned copies"]
+    for row in rows:
+        assert row["device"] == "simulated GPU"
+        assert (row["median_us"] is None) == (row["contender"] == "mpiring native")
+        assert row["native_over_this"] == 1 or row["contender"] != "naive"
+        limit = "pinned copies" if row["buffer"] == "private" else "device copy"
+        assert row["this_over_limit"] == 1 or row["contender"] != limit
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+    ended = launch(2, PROGRAMS / "on_simulated_gpu.py", "-m", "mpiring", "bench", "allreduce",
+                   "--device", "cuda", "--contenders", "nccl")
+    assert ended.status != 0 and "the contender 'nccl' cannot run: " in ended.output
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_prefetch(tmp_path):
+    needed("matplotlib"), needed("torch")
+    ended = bench(2, "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch",
+                  "2", "--calls", "2", "--rounds", "3", "--json", tmp_path / "out.json", "--plot",
+                  tmp_path / "out.png")
+    assert ended.status == 0, ended.output
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == 2 * [
+        "data on the device", "mpiring.data.prefetch", "copied in the step"]
+    assert [row["batch_bytes"] for row in rows[::3]] == [2 * 64 * 4 + 2 * 8, 2 * 2 * 64 * 8]
+    for row in rows:
+        assert row["steps"] == 6 and row["median_ms"] > 0
+        assert row["over_resident"] == 1 or row["contender"] != "data on the device"
+    assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
 def test_codecs(capsys):
     needed("numba")
     assert main(["bench", "codecs", "--elements", "20K"]) == 0

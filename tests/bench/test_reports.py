@@ -309,7 +309,7 @@ def test_what_a_picture_shows():
     time, bandwidth = axes = figure.Figure().subplots(1, 2)
     plot._curves(axes, rows_of("allreduce"))
     labels = [line.get_label() for line in time.get_lines()]
-    assert labels == ["mpiring auto", "MPI_Allreduce", "limit: memory copy"]
+    assert labels == ["mpiring auto", "MPI_Allreduce", "limit: copies"]
     assert list(time.get_lines()[0].get_xdata()) == [8, 1 << 20]
     assert list(time.get_lines()[0].get_ydata()) == pytest.approx([1500, 1000])
     assert list(time.get_lines()[2].get_ydata()) == pytest.approx([500])

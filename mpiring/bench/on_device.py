@@ -1,0 +1,204 @@
+"""Names what is compared on GPUs: mpiring, copies around MPI's allreduce, NCCL, and the limits."""
+
+import importlib.util
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ..collectives import native
+from ..config import ALGORITHMS
+from ..errors import ConfigError
+from ..gpus import cupy_for
+from ..memory.device import Device, DeviceVector, await_event, device_named, vector_of
+from . import peers
+from .contenders import (
+    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, mpiring)
+from .world import World
+
+
+class OnDevice:
+    """Where arrays of a benchmark lie: on this rank's GPU.
+
+    Args:
+        world: The ranks.
+
+    Raises:
+        MissingDependencyError: There is no CuPy, or no GPU.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._cupy = cupy_for(world.comm)
+        self.device: Device = device_named("cuda", world.comm.local_rank)
+
+    def array(self, buffer: str, length: int, dtype: np.dtype[Any]) -> Any:
+        """Return an array: open to the node's ranks if `buffer` is "empty", else private.
+
+        Collective: yes. Blocking: yes.
+        """
+        if buffer == "empty":
+            return self._world.comm.empty(length, dtype, device=self.device)
+        memory = self.device.allocate(length * dtype.itemsize).view(dtype)
+        return self.device.gpu.array(memory, (length,))
+
+    def stopwatch(self, action: Call) -> float:
+        """Return the seconds between two events on the stream in use, around an action."""
+        began, ended = self._cupy.cuda.Event(), self._cupy.cuda.Event()
+        began.record()
+        action()
+        ended.record()
+        ended.synchronize()
+        return float(self._cupy.cuda.get_elapsed_time(began, ended)) / 1e3
+
+    def contenders(self, options: Namespace) -> list[Contender]:
+        """Return those that a command line asks for; "auto", the naive way and the limits always.
+
+        Raises:
+            ConfigError: NCCL was asked for, and cannot run here.
+
+        Collective: yes. Blocking: yes.
+        """
+        world, kinds = self._world, options.contenders
+        found = [naive(world)]
+        if kinds is None or "mpi" in kinds:
+            found.append(naive_pinned(world))
+        for name in ALGORITHMS:
+            wanted = options.algorithms is None or name in options.algorithms
+            if name == "auto" or wanted and (kinds is None or "mpiring" in kinds):
+                found.append(mpiring(world, name))
+        if kinds is None or "nccl" in kinds:
+            found += _nccl(world, asked=kinds is not None)
+        return [*found, device_copy(), pinned_copies(world.size)]
+
+
+def naive(world: World) -> Contender:
+    """Return what one writes first: the whole array to the host, MPI_Allreduce, and back."""
+    raw, library = world.raw, world.mpi
+
+    def call(x: Any) -> Call:
+        _refuse_unknown(x)
+
+        def run() -> None:
+            host = x.get()
+            raw.Allreduce(library.IN_PLACE, host, op=library.SUM)
+            x.set(host)
+        return run
+
+    return Contender(NAIVE, call, _never)
+
+
+def naive_pinned(world: World) -> Contender:
+    """Return the same through one pinned buffer, which is kept."""
+    raw, library = world.raw, world.mpi
+
+    def call(x: Any) -> Call:
+        _refuse_unknown(x)
+        vector = vector_of(x)
+        gpu = vector.device.gpu
+        stream, host = gpu.stream(), gpu.pinned(vector.nbytes).view(vector.dtype)
+
+        def run() -> None:
+            stream.wait(gpu.mark())
+            stream.download(vector, host)
+            await_event(stream.record())
+            raw.Allreduce(library.IN_PLACE, host, op=library.SUM)
+            stream.upload(host, vector)
+            await_event(stream.record())
+        return run
+
+    return Contender(NAIVE_PINNED, call, _never)
+
+
+def device_copy() -> Contender:
+    """Return the limit of what is summed in the GPU's memory: every rank copies its array there.
+
+    That reads and writes 2 n bytes per rank, as an allreduce must: each sum is read from every
+    rank's array, and stored in every rank's array.
+    """
+    def call(x: Any) -> Call:
+        vector = vector_of(x)
+        stream, other = vector.device.gpu.stream(), _like(vector)
+
+        def run() -> None:
+            stream.combine("sum", [vector], 1, [other])
+            await_event(stream.record())
+        return run
+
+    return Contender(DEVICE_COPY, call, _never, sums=False)
+
+
+def pinned_copies(p: int) -> Contender:
+    """Return the limit of what goes through the host and is summed on the GPU, between p ranks.
+
+    Per rank n bytes go down: (p-1)/p n for others to sum, and the n/p that it has summed. And
+    2 (p-1)/p n come up: p-1 parts of n/p to sum, and p-1 that others have summed. Both at once, all
+    ranks at once; at 2 ranks n each way.
+    """
+    def call(x: Any) -> Call:
+        vector = vector_of(x)
+        gpu = vector.device.gpu
+        down, up, other = gpu.stream(), gpu.stream(), _like(vector)
+        hosts = [gpu.pinned(vector.nbytes).view(vector.dtype) for _ in range(2)]
+        rises = 2 * (p - 1) * vector.size // p
+
+        def run() -> None:
+            down.download(vector, hosts[0])
+            for start in range(0, rises, vector.size):
+                part = slice(0, min(vector.size, rises - start))
+                up.upload(hosts[1][part], other[part])
+            await_event(down.record())
+            await_event(up.record())
+        return run
+
+    return Contender(PINNED_COPIES, call, _never, sums=False)
+
+
+def _nccl(world: World, *, asked: bool) -> list[Contender]:
+    """Return NCCL, called by PyTorch, where it can run: each rank needs a GPU of its own."""
+    problem = "" if importlib.util.find_spec("torch") else "there is no PyTorch"
+    gpu = None
+    if not problem:
+        import torch
+        import torch.distributed as dist
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            index = world.comm.local_rank % torch.cuda.device_count()
+            gpu = world.comm.node_rank, str(torch.cuda.get_device_properties(index).uuid)
+        else:
+            problem = "PyTorch has no NCCL, or finds no GPU"
+    gpus = world.raw.allgather(gpu)
+    if not problem and len(set(gpus)) < world.size:
+        problem = f"{world.size} ranks have {len(set(gpus))} GPUs; NCCL takes one rank on each"
+    if world.anywhere(bool(problem)):
+        if asked:
+            raise ConfigError(f"the contender 'nccl' cannot run: {problem or 'not on all ranks'}")
+        return []
+    torch.cuda.set_device(index)
+    store = peers.store_of_rank_0(world, peers.interface_for(world))
+    group = dist.ProcessGroupNCCL(store, world.rank, world.size)
+
+    def call(x: Any) -> Call:
+        tensors = [peers.tensor_of(x)]
+
+        def run() -> None:
+            group.allreduce(tensors).wait()
+            torch.cuda.current_stream().synchronize()
+        return run
+
+    return [Contender("NCCL", call, _never)]
+
+
+def _like(x: DeviceVector) -> DeviceVector:
+    return x.device.allocate(x.nbytes).view(x.dtype)
+
+
+def _refuse_unknown(x: Any) -> None:
+    if not native.supports(x.dtype, "sum"):
+        raise ConfigError(f"MPI has no {x.dtype.name}")
+
+
+def _never(x: Any) -> Callable[[], Call]:
+    raise ConfigError("only blocking calls are measured on a GPU")
