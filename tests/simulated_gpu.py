@@ -224,7 +224,7 @@ class SimulatedGpu:
         """Return a NumPy array's elements in an array of its user's."""
         x = np.asarray(x)
         array = self.array(self.allocate(x.nbytes).view(x.dtype), x.shape)
-        array[...] = x
+        array.set(x)
         return array
 
     def calculated(self, function, *inputs, out=None, **kwargs):
@@ -236,7 +236,7 @@ class SimulatedGpu:
         if out is None:
             return self.put(result)
         out, = out if isinstance(out, tuple) else (out,)
-        out[...] = result
+        out.set(result)
         return out
 
     def is_pinned(self, x):
@@ -287,7 +287,11 @@ class Array(NDArrayOperatorsMixin):
         return Array(self.gpu, self.inside[part], self.base, self.owner)
 
     def __setitem__(self, part, value):
-        part = _on_host(part)
+        if isinstance(value, np.ndarray) and value.ndim:
+            raise ValueError("non-scalar numpy.ndarray cannot be used for fill")
+        self._queue(_on_host(part), value)
+
+    def _queue(self, part, value):
         source = value.inside if isinstance(value, Array) else np.array(value)
 
         def act():
@@ -321,7 +325,7 @@ class Array(NDArrayOperatorsMixin):
         return self.inside.copy()
 
     def set(self, value):
-        self[...] = value
+        self._queue(..., value)
 
 
 def _on_host(part):
@@ -347,7 +351,8 @@ class Cupy:
 
         self._gpu = gpu
         self.cuda = SimpleNamespace(
-            runtime=SimpleNamespace(getDevice=lambda: 0, getDeviceCount=lambda: 1), Event=Event,
+            runtime=SimpleNamespace(getDevice=lambda: 0, getDeviceCount=lambda: 1,
+                                    memGetInfo=lambda: (0, 0)), Event=Event,
             Device=lambda index: SimpleNamespace(use=lambda: None, pci_bus_id=f"0000:{index}"),
             get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when))
 

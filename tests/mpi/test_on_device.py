@@ -1,21 +1,29 @@
 """Tests the face on vectors in a GPU's memory, across real ranks, on a simulated GPU."""
 
+from types import SimpleNamespace
+
 import contract
 import numpy as np
 import pytest
 import simulated_gpu
 
-from mpiring import ConfigError, ReplicaError, reducers
+from mpiring import ConfigError, MissingDependencyError, ReplicaError, reducers
+from mpiring.gpus import cupy_for
 from mpiring.memory.device import vector_of
 from mpiring.numpy import DataParallel
 
 pytestmark = pytest.mark.mpi
 
 
-@pytest.fixture
-def gpu(monkeypatch):
-    """Let arrays of a simulated GPU be taken for CuPy's."""
-    return simulated_gpu.installed(monkeypatch)
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def gpu(request, comm, monkeypatch):
+    """Return what puts arrays on a GPU: on a simulated one, whose arrays are taken for CuPy's."""
+    if request.param == "simulated":
+        return simulated_gpu.installed(monkeypatch)
+    try:
+        return SimpleNamespace(put=cupy_for(comm).asarray)
+    except (ImportError, MissingDependencyError) as missing:
+        pytest.skip(reason=str(missing))
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])
@@ -92,13 +100,13 @@ def trained(comm, put, get, reducer, steps=6):
     for number in range(steps):
         random = np.random.default_rng([number, comm.rank])
         for name, shape in reversed(SHAPES.items()):
-            dp.grads[name][...] = random.random(shape).astype("float32")
+            dp.grads[name][...] = put(random.random(shape).astype("float32"))
             dp.ready(name)
         dp.wait()
         assert dp.finite
         for name, x in params.items():
             means.append(get(dp.grads[name]).copy())
-            x[...] = get(x) - means[-1]
+            x[...] = put(get(x) - means[-1])
     dp.compare_replicas()
     return [*map(get, params.values()), *means]
 
@@ -124,7 +132,7 @@ def test_a_nan_is_told_of(comm, gpu):
 
 
 def test_parameters_lie_on_one_device(comm, gpu):
-    with pytest.raises(ConfigError, match="'b' is on the CPU, but 'a' on simulated GPU"):
+    with pytest.raises(ConfigError, match="'b' is on the CPU, but 'a' on .*GPU"):
         DataParallel({"a": gpu.put(np.zeros(3)), "b": np.zeros(3)}, comm)
 
 
