@@ -15,6 +15,7 @@ from ..codecs.largest import select_largest
 from ..codecs.signs import Sign
 from ..memory.arrays import Array
 from ..reducers import Int8, OneBit
+from . import codecs_on_device
 from .results import Row
 from .table import Column, head, line
 
@@ -30,6 +31,8 @@ _CALLS = 15
 
 def run(options: Namespace) -> int:
     """Print the table; needs no MPI."""
+    if options.device == "cuda":
+        return codecs_on_device.run(options, _CODECS)
     way = "numba's code" if importlib.util.find_spec("numba") else "NumPy, for want of numba"
     print(f"# {options.elements:,} float32, 1e9 numbers per second, by {way}\n{head(_COLUMNS)}")
     for row in rates(options.elements):

@@ -64,7 +64,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     loading = commands.add_parser(
         "prefetch", help="what it costs that data comes from the host (PyTorch)")
     encoders = commands.add_parser(
-        "codecs", help="how fast gradients are encoded, on one core; needs no MPI")
+        "codecs", help="how fast gradients are encoded, on one core or a GPU; needs no MPI")
     plot = commands.add_parser("plot", help="draw what --json has written")
     _declare_allreduce(allreduce)
     _declare_overlap(overlap)
@@ -78,6 +78,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
     _declare_common(reducers)
     encoders.add_argument("--elements", type=checked(parse_count), default=4_000_000,
                           help="numbers in a vector; default: 4M")
+    _declare_device(encoders)
+    encoders.add_argument("--json", metavar="FILE", help="with --device cuda: write the shares")
     encoders.set_defaults(action=codecs.run)
     plot.add_argument("json", metavar="FILE.json")
     plot.add_argument("plot", metavar="FILE.png")

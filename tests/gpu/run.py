@@ -42,6 +42,8 @@ class Step:
         ranks: Under mpiexec; 0 for without.
         limit_s: Then it is ended, with all that it has started.
         needs: A program without which it is left out.
+        shows: What its log holds where it was worth something: where all tests are skipped,
+            pytest is content.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Step:
     ranks: int = 0
     limit_s: float = 120
     needs: str = ""
+    shows: str = ""
 
 
 def look(out: Path) -> Iterator[Step]:
@@ -59,10 +62,12 @@ def look(out: Path) -> Iterator[Step]:
 
 def tests(out: Path) -> Iterator[Step]:
     """Run the tests that are marked gpu."""
-    yield Step("tests", ("-m", "pytest", "-m", "gpu", "tests/gpu", *QUIET), 0, 420)
+    yield Step("tests", ("-m", "pytest", "-m", "gpu", "tests/gpu", *QUIET), 0, 420,
+               shows=" passed")
     for ranks in RANKS:
         yield Step(f"tests-{ranks}", ("-m", "pytest", "--with-mpi", "-m", "mpi and gpu",
-                                      "tests/mpi/test_on_device.py", *QUIET), ranks, 180)
+                                      "tests/mpi/test_on_device.py", *QUIET), ranks, 180,
+                   shows=" passed")
 
 
 def training(out: Path) -> Iterator[Step]:
@@ -160,7 +165,9 @@ def run(step: Step, out: Path) -> dict[str, object]:
                                stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             status = job.wait(step.limit_s)
-            ended = "passed" if status == 0 else f"failed: status {status}"
+            ended = f"failed: status {status}" if status else "passed"
+            if not status and step.shows not in (out / f"{step.name}.log").read_text():
+                ended = f"failed: its log does not say {step.shows!r}"
         except subprocess.TimeoutExpired:
             ended = f"failed: not done after {step.limit_s:g} s"
         finally:
@@ -226,7 +233,8 @@ def figures(out: Path) -> Iterator[str]:
             yield (f"{row['model']}: step with loader / data on the device "
                    f"{row['over_resident']:.3f}")
     for row in rows("codecs"):
-        yield f"{row['codec']}: {row}"
+        shares = [f"{kind} {share:.2f}" for kind, share in row.items() if kind != "codec"]
+        yield f"{row['codec']}, shares of memory bandwidth: {', '.join(shares)}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""Trains the examples on a real GPU, and compares with the host."""
+
+import re
+
+import numpy as np
+import pytest
+from launching import ROOT, launch, needed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.launch]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(autouse=True)
+def packages():
+    for name in ("sklearn", "threadpoolctl", "ml_dtypes"):
+        needed(name)
+
+
+def digits(program, ranks, where, *options):
+    ended = launch(ranks, EXAMPLES / program, "--epochs", "3", "--save", where, *options)
+    assert ended.status == 0, ended.output
+    return [dict(np.load(f"{where}{rank}.npz")) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_cupy_learns_what_numpy_does(tmp_path, ranks):
+    (host,) = digits("train_numpy.py", 1, tmp_path / "host")
+    replicas = digits("train_cupy.py", ranks, tmp_path / "gpu")
+    for name, weights in host.items():
+        assert len({replica[name].tobytes() for replica in replicas}) == 1, name
+        np.testing.assert_allclose(replicas[0][name], weights, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_16_bits_and_a_checkpoint(tmp_path, dtype):
+    options = "--dtype", dtype, "--checkpoint", tmp_path / "checkpoint"
+    digits("train_cupy.py", 2, tmp_path / "first", *options, "--epochs", "1")
+    one, other = digits("train_cupy.py", 2, tmp_path / "second", *options, "--epochs", "12")
+    assert all(np.array_equal(one[name], other[name]) for name in one)
+    ended = launch(1, EXAMPLES / "train_cupy.py", *options, "--epochs", "13")
+    assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output
+
+
+def test_a_transformer_learns_the_same_on_any_number_of_ranks():
+    needed("torch")
+
+    def train(ranks, *options):
+        ended = launch(ranks, EXAMPLES / "train_torch.py", "--steps", "12", "--width", "32",
+                       "--layers", "1", "--context", "32", "--batch", "8", "--report", "4", *options)
+        assert ended.status == 0, ended.output
+        return [float(text) for text in re.findall(r"validation (\d\.\d{3}) bits", ended.output)]
+
+    host = train(1)
+    assert len(host) == 3
+    for ranks in (1, 2, 4):
+        assert train(ranks, "--device", "cuda") == pytest.approx(host, abs=0.003)
