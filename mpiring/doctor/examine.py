@@ -19,6 +19,7 @@ from ..communicator import Communicator
 from ..config import Config
 from ..errors import MpiringError
 from . import gather
+from .devices import usable
 from .facts import (ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank)
 from .measure import measured
 
@@ -88,7 +89,9 @@ def _with_mpi(mpi: Any, library: Library, tell: Tell) -> None:
     tell(EXCHANGING, ranks=[mine], size=world.size)
     leaders = _leaders(mpi, world)
     numbers = sorted(set(leaders))
-    mine = replace(mine, node=numbers.index(leaders[world.rank]))
+    leader = leaders[world.rank]
+    mine = replace(mine, node=numbers.index(leader),
+                   gpus=usable(mine.gpus, leaders[:world.rank].count(leader)))
     tell(TRYING, ranks=world.gather(mine) or [mine])
     tell(MEASURING, **_tried(mpi, world, mine))
     tell(ENDING, pairs=measured(mpi, world, leaders))

@@ -129,6 +129,10 @@ class Gpus:
         transports: UCX's modules that know GPUs, of those that lie beside it; None where
             MPI does not use UCX.
         gtl: Cray's library for GPUs is loaded.
+        seen: What CuPy sees of NVIDIA's GPUs, by their places on the PCI bus.
+        own: That of this rank.
+        problem: Why mpiring can use none, or "".
+        unshared: Why processes cannot open its memory to each other, or "".
     """
 
     kind: str = ""
@@ -138,6 +142,10 @@ class Gpus:
     aware: bool | None = None
     transports: tuple[str, ...] | None = None
     gtl: bool = False
+    seen: tuple[str, ...] = ()
+    own: str = ""
+    problem: str = ""
+    unshared: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

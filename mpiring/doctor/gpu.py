@@ -29,6 +29,7 @@ def findings(job: Job) -> Iterator[Finding]:
             continue
         yield _devices(rank, sum(other.node == rank.node for other in job.ranks))
         yield _awareness(rank)
+        yield from _use(rank, job)
         yield from _direct(rank)
 
 
@@ -69,6 +70,50 @@ def _awareness(rank: Rank) -> Finding:
             f"nothing shows that {name} takes GPU memory")
     return Finding("GPU-aware MPI", NOTE, f"{said}: data goes through the host's", remedy,
                    (rank.rank,))
+
+
+def _use(rank: Rank, job: Job) -> Iterator[Finding]:
+    """Judge what mpiring itself does with a rank's GPU."""
+    gpus, here = rank.gpus, (rank.rank,)
+    if gpus.problem:
+        yield Finding("mpiring's GPU", NOTE, f"none: {gpus.problem}",
+                      "pip install cupy-cuda13x (or cupy-cuda12x); models on the CPU need none",
+                      here)
+        return
+    if not gpus.own:
+        return
+    sharers = [other.rank for other in job.ranks
+               if other.node == rank.node and other.gpus.own == gpus.own]
+    text = f"{gpus.own}, one of {len(gpus.seen)}" if len(gpus.seen) > 1 else gpus.own
+    if len(sharers) > 1:
+        yield Finding("mpiring's GPU", NOTE, f"{text}, for {len(sharers)} ranks",
+                      "they take turns in computing; start one rank for each GPU, or let each "
+                      "see its own (srun --gpus-per-task=1)", here)
+    else:
+        yield Finding("mpiring's GPU", OK, text, "", here)
+    neighbours = sum(other.node == rank.node for other in job.ranks)
+    if neighbours > 1 and gpus.unshared:
+        yield Finding("GPU memory within a node", NOTE,
+                      f"cannot be shared ({gpus.unshared}): data goes through pinned host memory",
+                      "containers: give ranks one IPC and PID namespace; Linux only", here)
+    elif neighbours > 1:
+        yield Finding("GPU memory within a node", OK,
+                      "shared: arrays of comm.empty, and gradients, are summed in place", "", here)
+    if len(job.nodes()) > 1:
+        yield _between_nodes(rank)
+
+
+def _between_nodes(rank: Rank) -> Finding:
+    wish, here = rank.variables.get("MPIRING_GPU_AWARE", "auto"), (rank.rank,)
+    name = "GPU memory between nodes"
+    if wish == "yes":
+        return Finding(name, OK, "MPIRING_GPU_AWARE=yes: MPI is handed its pointers, untried", "",
+                       here)
+    if wish == "no":
+        return Finding(name, OK, "MPIRING_GPU_AWARE=no: staged through pinned host memory", "",
+                       here)
+    return Finding(name, OK, "MPI is handed its pointers where a trial at the first use shows that "
+                   "it takes them; else staged through pinned host memory", "", here)
 
 
 def _direct(rank: Rank) -> Iterator[Finding]:

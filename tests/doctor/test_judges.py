@@ -335,6 +335,40 @@ def test_gpus_and_what_lies_beside_them():
     assert "export MPICH_GPU_SUPPORT_ENABLED=0" in one(none, "GPUs", "warning")
 
 
+A_GPU, OTHER = "0000:01:00.0", "0000:41:00.0"
+
+
+def with_gpus(owns, per_node=None, variables=HYDRA, **facts):
+    """Return a job whose ranks have these GPUs."""
+    some = ranks(len(owns), per_node, variables=variables)
+    return job([replace(rank, gpus=Gpus(kind="NVIDIA", count=2, seen=(A_GPU, OTHER), own=own,
+                                        **facts)) for rank, own in zip(some, owns)])
+
+
+def test_what_mpiring_does_with_gpus():
+    own, shared = "mpiring's GPU", "GPU memory within a node"
+    assert A_GPU in one(with_gpus([A_GPU]), own, "ok")
+    assert shared not in found(with_gpus([A_GPU]))
+    assert [finding.verdict for finding in found(with_gpus([A_GPU, OTHER]))[own]] == ["ok"] * 2
+    assert "0000:01:00.0, one of 2, for 2 ranks -> " in one(
+        with_gpus([A_GPU, A_GPU]), own, "note")
+    # Nodes have GPUs at equal places.
+    assert "one of 2 ->" in one(with_gpus([A_GPU, A_GPU], per_node=1), own, "ok")
+    assert "summed in place" in one(with_gpus([A_GPU, OTHER]), shared, "ok")
+    refused = with_gpus([A_GPU, OTHER], unshared="invalid device context")
+    assert "(invalid device context): data goes through pinned" in one(refused, shared, "note")
+    missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="there is no CuPy")))
+    assert "none: there is no CuPy -> pip install cupy-cuda13x" in one(missing, own, "note")
+
+
+@pytest.mark.parametrize(("wish", "words"), [
+    ("yes", "handed its pointers, untried"), ("no", "MPIRING_GPU_AWARE=no: staged"),
+    ("auto", "where a trial at the first use")])
+def test_what_mpiring_does_with_gpus_between_nodes(wish, words):
+    some = with_gpus([A_GPU, A_GPU], 1, {**HYDRA, "MPIRING_GPU_AWARE": wish})
+    assert words in one(some, "GPU memory between nodes", "ok")
+
+
 @pytest.mark.parametrize(("library", "variables", "verdict", "words"), [
     (MPICH, HYDRA, "note", "MPICH 5.0.2 ends the job"), (CRAY, STEP, "note", "checkpoints"),
     (OPEN, PRTE, "note", "mpirun --with-ft ulfm"), (OPEN, STEP, "note", "under srun"),

@@ -44,8 +44,8 @@ def test_cuda_tensors(own_stream):
     if not torch.cuda.is_available():
         pytest.skip(reason="PyTorch finds no GPU")
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
-    host = [(torch.full((N,), float(number)), {"y": torch.arange(number), "flag": torch.tensor(True)})
-            for number in range(COUNT)]
+    host = [(torch.full((N,), float(number)),
+             {"y": torch.arange(number), "flag": torch.tensor(True)}) for number in range(COUNT)]
     with torch.cuda.stream(stream):
         late = torch.ones((2000, 2000), device="cuda")
         copies = torch.zeros((COUNT, N), device="cuda")

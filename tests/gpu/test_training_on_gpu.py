@@ -46,7 +46,8 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks():
 
     def train(ranks, *options):
         ended = launch(ranks, EXAMPLES / "train_torch.py", "--steps", "12", "--width", "32",
-                       "--layers", "1", "--context", "32", "--batch", "8", "--report", "4", *options)
+                       "--layers", "1", "--context", "32", "--batch", "8", "--report", "4",
+                       *options)
         assert ended.status == 0, ended.output
         return [float(text) for text in re.findall(r"validation (\d\.\d{3}) bits", ended.output)]
 
