@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import ROOT, environment, launch, needed
+from launching import PROGRAMS, ROOT, environment, launch, needed
 
 from mpiring import Config
 from mpiring.__main__ import _parser
@@ -68,7 +68,7 @@ def test_the_pytorch_diff_is_a_working_program(tmp_path):
 
 
 def test_the_python_block_runs():
-    (block,) = [block for block in blocks("python") if "mpiring.init()" in block]
+    (block,) = [block for block in blocks("python") if "broadcast_object" in block]
     ended = launch(3, "-c", block + "    assert x[0] == 4.5 and names[2] == 'rank 2', x")
     assert ended.status == 0, ended.output
     alone = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env=environment(), timeout=60)
@@ -168,13 +168,23 @@ def test_the_lab_command_has_real_options():
 def test_the_bench_commands_have_real_options():
     found = [line.split() for line in lines() if " bench " in line]
     assert {words[words.index("bench") + 1] for words in found} == {
-        "allreduce", "overlap", "steps", "reducers", "codecs"}
+        "allreduce", "overlap", "steps", "reducers", "codecs", "prefetch"}
     for words in found:
         if "lab" in words:
             words = _parser().parse_args(words[words.index("lab"):]).command
         # parse_args ends the test where a word is no option.
         options = _parser().parse_args(words[words.index("mpiring") + 1:])
         assert getattr(options, "ranks", None) is None or options.ranks >= 1
+
+
+def test_the_gpu_block_runs(tmp_path):
+    """On a simulated GPU."""
+    (block,) = [block for block in blocks("python") if "cupy_for" in block]
+    program = tmp_path / "program.py"
+    program.write_text(block + "    print(dp.params['w'].get(), float(x[0]))\n")
+    ended = launch(2, PROGRAMS / "on_simulated_gpu.py", program)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("[-0.8 -0.8 -0.8] 1.0") == 2, ended.output
 
 
 def test_the_tuning_command_runs():

@@ -4,6 +4,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,8 @@ def rates(device: Device, n: int, named: tuple[tuple[str, Codec], ...],
     from ..codecs import kernels
     x = _put(device, np.random.default_rng(0).standard_normal(n, np.float32))
     other = device.allocate(x.nbytes).view(np.float32)
-    stream = device.gpu.stream()
+    # A stream that takes kernels, too.
+    stream: Any = device.gpu.stream()
 
     def seconds(launch: Callable[[], object]) -> float:
         readings = []
@@ -67,7 +69,7 @@ def rates(device: Device, n: int, named: tuple[tuple[str, Codec], ...],
 
     copy = 2 * x.nbytes / seconds(lambda: stream.combine("sum", [x], 1, [other]))
 
-    def shares(codec: Codec) -> Iterator[float]:
+    def shares(codec: Any) -> Iterator[float]:
         coded = codec.payload_size(n)
         payload = device.allocate(coded)
         actions: list[tuple[int, Callable[[], object]]] = [

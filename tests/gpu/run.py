@@ -64,6 +64,10 @@ def tests(out: Path) -> Iterator[Step]:
     """Run the tests that are marked gpu."""
     yield Step("tests", ("-m", "pytest", "-m", "gpu", "tests/gpu", *QUIET), 0, 420,
                shows=" passed")
+
+
+def ranks_tests(out: Path) -> Iterator[Step]:
+    """Run those of them that are for several ranks."""
     for ranks in RANKS:
         yield Step(f"tests-{ranks}", ("-m", "pytest", "--with-mpi", "-m", "mpi and gpu",
                                       "tests/mpi/test_on_device.py", *QUIET), ranks, 180,
@@ -86,31 +90,37 @@ def sanitize(out: Path) -> Iterator[Step]:
                    "compute-sanitizer")
 
 
-def bench(out: Path) -> Iterator[Step]:
-    """Measure what the table of targets asks for."""
-    def of(name: str, *words: str, ranks: int, limit_s: float) -> Step:
-        return Step(name, ("-m", "mpiring", "bench", *words, "--levels", "multiple", "--json",
-                           str(out / f"{name}.json"), "--csv", str(out / f"{name}.csv")),
-                    ranks, limit_s)
+def _bench(out: Path, name: str, command: str, *words: str, ranks: int, limit_s: float) -> Step:
+    return Step(name, ("-m", "mpiring", "bench", command, "--device", "cuda", *words, "--levels",
+                       "multiple", "--json", str(out / f"{name}.json"), "--csv",
+                       str(out / f"{name}.csv")), ranks, limit_s)
 
-    cuda = ("--device", "cuda")
+
+def allreduce(out: Path) -> Iterator[Step]:
+    """Measure allreduces, staged and shared, beside the naive way and the limits."""
     for ranks in (2, 4):
-        yield of(f"allreduce-{ranks}", "allreduce", *cuda, "--sizes", "64M,256M", "--buffers",
-                 "empty,private", "--algorithms", "auto,ring", "--rounds", "4", "--budget", "1",
-                 ranks=ranks, limit_s=240)
-    yield of("allreduce-small", "allreduce", *cuda, "--sizes", "64K,1M,16M", "--buffers",
-             "empty,private", "--algorithms", "auto,ring", "--rounds", "4", ranks=2, limit_s=120)
-    yield of("steps", "steps", *cuda, "--framework", "torch", "--parameters", "50M", "--batch",
-             "64", "--contenders", "mpiring,gloo", "--rounds", "5", ranks=2, limit_s=180)
-    yield of("prefetch", "prefetch", *cuda, "--models", "transformer,convnet", "--parameters",
-             "50M", "--batch", "128", "--rounds", "5", ranks=1, limit_s=120)
-    yield Step("codecs", ("-m", "mpiring", "bench", "codecs", *cuda, "--elements", "64M", "--json",
-                          str(out / "codecs.json")), 0, 120)
+        yield _bench(out, f"allreduce-{ranks}", "allreduce", "--sizes", "64M,256M", "--buffers",
+                     "empty,private", "--algorithms", "auto,ring", "--rounds", "4", "--budget",
+                     "1", ranks=ranks, limit_s=220)
+    yield _bench(out, "allreduce-small", "allreduce", "--sizes", "64K,1M,16M", "--buffers",
+                 "empty,private", "--algorithms", "auto,ring", "--rounds", "4", ranks=2,
+                 limit_s=120)
+
+
+def steps(out: Path) -> Iterator[Step]:
+    """Measure training steps, with their data, and the encoders."""
+    yield _bench(out, "steps", "steps", "--framework", "torch", "--parameters", "50M", "--batch",
+                 "64", "--contenders", "mpiring,gloo", "--rounds", "5", ranks=2, limit_s=180)
+    yield _bench(out, "prefetch", "prefetch", "--models", "transformer,convnet", "--parameters",
+                 "50M", "--batch", "128", "--rounds", "5", ranks=1, limit_s=120)
+    yield Step("codecs", ("-m", "mpiring", "bench", "codecs", "--device", "cuda", "--elements",
+                          "64M", "--json", str(out / "codecs.json")), 0, 120)
 
 
 # In this order: what is short and tells most comes first.
 PARTS: dict[str, Callable[[Path], Iterator[Step]]] = {
-    "look": look, "tests": tests, "bench": bench, "training": training, "sanitize": sanitize}
+    "look": look, "tests": tests, "ranks": ranks_tests, "allreduce": allreduce, "steps": steps,
+    "training": training, "sanitize": sanitize}
 
 
 def install(wheels: Path) -> None:
@@ -186,9 +196,12 @@ def main() -> int:
     parser.add_argument("--wheels", type=Path, metavar="FOLDER",
                         help="packages to use that the environment lacks: mpich, pytest-mpi …")
     parser.add_argument("out", type=Path, metavar="OUT")
-    parser.add_argument("parts", nargs="*", metavar="PART", choices=[*PARTS, []],
+    parser.add_argument("parts", nargs="*", metavar="PART",
                         help=f"of {', '.join(PARTS)}; default: all")
     options = parser.parse_args()
+    unknown = [part for part in options.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"{', '.join(unknown)}: expected some of {', '.join(PARTS)}")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     if options.wheels:
