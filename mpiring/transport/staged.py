@@ -77,7 +77,8 @@ class DeviceChannel:
         return self._queued(self._receives, None, lambda: self._net.irecv(host, source),
                             lambda: staging.give(slot, self._device.to_device(host, x)))
 
-    def _queued(self, queue: "deque[DeviceMessage]", ready: Event | None, post: Callable[[], Request],
+    def _queued(self, queue: "deque[DeviceMessage]", ready: Event | None,
+                post: Callable[[], Request],
                 landed: Callable[[], None] = lambda: None) -> "DeviceMessage":
         message = DeviceMessage(self, ready, post, landed)
         queue.append(message)
