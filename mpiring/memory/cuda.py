@@ -7,20 +7,18 @@ context, some hundred MB, on a GPU that nobody may want.
 
 import functools
 import logging
-import math
 import struct
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from ..errors import ConfigError, MissingDependencyError, TransportError
 from . import kernels
-from .arrays import Array, dtype_name
+from .arrays import Array
 from .device import Device, DeviceVector, Event
 from .kernels import Kernel
 
@@ -38,31 +36,32 @@ _devices: dict[int, Device] = {}
 _opening = threading.Lock()
 
 
-def _cupy() -> Any:
+@functools.cache
+def cupy() -> Any:
     """Return CuPy, once it has found a GPU and a compiler.
 
     Raises:
         MissingDependencyError: CuPy, or what it needs, is not there.
     """
     try:
-        import cupy
+        import cupy as package
     except ImportError as error:
         raise MissingDependencyError(
             f"a GPU's memory needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x); {error}"
         ) from error
     try:
-        cupy.cuda.runtime.getDeviceCount()
+        package.cuda.runtime.getDeviceCount()
     except RuntimeError as error:
         raise MissingDependencyError(
-            f"CuPy {cupy.__version__} finds no GPU: {error}; run nvidia-smi, which must list one, "
-            f"and look at CUDA_VISIBLE_DEVICES") from error
+            f"CuPy {package.__version__} finds no GPU: {error}; run nvidia-smi, which must list "
+            f"one, and look at CUDA_VISIBLE_DEVICES") from error
     try:
-        cupy.cuda.nvrtc.getVersion()
+        package.cuda.nvrtc.getVersion()
     except RuntimeError as error:
         raise MissingDependencyError(
-            f"CuPy {cupy.__version__} cannot compile kernels: pip install 'cupy-cuda13x[ctk]' "
+            f"CuPy {package.__version__} cannot compile kernels: pip install 'cupy-cuda13x[ctk]' "
             f"(or 'cupy-cuda12x[ctk]'); {str(error).partition(chr(10))[0]}") from error
-    return cupy
+    return package
 
 
 def versions() -> str:
@@ -71,9 +70,9 @@ def versions() -> str:
     Raises:
         MissingDependencyError: There is no CuPy or no GPU.
     """
-    cupy = _cupy()
-    runtime = cupy.cuda.runtime
-    return (f"CuPy {cupy.__version__}, CUDA {runtime.runtimeGetVersion()}, "
+    package = cupy()
+    runtime = package.cuda.runtime
+    return (f"CuPy {package.__version__}, CUDA {runtime.runtimeGetVersion()}, "
             f"driver {runtime.driverGetVersion()}")
 
 
@@ -140,11 +139,11 @@ class CudaStream:
 
     def download(self, x: DeviceVector, out: Array) -> None:
         """Queue a copy to pinned host memory."""
-        self._copy(out.ctypes.data, x.address, x.nbytes, self._cuda.runtime.memcpyDeviceToHost)
+        self._copy(out.ctypes.data, x.address, x.nbytes)
 
     def upload(self, x: Array, out: DeviceVector) -> None:
         """Queue a copy from pinned host memory."""
-        self._copy(out.address, x.ctypes.data, out.nbytes, self._cuda.runtime.memcpyHostToDevice)
+        self._copy(out.address, x.ctypes.data, out.nbytes)
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
@@ -154,10 +153,10 @@ class CudaStream:
         if len(sources) == 1 and divides == "none":
             for out in outs:
                 if out.address != sources[0].address:
-                    self._copy(out.address, sources[0].address, out.nbytes,
-                               self._cuda.runtime.memcpyDefault)
+                    self._copy(out.address, sources[0].address, out.nbytes)
             return
-        kernel = kernels.combine(op, x.dtype, len(sources), len(outs), divides)
+        kernel = kernels.combine("sum" if op == "mean" else op, x.dtype, len(sources), len(outs),
+                                 divides)
         places = [[vector.address for vector in vectors] for vectors in (sources, outs)]
         cut = kernels.packing([*places[0], *places[1]], x.size, x.itemsize)
         self.launch(kernel, max(cut.packs, x.size - cut.packs * kernels.PACK_BYTES // x.itemsize),
@@ -188,15 +187,17 @@ class CudaStream:
             raise ConfigError(f"{event!r} is no event of CUDA's")
         self._cuda.runtime.streamWaitEvent(self._stream.ptr, event.pointer)
 
-    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+    def _copy(self, to: int, source: int, nbytes: int) -> None:
+        runtime = self._cuda.runtime
         with self._cuda.current():
-            self._cuda.runtime.memcpyAsync(to, source, nbytes, kind, self._stream.ptr)
+            # Which of both is on a GPU, CUDA sees from the addresses.
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
 
 
 @functools.cache
 def _compiled(kernel: Kernel) -> Any:
     """Return what launches a kernel; CuPy compiles it at the first call, and keeps that on disk."""
-    return _cupy().RawKernel(kernel.source, kernel.name, kernels.OPTIONS)
+    return cupy().RawKernel(kernel.source, kernel.name, kernels.OPTIONS)
 
 
 class _Memory:
@@ -237,7 +238,7 @@ class Cuda:
     """
 
     def __init__(self, index: int) -> None:
-        self.cupy = _cupy()
+        self.cupy = cupy()
         self.runtime = self.cupy.cuda.runtime
         count = self.runtime.getDeviceCount()
         if not 0 <= index < count:
@@ -343,106 +344,3 @@ class Cuda:
         """Give back what `open` returned, before whoever has exported it frees it."""
         with self.current():
             self.runtime.ipcCloseMemHandle(x.address)
-
-
-def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
-    """Return the elements of an array on a GPU as a vector that shares its memory.
-
-    It is ready when what is now queued on the producer's stream is done: on the current one for
-    a CuPy array, on that which the interface names for any other.
-
-    Args:
-        x: A CuPy array, or what has `__cuda_array_interface__`; C- or Fortran-contiguous.
-        writeable: Refuse arrays that cannot be written to.
-
-    Raises:
-        ConfigError: Not such an array, masked, not contiguous, or read-only.
-        MissingDependencyError: There is no CuPy or no GPU.
-
-    Source: CUDA Array Interface, version 3 (Numba's documentation).
-    """
-    cupy = _cupy()
-    if isinstance(x, cupy.ndarray):
-        _refuse_gaps(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
-        stream = cupy.cuda.get_current_stream(x.device.id).ptr
-        return vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
-    interface = getattr(x, "__cuda_array_interface__", None)
-    if interface is None:
-        raise ConfigError(
-            f"expected a cupy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
-            f"convert it with cupy.asarray, or send it with broadcast_object")
-    if interface.get("mask") is not None:
-        raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
-    shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
-    strides = interface.get("strides")
-    _refuse_gaps(shape, strides, strides is None or _is_dense(shape, strides, dtype.itemsize))
-    address, read_only = interface["data"]
-    if writeable and read_only:
-        raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
-    runtime = cupy.cuda.runtime
-    index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    return vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
-
-
-def vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
-              owner: object) -> DeviceVector:
-    """Return memory of a GPU as a vector.
-
-    Args:
-        address: Of the first of `n` elements; 0 where there are none.
-        dtype: Of NumPy's, or bfloat16 of ml_dtypes.
-        index: Of the GPU.
-        stream: CUDA's pointer of the stream on which it was written last, as the CUDA Array
-            Interface has it: 1 is the default stream; None where that is done.
-        owner: Keeps the memory alive.
-
-    Raises:
-        ConfigError: The dtype cannot travel, or there is no such GPU.
-        MissingDependencyError: There is no CuPy or no GPU.
-    """
-    dtype_name(dtype)
-    on = device(index)
-    ready = None
-    if stream is not None and n:
-        cuda = cast(Cuda, on.gpu)
-        with cuda.current():
-            ready = CudaEvent(cuda, stream)
-    return DeviceVector(on, address, n, np.dtype(dtype), owner, ready)
-
-
-def array_of(x: DeviceVector, shape: Sequence[int], order: str = "C") -> Any:
-    """Return a CuPy array of this shape that shares a vector's memory.
-
-    Args:
-        x: Whoever uses the array has waited for it.
-        order: "C" or "F".
-
-    Raises:
-        ConfigError: CuPy does not have the dtype.
-    """
-    cupy = _cupy()
-    if dtype_name(x.dtype) == "bfloat16" and int(cupy.__version__.partition(".")[0]) < 14:
-        raise ConfigError(f"CuPy {cupy.__version__} has no bfloat16: pip install 'cupy-cuda13x>=14'")
-    memory = cupy.cuda.UnownedMemory(x.address, x.nbytes, x, cast(Cuda, x.device.gpu).index)
-    return cupy.ndarray(tuple(shape), x.dtype, cupy.cuda.MemoryPointer(memory, 0), order=order)
-
-
-def _refuse_gaps(shape: Sequence[int], strides: object, dense: bool) -> None:
-    if not dense:
-        raise ConfigError(
-            f"array of shape {shape} with strides {strides} is not contiguous, so it cannot "
-            f"be combined in place; pass a contiguous array: y = cupy.ascontiguousarray(x), "
-            f"and afterwards x[...] = y")
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements lie one behind the other, in C's or Fortran's order."""
-    axes = [(length, stride) for length, stride in zip(shape, strides) if length != 1]
-    if not all(shape):
-        return True
-    for ordered in (axes, axes[::-1]):
-        expected = [itemsize * math.prod(length for length, _ in ordered[place + 1:])
-                    for place in range(len(ordered))]
-        if expected == [stride for _, stride in ordered]:
-            return True
-    return False

@@ -1,8 +1,9 @@
 """Writes the CUDA C++ that combines vectors on a GPU, one kernel for each op, dtype and count.
 
 Sums and products are made in the order of the sources, and never contracted (`OPTIONS`), so that
-every result has the bits of the host's `Reduction`. Two things may differ: the bits of a NaN, which
-stays one, and the sign of zero where max or min choose between both.
+results have the bits of the host's `Reduction`. Three things may differ: the bits of a NaN, which
+stays one; the sign of zero where max or min choose between both; and the last bit of complex
+products, which NumPy contracts on some processors.
 """
 
 import functools
@@ -171,7 +172,7 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
     """Return the kernel that combines so many vectors elementwise, and stores the result.
 
     Args:
-        op: As in Reduction.
+        op: As in Reduction; a mean is a sum that is divided.
         dtype: Any that a GPU has.
         sources, outs: How many vectors; a kernel takes some 500.
         divides: From `division`.
@@ -211,7 +212,8 @@ def _types(op: str, dtype: np.dtype[Any]) -> str:
 
 def _both(op: str, of: str) -> str:
     """Return the function that combines two elements."""
-    op = {"mean": "sum", **({"max": "bor", "min": "band"} if of == "bool" else {})}.get(op, op)
+    if of == "bool":
+        op = {"max": "bor", "min": "band"}.get(op, op)
     if of in COMPLEX:
         value = {"sum": "{ a.re + b.re, a.im + b.im }",
                  "prod": "{ a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re }"}[op]
