@@ -70,18 +70,20 @@ class HostStream(CudaStream):
         ctypes.memmove(to, source, nbytes)
 
 
-def vector(x):
-    """Return a NumPy vector as one that a GPU would have; `x` is to live as long."""
-    return DeviceVector(None, x.ctypes.data, x.size, x.dtype, x)
+class HostMemory:
+    """Memory of the host, as that of a GPU; see kernel_cases.py."""
 
+    def put(self, x, offset=0):
+        """Return a vector with the elements of an array."""
+        memory = np.empty(x.nbytes + 128, np.uint8)
+        start = -memory.ctypes.data % 64 + offset
+        copy = memory[start:start + x.nbytes].view(x.dtype)
+        copy[...] = x
+        return DeviceVector(None, copy.ctypes.data, x.size, x.dtype, copy)
 
-def placed(x, offset):
-    """Return a copy of a vector whose address is so many bytes above a multiple of 64."""
-    memory = np.empty(x.nbytes + 128, np.uint8)
-    start = -memory.ctypes.data % 64 + offset
-    copy = memory[start:start + x.nbytes].view(x.dtype)
-    copy[...] = x
-    return copy
+    def get(self, x):
+        """Return what a vector holds."""
+        return x.owner
 
 
 def same(x, y):

@@ -5,17 +5,19 @@ the cache then holds, once more. All else goes element by element, in packs of f
 """
 
 import functools
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
 from ..memory.device import DeviceVector
 from ..memory.kernels import PACK_BYTES, SIXTEEN, THREADS, Kernel
 from . import blocks, pieces
-from .base import Codec
 from .blocks import EightBit
 from .halves import Halves
 from .signs import Sign
+
+# Those that have kernels.
+Codec = EightBit | Sign | Halves
 
 _LANES = 32
 _PACKED = 4
@@ -190,7 +192,7 @@ def encode(stream: Launching, codec: Codec, x: DeviceVector, payload: DeviceVect
 
     Args:
         stream: Of the GPU.
-        codec: An EightBit, Sign or Halves.
+        codec: One of those that have kernels.
         x, payload, lost, key: As for Codec.encode.
     """
     seed = pieces.mixed(key) if isinstance(codec, EightBit) else 0
@@ -204,7 +206,7 @@ def decode(stream: Launching, codec: Codec, payload: DeviceVector, out: DeviceVe
 
     Args:
         stream: Of the GPU.
-        codec: An EightBit, Sign or Halves.
+        codec: One of those that have kernels.
         payload: What was encoded.
         out: Overwritten, or added to.
         adds: Which of both.
@@ -214,7 +216,7 @@ def decode(stream: Launching, codec: Codec, payload: DeviceVector, out: DeviceVe
 
 def _launch(stream: Launching, kernel: Kernel, codec: Codec, work: int, x: DeviceVector,
             payload: DeviceVector, lost: DeviceVector | None, seed: int) -> None:
-    pieces.check_size(payload, x.size, codec.payload_size(x.size))
+    pieces.check_size(cast(Any, payload), x.size, codec.payload_size(x.size))
     if not x.size:
         return
     scales = 0 if isinstance(codec, Halves) else 4 * -(-x.size // codec.alignment)
@@ -236,7 +238,7 @@ def encoder(codec: Codec, lost: bool) -> Kernel:
     """Return the kernel that encodes.
 
     Args:
-        codec: An EightBit, Sign or Halves.
+        codec: One of those that have kernels.
         lost: It also stores what is lost.
     """
     name = f"mpiring_encode_{_name(codec)}{'_and_lost' * lost}"
@@ -253,7 +255,7 @@ def decoder(codec: Codec, adds: bool) -> Kernel:
     """Return the kernel that decodes.
 
     Args:
-        codec: An EightBit, Sign or Halves.
+        codec: One of those that have kernels.
         adds: It adds what it decodes.
     """
     name = f"mpiring_{'add' if adds else 'decode'}_{_name(codec)}"
@@ -262,7 +264,7 @@ def decoder(codec: Codec, adds: bool) -> Kernel:
     return _kernel(name, codec, f"constexpr bool ADDS = {str(adds).lower()};\n", body + _EACH)
 
 
-def _name(codec: Any) -> str:
+def _name(codec: Codec) -> str:
     if isinstance(codec, Halves):
         return codec.dtype
     return f"{type(codec).__name__.lower()}_{codec.block}"

@@ -306,7 +306,7 @@ class Cuda:
         except self.runtime.CUDARuntimeError as error:
             if error.status != _ALREADY_PINNED:
                 _log.warning("%d bytes of host memory cannot be locked for %s (%s): copies wait "
-                             "for each other", memory.nbytes, self.name, error)
+                             "for each other", memory.nbytes, self.name, str(error))
             return
         # New memory may be mapped at the same place later.
         weakref.finalize(root, self._unpin, address).atexit = False

@@ -93,7 +93,8 @@ def array_of(x: DeviceVector, shape: Sequence[int], order: str = "C") -> Any:
         raise ConfigError(f"CuPy {package.__version__} has no bfloat16: "
                           f"pip install 'cupy-cuda13x>=14' (or 'cupy-cuda12x>=14')")
     memory = package.cuda.UnownedMemory(x.address, x.nbytes, x, cast(Cuda, x.device.gpu).index)
-    return package.ndarray(tuple(shape), x.dtype, package.cuda.MemoryPointer(memory, 0), order=order)
+    pointer = package.cuda.MemoryPointer(memory, 0)
+    return package.ndarray(tuple(shape), x.dtype, pointer, order=order)
 
 
 def _refuse_gaps(shape: Sequence[int], strides: object, dense: bool) -> None:
