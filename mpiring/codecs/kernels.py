@@ -113,6 +113,23 @@ template <int N> __device__ inline void part(const Job &job, long long i) {
 }
 """
 _ENCODE_BYTES = """
+constexpr int ROUNDS = 4;
+
+template <int N> __device__ inline void store_codes(
+        const Job &job, long long i, Pack<float, N> x, float scale, float inverse) {
+    Pack<Code, N> codes;
+    for (int k = 0; k < N; ++k) {
+        unsigned int h = (unsigned int)(i + k) * GOLDEN + job.seed;
+        h = (h ^ h >> 16) * FIRST;
+        h = (h ^ h >> 15) * SECOND >> 9;
+        const float u = (float)(int)h * FRACTION;
+        codes.lane[k] = inverse > 0 ? (Code)(int)floorf(x.lane[k] * inverse + u) : (Code)0;
+        x.lane[k] -= (float)codes.lane[k] * scale;
+    }
+    write(job.codes, i, codes);
+    if (LOST) write(job.lost, i, x);
+}
+
 template <int N> __device__ inline void block(
         const Job &job, long long b, long long start, long long end, int lane) {
     unsigned int peak = 0;
@@ -135,45 +152,59 @@ template <int N> __device__ inline void block(
     else if (scale < SMALLEST) scale = 0;
     else inverse = JUST_BELOW / largest;
     if (lane == 0) job.scales[b] = scale;
-    #pragma unroll 4
-    for (long long i = start + lane * N; i < end; i += 32 * N) {
-        Pack<float, N> x = read<N>(job.x, i);
-        Pack<Code, N> codes;
-        for (int k = 0; k < N; ++k) {
-            unsigned int h = (unsigned int)(i + k) * GOLDEN + job.seed;
-            h = (h ^ h >> 16) * FIRST;
-            h = (h ^ h >> 15) * SECOND >> 9;
-            const float u = (float)(int)h * FRACTION;
-            codes.lane[k] = inverse > 0 ? (Code)(int)floorf(x.lane[k] * inverse + u) : (Code)0;
-            x.lane[k] -= (float)codes.lane[k] * scale;
+    for (long long first = start + lane * N; first < end; first += ROUNDS * 32 * N) {
+        // All of them before the first is stored: the compiler would not dare to.
+        Pack<float, N> x[ROUNDS];
+        #pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const long long i = first + r * 32 * N;
+            if (i < end) x[r] = read<N>(job.x, i);
         }
-        write(job.codes, i, codes);
-        if (LOST) write(job.lost, i, x);
+        #pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            const long long i = first + r * 32 * N;
+            if (i < end) store_codes<N>(job, i, x[r], scale, inverse);
+        }
     }
 }
 """
 # The order of the sum is the host's: 32 lanes, in the order of the elements, and then by halves.
 _ENCODE_SIGNS = """
+constexpr int ROUNDS = 8;
+
+__device__ inline void read_rounds(
+        const Job &job, long long first, long long end, float (&x)[ROUNDS]) {
+    #pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const long long i = first + r * 32;
+        x[r] = i < end ? job.x[i] : 0.0f;
+    }
+}
+
 template <int N> __device__ inline void block(
         const Job &job, long long b, long long start, long long end, int lane) {
     if (N > 1) return block<1>(job, b, start, end, lane);
-    float sum = 0;
-    #pragma unroll 8
-    for (long long from = start; from < end; from += 32) {
-        const bool there = from + lane < end;
-        const float x = there ? job.x[from + lane] : 0.0f;
-        sum += fabsf(x);
-        const unsigned int signs = __ballot_sync(0xffffffffu, __float_as_uint(x) >> 31);
-        if (lane == 0) job.codes[from / 32] = signs;
+    float sum = 0, x[ROUNDS];
+    for (long long from = start; from < end; from += ROUNDS * 32) {
+        // All of them before the first is stored: the compiler would not dare to.
+        read_rounds(job, from + lane, end, x);
+        #pragma unroll
+        for (int r = 0; r < ROUNDS; ++r) {
+            sum += fabsf(x[r]);
+            const unsigned int signs = __ballot_sync(0xffffffffu, __float_as_uint(x[r]) >> 31);
+            if (lane == 0 && from + r * 32 < end) job.codes[from / 32 + r] = signs;
+        }
     }
     for (int half = 16; half; half /= 2) sum += __shfl_down_sync(0xffffffffu, sum, half);
     float scale = __shfl_sync(0xffffffffu, sum, 0) / (float)(end - start);
     if (scale != scale) scale = __uint_as_float(0x7fc00000u);
     if (lane == 0) job.scales[b] = scale;
-    #pragma unroll 8
-    for (long long i = start + lane; LOST && i < end; i += 32) {
-        const float x = job.x[i];
-        job.lost[i] = x - (__float_as_uint(x) >> 31 ? -scale : scale);
+    for (long long first = start + lane; LOST && first < end; first += ROUNDS * 32) {
+        read_rounds(job, first, end, x);
+        #pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            if (first + r * 32 < end)
+                job.lost[first + r * 32] = x[r] - (__float_as_uint(x[r]) >> 31 ? -scale : scale);
     }
 }
 """
