@@ -12,6 +12,9 @@ from .arrays import dtype_name
 from .cuda import Cuda, CudaEvent, cupy, device
 from .device import DeviceVector
 
+# As the CUDA Array Interface has it.
+_DEFAULT_STREAM = 1
+
 
 def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
     """Return the elements of an array on a GPU as a vector that shares its memory.
@@ -49,7 +52,9 @@ def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
     runtime = package.cuda.runtime
     index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    return vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
+    # Before version 3 the interface does not tell the stream; PyTorch's then is the default one.
+    stream = interface.get("stream") if interface["version"] >= 3 else _DEFAULT_STREAM
+    return vector_at(address, math.prod(shape), dtype, index, stream, x)
 
 
 def vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
