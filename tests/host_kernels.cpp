@@ -84,9 +84,12 @@ template <typename T> static T __shfl_sync(unsigned int, T mine, int lane) {
     return said_by(mine, lane);
 }
 static unsigned int __ballot_sync(unsigned int, int mine) {
+    const unsigned int warp = threadIdx.x / 32;
+    said[threadIdx.x] = mine != 0;
+    meet_warp();
     unsigned int all = 0;
-    for (unsigned int lane = 0; lane < 32; ++lane)
-        all |= (unsigned int)(said_by(mine, lane) != 0) << lane;
+    for (unsigned int lane = 0; lane < 32; ++lane) all |= said[warp * 32 + lane] << lane;
+    meet_warp();
     return all;
 }
 

@@ -170,7 +170,7 @@ template <int N> __device__ inline void block(
 """
 # The order of the sum is the host's: 32 lanes, in the order of the elements, and then by halves.
 _ENCODE_SIGNS = """
-constexpr int ROUNDS = 8;
+constexpr int ROUNDS = BLOCK < 256 ? BLOCK / 32 : 8;
 
 __device__ inline void read_rounds(
         const Job &job, long long first, long long end, float (&x)[ROUNDS]) {
