@@ -158,7 +158,7 @@ class SimulatedGpu:
     """
 
     def __init__(self, later=None, seed=0, name="simulated GPU", shared=None):
-        self.name = name
+        self.index, self.name = 0, name
         self.shared = shared
         self._due = []
         self._random = random.Random(seed)
@@ -302,6 +302,7 @@ class Installed:
 def installed(monkeypatch):
     """Let arrays on a simulated GPU be taken for CuPy's; return what makes them."""
     module = Installed()
-    monkeypatch.setitem(sys.modules, "mpiring.memory.cuda", module)
-    monkeypatch.setattr(mpiring.memory, "cuda", module, raising=False)
+    for name in ("cuda", "cuda_arrays"):
+        monkeypatch.setitem(sys.modules, f"mpiring.memory.{name}", module)
+        monkeypatch.setattr(mpiring.memory, name, module, raising=False)
     return module

@@ -59,8 +59,14 @@ class Stream(Protocol):
 
 
 class Gpu(Protocol):
-    """A GPU, as far as it is used here: CUDA's, or one that tests simulate."""
+    """A GPU, as far as it is used here: CUDA's, or one that tests simulate.
 
+    Attributes:
+        index: Its number among those that this process sees.
+        name: For people.
+    """
+
+    index: int
     name: str
 
     def stream(self) -> Stream:
@@ -326,8 +332,8 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
         if isinstance(x, DeviceVector):
             return x
         if is_on_gpu(x):
-            from . import cuda
-            return cuda.vector_of(x, writeable=writeable)
+            from .cuda_arrays import vector_of as vector_on_gpu
+            return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
 
 
