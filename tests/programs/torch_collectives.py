@@ -1,12 +1,14 @@
 """Compares every collective of torch.distributed with Gloo's, on the same inputs; run by mpirun.
 
-What Gloo lacks, or gets wrong, is compared with what the documentation says.
+What Gloo lacks, or gets wrong, is compared with what the documentation says. With the argument
+"gpu" the tensors are taken for such on a simulated GPU.
 """
 
 import itertools
 import os
 import sys
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,11 @@ import mpiring.torch  # noqa: F401 (registers the back end)
 # Old names are called on purpose, where PyTorch 2.4 has no others.
 warnings.simplefilter("ignore", FutureWarning)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+if "gpu" in sys.argv:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import simulated_torch
+    simulated_torch.install()
 
 dist.init_process_group("mpiring", init_method="mpi://")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
