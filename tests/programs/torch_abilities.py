@@ -1,12 +1,17 @@
-"""Tries what mpiring.torch can do, one ability after the other; prints the name of each."""
+"""Tries what mpiring.torch can do, one ability after the other; prints the name of each.
+
+With the argument "gpu" all tensors are taken for such on a simulated GPU.
+"""
 
 import contextlib
 import copy
 import logging
 import os
 import pickle
+import sys
 import warnings
 import weakref
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +22,12 @@ from torch.utils.checkpoint import checkpoint
 import mpiring
 from mpiring.torch import (
     DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
+
+ON_GPU = "gpu" in sys.argv
+if ON_GPU:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    import simulated_torch
+    simulated_torch.install()
 
 ABILITIES = []
 comm = mpiring.init()
@@ -149,9 +160,9 @@ def no_gradient_is_in_memory_twice():
     """Not even while buckets are built anew: an old one goes when the next has its content."""
     made, peak = [], 0
 
-    def empty(n, dtype):
+    def empty(n, dtype, device):
         nonlocal peak
-        x = type(comm).empty(comm, n, dtype)
+        x = type(comm).empty(comm, n, dtype, device=device)
         memory = x if x.base is None else x.base
         made.append((weakref.ref(memory), x.nbytes))
         peak = max(peak, sum(nbytes for memory, nbytes in made if memory() is not None))
@@ -689,15 +700,17 @@ def ranks_whose_gradients_are_not_finite_are_named():
 
     def spoiled(tell, step):
         with warnings_of_mpiring() as texts:
-            loss = loss_of(model, r) * (torch.nan if r == p - 1 else 1)
-            optimizer.zero_grad()
-            loss.backward()
+            # On a GPU nobody looks until there is a reason: backward would have to wait for it.
+            for _ in range(1 + ON_GPU):
+                loss = loss_of(model, r) * (torch.nan if r == p - 1 else 1)
+                optimizer.zero_grad()
+                loss.backward()
             assert list(model.nonfinite) == [p - 1]
             assert {"0.weight", "0.bias"} <= set(model.nonfinite[p - 1])
             if tell:
                 optimizer.step()
         assert len(texts) == (r == 0 and tell), texts
-        assert not texts or f"step {step}: " in texts[0] and f"rank {p - 1} in " in texts[0]
+        assert not texts or f"step {step * (1 + ON_GPU)}: " in texts[0] and f"rank {p - 1} in " in texts[0]
 
     loss_of(model, r).backward()
     assert model.nonfinite == {}
