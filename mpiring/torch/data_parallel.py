@@ -190,8 +190,9 @@ class DataParallel(nn.Module):
         """Whose own gradients held NaN or Inf in the last complete step: by rank, some of them.
 
         The same on all ranks. It has those that were looked at before they left: in each step
-        the ones that leave last, where the NaN of any other layer ends up, and all in the ten
-        steps after such a step. Rank 0 warns of them when an optimizer is to use them.
+        the ones that leave last (not on a GPU, which would have to be waited for), where the NaN
+        of any other layer ends up, and all in the ten steps after such a step. Rank 0 warns of
+        them when an optimizer is to use them.
         """
         return {} if self._averaging is None else self._averaging.nonfinite.found
 
@@ -311,6 +312,7 @@ def _refuse(module: nn.Module, comm: Communicator) -> None:
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
     if isinstance(module, DataParallel):
         raise ConfigError(f"rank {comm.rank}: the module is wrapped already")
+    _refuse_several_devices(dict(module.named_parameters()), comm)
     for name, p in module.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ConfigError(
@@ -320,7 +322,6 @@ def _refuse(module: nn.Module, comm: Communicator) -> None:
             raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
                               f"CPU or a GPU of NVIDIA's: wrap module.cpu() or module.cuda()")
         numpy_dtype(p.dtype)
-    _refuse_several_devices(dict(module.named_parameters()), comm)
 
 
 def _refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:

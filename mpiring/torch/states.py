@@ -104,7 +104,7 @@ def _outlined(tree: Any, tensors: list[torch.Tensor]) -> Any:
 def _filled(tree: Any, tensors: list[torch.Tensor]) -> Any:
     """Return `tree` with new tensors in their places; they are appended to `tensors`, too."""
     if isinstance(tree, _Place):
-        tensors.append(torch.empty(tree.shape, dtype=tree.dtype))
+        tensors.append(torch.empty(tree.shape, dtype=tree.dtype, device="cpu"))
         return tensors[-1]
     return _mapped(tree, lambda part: _filled(part, tensors))
 

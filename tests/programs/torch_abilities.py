@@ -1,6 +1,6 @@
 """Tries what mpiring.torch can do, one ability after the other; prints the name of each.
 
-With the argument "gpu" all tensors are taken for such on a simulated GPU.
+On the CPU, or on a GPU; see whereabouts.
 """
 
 import contextlib
@@ -8,27 +8,22 @@ import copy
 import logging
 import os
 import pickle
-import sys
 import warnings
 import weakref
-from pathlib import Path
 
 import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from whereabouts import CUDA, ON_GPU, SIMULATED, WHERE
 
 import mpiring
 from mpiring.torch import (
     DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
 
-ON_GPU = "gpu" in sys.argv
-if ON_GPU:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    import simulated_torch
-    simulated_torch.install()
-
+if CUDA:
+    torch.set_default_device(WHERE)
 ABILITIES = []
 comm = mpiring.init()
 r, p = comm.rank, comm.size
@@ -46,8 +41,9 @@ def net():
 
 
 def batch(rank, n=5):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(n, 6, generator=generator), torch.randn(n, 3, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(rank)
+    x, y = (torch.randn(n, width, generator=generator, device="cpu") for width in (6, 3))
+    return x.to(WHERE), y.to(WHERE)
 
 
 def loss_of(model, rank, n=5):
@@ -320,10 +316,10 @@ def buffers_are_kept_equal():
     for _ in range(2):
         model(batch(r)[0]).sum().backward()
     assert len(set(comm.allgather_object(model.running_mean.sum().item()))) == p
-    first = comm.broadcast_object(model.running_mean.numpy().copy())
+    first = comm.broadcast_object(model.running_mean.cpu().numpy().copy())
     model.module.momentum = 0.0
     model(batch(r)[0]).sum().backward()
-    assert (model.running_mean.numpy() == first).all()
+    assert (model.running_mean.cpu().numpy() == first).all()
     model = DataParallel(nn.BatchNorm1d(6), comm, broadcast_buffers=False)
     model(batch(r)[0])
     model(batch(r)[0])
@@ -358,12 +354,12 @@ def dtypes_can_be_mixed():
 def an_overflow_on_one_rank_skips_the_step_on_all():
     model = DataParallel(net(), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(WHERE.type, init_scale=4.0)
     for overflow in (True, False):
         before = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
         x, y = batch(r)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(WHERE.type, dtype=torch.bfloat16):
             loss = ((model(x).float() - y) ** 2).mean()
         scaler.scale(loss * (float("inf") if overflow and r == p - 1 else 1)).backward()
         scaler.step(optimizer)
@@ -560,7 +556,9 @@ def cores_are_shared_out():
 def what_cannot_be_wrapped_is_refused():
     for module, words in (
             (np.ones(3), "pass a torch.nn.Module"), (DataParallel(net(), comm), "wrapped already"),
-            (nn.LazyLinear(3), "has no shape yet"), (net().to("meta"), "is on meta")):
+            (nn.LazyLinear(3), "has no shape yet"), (net().to("meta"), "is on meta"),
+            (nn.Sequential(net()[0], net()[2].to("meta")),
+             f"parameter 1.weight is on meta, but 0.weight on {WHERE}")):
         fails(lambda module=module: DataParallel(module, comm), mpiring.ConfigError, words)
     fails(lambda: DataParallel(net(), None), mpiring.ConfigError, "pass mpiring.init()")
 
@@ -622,7 +620,7 @@ class Compared:
         state = self.optimizer.state_dict()
         tensors = [*self.model.parameters(), *self.average["weights"], *(
             x for one in state["state"].values() for x in one.values())]
-        return pickle.dumps([x.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        return pickle.dumps([x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
                              for x in tensors]), str(state["param_groups"])
 
 
@@ -710,7 +708,8 @@ def ranks_whose_gradients_are_not_finite_are_named():
             if tell:
                 optimizer.step()
         assert len(texts) == (r == 0 and tell), texts
-        assert not texts or f"step {step * (1 + ON_GPU)}: " in texts[0] and f"rank {p - 1} in " in texts[0]
+        assert not texts or f"rank {p - 1} in " in texts[0]
+        assert not texts or f"step {step * (1 + ON_GPU)}: " in texts[0]
 
     loss_of(model, r).backward()
     assert model.nonfinite == {}
@@ -736,7 +735,30 @@ def sparse_gradients_that_are_not_finite_are_seen():
         bare[0].weight.grad = None
 
 
+@ability
+def a_stream_of_its_own_can_be_used():
+    """Where there is one."""
+    model, own = DataParallel(net(), comm), contextlib.nullcontext()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if CUDA:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        own = torch.cuda.stream(stream)
+    with own:
+        for step in range(20):
+            before = copy.deepcopy(model.module)
+            loss_of(model, r).backward()
+            check(model, expected(before))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    if CUDA:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
 for function in ABILITIES:
+    if SIMULATED and function is a_compiled_module_can_be_wrapped:
+        # It takes some seconds, and is as on the CPU.
+        continue
     function()
     comm.barrier()
     if r == 0:

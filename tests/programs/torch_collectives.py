@@ -1,28 +1,23 @@
 """Compares every collective of torch.distributed with Gloo's, on the same inputs; run by mpirun.
 
-What Gloo lacks, or gets wrong, is compared with what the documentation says. With the argument
-"gpu" the tensors are taken for such on a simulated GPU.
+What Gloo lacks, or gets wrong, is compared with what the documentation says. Gloo's tensors lie
+on the CPU, ours there or on a GPU; see whereabouts.
 """
 
 import itertools
 import os
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from whereabouts import SIMULATED, WHERE
 
 import mpiring.torch  # noqa: F401 (registers the back end)
 
 # Old names are called on purpose, where PyTorch 2.4 has no others.
 warnings.simplefilter("ignore", FutureWarning)
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-if "gpu" in sys.argv:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    import simulated_torch
-    simulated_torch.install()
 
 dist.init_process_group("mpiring", init_method="mpi://")
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
@@ -31,6 +26,9 @@ OURS = dist.group.WORLD
 Op = dist.ReduceOp
 NUMBERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
            torch.int32, torch.int64, torch.bool]
+if SIMULATED:
+    # The others would be combined alike.
+    NUMBERS = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 ANY = [*NUMBERS, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 
 
@@ -361,8 +359,14 @@ def same(ours, theirs):
     if isinstance(ours, torch.Tensor):
         ours, theirs = [ours], [theirs]
     return len(ours) == len(theirs) and all(
-        x.dtype == y.dtype and x.shape == y.shape and torch.equal(normal(x), normal(y))
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(normal(x).cpu(), normal(y))
         for x, y in zip(ours, theirs))
+
+
+def by_ours(function, *arguments):
+    """Return what a function does with tensors that lie where this job's shall lie."""
+    with WHERE:
+        return function(OURS, *arguments)
 
 
 def normal(x):
@@ -383,19 +387,19 @@ for case in CASES:
         # The table must not compare with nothing.
         failures.append(f"{told(case)}: Gloo itself fails: {error}")
         continue
-    ours = function(OURS, *arguments)
+    ours = by_ours(function, *arguments)
     if not same(ours, theirs):
         failures.append(f"{told(case)}: {ours}, but Gloo says {theirs}")
 
 for expected, function, *arguments in DOCUMENTED:
-    ours = function(OURS, *arguments)
+    ours = by_ours(function, *arguments)
     if not same(ours, expected):
         failures.append(f"{told((function, *arguments))}: {ours}, but must be {expected}")
 
 for name, function in ERRORS.items():
     for group in GLOO, OURS:
         try:
-            if function(group) is True:
+            if (function(group) if group is GLOO else by_ours(function)) is True:
                 continue    # It is not known to Gloo that this is wrong.
             failures.append(f"rank {RANK}: {name}: not refused by {group.name()}")
         except (RuntimeError, ValueError):
