@@ -8,6 +8,8 @@ import copy
 import logging
 import os
 import pickle
+import shutil
+import tempfile
 import warnings
 import weakref
 
@@ -20,7 +22,7 @@ from whereabouts import CUDA, ON_GPU, SIMULATED, WHERE
 
 import mpiring
 from mpiring.torch import (
-    DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
+    Checkpoints, DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
 
 if CUDA:
     torch.set_default_device(WHERE)
@@ -474,6 +476,42 @@ def states_are_those_of_the_bare_module():
     assert (model.module[0].weight == bare[0].weight).all()
     for copying in (pickle.dumps, copy.deepcopy):
         fails(lambda copying=copying: copying(model), mpiring.ConfigError, "cannot be pickled")
+
+
+@ability
+def checkpoints_bring_a_run_back():
+    """To where it was, although tensors come from a checkpoint on the CPU."""
+    def run(state=None):
+        model = DataParallel(net(), comm)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if state:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        return model, optimizer
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, 10 * step + r).backward()
+            optimizer.step()
+
+    folder = comm.broadcast_object(tempfile.mkdtemp())
+    with Checkpoints(folder, comm) as checkpoints:
+        first = run()
+        train(*first, range(2))
+        checkpoints.save(2, replicated={
+            "model": first[0].state_dict(), "optimizer": first[1].state_dict()})
+        train(*first, range(2, 4))
+    with Checkpoints(folder, comm) as checkpoints:
+        saved = checkpoints.load()
+        assert all(x.device.type == "cpu" for x in saved.replicated["model"].values())
+        again = run(saved.replicated)
+        train(*again, range(2, 4))
+    for mine, theirs in zip(again[0].parameters(), first[0].parameters(), strict=True):
+        assert mine.device == theirs.device == mine.grad.device and mine.equal(theirs)
+    comm.barrier()
+    if r == 0:
+        shutil.rmtree(folder)
 
 
 @ability

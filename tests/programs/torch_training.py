@@ -15,16 +15,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from whereabouts import WHERE
+from whereabouts import CUDA, WHERE
 
 import mpiring.torch  # noqa: F401 (registers the back end)
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 warnings.simplefilter("ignore")
-dist.init_process_group("mpiring", init_method="mpi://")
+dist.init_process_group(
+    "mpiring", init_method="mpi://", device_id=WHERE if CUDA else None)
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 GLOO = dist.new_group(backend="gloo")
 OURS = dist.group.WORLD
+# NCCL's groups can; that is asked where a device_id was given.
+assert OURS.supports_splitting is False
 
 
 class Branches(nn.Module):

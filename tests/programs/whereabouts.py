@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from mpiring.launch import load_mpi
+from mpiring.memory import compiled
 from mpiring.torch import devices
 from mpiring.torch.tensors import tensor_of
 
@@ -27,6 +28,9 @@ def _simulate():
     import pytest
     import simulated_gpu
     patch = pytest.MonkeyPatch()
+    # To compile them takes longer than all that follows; the bits are the same.
+    for name in ("loop", "loop_16"):
+        patch.setattr(compiled, name, lambda *arguments: None)
     simulated_gpu.installed(patch)
     patch.setattr(devices, "is_on_gpu", lambda x: True)
     patch.setattr(devices, "shared_with", lambda x: tensor_of(x.inside))
