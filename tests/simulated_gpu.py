@@ -305,8 +305,10 @@ class Installed:
         nbytes = n * np.dtype(dtype).itemsize
         plain = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else bytearray(1)
         vector = self.gpu.hold(np.frombuffer(plain, np.uint8, nbytes), self._device)
-        vector.owner.owner, vector.owner.ready = owner, self.gpu.mark(stream_pointer)
-        return replace(vector.view(dtype), ready=vector.owner.ready)
+        # Whoever has written it has done so when his stream is where it is now.
+        vector.owner.owner, vector.owner.ready = owner, self.gpu.mark()
+        ready = vector.owner.ready if stream_pointer is not None else None
+        return replace(vector.view(dtype), ready=ready)
 
     def put(self, x):
         """Return a NumPy array's elements in an array on the GPU."""

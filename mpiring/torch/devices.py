@@ -7,6 +7,7 @@ no GPU, put others in their place.
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -56,10 +57,10 @@ class UserStream:
         return cuda.device(self._where.index)
 
     def vector(self, x: torch.Tensor) -> DeviceVector:
-        """Return a contiguous tensor's elements, ready when the stream has come so far."""
+        """Return a contiguous tensor's elements; they are ready when a `mark` is done."""
         from ..memory import cuda
-        return cuda.vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self._where.index,
-                              self._stream.cuda_stream, x)
+        return cuda.vector_at(
+            x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self._where.index, None, x)
 
     def mark(self) -> Event:
         """Return a mark behind all that is queued on it."""
@@ -99,7 +100,7 @@ def vector_of(x: torch.Tensor) -> Any:
         MissingDependencyError: It is on a GPU, and CuPy is not installed.
     """
     stream = stream_of(x)
-    return array_of(x) if stream is None else stream.vector(x.detach())
+    return array_of(x) if stream is None else replace(stream.vector(x), ready=stream.mark())
 
 
 def seen_as_tensor(x: Any) -> torch.Tensor:

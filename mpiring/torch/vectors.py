@@ -10,7 +10,7 @@ import torch
 from ..errors import ConfigError
 from ..group import Build, Group
 from ..memory.arrays import Array
-from ..memory.device import DeviceVector, copy_to
+from ..memory.device import copy_to
 from ..transport.base import Schedule, T
 from . import devices
 from .tensors import array_of
@@ -35,7 +35,6 @@ class Loan:
         self.stream: devices.UserStream | None = None
         self._staged = staged
         self._where: torch.device | None = None
-        self._last: DeviceVector | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def numbers(self, tensor: torch.Tensor, *, written: bool, factor: Any = None) -> Array:
@@ -86,10 +85,7 @@ class Loan:
         return contiguous
 
     def _vector(self, x: torch.Tensor) -> Any:
-        if self.stream is None or self._staged:
-            return array_of(x)
-        self._last = self.stream.vector(x)
-        return self._last
+        return array_of(x) if self.stream is None or self._staged else self.stream.vector(x)
 
     def build(self, group: Group, build: Build[T]) -> Build[T]:
         """Return a function that builds the schedule for where the tensors lie.
@@ -100,9 +96,8 @@ class Loan:
 
         Collective: yes, the first time on each GPU. Blocking: yes, then.
         """
-        if self._last is not None:
-            # All were lent on one stream: when the last is ready, the others are.
-            build = group.places.where(self._last, build)
+        if self.stream is not None:
+            build = group.places.on(self.stream.device(), (self.stream.mark(),), build)
         return lambda collectives: self.settled(build(collectives))
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
