@@ -18,12 +18,12 @@ def described(x: Any, vector: Any) -> str:
         x: The array.
         vector: Its memory, see device.vector_of.
     """
-    return f"{dtype_name(vector.dtype)} {tuple(x.shape)}{_more(x, vector)}"
+    return f"{dtype_name(vector.dtype)} {x.shape}{_more(x, vector)}"
 
 
 def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
     """Return what an allreduce is compared by."""
-    return _allreduce_call(op, vector.dtype, tuple(x.shape), _more(x, vector), algorithm)
+    return _allreduce_call(op, vector.dtype, x.shape, _more(x, vector), algorithm)
 
 
 # Cached: a program makes the same few calls again and again.
@@ -36,7 +36,8 @@ def _allreduce_call(
 
 
 def _more(x: Any, vector: Any) -> str:
-    if isinstance(vector, DeviceVector):
-        in_order = x is vector or order_of(x) == "C"
-        return " on a GPU" if in_order else " in Fortran order on a GPU"
-    return "" if order_of(x) == "C" else " in Fortran order"
+    if x is vector or order_of(x) == "C":
+        order = ""
+    else:
+        order = " in Fortran order"
+    return order + " on a GPU" if isinstance(vector, DeviceVector) else order

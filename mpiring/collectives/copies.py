@@ -20,14 +20,15 @@ class Copies:
         rank, size: This rank, and how many there are.
         node: The operation's meeting place on this node; None for a rank that is alone there.
         sequence: The operation's number.
+        algorithm: Of its last allreduce, if any.
     """
 
-    __slots__ = ("rank", "size", "node", "sequence", "_own", "_net", "_windows")
+    __slots__ = ("rank", "size", "node", "sequence", "algorithm", "_own", "_net", "_windows")
 
     def __init__(self, own: Resources, node: Node | None, sequence: int) -> None:
         self.rank, self.size = own.transport.rank, own.transport.size
         self.node = node
-        self.sequence = sequence
+        self.sequence, self.algorithm = sequence, ""
         self._own = own
         self._net: Channel | None = None
         self._windows = 0

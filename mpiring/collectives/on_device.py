@@ -56,8 +56,8 @@ class DeviceCombine:
     Raises: as Reduction.
     """
 
-    def __init__(self, op: str, dtype: DTypeLike, size: float, device: Device) -> None:
-        like = reduction(op, np.dtype(dtype), size)
+    def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device) -> None:
+        like = reduction(op, dtype, size)
         self._op = op
         self._divisor = like.size if op == "mean" else 1
         self._divides_first = like.divides_first
@@ -181,7 +181,7 @@ class DeviceCollectives(Collectives):
         """Lend memory on the GPU for n elements, as long as the operation needs it."""
         return self._place.device.scratch.borrow(n, dtype)
 
-    def combiner(self, op: str, dtype: DTypeLike, size: float) -> Combine:
+    def combiner(self, op: str, dtype: np.dtype[Any], size: float) -> Combine:
         """Return what combines vectors on the GPU."""
         return DeviceCombine(op, dtype, size, self._place.device)
 

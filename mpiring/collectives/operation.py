@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..memory.arrays import Array, chunks_of
@@ -14,7 +14,6 @@ from ..transport.alone import Alone
 from ..transport.base import Node, Schedule
 from . import desks, direct, hierarchical, native, ring, shared
 from .copies import Copies
-from .resources import Resources
 from .select import choose, say_fallback
 from .windows import NOWHERE
 
@@ -26,23 +25,15 @@ class Collectives(Copies):
     they share its barriers, its desks and its channel. What shall run at once must be
     operations of their own.
 
-    Attributes:
-        rank, size: This rank, and how many there are.
-        node: The operation's meeting place on this node; None for a rank that is alone there.
-        sequence: The operation's number.
-        algorithm: Of its last allreduce, if any.
+    Attributes: see Copies.
     """
 
-    __slots__ = ("algorithm",)
+    __slots__ = ()
 
     # Length of slices (see hierarchical) and pieces: of the shortest and longest, where two.
     slice_bytes: int | None = None
     ring_bytes = ring.PIECE_BYTES
     direct_bytes = direct.PIECE_BYTES
-
-    def __init__(self, own: Resources, node: Node | None, sequence: int) -> None:
-        super().__init__(own, node, sequence)
-        self.algorithm = ""
 
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
@@ -65,9 +56,9 @@ class Collectives(Copies):
         nodes, sharers = len(self._own.nodes), 1 if self.node is None else self.node.size
         return 2 * (nodes - 1) * nbytes // nodes // sharers
 
-    def combiner(self, op: str, dtype: DTypeLike, size: float) -> Combine:
+    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return what combines vectors where they lie; see Reduction."""
-        return reduction(op, np.dtype(dtype), size)
+        return reduction(op, dtype, size)
 
     def allreduce(self, x: Array, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
         """Return the schedule that combines the vector `x` over all ranks, in place.

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from ..errors import BufferMismatchError, ConfigError, ProcessFailedError, TransportError
 from ..memory.arrays import as_bytes, pieces_of
 from .base import LANES, Array, Request, Schedule
+from .staged import DeviceMessage
 
 # Open MPI refuses messages of 2 GiB and more.
 PIECE_BYTES = 1 << 30
@@ -102,6 +103,8 @@ class _All:
 
 def messages_of(request: Request) -> "list[_Pending]":
     """Return the MPI requests that make up one of ours: none, if it is for something else."""
+    if isinstance(request, DeviceMessage):
+        return [] if request.request is None else messages_of(request.request)
     if isinstance(request, _All):
         return request.requests
     return [request] if isinstance(request, _Pending) else []

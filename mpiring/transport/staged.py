@@ -29,8 +29,8 @@ class DeviceChannel:
         self._direct = direct
         self._lanes: dict[int, DeviceChannel] = {0: self}
         # MPI matches sends in their order, and receives in theirs.
-        self._sends: deque[_Message] = deque()
-        self._receives: deque[_Message] = deque()
+        self._sends: deque[DeviceMessage] = deque()
+        self._receives: deque[DeviceMessage] = deque()
 
     @property
     def ranks(self) -> Sequence[int]:
@@ -77,9 +77,10 @@ class DeviceChannel:
         return self._queued(self._receives, None, lambda: self._net.irecv(host, source),
                             lambda: staging.give(slot, self._device.to_device(host, x)))
 
-    def _queued(self, queue: "deque[_Message]", ready: Event | None, post: Callable[[], Request],
-                landed: Callable[[], None] = lambda: None) -> "_Message":
-        message = _Message(self, ready, post, landed)
+    def _queued(self, queue: "deque[DeviceMessage]", ready: Event | None,
+                post: Callable[[], Request],
+                landed: Callable[[], None] = lambda: None) -> "DeviceMessage":
+        message = DeviceMessage(self, ready, post, landed)
         queue.append(message)
         self.post()
         return message
@@ -91,7 +92,7 @@ class DeviceChannel:
                 queue.popleft()
 
 
-class _Message:
+class DeviceMessage:
     """A message that is posted when the GPU is ready for it.
 
     Args:
@@ -99,22 +100,25 @@ class _Message:
         ready: When it may be posted; None for at once.
         post: Posts it.
         landed: Is called once it is complete.
+
+    Attributes:
+        request: Once it is posted.
     """
 
     def __init__(self, channel: DeviceChannel, ready: Event | None, post: Callable[[], Request],
                  landed: Callable[[], None]) -> None:
         self._channel, self._ready, self._post, self._landed = channel, ready, post, landed
-        self._request: Request | None = None
+        self.request: Request | None = None
         self._done = False
 
     def __repr__(self) -> str:
-        return repr(self._request or "a message that waits for the GPU")
+        return repr(self.request or "a message that waits for the GPU")
 
     def posted(self) -> bool:
         """Post it, if the GPU has done with its memory; return whether it is posted."""
         if self._ready is not None and not self._ready.test():
             return False
-        self._request = self._post()
+        self.request = self._post()
         return True
 
     def test(self) -> bool:
@@ -122,7 +126,7 @@ class _Message:
         if self._done:
             return True
         self._channel.post()
-        if self._request is None or not self._request.test():
+        if self.request is None or not self.request.test():
             return False
         self._landed()
         self._done = True

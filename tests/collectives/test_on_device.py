@@ -17,7 +17,7 @@ from mpiring.transport.simulated import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 3, "four": [0] * 4, "nodes of 2": [0, 0, 1, 1],
          "uneven": [0, 1, 0, 1, 1], "own nodes": [0, 1, 2, 3]}
-ALGORITHMS = {"auto": NODES, "ring": NODES, "direct": NODES,
+ALGORITHMS = {"auto": ["one", "one node", "four"], "ring": NODES, "direct": NODES,
               "hierarchical": ["nodes of 2", "uneven"]}
 DTYPES = [dtype for dtype in contract.DTYPES if dtype != "longdouble"]
 

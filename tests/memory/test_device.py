@@ -1,0 +1,92 @@
+"""Tests vectors on a GPU, and what is lent to copies; the order of work is in test_on_device.py."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from simulated_gpu import SimulatedGpu, content, installed
+
+from mpiring import ConfigError
+from mpiring.memory.arrays import chunks_of, pieces_of
+from mpiring.memory.device import (
+    Device, DeviceVector, await_event, copy_to, device_named, is_on_gpu, vector_of)
+
+
+@pytest.fixture
+def device():
+    return Device(SimulatedGpu())
+
+
+def test_a_vector_is_cut_as_numpys_are(device):
+    x = np.arange(37, dtype="float32")
+    on_gpu = device.gpu.vector(device, x)
+    assert (len(on_gpu), on_gpu.nbytes, on_gpu.shape) == (37, 148, (37,))
+    for cut in (lambda v: chunks_of(v, 5), lambda v: pieces_of(v, 16),
+                lambda v: [v[3:], v[:0], v[40:], v[-7:-2], v[5:3], v.view(np.uint8)[4:12]]):
+        for mine, theirs in zip(cut(on_gpu), cut(x), strict=True):
+            assert mine.dtype == theirs.dtype and np.array_equal(content(mine), theirs)
+            assert mine.base is on_gpu.base
+
+
+def test_mpi_is_told_where_bytes_are(device):
+    x = device.gpu.vector(device, np.zeros(8, ml_dtypes.bfloat16))[2:].view(np.uint8)
+    told = x.__cuda_array_interface__
+    assert told["shape"] == (12,) and told["typestr"] == "|u1"
+    assert told["data"] == (x.address, False)
+
+
+def test_a_long_double_has_no_place_on_a_gpu(device):
+    with pytest.raises(ConfigError, match="use float64"):
+        DeviceVector(device, 0, 1, np.dtype("longdouble"))
+
+
+def test_copies_of_all_kinds(device):
+    x = np.arange(1000.0)
+    host, back = device.gpu.pinned(8000).view(float), device.gpu.pinned(8000).view(float)
+    host[...] = x
+    first, second = (device.allocate(8000).view(float) for _ in range(2))
+    copy_to(first, host)
+    copy_to(second, first)
+    copy_to(back, second)
+    await_event(device.event())
+    assert np.array_equal(back, x)
+    plain = np.empty(1000)
+    copy_to(plain, x)
+    assert np.array_equal(plain, x)
+
+
+def test_staging_memory_is_reused_once_nothing_uses_it(device):
+    staging = device.staging
+    slot = staging.take(5000)
+    assert slot.size == 8192
+    x = device.allocate(5000)
+    staging.give(slot, device.to_device(slot[:5000], x))
+    # The copy is under way.
+    assert staging.take(8192) is not slot
+    await_event(device.event())
+    while (again := staging.take(4097)) is not slot:
+        staging.give(again)
+    assert staging.take(1).size == 4096
+
+
+def test_a_device_has_a_name(monkeypatch, device):
+    module = installed(monkeypatch)
+    assert device_named(device, 0) is device
+    assert device_named("cuda", 5) is device_named("cuda:0", 0) is module.device(0)
+    for wish in ("gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0"):
+        with pytest.raises(ConfigError, match="expected cpu, cuda"):
+            device_named(wish, 0)
+
+
+def test_arrays_are_seen_where_they_are(monkeypatch):
+    gpu = installed(monkeypatch)
+    x = gpu.put(np.arange(12.0).reshape(3, 4))
+    assert is_on_gpu(x) and not is_on_gpu(np.zeros(3)) and not is_on_gpu(3)
+    vector = vector_of(x)
+    await_event(vector.ready)
+    assert np.array_equal(content(vector), np.arange(12.0))
+    assert vector_of(vector) is vector
+    assert type(vector_of(np.zeros((2, 2)))) is np.ndarray
+    with pytest.raises(ConfigError, match="not contiguous"):
+        vector_of(x[:, 1:])
+    with pytest.raises(ConfigError, match="expected a numpy.ndarray, got builtins.list"):
+        vector_of([1, 2])
