@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import simulated_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
 from mpiring.buckets import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
+from mpiring.memory.device import Device, await_event
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float16", "float32", "float64", "complex128"]).map(np.dtype)
@@ -85,3 +87,17 @@ def test_retired_views_cannot_be_mistaken_for_gradients():
     assert (view == 0).all()
     bucket.poison()
     assert np.isnan(view).all()
+
+
+def test_it_is_looked_at_when_others_have_written_it():
+    """They may do that on streams of their own, as PyTorch does."""
+    device = Device(simulated_gpu.SimulatedGpu())
+    vector = device.allocate(64).view(np.float32)
+    bucket = Bucket(0, plan(specs(16), 64)[0],
+                    lambda n, dtype: device.gpu.array(vector, (n,)), device)
+    await_event(device.gpu.mark())
+    stream = simulated_gpu.Stream(device.gpu)
+    for value in (np.inf, 1.0):
+        stream.queue(lambda value=value: simulated_gpu.content(vector).fill(value) or True)
+        bucket.written.append(stream.record())
+        assert bucket.holds_finite(bucket.flat) == np.isfinite(value)

@@ -15,7 +15,7 @@ from ..errors import GradientError
 from ..gradients import Gradients
 from ..nonfinite import NonFinite
 from ..reducers.choice import Wish
-from .devices import gpu_of, marker_of, seen_as_tensor
+from .devices import current, gpu_of, marker_of, seen_as_tensor
 from .sparse_gradients import SparseGradients
 from .tensors import numpy_dtype, tensors_in
 
@@ -66,10 +66,13 @@ class Averaging:
         self._pass = -1
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self._dense.items()]
-        first = next(iter(parameters.values()))
-        self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                    deterministic=deterministic, order=order, moved=self._move,
-                                    steps=steps, device=gpu_of(first), mark=marker_of(first))
+        # Its device is that of all.
+        self._first = first = next(iter(parameters.values()))
+        with current(first):
+            self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
+                                        deterministic=deterministic, order=order,
+                                        moved=self._move, steps=steps, device=gpu_of(first),
+                                        mark=marker_of(first))
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm)
         self._views: dict[str, torch.Tensor] = {}
@@ -104,7 +107,8 @@ class Averaging:
     @property
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite; the same on all ranks."""
-        return self._gradients.finite
+        with current(self._first):
+            return self._gradients.finite
 
     def rescale(self, factor: float) -> None:
         """Tell reducers that the loss is scaled otherwise from now on."""
@@ -140,7 +144,8 @@ class Averaging:
         self.under_way = False
         # Whether a step counts depends on these, too: reducers are told by the others.
         self._sparse.wait()
-        self._gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
+        with current(self._first):
+            self._gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
         self._show()
         self._completed()
 
@@ -205,7 +210,8 @@ class Averaging:
                 f"follow: other ranks may have gone on; start again from a checkpoint")
         if self.weight != 1:
             self._views[name].mul_(self.weight)
-        self._gradients.ready(name)
+        with current(self._first):
+            self._gradients.ready(name)
 
     @property
     def _missing(self) -> list[str]:

@@ -34,6 +34,7 @@ def described(x: torch.Tensor) -> str:
 def shared_with(x: Any) -> torch.Tensor:
     """Return CuPy's array as a tensor of the same memory; of PyTorch's, replaced in tests."""
     if x.dtype == ml_dtypes.bfloat16:
+        # Not all versions of DLPack and CuPy hand it over.
         return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(x)
 
@@ -87,6 +88,11 @@ def marker_of(x: torch.Tensor) -> Callable[[], Event] | None:
     """Return what marks the stream in use on a tensor's GPU; None for one in host memory."""
     where = x.device
     return (lambda: UserStream(where).mark()) if is_on_gpu(x) else None
+
+
+def current(x: torch.Tensor) -> AbstractContextManager[Any]:
+    """Make a tensor's GPU this thread's current one, as CuPy wants it; PyTorch's users need not."""
+    return torch.cuda.device(x.device) if is_on_gpu(x) else nullcontext()
 
 
 def vector_of(x: torch.Tensor) -> Any:

@@ -11,7 +11,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from whereabouts import SIMULATED, WHERE
+from whereabouts import CUDA, SIMULATED, WHERE
 
 import mpiring.torch  # noqa: F401 (registers the back end)
 
@@ -343,6 +343,9 @@ ERRORS = {
         torch.empty(2), Op.BAND, group=group),
     "all_reduce: float8": lambda group: dist.all_reduce(
         torch.empty(2, dtype=torch.float8_e4m3fn), group=group),
+    "all_reduce_coalesced: devices": lambda group: (
+        group is GLOO or not CUDA or dist.all_reduce_coalesced(
+            [torch.empty(2), torch.empty(2, device="cpu")], group=group)),
     "gather: count": lambda group: dist.gather(
         torch.empty(2), empties((2,)) * (SIZE + 1) if RANK == 0 else empties((2,)), 0,
         group=group),

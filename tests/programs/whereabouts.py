@@ -35,7 +35,8 @@ def _simulate():
     patch.setattr(devices, "is_on_gpu", lambda x: True)
     patch.setattr(devices, "shared_with", lambda x: tensor_of(x.inside))
     patch.setattr(torch.cuda, "current_stream", lambda where: SimpleNamespace(cuda_stream=7))
-    patch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for name in ("stream", "device"):
+        patch.setattr(torch.cuda, name, lambda which: nullcontext())
 
 
 if SIMULATED:
