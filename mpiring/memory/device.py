@@ -95,8 +95,12 @@ class Gpu(Protocol):
             OSError: It cannot be reached from this GPU.
         """
 
-    def mark(self) -> Event:
-        """Return a mark on the stream that its user, CuPy, has in use."""
+    def mark(self, stream: int | None = None) -> Event:
+        """Return a mark on a user's stream.
+
+        Args:
+            stream: Its pointer, 0 for CUDA's default; by default the one that CuPy has in use.
+        """
 
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as an array of the same memory, for users: of CuPy."""
