@@ -59,8 +59,8 @@ class UserStream:
 
     def vector(self, x: torch.Tensor) -> DeviceVector:
         """Return a contiguous tensor's elements; they are ready when a `mark` is done."""
-        from ..memory import cuda
-        return cuda.vector_at(
+        from ..memory import cuda_arrays
+        return cuda_arrays.vector_at(
             x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self._where.index, None, x)
 
     def mark(self) -> Event:
