@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from .config import whole_number
 from .memory.arrays import is_finite
-from .memory.device import Device, Event, vector_of
+from .memory.device import Device, Event, await_event, vector_of
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of
@@ -173,9 +173,11 @@ class Bucket:
         return self.finite
 
     def holds_finite(self, part: NDArray[Any]) -> bool:
-        """Return whether a part of it is finite, when what was queued on a GPU is done."""
+        """Return whether a part of it is finite, when it was written."""
         if self.device is None:
             return is_finite(part.reshape(-1))
+        for event in self.written:
+            await_event(event)
         return self.device.gpu.is_finite(part)
 
     def retire(self) -> None:

@@ -18,9 +18,10 @@ PREFIX = "MPIRING_"
 ALGORITHMS = ("auto", "ring", "direct", "shared", "hierarchical", "native")
 PROGRESS = ("auto", "thread", "inline")
 DIGEST_ACTIONS = ("stop", "restore")
+GPU_AWARE = ("auto", "yes", "no")
 # Without these in common, ranks would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
-          "digest_action")
+          "digest_action", "gpu_aware")
 _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
           float: "a number", str: "text"}
 
@@ -43,6 +44,13 @@ LAUNCHER_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK", "PA
                   "PMIX_RANK", "SLURM_PROCID")
 LAUNCHER_LOCAL_RANKS = ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID",
                         "MV2_COMM_WORLD_LOCAL_RANK", "PALS_LOCAL_RANKID", "SLURM_LOCALID")
+
+# What launchers set for the ranks of a job, and would mislead those of another one.
+LAUNCHER_PREFIXES = (
+    "PMI_", "PMIX_", "PALS_", "PRTE_LAUNCHED", "MPI_LOCAL", "HYDI_", "MV2_COMM_WORLD_", "SLURM_",
+    "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "OMPI_NUM_APP_CTX", "OMPI_APP_CTX_",
+    "OMPI_FIRST_RANKS", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_LOCATION", "OMPI_MCA_num_procs",
+    "OMPI_MCA_initial_wdir", "OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix")
 
 # Where launchers tell a process how many ranks were asked for; the most specific first.
 LAUNCHER_SIZES = {
@@ -73,7 +81,7 @@ class Config:
             each rank is a node of its own.
         tuning: Before the first allreduce between nodes, measure which algorithm is the
             fastest for which size, or take what an earlier job has found.
-        tuning_folder: Where rank 0 keeps what was measured; "" keeps nothing.
+        tuning_folder: Where rank 0 keeps what was measured or tried; "" keeps nothing.
         progress: "thread" advances operations in the background, "inline" only
             inside mpiring's calls; "auto" takes the thread where MPI allows it.
         operations_in_flight: How many nonblocking operations advance at a time;
@@ -87,6 +95,8 @@ class Config:
             parameters and optimiser state; 0 for never. Must be the same on every rank.
         digest_action: "stop" ends the job with ReplicaError where they differ; "restore" copies
             what differs from a rank of the majority. Must be the same on every rank.
+        gpu_aware: Hand pointers of GPU memory to MPI. "auto" does where a trial in processes of
+            its own has shown that MPI takes them. Must be the same on every rank.
         abort_on_exception: End the whole job when one rank dies of an exception. A
             rank that ends with operations it cannot complete always ends the job.
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
@@ -108,6 +118,7 @@ class Config:
     stall_timeout_s: float = _setting(600.0)
     digest_steps: int = _setting(1000)
     digest_action: str = _setting("stop")
+    gpu_aware: str = _setting("auto")
     abort_on_exception: bool = _setting(True)
     allow_singleton: bool = _setting(False)
     trace: str = _setting("")
@@ -166,7 +177,7 @@ def _converted(value: Any, kind: type, name: str) -> Any:
 
 def _check_range(name: str, value: Any, source: str) -> None:
     allowed = {"algorithm": ALGORITHMS, "progress": PROGRESS,
-               "digest_action": DIGEST_ACTIONS}.get(name)
+               "digest_action": DIGEST_ACTIONS, "gpu_aware": GPU_AWARE}.get(name)
     expected = ""
     if allowed and value not in allowed:
         expected = f"one of {', '.join(allowed)}"
@@ -215,6 +226,17 @@ def launch_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]
     environ = os.environ if environ is None else environ
     prefixes = SPEED_PREFIXES + LAUNCH_PREFIXES
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
+
+
+def variables_for_another_job(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables without those that a launcher has set for this process.
+
+    Args:
+        environ: Variables to look at; the process's own by default.
+    """
+    environ = os.environ if environ is None else environ
+    return {name: value for name, value in environ.items()
+            if not name.startswith(LAUNCHER_PREFIXES)}
 
 
 def launched_rank(environ: Mapping[str, str] | None = None, *, local: bool = False) -> int | None:

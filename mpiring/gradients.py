@@ -334,6 +334,9 @@ class Gradients:
     def _fill_buckets(self, tensors: Sequence[TensorSpec]) -> None:
         empty = functools.partial(self._comm.empty, device=self._device or "cpu")
         self._twins.clear()
+        if self._views and self._mark is not None:
+            # What is to be moved may have been written a moment ago.
+            await_event(self._mark())
         for index, bucket_plan in enumerate(self._plan(tensors)):
             bucket = Bucket(index, bucket_plan, empty, self._device)
             self._buckets.append(bucket)

@@ -77,7 +77,7 @@ class Group:
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
         windows = Windows()
-        self.places = Places(windows, self.run)
+        self.places = Places(windows, self.run, config)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=config.operations_in_flight), windows,
             self._order, self._nodes, config.algorithm)

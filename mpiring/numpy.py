@@ -187,8 +187,8 @@ class DataParallel:
         """Whose own gradients held NaN or Inf in the last complete step: by rank, some of them.
 
         The same on all ranks. It has those that were looked at before they left: in each step
-        the ones that leave last, where the NaN of any other layer ends up, and all in the ten
-        steps after such a step.
+        the ones that leave last (not on a GPU, which would have to be waited for), where the NaN
+        of any other layer ends up, and all in the ten steps after such a step.
         """
         return self._gradients.nonfinite.found
 

@@ -10,7 +10,10 @@ from .collectives.exports import Exports
 from .collectives.on_device import DESK_BYTES, Desks, Place, placed
 from .collectives.operation import Collectives
 from .collectives.windows import Windows, mapped
+from .config import Config
 from .errors import TransportError
+from .gpu_aware import takes_pointers
+from .launch import load_mpi
 from .memory.arrays import Array
 from .memory.device import Device, DeviceVector, Event
 from .transport.base import Schedule, T
@@ -27,10 +30,11 @@ class Places:
     Args:
         windows: Where collectives find memory that ranks share.
         run: Runs an operation.
+        config: Says whether MPI takes pointers of a GPU's memory, or to try it.
     """
 
-    def __init__(self, windows: Windows, run: Run) -> None:
-        self._run = run
+    def __init__(self, windows: Windows, run: Run, config: Config) -> None:
+        self._run, self._config = run, config
         self._exports = Exports(windows)
         self._known: dict[int, Place] = {}
 
@@ -64,9 +68,22 @@ class Places:
         return place
 
     def _prepared(self, collectives: Collectives, device: Device) -> Schedule[Place]:
+        desks = yield from self._desks(collectives, device)
+        direct = np.zeros(1, np.uint8)
+        if len(collectives.nodes) > 1:
+            if collectives.rank == 0:
+                # As long as a job's start, the first time.
+                direct[:] = takes_pointers(
+                    self._config, load_mpi().Get_library_version(), device.gpu.index)
+            yield from collectives.broadcast(direct, 0)
+        return Place(device, self._exports, bool(direct[0]), desks)
+
+    def _desks(self, collectives: Collectives,
+               device: Device) -> Schedule[Callable[[int], Desks] | None]:
+        """Return pinned memory that the node's ranks share, if there are several."""
         if collectives.node is None:
             yield ()
-            return Place(device, self._exports)
+            return None
         segments = yield from mapped(collectives.node, SLOTS * DESK_BYTES)
         if segments is None:
             raise TransportError(
@@ -74,7 +91,7 @@ class Places:
                 f"to share with the node's other ranks, through which the data of GPUs has to go")
         for segment in segments:
             device.gpu.pin(segment)
-        return Place(device, self._exports, desks=_slots(segments))
+        return _slots(segments)
 
 
 def _slots(segments: Sequence[Array]) -> Callable[[int], Desks]:

@@ -5,6 +5,7 @@ and writes host memory when it is done, not when it is queued; until then a down
 holds junk. So a missing wait shows as a wrong result.
 """
 
+import ctypes
 import itertools
 import random
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -29,10 +31,12 @@ _bases = itertools.count(1 << 44, 1 << 40)
 class _Memory:
     """What a vector's `owner` is: an allocation."""
 
-    def __init__(self, address, nbytes):
+    def __init__(self, address, content):
         self.address = address
         self.opened = 0
-        self.bytes = np.full(nbytes, _JUNK, np.uint8)
+        self.bytes = content
+        # When it may be looked at; None for at once.
+        self.ready = None
         _memories[address] = self
 
 
@@ -48,6 +52,7 @@ def memory_of(address, nbytes):
 def content(x):
     """Return what a vector holds now, as the GPU itself sees it."""
     memory = memory_of(x.address, x.nbytes)
+    assert memory.ready is None or memory.ready.done, "it may be written yet"
     start = x.address - memory.address
     return memory.bytes[start:start + x.nbytes].view(x.dtype)
 
@@ -163,7 +168,7 @@ class SimulatedGpu:
     """
 
     def __init__(self, later=None, seed=0, name="simulated GPU", shared=None):
-        self.name = name
+        self.index, self.name = 0, name
         self.shared = shared
         self._due = []
         # Any thread may queue something, and any thread's look has something done.
@@ -186,7 +191,12 @@ class SimulatedGpu:
         return Stream(self)
 
     def allocate(self, nbytes, device=None):
-        memory = _Memory(self._next, nbytes)
+        return self.hold(np.full(nbytes, _JUNK, np.uint8), device)
+
+    def hold(self, memory, device):
+        """Return bytes, which somebody has in the GPU's memory, as the vector that they are."""
+        nbytes = len(memory)
+        memory = _Memory(self._next, memory)
         self._next += nbytes + 4096 & -256
         return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8), memory)
 
@@ -242,7 +252,7 @@ class SimulatedGpu:
     def is_pinned(self, x):
         return not x.size or any(np.shares_memory(x, memory) for memory in self._pinned)
 
-    def mark(self):
+    def mark(self, stream=None):
         return self.user.record()
 
     def follow(self, event):
@@ -387,6 +397,15 @@ class Installed:
         return DeviceVector(self._device, x.base.address + inside, plain.size, plain.dtype,
                             x.owner, self.gpu.user.record())
 
+    def vector_at(self, address, n, dtype, device_index, stream_pointer, owner):
+        nbytes = n * np.dtype(dtype).itemsize
+        plain = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else bytearray(1)
+        vector = self.gpu.hold(np.frombuffer(plain, np.uint8, nbytes), self._device)
+        # Whoever has written it has done so when his stream is where it is now.
+        vector.owner.owner, vector.owner.ready = owner, self.gpu.mark()
+        ready = vector.owner.ready if stream_pointer is not None else None
+        return replace(vector.view(dtype), ready=ready)
+
     def put(self, x):
         """Return a NumPy array's elements in an array on the GPU."""
         return self.gpu.put(x)
@@ -395,6 +414,7 @@ class Installed:
 def installed(monkeypatch):
     """Let arrays on a simulated GPU be taken for CuPy's; return what makes them."""
     module = Installed()
-    monkeypatch.setitem(sys.modules, "mpiring.memory.cuda", module)
-    monkeypatch.setattr(mpiring.memory, "cuda", module, raising=False)
+    for name in ("cuda", "cuda_arrays"):
+        monkeypatch.setitem(sys.modules, f"mpiring.memory.{name}", module)
+        monkeypatch.setattr(mpiring.memory, name, module, raising=False)
     return module

@@ -2,11 +2,13 @@
 
 import numpy as np
 import pytest
+import simulated_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
 from mpiring.buckets import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
+from mpiring.memory.device import Device, await_event
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float16", "float32", "float64", "complex128"]).map(np.dtype)
@@ -85,3 +87,28 @@ def test_retired_views_cannot_be_mistaken_for_gradients():
     assert (view == 0).all()
     bucket.poison()
     assert np.isnan(view).all()
+
+
+class Late:
+    """A mark behind something that is done at the third look."""
+
+    def __init__(self, action):
+        self.looks, self.action = 0, action
+
+    def test(self):
+        self.looks += 1
+        if self.looks == 3:
+            self.action()
+        return self.looks >= 3
+
+
+def test_it_is_looked_at_when_others_have_written_it():
+    """They may do that on streams of their own, as PyTorch does."""
+    device = Device(simulated_gpu.SimulatedGpu())
+    vector = device.allocate(64).view(np.float32)
+    bucket = Bucket(0, plan(specs(16), 64)[0],
+                    lambda n, dtype: device.gpu.array(vector, (n,)), device)
+    await_event(device.gpu.mark())
+    for value in (np.inf, 1.0):
+        bucket.written.append(Late(lambda value=value: simulated_gpu.content(vector).fill(value)))
+        assert bucket.holds_finite(bucket.flat) == np.isfinite(value)

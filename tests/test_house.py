@@ -21,7 +21,7 @@ LAYERS = [
     ["transport", "memory", "topology"],
     ["codecs"],
     ["collectives"],
-    ["statistics", "flight", "chrome", "launch", "pause", "tuning", "progress"],
+    ["statistics", "flight", "chrome", "launch", "gpu_aware", "pause", "tuning", "progress"],
     ["handle", "engine", "watch", "messages", "buckets", "calls", "places", "group",
      "communicator"],
     ["reducers", "gradients", "nonfinite", "resilience", "data", "gpus"],
@@ -32,7 +32,7 @@ LAYERS = [
 ]
 ENVIRONMENT_READERS = {"config.py"}
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch.py", "group.py",
-             "communicator.py", "doctor/examine.py"}
+             "communicator.py", "gpu_aware.py", "doctor/examine.py"}
 
 
 def name_of(path):

@@ -15,15 +15,15 @@ from .pieces import APART, NOWHERE
 
 _INFINITY = np.uint32(0x7f800000)               # the bits of float32's
 _NAN = np.float32(np.nan)
-_SMALLEST = np.float32(2.0**-126)               # a scale: the last that is not subnormal
-_STEPS = np.float32(127)
+SMALLEST = np.float32(2.0**-126)               # a scale: the last that is not subnormal
+STEPS = np.float32(127)
 # 127 times the next one, float32's largest / 127 as it is rounded, would overflow.
-_LARGEST = np.nextafter(np.finfo(np.float32).max / _STEPS, np.float32(0))
+LARGEST = np.nextafter(np.finfo(np.float32).max / STEPS, np.float32(0))
 # So much is divided by the largest |x| and multiplied by x. It is as far below 127 as rounding
 # may lift the product, plus 1 of its last bit: with any u < 1 the sum stays below 128.
-_JUST_BELOW = np.float32(127 - 2.0**-15)
-_GOLDEN, _FIRST, _SECOND = np.uint32(0x9e3779b1), np.uint32(0x7feb352d), np.uint32(0x846ca68b)
-_FRACTION = np.float32(2.0**-23)
+JUST_BELOW = np.float32(127 - 2.0**-15)
+GOLDEN, FIRST, SECOND = np.uint32(0x9e3779b1), np.uint32(0x7feb352d), np.uint32(0x846ca68b)
+FRACTION = np.float32(2.0**-23)
 
 _ENCODE = "float32* float32* int8* float32* intp intp uint32 intp"
 _DECODE = "float32* int8* float32* intp intp bool"
@@ -99,33 +99,33 @@ def _scale(peak: Array, scales: Array) -> tuple[Array, Array]:
         scales: Overwritten.
     """
     finite = np.isfinite(peak)
-    np.minimum(peak / _STEPS, _LARGEST, out=scales)
-    some = scales >= _SMALLEST
+    np.minimum(peak / STEPS, LARGEST, out=scales)
+    some = scales >= SMALLEST
     scales[~some] = 0
     scales[~finite] = _NAN
-    return finite, np.where(some & finite, _JUST_BELOW / peak, np.float32(0))
+    return finite, np.where(some & finite, JUST_BELOW / peak, np.float32(0))
 
 
 def _uniform(start: int, seed: int, u: Array, h: Array) -> None:
     """Write the u of consecutive elements from index `start` on; `h` is scratch memory."""
     t = u.view(np.uint32)
     np.add(_multiples(max(u.size, pieces.PIECE))[:u.size],
-           np.uint32((start * int(_GOLDEN) + seed) & 0xffffffff), out=h)
+           np.uint32((start * int(GOLDEN) + seed) & 0xffffffff), out=h)
     np.right_shift(h, np.uint32(16), out=t)
     np.bitwise_xor(h, t, out=h)
-    np.multiply(h, _FIRST, out=h)
+    np.multiply(h, FIRST, out=h)
     np.right_shift(h, np.uint32(15), out=t)
     np.bitwise_xor(h, t, out=h)
-    np.multiply(h, _SECOND, out=h)
+    np.multiply(h, SECOND, out=h)
     np.right_shift(h, np.uint32(9), out=h)
     np.copyto(u, h.view(np.int32), casting="unsafe")
-    np.multiply(u, _FRACTION, out=u)
+    np.multiply(u, FRACTION, out=u)
 
 
 @functools.lru_cache(maxsize=4)
 def _multiples(n: int) -> NDArray[np.uint32]:
     """Return the first multiples of the golden ratio of 2**32, 0 first; only read."""
-    multiples: NDArray[np.uint32] = np.arange(n, dtype=np.uint32) * _GOLDEN
+    multiples: NDArray[np.uint32] = np.arange(n, dtype=np.uint32) * GOLDEN
     return multiples
 
 
@@ -147,23 +147,23 @@ def _encode_loop(x, scales, values, lost, n, block, seed, place):  # type: ignor
         for i in range(start, end):
             peak = max(peak, np.uint32(np.float32(x[i]).view(np.uint32) & np.uint32(0x7fffffff)))
         largest = np.uint32(peak).view(np.float32)
-        scale = min(largest / _STEPS, _LARGEST)
+        scale = min(largest / STEPS, LARGEST)
         inverse = np.float32(0)
         if peak >= _INFINITY:
             scale = _NAN
-        elif scale < _SMALLEST:
+        elif scale < SMALLEST:
             scale = np.float32(0)
         else:
-            inverse = _JUST_BELOW / largest
+            inverse = JUST_BELOW / largest
         scales[start // block] = scale
         if inverse > 0:
             for i in range(start, end):
-                h = np.uint32(np.uint32(np.uint32(i) * _GOLDEN) + seed)
+                h = np.uint32(np.uint32(np.uint32(i) * GOLDEN) + seed)
                 h = np.uint32(h ^ np.uint32(h >> np.uint32(16)))
-                h = np.uint32(h * _FIRST)
+                h = np.uint32(h * FIRST)
                 h = np.uint32(h ^ np.uint32(h >> np.uint32(15)))
-                h = np.uint32(np.uint32(h * _SECOND) >> np.uint32(9))
-                u = np.float32(np.int32(h)) * _FRACTION
+                h = np.uint32(np.uint32(h * SECOND) >> np.uint32(9))
+                u = np.float32(np.int32(h)) * FRACTION
                 values[i] = np.int8(np.int32(np.floor(x[i] * inverse + u)))
         else:
             for i in range(start, end):

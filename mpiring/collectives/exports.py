@@ -9,6 +9,7 @@ import logging
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -31,8 +32,15 @@ def _say_problem(rank: int, device: str, problem: str) -> None:
                  "host memory", rank, device, problem)
 
 
+@dataclass(eq=False)
 class _Root:
-    """What all vectors in one window have in common; when it dies, the window is given up."""
+    """What all vectors in one window have in common; when it dies, the window is given up.
+
+    Attributes:
+        memory: This rank's part, for users that outlive the communicator.
+    """
+
+    memory: DeviceVector
 
 
 class Exports:
@@ -66,7 +74,7 @@ class Exports:
         segments = yield from self._opened(node, device, mine)
         if segments is None:
             return mine.view(dtype)
-        root = _Root()
+        root = _Root(mine)
         self._segments[number] = segments
         self._windows.add(root, number, cast(Any, segments), node.rank)
         weakref.finalize(root, self._given_up.append, number).atexit = False

@@ -59,8 +59,14 @@ class Stream(Protocol):
 
 
 class Gpu(Protocol):
-    """A GPU, as far as it is used here: CUDA's, or one that tests simulate."""
+    """A GPU, as far as it is used here: CUDA's, or one that tests simulate.
 
+    Attributes:
+        index: Its number among those that this process sees.
+        name: For people.
+    """
+
+    index: int
     name: str
 
     def stream(self) -> Stream:
@@ -89,8 +95,12 @@ class Gpu(Protocol):
             OSError: It cannot be reached from this GPU.
         """
 
-    def mark(self) -> Event:
-        """Return a mark on the stream that its user, CuPy, has in use."""
+    def mark(self, stream: int | None = None) -> Event:
+        """Return a mark on a user's stream.
+
+        Args:
+            stream: Its pointer, 0 for CUDA's default; by default the one that CuPy has in use.
+        """
 
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as an array of the same memory, for users: of CuPy."""
@@ -326,8 +336,8 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
         if isinstance(x, DeviceVector):
             return x
         if is_on_gpu(x):
-            from . import cuda
-            return cuda.vector_of(x, writeable=writeable)
+            from .cuda_arrays import vector_of as vector_on_gpu
+            return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
 
 

@@ -1,7 +1,7 @@
 """Averages gradients while backward runs: hooks on parameters, views into buckets."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,9 @@ from ..errors import GradientError
 from ..gradients import Gradients
 from ..nonfinite import NonFinite
 from ..reducers.choice import Wish
+from .devices import current, gpu_of, marker_of, seen_as_tensor
 from .sparse_gradients import SparseGradients
-from .tensors import numpy_dtype, tensor_of
+from .tensors import numpy_dtype, tensors_in
 
 
 class Averaging:
@@ -26,7 +27,7 @@ class Averaging:
     When backward ends, all have arrived, or, if that is deferred, are under way.
 
     Args:
-        parameters: By name, in the same order on every rank.
+        parameters: By name, in the same order on every rank; at least one, all on one device.
         sparse: Those of them whose gradients are sparse.
         comm: The ranks to average over.
         bucket_bytes, reducer, deterministic, order: As for `Gradients`.
@@ -65,9 +66,13 @@ class Averaging:
         self._pass = -1
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self._dense.items()]
-        self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                    deterministic=deterministic, order=order, moved=self._move,
-                                    steps=steps)
+        # Its device is that of all.
+        self._first = first = next(iter(parameters.values()))
+        with current(first):
+            self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
+                                        deterministic=deterministic, order=order,
+                                        moved=self._move, steps=steps, device=gpu_of(first),
+                                        mark=marker_of(first))
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm)
         self._views: dict[str, torch.Tensor] = {}
@@ -102,7 +107,8 @@ class Averaging:
     @property
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite; the same on all ranks."""
-        return self._gradients.finite
+        with current(self._first):
+            return self._gradients.finite
 
     def rescale(self, factor: float) -> None:
         """Tell reducers that the loss is scaled otherwise from now on."""
@@ -138,7 +144,8 @@ class Averaging:
         self.under_way = False
         # Whether a step counts depends on these, too: reducers are told by the others.
         self._sparse.wait()
-        self._gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
+        with current(self._first):
+            self._gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
         self._show()
         self._completed()
 
@@ -146,17 +153,17 @@ class Averaging:
         """Let parameters have the gradients that have arrived."""
         unreached, withheld = self._reached_nowhere(), self._withheld
         self._withheld = {}
+        # Where the user has another one by now, he has no use for this gradient any more.
+        blanks = {name: blank for name, (blank, whole) in withheld.items()
+                  if self._dense[name].grad is whole}
+        # All at once: a GPU answers late.
+        untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
+        for name, is_untouched in zip(blanks, untouched, strict=True):
+            if not is_untouched:
+                self._views[name].zero_()
         for name, p in self._dense.items():
-            if name in withheld:
-                blank, whole = withheld[name]
-                if p.grad is not whole:
-                    # The user has no use for this gradient any more.
-                    continue
-                if not blank.isnan():
-                    self._views[name].zero_()
-            elif name in unreached:
-                continue
-            p.grad = None if name in unreached else self._views[name]
+            if name in blanks or name not in withheld and name not in unreached:
+                p.grad = None if name in unreached else self._views[name]
 
     def _begun(self, _: object = None) -> None:
         """Note that a backward pass runs: look at its end whether all is there."""
@@ -203,7 +210,8 @@ class Averaging:
                 f"follow: other ranks may have gone on; start again from a checkpoint")
         if self.weight != 1:
             self._views[name].mul_(self.weight)
-        self._gradients.ready(name)
+        with current(self._first):
+            self._gradients.ready(name)
 
     @property
     def _missing(self) -> list[str]:
@@ -238,7 +246,7 @@ class Averaging:
         So scaling and clipping cannot harm them, and gradients that are dropped stay so.
         """
         for name, p in self._dense.items():
-            blank = torch.full((), torch.nan, dtype=p.dtype)
+            blank = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
             self._withheld[name] = blank, blank.expand(p.shape)
             p.grad = self._withheld[name][1]
 
@@ -282,7 +290,7 @@ class Averaging:
     def _move(self, name: str) -> None:
         """Follow a gradient to another bucket; nothing may hold on to the old memory."""
         p, old = self._dense[name], self._views.get(name)
-        self._views[name] = _like(p, tensor_of(self._gradients.views[name].reshape(-1)))
+        self._views[name] = _like(p, seen_as_tensor(self._gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
 
@@ -307,19 +315,3 @@ def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     if torch.ops.aten.is_non_overlapping_and_dense(p):
         return flat.as_strided(p.shape, p.stride())
     return flat.view(p.shape)
-
-
-def tensors_in(outputs: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in what a model takes or returns: in lists, dicts, objects of fields."""
-    if isinstance(outputs, torch.Tensor):
-        yield outputs
-    elif isinstance(outputs, Mapping):
-        for value in outputs.values():
-            yield from tensors_in(value)
-    elif isinstance(outputs, (list, tuple, set)):
-        for value in outputs:
-            yield from tensors_in(value)
-    elif hasattr(outputs, "__dict__"):
-        for value in vars(outputs).values():
-            if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
-                yield from tensors_in(value)

@@ -11,7 +11,7 @@ from ..resilience.tree import Bytes
 
 
 class Tensors:
-    """PyTorch's dense tensors, of any device; read on the CPU."""
+    """PyTorch's dense tensors, of any device; they come back on the CPU."""
 
     name = "tensor"
 
@@ -35,7 +35,7 @@ class Tensors:
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
         """Return a tensor of these elements."""
         if not data.size:
-            return torch.empty(shape, dtype=getattr(torch, dtype))
+            return torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
         return torch.from_numpy(data).view(getattr(torch, dtype)).view(shape)
 
 
@@ -43,7 +43,8 @@ class Checkpoints(resilience.Checkpoints):
     """Checkpoints whose state may also hold tensors.
 
     See `mpiring.resilience.Checkpoints`. `state_dict()` of modules, optimizers, schedulers and
-    GradScaler fit as they are.
+    GradScaler fit as they are. Tensors come back on the CPU, as a job may go on without a GPU, or
+    on another one: `load_state_dict` copies them to where the module is.
     """
 
     kinds = (Tensors(), *resilience.Checkpoints.kinds)
@@ -70,5 +71,5 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     """
     resilience.set_random_state(state)
     torch.set_rng_state(state["torch"])
-    if "cuda" in state:
+    if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -14,11 +14,12 @@ from ..gradients import refuse_different
 from ..reducers.choice import Wish
 from ..resilience.replicas import Replicas
 from ..statistics import Statistics
-from .averaging import Averaging, tensors_in
+from .averaging import Averaging
+from .devices import KINDS, described
 from .optimizers import follow_steps, replicated_parts, updates_any
 from .sparse_gradients import sparse_parameters
 from .states import broadcast_parameters
-from .tensors import numpy_dtype
+from .tensors import numpy_dtype, tensors_in
 from .threads import share_cores
 from .uneven import Uneven
 
@@ -35,7 +36,8 @@ class DataParallel(nn.Module):
     Config), backward finds out whether parameters and optimizers' state are equal on all ranks.
 
     Args:
-        module: Its parameters lie on the CPU; the same on every rank, in the same order.
+        module: The same on every rank, its parameters in the same order; they lie on the CPU, or
+            all on one GPU, where gradients stay.
         comm: The ranks to average over.
         bucket_bytes: Gradients are fused into messages of about this many bytes; the first
             ones are shorter, to leave early.
@@ -80,13 +82,13 @@ class DataParallel(nn.Module):
         self._replicas = Replicas(
             comm, functools.partial(replicated_parts, module, self._watched))
         self._averaging: Averaging | None = None
-        self._trained: list[tuple[str, int, torch.dtype]] | None = None
+        self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs = True
         self._uneven: Uneven | None = None
         share_cores(comm)
         parts = dict(module.named_parameters()) | dict(module.named_buffers())
         refuse_different(comm, "parameter or buffer", [
-            f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in parts.items()])
+            f"{name} {described(tensor)}" for name, tensor in parts.items()])
         broadcast_parameters(parts.values(), comm)
         self._follow_freezing()
         follow_steps(self)
@@ -188,8 +190,9 @@ class DataParallel(nn.Module):
         """Whose own gradients held NaN or Inf in the last complete step: by rank, some of them.
 
         The same on all ranks. It has those that were looked at before they left: in each step
-        the ones that leave last, where the NaN of any other layer ends up, and all in the ten
-        steps after such a step. Rank 0 warns of them when an optimizer is to use them.
+        the ones that leave last (not on a GPU, which would have to be waited for), where the NaN
+        of any other layer ends up, and all in the ten steps after such a step. Rank 0 warns of
+        them when an optimizer is to use them.
         """
         return {} if self._averaging is None else self._averaging.nonfinite.found
 
@@ -215,10 +218,10 @@ class DataParallel(nn.Module):
                     f"rank {self._comm.rank}: watch({name}=...) is a {type(value).__name__}; pass "
                     f"a tensor, or a mapping or list of tensors")
             for tensor in tensors_in(value):
-                if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                if tensor.device.type not in KINDS or tensor.layout is not torch.strided:
                     raise ConfigError(
                         f"rank {self._comm.rank}: watch({name}=...) has a {tensor.layout} tensor "
-                        f"on {tensor.device}; expected dense ones on the CPU")
+                        f"on {tensor.device}; expected dense ones on the CPU or a GPU")
         self._watched.update(state)
 
     def compare_replicas(self) -> None:
@@ -255,11 +258,12 @@ class DataParallel(nn.Module):
         """Build the buckets of the parameters that are trained now, if those are others."""
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         # What is averaged is kept alive: no other parameter can have its id.
-        trained = [(name, id(p), p.dtype) for name, p in parameters.items()]
+        trained = [(name, id(p), p.dtype, p.device) for name, p in parameters.items()]
         if trained == self._trained:
             return
+        _refuse_several_devices(parameters, self._comm)
         refuse_different(self._comm, "trained parameter", [
-            f"{name} {p.dtype} {tuple(p.shape)}" for name, p in parameters.items()])
+            f"{name} {described(p)}" for name, p in parameters.items()])
         if self._averaging is not None:
             self._averaging.close()
         steps = 0 if self._averaging is None else self._averaging.steps
@@ -308,12 +312,23 @@ def _refuse(module: nn.Module, comm: Communicator) -> None:
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
     if isinstance(module, DataParallel):
         raise ConfigError(f"rank {comm.rank}: the module is wrapped already")
+    _refuse_several_devices(dict(module.named_parameters()), comm)
     for name, p in module.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ConfigError(
                 f"rank {comm.rank}: parameter {name} has no shape yet; run one batch through the "
                 f"module before it is wrapped")
-        if p.device.type != "cpu":
+        if p.device.type not in KINDS:
             raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
-                              f"CPU: wrap module.cpu()")
+                              f"CPU or a GPU of NVIDIA's: wrap module.cpu() or module.cuda()")
         numpy_dtype(p.dtype)
+
+
+def _refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:
+    """Raise ConfigError unless parameters lie on one device."""
+    first = next(iter(parameters), "")
+    for name, p in parameters.items():
+        if p.device != parameters[first].device:
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name} is on {p.device}, but {first} on "
+                f"{parameters[first].device}; expected all of them on one device")

@@ -14,7 +14,12 @@ class Named(dist.ProcessGroup):
     Args:
         store: What torch.distributed made for it; kept for those who ask for it.
         rank, size: This rank, and how many there are.
+
+    Attributes:
+        supports_splitting: Asked for where init_process_group is given a `device_id`.
     """
+
+    supports_splitting = False
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
         super().__init__(rank, size)

@@ -29,10 +29,6 @@ class Op:
     name: str
     factor: Any = None
 
-    def scaled(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this rank's contribution; a new tensor if there is a factor."""
-        return tensor if self.factor is None else tensor * self.factor
-
 
 def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
     """Return what an operator of torch.distributed does to a dtype.

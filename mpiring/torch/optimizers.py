@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..resilience.replicas import Part, parts_of
+from .devices import KINDS
 from .vectors import Loan
 
 Leaf = Callable[[str, Any], Part | None]
@@ -67,10 +68,11 @@ def replicated_parts(module: torch.nn.Module, watched: Mapping[str, Any]) -> Ite
     def leaf(name: str, x: Any) -> Part | None:
         if not isinstance(x, torch.Tensor) or id(x) in seen:
             return None
-        if x.device.type != "cpu" or x.layout is not torch.strided:
+        if x.device.type not in KINDS or x.layout is not torch.strided:
             return None
         seen.add(id(x))
-        return Part(name, lambda: Loan().raw(x, written=False), functools.partial(_write, x))
+        return Part(name, functools.partial(Loan(staged=True).raw, x, written=False),
+                    functools.partial(_write, x))
 
     names = {p: name for name, p in module.named_parameters()}
     for p, name in names.items():

@@ -42,7 +42,7 @@ Tensors = Sequence[torch.Tensor]
 
 def register() -> None:
     """Make the back end known to torch.distributed."""
-    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _make(options: Any, _: Any) -> "ProcessGroup":
@@ -99,15 +99,15 @@ class ProcessGroup(Named):
 
     def _submit(self, kind: str, detail: str, opts: Any, loan: Loan, value: Any,
                 build: Callable[[Collectives], Schedule[Any]]) -> Work:
-        group, call, handle = self._group, _call(kind, detail, loan.nbytes), DONE
+        group, handle = self._group, DONE
         if in_callback():
             # Collective as the calls that lead here are: in the order of the operations.
             group = self._beside = self._beside or group.beside()
-            handle = group.submit(call, lambda collectives: loan.settled(build(collectives)))
-        elif getattr(opts, "asyncOp", True):
-            handle = group.submit(call, lambda collectives: loan.settled(build(collectives)))
+        call = _call(kind, detail if loan.stream is None else f"{detail} on a GPU", loan.nbytes)
+        if group is self._beside or getattr(opts, "asyncOp", True):
+            handle = group.submit(call, loan.build(group, build))
         else:
-            group.run(call, lambda collectives: loan.settled(build(collectives)))
+            group.run(call, loan.build(group, build))
         return self._work(Work(handle, value, threaded=group.threaded))
 
     def _work(self, work: Work) -> Work:
@@ -140,13 +140,11 @@ class ProcessGroup(Named):
         loan, vectors, names = Loan(), [], []
         for tensor in tensors:
             op = op_of(opts.reduceOp, tensor.dtype)
-            vectors.append(loan.numbers(tensor, written=True))
+            vectors.append(loan.numbers(tensor, written=True, factor=op.factor))
             names.append(op.name)
-            if op.factor is not None:
-                vectors[-1] *= op.factor
         detail = f"{names} of " + ", ".join(map(described, tensors))
         return self._submit(kind, detail, opts, loan, list(tensors), lambda collectives: in_turn(
-            [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
+            (), [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
 
     def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> Work:
         tensor, op = only(tensors), op_of(opts.reduceOp, only(tensors).dtype)
@@ -159,9 +157,7 @@ class ProcessGroup(Named):
         tensor, root = only(tensors), opts.rootRank
         self._check_root(root)
         op, loan, is_root = op_of(opts.reduceOp, tensor.dtype), Loan(), self.rank() == root
-        x = loan.numbers(tensor if is_root else op.scaled(tensor), written=is_root)
-        if is_root and op.factor is not None:
-            x *= op.factor
+        x = loan.numbers(tensor, written=is_root, factor=op.factor)
         return self._submit(
             "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, loan, list(tensors),
             lambda collectives: collectives.reduce(x, root, op=op.name))
@@ -177,11 +173,15 @@ class ProcessGroup(Named):
         check_alike(inputs[0], output, "input")
         opts, loan = opts or dist.ReduceScatterOptions(), Loan()
         op = op_of(opts.reduceOp, output.dtype)
-        contributions = [loan.numbers(op.scaled(one), written=False) for one in inputs[0]]
-        chunks = with_own(contributions, self.rank(), loan.numbers(output, written=True))
+        contributions = [
+            loan.numbers(one, written=False, factor=op.factor) for one in inputs[0]]
+        own = loan.numbers(output, written=True)
+        chunks = with_own(contributions, self.rank(), own)
         return self._submit(
             "reduce_scatter", f"{op.name} of {described(output)}", opts, loan, list(outputs),
-            lambda collectives: collectives.reduce_scatter_chunks(chunks, op=op.name))
+            lambda collectives: in_turn(
+                [(own, contributions[self.rank()])],
+                [collectives.reduce_scatter_chunks(chunks, op=op.name)]))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
@@ -197,17 +197,18 @@ class ProcessGroup(Named):
 
     def _reduce_scatter(self, kind: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        opts, loan, rows = opts or dist.ReduceScatterOptions(), Loan(), []
+        opts, loan, rows, copies = opts or dist.ReduceScatterOptions(), Loan(), [], []
         for output, input in zip(outputs, inputs):
             check_multiple(input, output, self.size(), "input")
             op = op_of(opts.reduceOp, output.dtype)
             contributions = equal_parts(
-                loan.numbers(op.scaled(input), written=False), self.size())
+                loan.numbers(input, written=False, factor=op.factor), self.size())
             own = loan.numbers(output, written=True)
+            copies.append((own, contributions[self.rank()]))
             rows.append((with_own(contributions, self.rank(), own), op.name))
         detail = f"{[name for _, name in rows]} of " + ", ".join(map(described, inputs))
         return self._submit(kind, detail, opts, loan, list(outputs), lambda collectives: in_turn(
-            [collectives.reduce_scatter_chunks(chunks, op=name) for chunks, name in rows]))
+            copies, [collectives.reduce_scatter_chunks(x, op=name) for x, name in rows]))
 
     # Copies
 
@@ -268,11 +269,10 @@ class ProcessGroup(Named):
 
     def _gather_all(self, kind: str, inputs: Tensors, opts: Any, loan: Loan, value: Any,
                     rows: Sequence[tuple[Array, Sequence[Array]]]) -> Work:
-        for mine, places in rows:
-            places[self.rank()][...] = mine
+        copies = [(places[self.rank()], mine) for mine, places in rows]
         detail = "of " + ", ".join(map(described, inputs))
         return self._submit(kind, detail, opts, loan, value, lambda collectives: in_turn(
-            [collectives.allgather_chunks(places) for _, places in rows]))
+            copies, [collectives.allgather_chunks(places) for _, places in rows]))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
@@ -342,7 +342,7 @@ class ProcessGroup(Named):
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
         self._check_peer(dest)
-        x = Loan().raw(only(tensors), written=False)
+        x = Loan(staged=True).raw(only(tensors), written=False)
         return self._message(self._messages.isend(x, dest, tag), tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
@@ -355,7 +355,7 @@ class ProcessGroup(Named):
         return self._receive(tensors, None, tag)
 
     def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
-        loan = Loan()
+        loan = Loan(staged=True)
         x = loan.raw(only(tensors), written=True)
         return self._message(self._messages.irecv(x, source, tag, loan.settled), tensors)
 

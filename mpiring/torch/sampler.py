@@ -86,8 +86,9 @@ class DistributedSampler(Sampler[int]):
     def _order(self) -> list[int]:
         if not self._shuffle:
             return list(range(self._n))
-        generator = torch.Generator().manual_seed(self._seed << 32 ^ self._epoch)
-        return [int(index) for index in torch.randperm(self._n, generator=generator)]
+        generator = torch.Generator("cpu").manual_seed(self._seed << 32 ^ self._epoch)
+        return [int(index) for index in torch.randperm(
+            self._n, generator=generator, device="cpu")]
 
     def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
         """Return where the epoch stands, the same on every rank.

@@ -1,4 +1,4 @@
-"""Sums sparse tensors over ranks, by gathering what is not zero."""
+"""Sums sparse tensors over ranks, by gathering what is not zero, in host memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -26,9 +26,9 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
     if tensor.layout is not torch.sparse_coo or op.name not in ("sum", "mean"):
         raise ConfigError(f"{op.name} of a {tensor.layout} tensor: expected a sum or mean of "
                           f"torch.sparse_coo")
-    mine = op.scaled(tensor.detach()).coalesce()
-    places, values = mine.indices().T.contiguous(), mine.values()
-    loan = Loan()
+    mine = tensor.detach() if op.factor is None else tensor.detach() * op.factor
+    mine = mine.coalesce()
+    places, values, loan = mine.indices().T.contiguous(), mine.values(), Loan(staged=True)
     raw_places, raw_values = (loan.raw(one, written=False) for one in (places, values))
 
     def schedule(collectives: Collectives) -> Schedule[None]:
@@ -37,8 +37,9 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         total = torch.sparse_coo_tensor(
             _joined(all_places, places).T, _joined(all_values, values), mine.shape,
             check_invariants=False).coalesce()
-        with torch.no_grad():    # a detached sparse tensor would keep the news to itself
-            tensor.copy_(total / collectives.size if op.name == "mean" else total)
+        # Not detached: that would keep the news to itself.
+        yield from loan.copied_back(
+            [(tensor, total / collectives.size if op.name == "mean" else total)])
 
     return schedule
 

@@ -82,11 +82,12 @@ class SparseGradients:
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    return is_finite(array_of(gradient._values().contiguous()))
+    return is_finite(array_of(gradient._values().contiguous().cpu()))
 
 
 def _nothing_like(p: Parameter) -> torch.Tensor:
     # One dimension is sparse in the gradients of embeddings.
     return torch.sparse_coo_tensor(
-        torch.empty((1, 0), dtype=torch.int64), torch.empty((0, *p.shape[1:]), dtype=p.dtype),
-        p.shape, check_invariants=False)
+        torch.empty((1, 0), dtype=torch.int64, device=p.device),
+        torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device),
+        p.shape, check_invariants=False, device=p.device)

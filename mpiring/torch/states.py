@@ -1,11 +1,12 @@
 """Copies parameters, buffers and the state of optimizers from one rank to all."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ..communicator import Communicator
+from .devices import vector_of
 
 # Short tensors travel together; each broadcast costs a message's latency.
 _FUSED_BYTES = 1 << 20
@@ -16,8 +17,8 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
     """Copy tensors of rank `root` to all ranks, in place.
 
     Args:
-        tensors: On the CPU, of any dtype; the same shapes and dtypes in the same order on
-            every rank.
+        tensors: Dense, on the CPU or GPUs, of any dtype; the same shapes and dtypes in the same
+            order on every rank, and on devices of the same kinds.
         comm: The ranks.
         root: Whose values are copied.
 
@@ -26,23 +27,31 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
 
     Collective: yes. Blocking: yes.
     """
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for some in by_device.values():
+        for fused in _fused(some):
+            _broadcast(fused, comm, root)
+
+
+def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     fused: list[torch.Tensor] = []
     nbytes = 0
     for tensor in tensors:
         nbytes += tensor.nbytes
         if fused and nbytes > _FUSED_BYTES:
-            _broadcast(fused, comm, root)
+            yield fused
             fused, nbytes = [], tensor.nbytes
         fused.append(tensor)
-    if fused:
-        _broadcast(fused, comm, root)
+    yield fused
 
 
 def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> None:
     """Copy some tensors as one vector of bytes."""
     with torch.no_grad():
         flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
-        comm.broadcast(flat.numpy(), root=root)
+        comm.broadcast(vector_of(flat), root=root)
         if comm.rank == root:
             return
         parts = flat.split([tensor.nbytes for tensor in tensors])
@@ -86,7 +95,8 @@ class _Place:
 def _outlined(tree: Any, tensors: list[torch.Tensor]) -> Any:
     """Return `tree` with places for its tensors, which are appended to `tensors`."""
     if isinstance(tree, torch.Tensor):
-        tensors.append(tree)
+        # load_state_dict copies it to where the parameter is.
+        tensors.append(tree.cpu())
         return _Place(tree)
     return _mapped(tree, lambda part: _outlined(part, tensors))
 
@@ -94,7 +104,7 @@ def _outlined(tree: Any, tensors: list[torch.Tensor]) -> Any:
 def _filled(tree: Any, tensors: list[torch.Tensor]) -> Any:
     """Return `tree` with new tensors in their places; they are appended to `tensors`, too."""
     if isinstance(tree, _Place):
-        tensors.append(torch.empty(tree.shape, dtype=tree.dtype))
+        tensors.append(torch.empty(tree.shape, dtype=tree.dtype, device="cpu"))
         return tensors[-1]
     return _mapped(tree, lambda part: _filled(part, tensors))
 

@@ -1,5 +1,6 @@
 """Sees PyTorch's CPU tensors as NumPy arrays of the same memory, and arrays as tensors."""
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -61,3 +62,19 @@ def tensor_of(array: NDArray[Any]) -> torch.Tensor:
     if array.dtype == _BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def tensors_in(outputs: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in what a model takes or returns: in lists, dicts, objects of fields."""
+    if isinstance(outputs, torch.Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        for value in outputs.values():
+            yield from tensors_in(value)
+    elif isinstance(outputs, (list, tuple, set)):
+        for value in outputs:
+            yield from tensors_in(value)
+    elif hasattr(outputs, "__dict__"):
+        for value in vars(outputs).values():
+            if isinstance(value, (torch.Tensor, Mapping, list, tuple)):
+                yield from tensors_in(value)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..communicator import Communicator
-from .averaging import tensors_in
+from .tensors import tensors_in
 
 
 class Uneven:

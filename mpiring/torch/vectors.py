@@ -1,74 +1,128 @@
-"""Lends tensors to a collective as vectors of NumPy, by a copy where they are not contiguous."""
+"""Lends tensors to a collective as vectors, by a copy where they are not contiguous."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 
 from ..errors import ConfigError
+from ..group import Build, Group
 from ..memory.arrays import Array
+from ..memory.device import copy_to
 from ..transport.base import Schedule, T
+from . import devices
 from .tensors import array_of
 
 
 class Loan:
-    """The tensors of one operation, as vectors.
+    """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
     Tensors that are strided in another way than row after row are copied, and those that
     the operation writes are copied back when it is complete.
 
+    Args:
+        staged: Lend copies in host memory of what is on a GPU.
+
     Attributes:
         nbytes: Of all of them.
+        stream: Of the user's, on which they were written; None where they are in host memory.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, staged: bool = False) -> None:
         self.nbytes = 0
+        self.stream: devices.UserStream | None = None
+        self._staged = staged
+        self._where: torch.device | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def numbers(self, tensor: torch.Tensor, *, written: bool) -> Array:
+    def numbers(self, tensor: torch.Tensor, *, written: bool, factor: Any = None) -> Array:
         """Return a tensor's elements, to calculate with.
 
         Args:
-            tensor: Dense, on the CPU, of any shape and strides.
+            tensor: Dense, of any shape and strides.
             written: The operation changes it.
+            factor: What they are multiplied by first, if anything; in place if `written`.
 
         Raises:
-            ConfigError: It is none of that, or NumPy cannot calculate with its dtype.
+            ConfigError: It is not dense, elsewhere than the others, or of a dtype that one cannot
+                calculate with.
         """
-        return array_of(self._contiguous(tensor, written))
+        x = self._contiguous(tensor, written)
+        if factor is not None:
+            x = torch.mul(x, factor, out=x if written else torch.empty_like(x))
+        return self._vector(x)
 
     def raw(self, tensor: torch.Tensor, *, written: bool) -> Array:
         """Return a tensor's bytes; of any dtype, otherwise as `numbers`."""
         contiguous = self._contiguous(tensor, written)
         # Where there is one element, PyTorch takes any stride for contiguous, but not here.
-        flat = contiguous.as_strided((contiguous.numel(),), (1,))
-        raw: Array = flat.view(torch.uint8).numpy() if flat.numel() else np.empty(0, np.uint8)
-        return raw
+        return self._vector(contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8))
 
     def _contiguous(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.device.type not in devices.KINDS:
             raise ConfigError(
                 f"a {tensor.layout} tensor on {tensor.device}: this collective takes dense "
-                f"tensors on the CPU")
+                f"tensors on the CPU or a GPU of NVIDIA's")
+        if tensor.device != (self._where or tensor.device):
+            raise ConfigError(f"tensors on {self._where} and on {tensor.device}: expected all of "
+                              f"one collective on one device")
         if written and any(step == 0 and n > 1 for step, n in zip(
                 tensor.stride(), tensor.shape)):
             raise ConfigError(f"a tensor of shape {tuple(tensor.shape)} and strides "
                               f"{tensor.stride()}, several of whose elements are one: it cannot "
                               f"take a result; pass tensor.clone()")
+        if self._where is None:
+            self._where, self.stream = tensor.device, devices.stream_of(tensor)
         self.nbytes += tensor.nbytes
         plain = tensor.detach()
         contiguous = plain.resolve_conj().resolve_neg().contiguous()
+        if self._staged:
+            contiguous = contiguous.cpu()
         if written and contiguous is not plain and contiguous.data_ptr() != plain.data_ptr():
             self._copies.append((plain, contiguous))
         return contiguous
 
+    def _vector(self, x: torch.Tensor) -> Any:
+        return array_of(x) if self.stream is None or self._staged else self.stream.vector(x)
+
+    def build(self, group: Group, build: Build[T]) -> Build[T]:
+        """Return a function that builds the schedule for where the tensors lie.
+
+        Args:
+            group: The ranks.
+            build: Returns a schedule on the vectors, given the collectives bound to its channel.
+
+        Collective: yes, the first time on each GPU. Blocking: yes, then.
+        """
+        if self.stream is not None:
+            build = group.places.on(self.stream.device(), (self.stream.mark(),), build)
+        return lambda collectives: self.settled(build(collectives))
+
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
         """Run a schedule, then copy back into the tensors that had to be copied."""
         result = yield from schedule
-        for tensor, copy in self._copies:
-            tensor.copy_(copy)
+        yield from self.copied_back(self._copies)
         return result
+
+    def copied_back(
+        self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> Schedule[None]:
+        """Copy into some of the user's tensors.
+
+        Args:
+            copies: A tensor on the device of those that were lent, and what it is to hold.
+        """
+        if not copies:
+            return
+        # In the user's stream, all of whose earlier work may read what is there now, and whose
+        # memory PyTorch then takes it for.
+        with torch.no_grad(), nullcontext() if self.stream is None else self.stream.in_use():
+            for tensor, copy in copies:
+                tensor.copy_(copy)
+        if self.stream is not None:
+            yield (self.stream.mark(),)
 
 
 def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -141,8 +195,7 @@ def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) 
 
 
 def with_own(contributions: list[Array], rank: int, own: Array) -> list[Array]:
-    """Return the contributions, but this rank's in the memory of its result, `own`."""
-    own[...] = contributions[rank]
+    """Return the contributions, but in place of this rank's `own`, where its result will be."""
     return [*contributions[:rank], own, *contributions[rank + 1:]]
 
 
@@ -151,7 +204,15 @@ def rows_of(tensor: torch.Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
 
 
-def in_turn(schedules: Sequence[Schedule[Any]]) -> Schedule[None]:
-    """Run schedules one after the other."""
+def in_turn(copies: Sequence[tuple[Array, Array]],
+            schedules: Sequence[Schedule[Any]]) -> Schedule[None]:
+    """Copy vectors, then run schedules one after the other.
+
+    Args:
+        copies: Where to, and what.
+        schedules: On the same device.
+    """
+    for out, x in copies:
+        copy_to(out, x)
     for schedule in schedules:
         yield from schedule

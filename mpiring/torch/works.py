@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from ..errors import StallError
 from ..handle import Action, Handle
+from .devices import on_idle_stream
+from .tensors import tensors_in
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -66,15 +68,17 @@ class _Chained(torch.futures.Future):
 
     Args:
         handle: The operation.
+        gpus: Those that the tensors of its value lie on.
     """
 
-    def __init__(self, handle: AnyHandle) -> None:
-        super().__init__()
+    def __init__(self, handle: AnyHandle, gpus: list[torch.device]) -> None:
+        super().__init__(devices=gpus)
         self._handle = handle
+        self._gpus = gpus
 
     def then(self, callback: Callable[[Any], Any]) -> "_Chained":
         """Return a future of what `callback` returns, given this one when it is complete."""
-        following = _Chained(self._handle)
+        following = _Chained(self._handle, self._gpus)
 
         def call(future: Any) -> None:
             try:
@@ -103,13 +107,15 @@ class Future(_Chained):
     """
 
     def __init__(self, handle: AnyHandle, value: Any) -> None:
-        super().__init__(handle)
+        super().__init__(handle, list({x.device for x in tensors_in(value) if x.is_cuda}))
         self._value = value
         handle.when_done(self._complete)
 
     def _complete(self, error: BaseException | None) -> None:
         if error is None:
-            self.set_result(self._value)
+            # The tensors are there; what the user has queued since is not to be waited for.
+            with on_idle_stream(self._gpus):
+                self.set_result(self._value)
         else:
             self.set_exception(error)
 

@@ -1,10 +1,15 @@
-"""Tries what mpiring.torch can do, one ability after the other; prints the name of each."""
+"""Tries what mpiring.torch can do, one ability after the other; prints the name of each.
+
+On the CPU, or on a GPU; see whereabouts.
+"""
 
 import contextlib
 import copy
 import logging
 import os
 import pickle
+import shutil
+import tempfile
 import warnings
 import weakref
 
@@ -13,11 +18,14 @@ import torch
 from mpi4py import MPI
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from whereabouts import CUDA, ON_GPU, SIMULATED, WHERE
 
 import mpiring
 from mpiring.torch import (
-    DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
+    Checkpoints, DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
 
+if CUDA:
+    torch.set_default_device(WHERE)
 ABILITIES = []
 comm = mpiring.init()
 r, p = comm.rank, comm.size
@@ -35,8 +43,9 @@ def net():
 
 
 def batch(rank, n=5):
-    generator = torch.Generator().manual_seed(rank)
-    return torch.randn(n, 6, generator=generator), torch.randn(n, 3, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(rank)
+    x, y = (torch.randn(n, width, generator=generator, device="cpu") for width in (6, 3))
+    return x.to(WHERE), y.to(WHERE)
 
 
 def loss_of(model, rank, n=5):
@@ -149,9 +158,9 @@ def no_gradient_is_in_memory_twice():
     """Not even while buckets are built anew: an old one goes when the next has its content."""
     made, peak = [], 0
 
-    def empty(n, dtype):
+    def empty(n, dtype, device):
         nonlocal peak
-        x = type(comm).empty(comm, n, dtype)
+        x = type(comm).empty(comm, n, dtype, device=device)
         memory = x if x.base is None else x.base
         made.append((weakref.ref(memory), x.nbytes))
         peak = max(peak, sum(nbytes for memory, nbytes in made if memory() is not None))
@@ -309,10 +318,10 @@ def buffers_are_kept_equal():
     for _ in range(2):
         model(batch(r)[0]).sum().backward()
     assert len(set(comm.allgather_object(model.running_mean.sum().item()))) == p
-    first = comm.broadcast_object(model.running_mean.numpy().copy())
+    first = comm.broadcast_object(model.running_mean.cpu().numpy().copy())
     model.module.momentum = 0.0
     model(batch(r)[0]).sum().backward()
-    assert (model.running_mean.numpy() == first).all()
+    assert (model.running_mean.cpu().numpy() == first).all()
     model = DataParallel(nn.BatchNorm1d(6), comm, broadcast_buffers=False)
     model(batch(r)[0])
     model(batch(r)[0])
@@ -347,12 +356,12 @@ def dtypes_can_be_mixed():
 def an_overflow_on_one_rank_skips_the_step_on_all():
     model = DataParallel(net(), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler = torch.amp.GradScaler(WHERE.type, init_scale=4.0)
     for overflow in (True, False):
         before = copy.deepcopy(model.state_dict())
         optimizer.zero_grad()
         x, y = batch(r)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(WHERE.type, dtype=torch.bfloat16):
             loss = ((model(x).float() - y) ** 2).mean()
         scaler.scale(loss * (float("inf") if overflow and r == p - 1 else 1)).backward()
         scaler.step(optimizer)
@@ -470,6 +479,42 @@ def states_are_those_of_the_bare_module():
 
 
 @ability
+def checkpoints_bring_a_run_back():
+    """To where it was, although tensors come from a checkpoint on the CPU."""
+    def run(state=None):
+        model = DataParallel(net(), comm)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        if state:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        return model, optimizer
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            loss_of(model, 10 * step + r).backward()
+            optimizer.step()
+
+    folder = comm.broadcast_object(tempfile.mkdtemp())
+    with Checkpoints(folder, comm) as checkpoints:
+        first = run()
+        train(*first, range(2))
+        checkpoints.save(2, replicated={
+            "model": first[0].state_dict(), "optimizer": first[1].state_dict()})
+        train(*first, range(2, 4))
+    with Checkpoints(folder, comm) as checkpoints:
+        saved = checkpoints.load()
+        assert all(x.device.type == "cpu" for x in saved.replicated["model"].values())
+        again = run(saved.replicated)
+        train(*again, range(2, 4))
+    for mine, theirs in zip(again[0].parameters(), first[0].parameters(), strict=True):
+        assert mine.device == theirs.device == mine.grad.device and mine.equal(theirs)
+    comm.barrier()
+    if r == 0:
+        shutil.rmtree(folder)
+
+
+@ability
 def attributes_are_forwarded():
     module = nn.BatchNorm1d(6)
     model = DataParallel(module, comm)
@@ -549,7 +594,9 @@ def cores_are_shared_out():
 def what_cannot_be_wrapped_is_refused():
     for module, words in (
             (np.ones(3), "pass a torch.nn.Module"), (DataParallel(net(), comm), "wrapped already"),
-            (nn.LazyLinear(3), "has no shape yet"), (net().to("meta"), "is on meta")):
+            (nn.LazyLinear(3), "has no shape yet"), (net().to("meta"), "is on meta"),
+            (nn.Sequential(net()[0], net()[2].to("meta")),
+             f"parameter 1.weight is on meta, but 0.weight on {WHERE}")):
         fails(lambda module=module: DataParallel(module, comm), mpiring.ConfigError, words)
     fails(lambda: DataParallel(net(), None), mpiring.ConfigError, "pass mpiring.init()")
 
@@ -611,7 +658,7 @@ class Compared:
         state = self.optimizer.state_dict()
         tensors = [*self.model.parameters(), *self.average["weights"], *(
             x for one in state["state"].values() for x in one.values())]
-        return pickle.dumps([x.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        return pickle.dumps([x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy()
                              for x in tensors]), str(state["param_groups"])
 
 
@@ -689,15 +736,18 @@ def ranks_whose_gradients_are_not_finite_are_named():
 
     def spoiled(tell, step):
         with warnings_of_mpiring() as texts:
-            loss = loss_of(model, r) * (torch.nan if r == p - 1 else 1)
-            optimizer.zero_grad()
-            loss.backward()
+            # On a GPU nobody looks until there is a reason: backward would have to wait for it.
+            for _ in range(1 + ON_GPU):
+                loss = loss_of(model, r) * (torch.nan if r == p - 1 else 1)
+                optimizer.zero_grad()
+                loss.backward()
             assert list(model.nonfinite) == [p - 1]
             assert {"0.weight", "0.bias"} <= set(model.nonfinite[p - 1])
             if tell:
                 optimizer.step()
         assert len(texts) == (r == 0 and tell), texts
-        assert not texts or f"step {step}: " in texts[0] and f"rank {p - 1} in " in texts[0]
+        assert not texts or f"rank {p - 1} in " in texts[0]
+        assert not texts or f"step {step * (1 + ON_GPU)}: " in texts[0]
 
     loss_of(model, r).backward()
     assert model.nonfinite == {}
@@ -723,7 +773,30 @@ def sparse_gradients_that_are_not_finite_are_seen():
         bare[0].weight.grad = None
 
 
+@ability
+def a_stream_of_its_own_can_be_used():
+    """Where there is one."""
+    model, own = DataParallel(net(), comm), contextlib.nullcontext()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if CUDA:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        own = torch.cuda.stream(stream)
+    with own:
+        for step in range(20):
+            before = copy.deepcopy(model.module)
+            loss_of(model, r).backward()
+            check(model, expected(before))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+    if CUDA:
+        torch.cuda.current_stream().wait_stream(stream)
+
+
 for function in ABILITIES:
+    if SIMULATED and function is a_compiled_module_can_be_wrapped:
+        # It takes some seconds, and is as on the CPU.
+        continue
     function()
     comm.barrier()
     if r == 0:

@@ -1,4 +1,7 @@
-"""Uses works and futures of the back end in every way; run by mpirun."""
+"""Uses works and futures of the back end in every way; run by mpirun.
+
+On the CPU, or on a GPU; see whereabouts.
+"""
 
 import threading
 import time
@@ -6,10 +9,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from whereabouts import CUDA, WHERE
 
 import mpiring
 import mpiring.torch  # noqa: F401 (registers the back end)
 
+if CUDA:
+    torch.set_default_device(WHERE)
 dist.init_process_group("mpiring", init_method="mpi://", timeout=timedelta(seconds=20))
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 TOTAL = SIZE * (SIZE - 1) // 2

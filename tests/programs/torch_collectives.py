@@ -1,6 +1,7 @@
 """Compares every collective of torch.distributed with Gloo's, on the same inputs; run by mpirun.
 
-What Gloo lacks, or gets wrong, is compared with what the documentation says.
+What Gloo lacks, or gets wrong, is compared with what the documentation says. Gloo's tensors lie
+on the CPU, ours there or on a GPU; see whereabouts.
 """
 
 import itertools
@@ -10,6 +11,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
+from whereabouts import CUDA, SIMULATED, WHERE
 
 import mpiring.torch  # noqa: F401 (registers the back end)
 
@@ -24,6 +26,9 @@ OURS = dist.group.WORLD
 Op = dist.ReduceOp
 NUMBERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
            torch.int32, torch.int64, torch.bool]
+if SIMULATED:
+    # The others would be combined alike.
+    NUMBERS = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 ANY = [*NUMBERS, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 
 
@@ -338,6 +343,9 @@ ERRORS = {
         torch.empty(2), Op.BAND, group=group),
     "all_reduce: float8": lambda group: dist.all_reduce(
         torch.empty(2, dtype=torch.float8_e4m3fn), group=group),
+    "all_reduce_coalesced: devices": lambda group: (
+        group is GLOO or not CUDA or dist.all_reduce_coalesced(
+            [torch.empty(2), torch.empty(2, device="cpu")], group=group)),
     "gather: count": lambda group: dist.gather(
         torch.empty(2), empties((2,)) * (SIZE + 1) if RANK == 0 else empties((2,)), 0,
         group=group),
@@ -354,8 +362,14 @@ def same(ours, theirs):
     if isinstance(ours, torch.Tensor):
         ours, theirs = [ours], [theirs]
     return len(ours) == len(theirs) and all(
-        x.dtype == y.dtype and x.shape == y.shape and torch.equal(normal(x), normal(y))
+        x.dtype == y.dtype and x.shape == y.shape and torch.equal(normal(x).cpu(), normal(y))
         for x, y in zip(ours, theirs))
+
+
+def by_ours(function, *arguments):
+    """Return what a function does with tensors that lie where this job's shall lie."""
+    with WHERE:
+        return function(OURS, *arguments)
 
 
 def normal(x):
@@ -376,19 +390,19 @@ for case in CASES:
         # The table must not compare with nothing.
         failures.append(f"{told(case)}: Gloo itself fails: {error}")
         continue
-    ours = function(OURS, *arguments)
+    ours = by_ours(function, *arguments)
     if not same(ours, theirs):
         failures.append(f"{told(case)}: {ours}, but Gloo says {theirs}")
 
 for expected, function, *arguments in DOCUMENTED:
-    ours = function(OURS, *arguments)
+    ours = by_ours(function, *arguments)
     if not same(ours, expected):
         failures.append(f"{told((function, *arguments))}: {ours}, but must be {expected}")
 
 for name, function in ERRORS.items():
     for group in GLOO, OURS:
         try:
-            if function(group) is True:
+            if (function(group) if group is GLOO else by_ours(function)) is True:
                 continue    # It is not known to Gloo that this is wrong.
             failures.append(f"rank {RANK}: {name}: not refused by {group.name()}")
         except (RuntimeError, ValueError):

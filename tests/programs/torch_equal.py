@@ -1,4 +1,7 @@
-"""Trains a model by mpiring's DataParallel and by PyTorch's over Gloo: all must be equal."""
+"""Trains a model by mpiring's DataParallel and by PyTorch's over Gloo: all must be equal.
+
+On the CPU, or on a GPU; see whereabouts.
+"""
 
 import copy
 import datetime
@@ -8,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
+
+from whereabouts import WHERE
 
 import mpiring
 from mpiring.torch import DataParallel
@@ -95,7 +100,7 @@ def step_of(model, optimizer, x, y, *, to_none, clips):
 def compare(name):
     torch.manual_seed(comm.rank)
     make, data, options = MODELS[name]
-    theirs = make()
+    theirs = make().to(WHERE)
     ours = copy.deepcopy(theirs)
     theirs = nn.parallel.DistributedDataParallel(theirs, **options)
     ours = DataParallel(ours, comm, bucket_bytes=4000, **options)
@@ -104,7 +109,7 @@ def compare(name):
                   for model in (ours, theirs)]
     rng = torch.Generator().manual_seed(100 + comm.rank)
     for step in range(STEPS):
-        x, y = data(rng, 6)
+        x, y = (one.to(WHERE) for one in data(rng, 6))
         how = {"to_none": step % 2 == 0, "clips": step % 5 == 4 and name != "sparse"}
         loss = step_of(ours, optimizers[0], x, y, **how)
         if step >= TOGETHER:
@@ -114,7 +119,7 @@ def compare(name):
         for (key, a), b in zip(ours.state_dict().items(), theirs.module.state_dict().values()):
             torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-6, msg=f"{key} in step {step}")
     for key, value in ours.state_dict().items():
-        everyone = comm.allgather_object(value.contiguous().numpy().tobytes())
+        everyone = comm.allgather_object(value.contiguous().cpu().numpy().tobytes())
         # BatchNorm's own statistics are copied at the next step's start.
         assert len(set(everyone)) == 1 or "running" in key, f"replicas differ: {key}"
     if comm.rank == 0:

@@ -1,10 +1,14 @@
-"""Trains with every Reducer through PyTorch's adapter, each rank a node; run by mpirun."""
+"""Trains with every Reducer through PyTorch's adapter, each rank a node; run by mpirun.
+
+On the CPU, or on a GPU; see whereabouts.
+"""
 
 import copy
 
 import torch
 from mpi4py import MPI
 from torch import nn
+from whereabouts import CUDA, WHERE
 
 import mpiring
 from mpiring.memory import compiled
@@ -13,6 +17,8 @@ from mpiring.torch import DataParallel
 
 # On every rank, that would take longer than all that follows; the bits are the same.
 compiled.loop = compiled.loop_16 = lambda *arguments: None
+if CUDA:
+    torch.set_default_device(WHERE)
 MAKERS = {
     "cast": lambda: Cast("float16"),
     "int8": lambda: ErrorFeedback(Int8(64)),
@@ -32,8 +38,8 @@ def net():
 
 
 def batch(step):
-    dice = torch.Generator().manual_seed(100 * step + comm.rank)
-    x = torch.randn(16, 20, generator=dice)
+    dice = torch.Generator("cpu").manual_seed(100 * step + comm.rank)
+    x = torch.randn(16, 20, generator=dice, device="cpu").to(WHERE)
     return x, x[:, :2] - x[:, 2:4]
 
 
@@ -51,7 +57,7 @@ class Run:
                 one.load_state_dict(kept)
         self.model = DataParallel(bare, comm, bucket_bytes=4000, reducer=self.reducer)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), 0.01)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=64, growth_interval=5)
+        self.scaler = torch.amp.GradScaler(WHERE.type, init_scale=64, growth_interval=5)
         if state:
             self.optimizer.load_state_dict(state["optimizer"])
             self.scaler.load_state_dict(state["scaler"])
@@ -83,7 +89,7 @@ class Run:
             return (self.model(x) - y).square().mean().item()
 
     def weights(self):
-        return b"".join(p.detach().numpy().tobytes() for p in self.model.parameters())
+        return b"".join(p.detach().cpu().numpy().tobytes() for p in self.model.parameters())
 
 
 def replicas_learn_and_are_equal(name, make):

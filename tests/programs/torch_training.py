@@ -1,4 +1,7 @@
-"""Trains with PyTorch's own parallel wrappers over this back end and over Gloo; run by mpirun."""
+"""Trains with PyTorch's own parallel wrappers over this back end and over Gloo; run by mpirun.
+
+Over Gloo on the CPU, over this one there or on a GPU; see whereabouts.
+"""
 
 import contextlib
 import os
@@ -12,15 +15,19 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from whereabouts import CUDA, WHERE
 
 import mpiring.torch  # noqa: F401 (registers the back end)
 
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 warnings.simplefilter("ignore")
-dist.init_process_group("mpiring", init_method="mpi://")
+dist.init_process_group(
+    "mpiring", init_method="mpi://", device_id=WHERE if CUDA else None)
 RANK, SIZE = dist.get_rank(), dist.get_world_size()
 GLOO = dist.new_group(backend="gloo")
 OURS = dist.group.WORLD
+# NCCL's groups can; that is asked where a device_id was given.
+assert OURS.supports_splitting is False
 
 
 class Branches(nn.Module):
@@ -46,8 +53,9 @@ def trained(group, hook=None, branch=0, steps=5, accumulate=False, uneven=False,
             optimizer=torch.optim.SGD, model=Branches, **settings):
     """Return the parameters after some steps; ranks begin with different ones."""
     torch.manual_seed(RANK)
+    where = WHERE if group is OURS else torch.device("cpu")
     wrapped = DistributedDataParallel(
-        model(), process_group=group, bucket_cap_mb=0.002, **settings)
+        model().to(where), process_group=group, bucket_cap_mb=0.002, **settings)
     if hook is not None:
         wrapped.register_comm_hook(*hook(group))
     optimizer = optimizer(wrapped.parameters(), lr=0.1)
@@ -56,7 +64,7 @@ def trained(group, hook=None, branch=0, steps=5, accumulate=False, uneven=False,
         for step in range(steps + RANK if uneven else steps):
             later = wrapped.no_sync() if accumulate and step % 2 == 0 else contextlib.nullcontext()
             with later:
-                loss = wrapped(batch(step), branch).square().mean()
+                loss = wrapped(batch(step).to(where), branch).square().mean()
                 loss.backward()
             if not (accumulate and step % 2 == 0):
                 optimizer.step()
@@ -116,9 +124,9 @@ for name, settings in MODES.items():
             results[group] = trained(group, **settings)
     for ours, theirs in zip(results[OURS], results[GLOO], strict=True):
         loose = name in ("powerSGD", "fp16")
-        if not torch.allclose(ours, theirs, rtol=1e-2, atol=0.2 if loose else 1e-5):
+        if not torch.allclose(ours.cpu(), theirs, rtol=1e-2, atol=0.2 if loose else 1e-5):
             failures.append(f"rank {RANK}: {name}: differs from Gloo by "
-                            f"{(ours - theirs).abs().max()}")
+                            f"{(ours.cpu() - theirs).abs().max()}")
             break
     for ours in results[OURS]:
         copies = [torch.empty_like(ours) for _ in range(SIZE)]

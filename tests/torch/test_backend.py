@@ -11,8 +11,9 @@ def _torch():
     needed("torch")
 
 
-def test_every_collective_does_what_gloo_does():
-    ended = launch(3, PROGRAMS / "torch_collectives.py")
+@pytest.mark.parametrize("where", ["cpu", "simulated"])
+def test_every_collective_does_what_gloo_does(where):
+    ended = launch(3, PROGRAMS / "torch_collectives.py", where)
     assert ended.status == 0, ended.output
     assert ended.output.count("cases agree with Gloo") == 3
 

@@ -1,0 +1,193 @@
+"""Proves whether MPI takes pointers of GPU memory, by trying it where nothing can come to harm.
+
+An MPI library that takes none reads them as host memory, and dies. Those that say of themselves
+that they can are at times wrong. So two processes under a launcher of their own exchange messages;
+run as a module, this file is what they do.
+"""
+
+import faulthandler
+import hashlib
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .config import Config, relevant_variables, variables_for_another_job
+from .errors import MissingDependencyError, MpiringError
+from .launch import find_mpiexec
+from .memory import cuda
+from .memory.device import Device, Event
+from .tuning import folder_of
+
+_log = logging.getLogger("mpiring")
+
+# Two CUDA contexts and an MPI start take some seconds.
+_LIMIT_S = 60.0
+# Beyond its time limit, at which a rank ends by itself.
+_GRACE_S = 5.0
+_PROOF = "mpiring: MPI takes GPU memory"
+_PROBLEM = "mpiring: "
+# A message that is sent at once, and one that waits for its receiver, perhaps in pieces.
+_SIZES = 64, 4 << 20
+_TAG = 1
+_MOST_LINES = 3
+
+
+def takes_pointers(config: Config, library: str, index: int) -> bool:
+    """Return whether MPI takes pointers of GPU memory, as configured, kept, or tried now.
+
+    To be called on one rank, which tells the others: it may take as long as a job's start. What
+    speaks against it is logged.
+
+    Args:
+        config: Settings.
+        library: What MPI says that it is.
+        index: Of the GPU to try it on.
+    """
+    if config.gpu_aware != "auto":
+        return config.gpu_aware == "yes"
+    try:
+        key = _key(library, cuda.versions())
+    except MissingDependencyError as error:
+        return _said(str(error))
+    folder = folder_of(config.tuning_folder)
+    file = None if folder is None else folder / f"gpu-aware-{_name(key)}.json"
+    problem = _kept(file)
+    if problem is None:
+        mpiexec = find_mpiexec()
+        if mpiexec is None:
+            return _said("there is no mpiexec to try it with")
+        problem = tried([mpiexec, "-n", "2", sys.executable, "-m", __name__, str(index)])
+        _keep(file, key, problem)
+    return _said(problem)
+
+
+def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
+    """Run the trial to its end, and return what went wrong; "" if MPI has proved that it can.
+
+    Args:
+        command: Starts two ranks of this module.
+        limit_s: Seconds after which they are ended.
+    """
+    with tempfile.TemporaryFile() as said:
+        try:
+            # In a session of its own, so that all of it can be ended.
+            job = subprocess.Popen(
+                [*command, str(limit_s)], stdin=subprocess.DEVNULL, stdout=said,
+                stderr=subprocess.STDOUT, env=variables_for_another_job(), start_new_session=True)
+        except OSError as error:
+            return f"{command[0]} cannot be started: {error}"
+        try:
+            status = job.wait(limit_s + _GRACE_S)
+        except subprocess.TimeoutExpired:
+            return f"a trial had not ended after {limit_s:g} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+        said.seek(0)
+        lines = said.read().decode(errors="replace").splitlines()
+    if status == 0 and lines.count(_PROOF) == 2:
+        return ""
+    # What the ranks said, else what the launcher said last of how they died.
+    told = list(dict.fromkeys(line.removeprefix(_PROBLEM) for line in lines
+                              if line.startswith(_PROBLEM) and line != _PROOF))
+    told = told or [line.strip() for line in lines if line.strip(" -=*")][-_MOST_LINES:]
+    return f"a trial ended with status {status}: {'; '.join(told)}"
+
+
+def _said(problem: str) -> bool:
+    if problem:
+        _log.warning("MPI is handed no pointers of GPU memory, data goes through the host's (%s); "
+                     "if you know better, set MPIRING_GPU_AWARE=yes", problem)
+    return not problem
+
+
+def _key(library: str, versions: str) -> str:
+    """Describe all that decides over the result."""
+    variables = {name: value for name, value in relevant_variables().items()
+                 if not name.startswith(("MPIRING_", "OMP_"))}
+    return f"{library} {versions} {socket.gethostname()} {json.dumps(variables)}"
+
+
+def _name(key: str) -> str:
+    return hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+
+
+def _kept(file: Path | None) -> str | None:
+    """Return the problem that an earlier job has found, "" for none; None where nothing is kept."""
+    if file is None:
+        return None
+    try:
+        problem = json.loads(file.read_text())["problem"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return problem if isinstance(problem, str) else None
+
+
+def _keep(file: Path | None, key: str, problem: str) -> None:
+    """Keep a result; a folder that cannot be written to costs a trial each time, no more."""
+    if file is None:
+        return
+    with suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Other jobs may write the same file at the same time.
+        handle, name = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "w") as opened:
+            json.dump({"about": key, "problem": problem}, opened, indent=1)
+        os.replace(name, file)
+
+
+def _exchange(device: Device) -> None:
+    """Send each other numbers that lie on the GPU, as operations do it; raise if others arrive."""
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+    other = 1 - comm.rank
+    for nbytes in _SIZES:
+        mine, theirs = device.allocate(nbytes), device.allocate(nbytes)
+        host = device.gpu.pinned(nbytes)
+        _fill(host, comm.rank)
+        _wait(device.to_device(host, mine))
+        requests = [comm.Irecv([theirs, nbytes, MPI.BYTE], other, _TAG),
+                    comm.Isend([mine, nbytes, MPI.BYTE], other, _TAG)]
+        MPI.Request.Waitall(requests)
+        _wait(device.to_host(theirs, host))
+        arrived = host.copy()
+        _fill(host, other)
+        if not (arrived == host).all():
+            raise MpiringError(f"{nbytes} bytes arrived changed")
+
+
+def _fill(x: np.ndarray[Any, Any], rank: int) -> None:
+    x[...] = np.arange(x.size, dtype=np.uint32).view(np.uint8)[:x.size] ^ (rank + 1)
+
+
+def _wait(event: Event) -> None:
+    while not event.test():
+        pass
+
+
+def _main(index: str, limit_s: str) -> None:
+    # Ends the process also where MPI holds the interpreter's lock.
+    faulthandler.dump_traceback_later(float(limit_s), exit=True)
+    try:
+        _exchange(cuda.device(int(index)))
+    except Exception as error:
+        print(f"{_PROBLEM}{type(error).__name__}: {error}", flush=True)
+        # Without MPI_Finalize, which would wait for the other rank.
+        os._exit(1)
+    print(_PROOF, flush=True)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

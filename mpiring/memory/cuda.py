@@ -1,0 +1,383 @@
+"""Uses NVIDIA's GPUs through CuPy, which only this file imports, when a GPU is first asked for.
+
+Any thread may call whatever is here; its current device is afterwards what it was. One exception:
+a thread that has used no GPU yet stays at the one that it used here. To go back would give it a
+context, some hundred MB, on a GPU that nobody may want.
+"""
+
+import functools
+import logging
+import struct
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+
+from ..errors import ConfigError, MissingDependencyError, TransportError
+from . import kernels
+from .arrays import Array, dtype_name
+from .device import Device, DeviceVector, Event
+from .kernels import Kernel
+
+# What CUDA's runtime calls cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and
+# cudaHostRegisterPortable; CuPy has no names for them.
+_NOT_READY, _ALREADY_PINNED, _PORTABLE = 600, 712, 1
+# cudaMalloc cuts smaller pieces out of blocks of this size. Processes open whole blocks of each
+# other's, so each allocation has its own.
+_BLOCK_BYTES = 2 << 20
+# So many blocks of threads keep each multiprocessor busy; the kernels' loops do the rest.
+_BLOCKS_EACH = 8
+
+_log = logging.getLogger("mpiring")
+_devices: dict[int, Device] = {}
+_opening = threading.Lock()
+
+
+@functools.cache
+def cupy() -> Any:
+    """Return CuPy, once it has found a GPU and a compiler.
+
+    Raises:
+        MissingDependencyError: CuPy, or what it needs, is not there.
+    """
+    try:
+        import cupy as package
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"a GPU's memory needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x); {error}"
+        ) from error
+    try:
+        package.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        raise MissingDependencyError(
+            f"CuPy {package.__version__} finds no GPU: {error}; run nvidia-smi, which must list "
+            f"one, and look at CUDA_VISIBLE_DEVICES") from error
+    try:
+        package.cuda.nvrtc.getVersion()
+    except RuntimeError as error:
+        raise MissingDependencyError(
+            f"CuPy {package.__version__} cannot compile kernels: pip install 'cupy-cuda13x[ctk]' "
+            f"(or 'cupy-cuda12x[ctk]'); {str(error).partition(chr(10))[0]}") from error
+    return package
+
+
+def versions() -> str:
+    """Return which CuPy, CUDA and driver are in use.
+
+    Raises:
+        MissingDependencyError: There is no CuPy or no GPU.
+    """
+    package = cupy()
+    runtime = package.cuda.runtime
+    return (f"CuPy {package.__version__}, CUDA {runtime.runtimeGetVersion()}, "
+            f"driver {runtime.driverGetVersion()}")
+
+
+def count() -> int:
+    """Return how many GPUs this process sees.
+
+    Raises:
+        MissingDependencyError: There is no CuPy or no GPU.
+    """
+    return int(cupy().cuda.runtime.getDeviceCount())
+
+
+def device(index: int) -> Device:
+    """Return a GPU; the same object each time.
+
+    Args:
+        index: As CUDA counts those that this process sees.
+
+    Raises:
+        MissingDependencyError: There is no CuPy or no GPU.
+        ConfigError: There is no GPU of this index.
+    """
+    with _opening:
+        if index not in _devices:
+            _devices[index] = Device(Cuda(index))
+        return _devices[index]
+
+
+class CudaEvent:
+    """A mark in a stream; see device.Event.
+
+    Args:
+        cuda: The GPU; current.
+        stream: Pointer of one of its streams.
+    """
+
+    def __init__(self, cuda: "Cuda", stream: int) -> None:
+        self._runtime = cuda.runtime
+        # It gives its handle back when it dies, which it may before CUDA gets there.
+        self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
+        self._runtime.eventRecord(self._event.ptr, stream)
+        self.pointer = self._event.ptr
+        self._done = False
+
+    def __repr__(self) -> str:
+        return "work queued on a GPU"
+
+    def test(self) -> bool:
+        """Return whether all that was queued before it is done.
+
+        Raises:
+            TransportError: The GPU has failed.
+        """
+        if not self._done:
+            status = self._runtime.eventQuery(self.pointer)
+            if status not in (0, _NOT_READY):
+                raise TransportError(f"the GPU failed: {self._runtime.CUDARuntimeError(status)}")
+            self._done = status == 0
+        return self._done
+
+
+class CudaStream:
+    """A queue of a GPU's work, beside the default stream; see device.Stream.
+
+    Args:
+        cuda: The GPU.
+    """
+
+    def __init__(self, cuda: "Cuda") -> None:
+        self._cuda = cuda
+        with cuda.current():
+            self._stream = cuda.cupy.cuda.Stream(non_blocking=True)
+
+    def download(self, x: DeviceVector, out: Array) -> None:
+        """Queue a copy to pinned host memory."""
+        self._copy(out.ctypes.data, x.address, x.nbytes)
+
+    def upload(self, x: Array, out: DeviceVector) -> None:
+        """Queue a copy from pinned host memory."""
+        self._copy(out.address, x.ctypes.data, out.nbytes)
+
+    def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
+                outs: Sequence[DeviceVector]) -> None:
+        """Queue to combine vectors elementwise; see device.Stream."""
+        x = outs[0]
+        divides, number = kernels.division(x.dtype, divisor)
+        if len(sources) == 1 and divides == "none":
+            for out in outs:
+                if out.address != sources[0].address:
+                    self._copy(out.address, sources[0].address, out.nbytes)
+            return
+        kernel = kernels.combine("sum" if op == "mean" else op, x.dtype, len(sources), len(outs),
+                                 divides)
+        places = [[vector.address for vector in vectors] for vectors in (sources, outs)]
+        cut = kernels.packing([*places[0], *places[1]], x.size, x.itemsize)
+        self.launch(kernel, max(cut.packs, x.size - cut.packs * kernels.PACK_BYTES // x.itemsize),
+                    sources=places[0], outs=places[1], n=x.size, head=cut.head, packs=cut.packs,
+                    divisor=number)
+
+    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
+        """Queue a kernel.
+
+        Args:
+            kernel: Its threads share the work in loops.
+            work: How many threads have something to do.
+            values: Of its struct.
+        """
+        blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
+        with self._cuda.current():
+            _compiled(kernel)((blocks,), (kernels.THREADS,), (kernel.arguments(**values),),
+                              stream=self._stream)
+
+    def record(self) -> CudaEvent:
+        """Return a mark behind all that is queued."""
+        with self._cuda.current():
+            return CudaEvent(self._cuda, self._stream.ptr)
+
+    def wait(self, event: Event) -> None:
+        """Have what is queued from now on wait for an event, of CUDA's."""
+        if not isinstance(event, CudaEvent):
+            raise ConfigError(f"{event!r} is no event of CUDA's")
+        self._cuda.runtime.streamWaitEvent(self._stream.ptr, event.pointer)
+
+    def _copy(self, to: int, source: int, nbytes: int) -> None:
+        runtime = self._cuda.runtime
+        with self._cuda.current():
+            # Which of both is on a GPU, CUDA sees from the addresses.
+            runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
+
+
+@functools.cache
+def _compiled(kernel: Kernel) -> Any:
+    """Return what launches a kernel; CuPy compiles it at the first call, and keeps that on disk."""
+    return cupy().RawKernel(kernel.source, kernel.name, kernels.OPTIONS)
+
+
+class _Memory:
+    """A plain allocation, as processes can open each other's.
+
+    To free it waits for all that is queued on the GPU: it is meant to live long.
+    """
+
+    def __init__(self, cuda: "Cuda", nbytes: int) -> None:
+        nbytes = max(1, -(-nbytes // _BLOCK_BYTES)) * _BLOCK_BYTES
+        try:
+            self.address = cuda.runtime.malloc(nbytes)
+        except RuntimeError:
+            # CuPy keeps what arrays no longer need.
+            cuda.cupy.get_default_memory_pool().free_all_blocks()
+            try:
+                self.address = cuda.runtime.malloc(nbytes)
+            except RuntimeError as error:
+                raise MemoryError(f"{nbytes} bytes on {cuda.name}: {error}") from error
+        weakref.finalize(self, cuda.free, self.address).atexit = False
+
+
+class Cuda:
+    """One of NVIDIA's GPUs; see device.Gpu.
+
+    Args:
+        index: As CUDA counts those that this process sees.
+
+    Attributes:
+        index: That.
+        name: For people.
+        cupy, runtime: CuPy, and what it has of CUDA's runtime.
+        most_blocks: Of threads, in one launch.
+
+    Raises:
+        MissingDependencyError: There is no CuPy or no GPU.
+        ConfigError: There is no GPU of this index.
+    """
+
+    def __init__(self, index: int) -> None:
+        self.cupy = cupy()
+        self.runtime = self.cupy.cuda.runtime
+        count = self.runtime.getDeviceCount()
+        if not 0 <= index < count:
+            raise ConfigError(f"GPU {index}: this process sees {count}, counted from 0")
+        self.index = index
+        properties = self.runtime.getDeviceProperties(index)
+        self.name = f"GPU {index} ({properties['name'].decode()})"
+        self.most_blocks = _BLOCKS_EACH * properties["multiProcessorCount"]
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make it the thread's current device, for the time being."""
+        before = self.runtime.getDevice()
+        if before == self.index:
+            yield
+            return
+        used = self.cupy.cuda.driver.ctxGetCurrent() != 0
+        self.runtime.setDevice(self.index)
+        try:
+            yield
+        finally:
+            if used:
+                self.runtime.setDevice(before)
+
+    def stream(self) -> CudaStream:
+        """Return a new stream."""
+        return CudaStream(self)
+
+    def mark(self, stream: int | None = None) -> CudaEvent:
+        """Return a mark on a stream, by its pointer; by default the one that CuPy has in use."""
+        with self.current():
+            if stream is None:
+                stream = self.cupy.cuda.get_current_stream(self.index).ptr
+            return CudaEvent(self, stream)
+
+    def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
+        """Return a CuPy array of this shape that shares a vector's memory.
+
+        Args:
+            x: Whoever uses the array has waited for it.
+
+        Raises:
+            ConfigError: CuPy does not have the dtype.
+        """
+        if dtype_name(x.dtype) == "bfloat16" and int(self.cupy.__version__.partition(".")[0]) < 14:
+            raise ConfigError(f"CuPy {self.cupy.__version__} has no bfloat16: "
+                              f"pip install 'cupy-cuda13x>=14' (or 'cupy-cuda12x>=14')")
+        memory = self.cupy.cuda.UnownedMemory(x.address, x.nbytes, x, self.index)
+        pointer = self.cupy.cuda.MemoryPointer(memory, 0)
+        return self.cupy.ndarray(tuple(shape), x.dtype, pointer)
+
+    def is_finite(self, x: Any) -> bool:
+        """Return whether a CuPy array is, when what is queued on CuPy's stream is done."""
+        with self.current():
+            return bool(self.cupy.isfinite(x).all())
+
+    def allocate(self, nbytes: int, device: Device) -> DeviceVector:
+        """Return memory on it, by a plain allocation, as bytes of undefined content.
+
+        Raises:
+            MemoryError: There is not so much left.
+        """
+        with self.current():
+            memory = _Memory(self, nbytes)
+        return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8), memory)
+
+    def free(self, address: int) -> None:
+        """Give back what was allocated."""
+        # At the end of the process, CUDA may be gone before us.
+        with suppress(RuntimeError), self.current():
+            self.runtime.free(address)
+
+    def pinned(self, nbytes: int) -> Array:
+        """Return page-locked host memory, as bytes."""
+        pinned_memory = self.cupy.cuda.pinned_memory
+        with self.current():
+            # Not of CuPy's pool, which would lend it out again while a copy is under way.
+            memory = pinned_memory.PinnedMemory(max(nbytes, 1), self.runtime.hostAllocPortable)
+        return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
+
+    def pin(self, memory: Array) -> None:
+        """Lock the pages of host memory until nobody has it any more; again does nothing.
+
+        Where that is refused, copies take longer, and that is said.
+        """
+        root = memory
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        address = memory.ctypes.data
+        try:
+            with self.current():
+                self.runtime.hostRegister(address, memory.nbytes, _PORTABLE)
+        except self.runtime.CUDARuntimeError as error:
+            if error.status != _ALREADY_PINNED:
+                _log.warning("%d bytes of host memory cannot be locked for %s (%s): copies wait "
+                             "for each other", memory.nbytes, self.name, str(error))
+            return
+        # New memory may be mapped at the same place later.
+        weakref.finalize(root, self._unpin, address).atexit = False
+
+    def _unpin(self, address: int) -> None:
+        with suppress(RuntimeError), self.current():
+            self.runtime.hostUnregister(address)
+
+    def export(self, x: DeviceVector) -> tuple[int, ...]:
+        """Return eight numbers by which processes of this node open what `allocate` returned.
+
+        Raises:
+            OSError: It cannot be shared.
+        """
+        try:
+            with self.current():
+                return struct.unpack("<8q", self.runtime.ipcGetMemHandle(x.address))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+
+    def open(self, handle: Sequence[int], nbytes: int, device: Device) -> DeviceVector:
+        """Return the memory that another process has exported, as bytes.
+
+        Raises:
+            OSError: It cannot be reached from this GPU.
+        """
+        try:
+            with self.current():
+                address = self.runtime.ipcOpenMemHandle(struct.pack("<8q", *handle))
+        except RuntimeError as error:
+            raise OSError(str(error)) from error
+        return DeviceVector(device, address, nbytes, np.dtype(np.uint8))
+
+    def close(self, x: DeviceVector) -> None:
+        """Give back what `open` returned, before whoever has exported it frees it."""
+        with self.current():
+            self.runtime.ipcCloseMemHandle(x.address)

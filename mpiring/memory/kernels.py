@@ -1,0 +1,239 @@
+"""Writes the CUDA C++ that combines vectors on a GPU, one kernel for each op, dtype and count.
+
+Sums and products are made in the order of the sources, and never contracted (`OPTIONS`), so that
+results have the bits of the host's `Reduction`. Three things may differ: the bits of a NaN, which
+stays one; the sign of zero where max or min choose between both; and the last bit of complex
+products, which NumPy contracts on some processors.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .arrays import COMPLEX, FLOATING, SIXTEEN_BIT, dtype_name
+
+OPTIONS = ("--std=c++17", "--fmad=false")
+THREADS = 256
+PACK_BYTES = 16
+# Loops over more sources are unrolled in part only: they compile longer than they gain.
+_UNROLLED = 16
+
+_UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
+_SIGNED = {1: "signed char", 2: "short", 4: "int", 8: "long long"}
+
+# The type names T (as it lies in memory) and W (as it is computed with), and what turns one into
+# the other. The processor's own instructions are not there where tests run this on the host.
+_HALVES = """
+#ifdef __CUDA_ARCH__
+__device__ inline float widened(unsigned short x) {
+    float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y;
+}
+__device__ inline unsigned short narrowed(float x) {
+    unsigned short y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y;
+}
+#endif
+"""
+_BFLOATS = """
+__device__ inline float widened(unsigned short x) {
+    return __uint_as_float((unsigned int)x << 16);
+}
+__device__ inline unsigned short narrowed(float x) {
+    const unsigned int bits = __float_as_uint(x);
+    // A carry could turn NaN into Inf or zero.
+    if (x != x) return (unsigned short)(bits >> 16 | 0x40u);
+    return (unsigned short)(bits + 0x7fffu + (bits >> 16 & 1u) >> 16);
+}
+"""
+SIXTEEN = {"float16": _HALVES, "bfloat16": _BFLOATS}
+_PLAIN = """
+__device__ inline W widened(T x) { return (W)x; }
+__device__ inline T narrowed(W x) { return (T)x; }
+"""
+
+_COMBINE = """
+struct alignas(16) Pack { T lane[LANES]; };
+
+struct Job {
+    const T *from[P];
+    T *to[Q];
+    long long n;        // elements
+    long long head;     // those before the first pack
+    long long packs;
+    D divisor;
+};
+
+extern "C" __global__ void __launch_bounds__(%(threads)d)
+%(name)s(const %(constant)s Job job) {
+    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = first; i < job.packs; i += step) {
+        W total[LANES];
+        Pack pack = reinterpret_cast<const Pack *>(job.from[0] + job.head)[i];
+        #pragma unroll
+        for (int lane = 0; lane < LANES; ++lane) total[lane] = widened(pack.lane[lane]);
+        #pragma unroll %(unrolled)d
+        for (int k = 1; k < P; ++k) {
+            pack = reinterpret_cast<const Pack *>(job.from[k] + job.head)[i];
+            #pragma unroll
+            for (int lane = 0; lane < LANES; ++lane)
+                total[lane] = both(total[lane], widened(pack.lane[lane]));
+        }
+        #pragma unroll
+        for (int lane = 0; lane < LANES; ++lane)
+            pack.lane[lane] = narrowed(divided(total[lane], job.divisor));
+        #pragma unroll %(unrolled)d
+        for (int k = 0; k < Q; ++k) reinterpret_cast<Pack *>(job.to[k] + job.head)[i] = pack;
+    }
+    const long long packed = job.packs * LANES;
+    for (long long j = first; j < job.n - packed; j += step) {
+        const long long i = j < job.head ? j : j + packed;
+        W total = widened(job.from[0][i]);
+        #pragma unroll %(unrolled)d
+        for (int k = 1; k < P; ++k) total = both(total, widened(job.from[k][i]));
+        const T done = narrowed(divided(total, job.divisor));
+        #pragma unroll %(unrolled)d
+        for (int k = 0; k < Q; ++k) job.to[k][i] = done;
+    }
+}
+"""
+# Dynamically indexed, parameters would be copied to each thread's own memory.
+_CONSTANT = """
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
+#define MPIRING_CONSTANT __grid_constant__
+#else
+#define MPIRING_CONSTANT
+#endif
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel, which takes one struct by value.
+
+    Attributes:
+        name: Of the function; one name has one source.
+        source: CUDA C++, which includes nothing.
+        parameters: The struct's fields.
+    """
+
+    name: str
+    source: str
+    parameters: np.dtype[Any]
+
+    def arguments(self, **values: Any) -> np.ndarray[Any, Any]:
+        """Return the struct with these values, as an array without dimensions."""
+        filled = np.zeros((), self.parameters)
+        for name, value in values.items():
+            filled[name] = value
+        return filled
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How vectors of n elements are cut into packs of 16 bytes; see Job in the source.
+
+    Attributes:
+        head: Elements before the first pack.
+        packs: How many packs there are; the rest goes element by element.
+    """
+
+    head: int
+    packs: int
+
+
+def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
+    """Return how vectors at these addresses are cut, which is only where all are aligned alike."""
+    offset = addresses[0] % PACK_BYTES
+    if offset % itemsize or any(address % PACK_BYTES != offset for address in addresses):
+        return Packing(0, 0)
+    head = min(-offset % PACK_BYTES // itemsize, n)
+    return Packing(head, (n - head) * itemsize // PACK_BYTES)
+
+
+def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
+    """Return how to divide: "none", "over" a divisor or "times" a factor, and that number.
+
+    A division by a power of two is the same as a multiplication, which takes fewer instructions.
+    """
+    if divisor == 1:
+        return "none", 1.0
+    if dtype_name(dtype) not in COMPLEX and math.frexp(divisor)[0] == 0.5:
+        return "times", 1 / divisor
+    return "over", divisor
+
+
+@functools.lru_cache(maxsize=1024)
+def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str) -> Kernel:
+    """Return the kernel that combines so many vectors elementwise, and stores the result.
+
+    Args:
+        op: As in Reduction; a mean is a sum that is divided.
+        dtype: Any that a GPU has.
+        sources, outs: How many vectors; a kernel takes some 500.
+        divides: From `division`.
+    """
+    of = dtype_name(dtype)
+    name = f"mpiring_{op}_{of}_{sources}_to_{outs}_{divides}"
+    divisor = np.dtype("f8" if of in ("float64", "complex128") else "f4")
+    parameters = np.dtype([("sources", "u8", (sources,)), ("outs", "u8", (outs,)), ("n", "i8"),
+                           ("head", "i8"), ("packs", "i8"), ("divisor", divisor)], align=True)
+    constants = (f"constexpr int P = {sources}, Q = {outs}, "
+                 f"LANES = {PACK_BYTES // dtype.itemsize};\n"
+                 f"typedef {'double' if divisor.itemsize == 8 else 'float'} D;\n")
+    unrolled = _UNROLLED if max(sources, outs) <= _UNROLLED else _UNROLLED // 2
+    body = _COMBINE % {"name": name, "threads": THREADS, "unrolled": unrolled,
+                       "constant": "MPIRING_CONSTANT"}
+    return Kernel(name, _CONSTANT + constants + _types(op, dtype) + _both(op, of)
+                  + _divided(of, divides) + body, parameters)
+
+
+def _types(op: str, dtype: np.dtype[Any]) -> str:
+    """Return the types T and W, and how one becomes the other."""
+    of, size = dtype_name(dtype), dtype.itemsize
+    if of in SIXTEEN_BIT:
+        return f"typedef unsigned short T;\ntypedef float W;\n{SIXTEEN[of]}"
+    if of in COMPLEX:
+        part = "float" if size == 8 else "double"
+        return f"struct T {{ {part} re, im; }};\ntypedef T W;\n{_PLAIN}"
+    if of in FLOATING:
+        kind = wide = "float" if size == 4 else "double"
+    elif op in ("sum", "prod"):
+        # Without signs, and no narrower than int: so overflow wraps, and is no error in C++.
+        kind, wide = _UNSIGNED[size], _UNSIGNED[max(size, 4)]
+    else:
+        kind = wide = (_SIGNED if dtype.kind == "i" else _UNSIGNED)[size]
+    return f"typedef {kind} T;\ntypedef {wide} W;\n{_PLAIN}"
+
+
+def _both(op: str, of: str) -> str:
+    """Return the function that combines two elements."""
+    if of == "bool":
+        op = {"max": "bor", "min": "band"}.get(op, op)
+    if of in COMPLEX:
+        value = {"sum": "{ a.re + b.re, a.im + b.im }",
+                 "prod": "{ a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re }"}[op]
+    else:
+        # NaN is never lost: not where it comes first, and no comparison with it is true.
+        nan = " || a != a" if of in FLOATING else ""
+        value = {"sum": "a + b", "prod": "a * b", "band": "a & b", "bor": "a | b",
+                 "bxor": "a ^ b", "max": f"a >= b{nan} ? a : b",
+                 "min": f"a <= b{nan} ? a : b"}[op]
+    return f"__device__ inline W both(W a, W b) {{ return {value}; }}\n"
+
+
+def _divided(of: str, divides: str) -> str:
+    """Return the function that divides a result."""
+    if divides == "none":
+        text = "return x;"
+    elif of in COMPLEX:
+        # As NumPy divides by a complex number, whose imaginary part here is zero.
+        text = ("const D ratio = 0 / by, scale = 1 / (by + 0 * ratio); "
+                "return { (x.re + x.im * ratio) * scale, (x.im - x.re * ratio) * scale };")
+    else:
+        text = f"return x {'*' if divides == 'times' else '/'} by;"
+    return f"__device__ inline W divided(W x, D by) {{ {text} }}\n"

@@ -1,0 +1,82 @@
+"""Measures how near the kernels come to the rate of a copy on the GPU; prints JSON.
+
+    python tests/gpu/kernel_rates.py
+"""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+from gpu_memory import GpuMemory  # noqa: E402
+
+from mpiring.codecs import kernels  # noqa: E402
+from mpiring.codecs.blocks import EightBit  # noqa: E402
+from mpiring.codecs.halves import Halves  # noqa: E402
+from mpiring.codecs.signs import Sign  # noqa: E402
+from mpiring.memory import cuda  # noqa: E402
+
+# Far more than a GPU's cache.
+NBYTES = 256 << 20
+ROUNDS = 20
+
+
+def rate(stream, queue, nbytes):
+    """Return the GB/s at which something moves so many bytes; the median of its times."""
+    cupy, times = cuda.cupy(), []
+    for number in range(ROUNDS + 3):
+        first, last = cupy.cuda.Event(), cupy.cuda.Event()
+        first.record(stream._stream)
+        queue()
+        last.record(stream._stream)
+        last.synchronize()
+        if number >= 3:
+            times.append(cupy.cuda.get_elapsed_time(first, last) / 1e3)
+    return nbytes / statistics.median(times) / 1e9
+
+
+def combining(stream, device):
+    """Yield names and rates of sums and means."""
+    for dtype in (np.float32, np.float16, ml_dtypes.bfloat16, np.float64):
+        for p, q in [(2, 1), (4, 1), (4, 4), (8, 1)]:
+            xs = [device.allocate(NBYTES // 4).view(dtype) for _ in range(max(p, q))]
+            for op, divisor in [("sum", 1), ("mean", p), ("mean", 3)]:
+                name = f"{op} of {p} to {q}, {np.dtype(dtype).name}, over {divisor}"
+                yield name, rate(stream, lambda: stream.combine(op, xs[:p], divisor, xs[:q]),
+                                 (p + q) * xs[0].nbytes)
+
+
+def coding(stream, device):
+    """Yield names and rates of the codecs, on numbers that are not all alike."""
+    n = NBYTES // 4
+    x = GpuMemory(device, stream).put(np.random.default_rng(0).standard_normal(n, np.float32))
+    lost = device.allocate(4 * n).view(np.float32)
+    for codec in (EightBit(512), Sign(1024), Sign(8192), Halves("float16"), Halves("bfloat16")):
+        payload = device.allocate(codec.payload_size(n))
+        for place, what in ((None, "encode"), (lost, "encode, and what is lost")):
+            moved = x.nbytes * (1 if place is None else 2) + payload.nbytes
+            yield f"{codec}: {what}", rate(
+                stream, lambda: kernels.encode(stream, codec, x, payload, place, 1), moved)
+        for adds in (False, True):
+            moved = x.nbytes * (2 if adds else 1) + payload.nbytes
+            yield f"{codec}: {'add' if adds else 'decode'}", rate(
+                stream, lambda: kernels.decode(stream, codec, payload, lost, adds), moved)
+
+
+def main():
+    device = cuda.device(0)
+    stream = device.gpu.stream()
+    a, b = (device.allocate(NBYTES) for _ in range(2))
+    bound = rate(stream, lambda: stream.combine("sum", [a], 1, [b]), 2 * NBYTES)
+    found = {name: {"GB/s": round(speed, 1), "of a copy": round(speed / bound, 3)}
+             for part in (combining, coding) for name, speed in part(stream, device)}
+    print(json.dumps({"gpu": repr(device), "versions": cuda.versions(),
+                      "copy GB/s": round(bound, 1), "kernels": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

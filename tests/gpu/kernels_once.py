@@ -1,0 +1,34 @@
+"""Runs every kernel on small vectors, and checks what it gives; made for NVIDIA's checkers.
+
+    compute-sanitizer --tool memcheck python tests/gpu/kernels_once.py
+    compute-sanitizer --tool racecheck python tests/gpu/kernels_once.py
+"""
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import kernel_cases as cases  # noqa: E402
+from gpu_memory import GpuMemory  # noqa: E402
+
+from mpiring.memory import cuda  # noqa: E402
+
+
+def main():
+    device = cuda.device(0)
+    stream = device.gpu.stream()
+    memory = GpuMemory(device, stream)
+    for op, name in cases.CASES:
+        cases.check_combine(stream, memory, op, name)
+    for codec in cases.CODECS:
+        for n in cases.CODED_LENGTHS:
+            for offset in (0, 4):
+                cases.check_decode(stream, memory, codec, n, offset)
+                for kind in cases.KINDS:
+                    cases.check_encode(stream, memory, codec, n, kind, offset)
+    print(f"all kernels agree with the host on {device}")
+
+
+if __name__ == "__main__":
+    main()

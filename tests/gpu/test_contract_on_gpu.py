@@ -1,0 +1,140 @@
+"""Holds the schedules to the contract on a real GPU: simulated ranks share it, in one process."""
+
+from dataclasses import replace
+
+import contract
+import numpy as np
+import pytest
+from cluster import run
+from gpu_memory import GpuMemory
+
+from mpiring.collectives.exports import Exports
+from mpiring.collectives.on_device import DESK_BYTES, Place, placed
+from mpiring.memory import cuda
+from mpiring.memory.cuda import Cuda, CudaStream
+from mpiring.memory.cuda_arrays import vector_of
+from mpiring.memory.device import Device, DeviceVector, copy_to
+from mpiring.transport.simulated import SimulatedNetwork
+
+NODES = {"one": [0], "one node": [0] * 4, "nodes of 2": [0, 0, 1, 1], "own nodes": [0, 1, 2]}
+# The simulated network looks at events this often, in its own time.
+_LOOK_S = 1e-5
+
+
+class _Look:
+    """A request whose completion looks at an event, until it is done."""
+
+    def __init__(self, network, rank, event):
+        self._again = lambda: network.later(_LOOK_S, rank, self)
+        self._event = event
+        self._again()
+
+    def __setattr__(self, name, value):
+        if name != "complete":
+            super().__setattr__(name, value)
+        elif not self._event.test():
+            self._again()
+
+
+class _WatchedStream(CudaStream):
+    def record(self):
+        event = super().record()
+        self._cuda.watch(event)
+        return event
+
+
+class _WatchedCuda(Cuda):
+    """A GPU at whose events the simulated network looks.
+
+    What ranks export, others open in the same process, where CUDA would refuse it.
+    """
+
+    def __init__(self, network, rank):
+        self.watch = lambda event: _Look(network, rank, event)
+        super().__init__(0)
+
+    def stream(self):
+        return _WatchedStream(self)
+
+    def export(self, x):
+        return (x.address, *range(1, 8))
+
+    def open(self, handle, nbytes, device):
+        return DeviceVector(device, handle[0], nbytes, np.dtype(np.uint8))
+
+    def close(self, x):
+        pass
+
+
+def on_gpu(node_of, program, seed=0):
+    """Run a program on all ranks; its schedule returns a CuPy array."""
+    network = SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
+
+    def on_rank(collectives):
+        device = Device(_WatchedCuda(network, collectives.rank))
+        place = Place(device, Exports(collectives._own.windows))
+        if collectives.node is not None:
+            for desk in collectives.node.desks(np.dtype(np.uint8)):
+                device.gpu.pin(desk)
+        array = yield from placed(collectives, place, [], lambda on_gpu: program(on_gpu, device))
+        # Not before all is done: CuPy's stream and the device's know nothing of each other.
+        return cuda.cupy().asnumpy(array)
+
+    return run(node_of, on_rank, network=network, desk_bytes=DESK_BYTES)[0]
+
+
+def put(cupy, device, x):
+    """Return a vector of one rank's device, with the memory of a CuPy array, and that array."""
+    array = cupy.asarray(x)
+    cupy.cuda.get_current_stream().synchronize()
+    return replace(vector_of(array), device=device, ready=None), array
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])
+@pytest.mark.parametrize("place", NODES)
+def test_allreduce(cupy, algorithm, place):
+    p = len(NODES[place])
+    for n in (0, 1, p + 1, 5000):
+        for op in contract.OPS:
+            for dtype in [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]:
+                def program(collectives, device):
+                    x, array = put(cupy, device, contract.contribution(collectives.rank, n, dtype))
+                    yield from collectives.allreduce(x, op=op, algorithm=algorithm)
+                    return array
+
+                check(on_gpu(NODES[place], program), p, op)
+
+
+def check(found, p, op):
+    contract.check(found[0], p, op)
+    assert all(x.tobytes() == found[0].tobytes() for x in found), "bits differ"
+
+
+@pytest.mark.parametrize("place", ["one node", "nodes of 2"])
+def test_allreduce_in_memory_that_is_open_to_the_node(cupy, place):
+    p = len(NODES[place])
+    for n, op, dtype in [(1, "sum", "float32"), (5000, "mean", "float16"), (129, "max", "int8"),
+                         (300_000, "sum", "float32")]:
+        def program(collectives, device):
+            x, _ = put(cupy, device, contract.contribution(collectives.rank, n, dtype))
+            y = yield from collectives.empty((n,), dtype)
+            copy_to(y, x)
+            yield from collectives.allreduce(y, op=op)
+            return y.device.gpu.array(y, (n,))
+
+        check(on_gpu(NODES[place], program), p, op)
+
+
+def test_broadcast(cupy):
+    def program(collectives, device):
+        x, array = put(cupy, device, np.arange(5000) + 10_000 * collectives.rank)
+        yield from collectives.broadcast(x, 2)
+        return array
+
+    assert all((x == np.arange(5000) + 20_000).all() for x in on_gpu(NODES["one node"], program))
+
+
+def test_the_memory_of_tests_keeps_what_is_put(device):
+    memory = GpuMemory(device, device.gpu.stream())
+    x = np.arange(100.0)
+    assert (memory.get(memory.put(x, 8)) == x).all()

@@ -1,0 +1,185 @@
+"""Tests streams, events, memory and views on a real GPU."""
+
+import threading
+import time
+
+import kernel_cases as cases
+import numpy as np
+import pytest
+from gpu_memory import GpuMemory, wait
+from launching import PROGRAMS, launch
+
+from mpiring.memory import cuda
+from mpiring.memory.cuda_arrays import vector_at, vector_of
+
+N = 1 << 22
+
+
+@pytest.fixture
+def memory(device):
+    return GpuMemory(device, device.gpu.stream())
+
+
+@pytest.mark.parametrize(("op", "name"), cases.CASES)
+def test_results_have_the_bits_of_the_host(memory, op, name):
+    cases.check_combine(memory._stream, memory, op, name)
+
+
+@pytest.mark.parametrize("codec", cases.CODECS, ids=repr)
+@pytest.mark.parametrize("offset", [0, 4], ids=["packed", "by elements"])
+def test_codecs_have_the_bits_of_the_host(memory, codec, offset):
+    for n in cases.CODED_LENGTHS:
+        cases.check_decode(memory._stream, memory, codec, n, offset)
+        for kind in cases.KINDS:
+            cases.check_encode(memory._stream, memory, codec, n, kind, offset)
+
+
+def test_what_a_device_queues_is_done_in_order(device):
+    """Copies in, sums and copies out of many pieces, with no wait in between."""
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((2, N)).astype(np.float32)
+    host = device.gpu.pinned(arrays.nbytes).view(np.float32).reshape(2, N)
+    host[...] = arrays
+    out = device.gpu.pinned(arrays[0].nbytes).view(np.float32)
+    a, b = (device.allocate(4 * N).view(np.float32) for _ in range(2))
+    for piece in (slice(i, i + N // 16) for i in range(0, N, N // 16)):
+        device.to_device(host[0][piece], a[piece])
+        device.to_device(host[1][piece], b[piece])
+        device.combine("mean", [a[piece], b[piece]], 2, [a[piece], b[piece]])
+        device.to_host(b[piece], out[piece])
+    wait(device.event())
+    assert (out == (arrays[0] + arrays[1]) / np.float32(2)).all()
+
+
+def test_an_event_is_not_done_before_its_work(device):
+    x = device.allocate(64 << 20)
+    host = device.gpu.pinned(64 << 20)
+    before = device.event()
+    wait(before)
+    events = [device.to_host(x, host) for _ in range(20)]
+    assert not events[-1].test(), "1.3 GB cannot have been copied at once"
+    wait(events[-1])
+    assert all(event.test() for event in events)
+
+
+def test_cupy_arrays_are_waited_for_and_seen_without_a_copy(device, cupy):
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        x = cupy.zeros(16 * N, cupy.float32)
+        for _ in range(200):
+            x += 1
+        vector = vector_of(x)
+    assert not vector.ready.test(), "200 kernels over 256 MiB cannot be done yet"
+    wait(vector.ready)
+    device.combine("sum", [vector, vector], 1, [vector])
+    wait(device.event())
+    assert (cupy.asnumpy(x) == 400).all()
+    again = vector.device.gpu.array(vector, (2, 8 * N))
+    assert again.data.ptr == x.data.ptr and again.shape == (2, 8 * N)
+    address = x.data.ptr
+    del x, vector
+    # The array keeps the memory, and CuPy's pool does not hand it out again.
+    assert cupy.zeros(16 * N, cupy.float32).data.ptr != address and (again == 400).all()
+
+
+def test_layouts_and_dtypes_of_cupy_arrays(device, cupy):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    for dtype in (np.int8, np.float16, ml_dtypes.bfloat16, np.complex128):
+        x = cupy.asarray(np.arange(12).astype(dtype)).reshape(3, 4)
+        assert vector_of(x).dtype == dtype
+        vector = vector_of(x)
+        seen = vector.device.gpu.array(vector, (3, 4))
+        assert cupy.asnumpy(seen).tobytes() == cupy.asnumpy(x).tobytes()
+    columns = cupy.asfortranarray(cupy.arange(12.0).reshape(3, 4))
+    vector = vector_of(columns)
+    assert (vector.device.gpu.array(vector, (4, 3)).T == columns).all()
+    assert vector_of(cupy.zeros((0, 3))).size == 0
+    with pytest.raises(ValueError, match="not contiguous"):
+        vector_of(columns[::2])
+
+
+def test_tensors_are_seen_without_cupy_arrays(device):
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip(reason="this PyTorch has no CUDA")
+    x = torch.ones(N, device="cuda", dtype=torch.bfloat16)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    # PyTorch's default stream has the pointer 0.
+    stream = torch.cuda.current_stream().cuda_stream or 1
+    vector = vector_at(x.data_ptr(), N, ml_dtypes.bfloat16, x.device.index, stream, x)
+    wait(vector.ready)
+    device.combine("sum", [vector] * 3, 1, [vector])
+    wait(device.event())
+    assert bool((x == 3).all())
+    seen = vector_of(torch.ones(5, device="cuda"))
+    assert seen.size == 5 and seen.dtype == np.float32
+
+
+def test_any_thread_may_call(device):
+    """Each has CUDA's context for itself."""
+    found = []
+
+    def work():
+        memory = GpuMemory(device, device.gpu.stream())
+        x = memory.put(np.arange(1000.0))
+        memory._stream.combine("sum", [x, x], 1, [x])
+        found.append(memory.get(x))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4 and all((x == 2 * np.arange(1000.0)).all() for x in found)
+
+
+def test_memory_does_not_grow(device):
+    runtime = device.gpu.runtime
+
+    def one():
+        x = device.allocate(32 << 20)
+        wait(device.to_host(x, host))
+
+    host = device.gpu.pinned(32 << 20)
+    one()
+    free, _ = runtime.memGetInfo()
+    for _ in range(100):
+        one()
+    assert free - runtime.memGetInfo()[0] < 64 << 20
+
+
+def test_locked_pages_are_copied_beside_the_host(device):
+    """A copy from pages that are not locked would not return before it is done."""
+    memory = np.ones(256 << 20, np.uint8)
+    x = device.allocate(memory.nbytes)
+    device.gpu.pin(memory)
+    device.gpu.pin(memory)
+    began = time.perf_counter()
+    event = device.to_device(memory, x)
+    queued_s = time.perf_counter() - began
+    wait(event)
+    assert queued_s < (time.perf_counter() - began) / 2
+
+
+@pytest.mark.launch
+def test_processes_open_each_others_memory():
+    ended = launch(2, PROGRAMS / "gpu_sharing.py")
+    assert ended.status == 0 and ended.output.count("shared") == 2, ended.output
+
+
+@pytest.mark.launch
+def test_mpi_is_handed_pointers_only_if_it_takes_them():
+    """Whatever this MPI can do, nothing dies here, and the answer comes in time."""
+    ended = launch(2, "-c", """
+from mpi4py import MPI
+from mpiring import Config, gpu_aware
+if MPI.COMM_WORLD.rank == 0:
+    library = MPI.Get_library_version()
+    print("takes", gpu_aware.takes_pointers(Config(tuning_folder=""), library, 0))
+MPI.COMM_WORLD.Barrier()
+""", timeout_s=200)
+    assert ended.status == 0 and "takes " in ended.output, ended.output
+
+
+def test_versions_name_all_parts():
+    assert "CuPy" in cuda.versions() and "driver" in cuda.versions()

@@ -1,0 +1,130 @@
+"""Runs the kernels of GPUs on the host, as g++ compiles them, and lets NVIDIA's compiler see them.
+
+Nothing here needs a GPU. `HostStream` launches what it is given at once, on host memory.
+"""
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpiring.memory import kernels
+from mpiring.memory.cuda import CudaStream
+from mpiring.memory.device import DeviceVector
+
+_SHIM = Path(__file__).with_suffix(".cpp")
+# Not the numbers of a launch on a GPU: here, loops over the grid go round more than once.
+_BLOCKS, _THREADS = 3, 64
+
+
+def compiled(needed, folder):
+    """Return a library with some kernels; skip, or fail in CI, where there is no compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        missing = "no g++: apt-get install g++"
+        if os.environ.get("CI") == "true":
+            pytest.fail(missing)
+        pytest.skip(reason=missing)
+    parts = [_SHIM.read_text()]
+    for kernel in needed:
+        name = kernel.name
+        parts.append(
+            f"namespace of_{name} {{\n{kernel.source}\n"
+            f"static void thread(const void *job) {{ {name}(*(const Job *)job); }}\n"
+            f'extern "C" {{ unsigned long size_{name} = sizeof(Job); }}\n'
+            f'extern "C" void run_{name}(const void *job) '
+            f"{{ launch(thread, job, {_BLOCKS}, {_THREADS}); }}\n}}\n")
+    source, library = folder / "kernels.cpp", folder / "kernels.so"
+    source.write_text("".join(parts))
+    subprocess.run(
+        [compiler, "-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-shared",
+         "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-parentheses",
+         "-Wno-unused-function", "-Wno-unused-variable", "-Wno-bool-operation",
+         "-o", library, source], check=True, timeout=280)
+    return ctypes.CDLL(str(library))
+
+
+class HostStream(CudaStream):
+    """A stream that does everything at once, on host memory.
+
+    Args:
+        library: From `compiled`.
+    """
+
+    def __init__(self, library):
+        self._library = library
+        self.launched = []
+
+    def launch(self, kernel, work, **values):
+        self.launched.append(values)
+        struct = kernel.arguments(**values)
+        assert struct.nbytes == ctypes.c_ulong.in_dll(self._library, f"size_{kernel.name}").value
+        getattr(self._library, f"run_{kernel.name}")(ctypes.c_void_p(struct.ctypes.data))
+
+    def _copy(self, to, source, nbytes):
+        ctypes.memmove(to, source, nbytes)
+
+
+class HostMemory:
+    """Memory of the host, as that of a GPU; see kernel_cases.py."""
+
+    def put(self, x, offset=0):
+        """Return a vector with the elements of an array."""
+        memory = np.empty(x.nbytes + 128, np.uint8)
+        start = -memory.ctypes.data % 64 + offset
+        copy = memory[start:start + x.nbytes].view(x.dtype)
+        copy[...] = x
+        return DeviceVector(None, copy.ctypes.data, x.size, x.dtype, copy)
+
+    def get(self, x):
+        """Return what a vector holds."""
+        return x.owner
+
+
+def same(x, y):
+    """Return whether vectors have the same bits, but for those of NaN."""
+    parts = [part.view(part.real.dtype) for part in (x, y)]
+    different = parts[0].view(f"u{parts[0].itemsize}") != parts[1].view(f"u{parts[1].itemsize}")
+    return all(np.isnan(parts[0][different]) & np.isnan(parts[1][different]))
+
+
+def _nvrtc():
+    """Return NVIDIA's compiler, where one of its packages or the loader has it; else None."""
+    places = ["libnvrtc.so.13", "libnvrtc.so.12"]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in spec.submodule_search_locations if spec else ():
+        places += sorted(map(str, Path(folder).rglob("libnvrtc.so.*")))
+    for place in places:
+        try:
+            return ctypes.CDLL(place)
+        except OSError:
+            continue
+    return None
+
+
+def complaints(needed):
+    """Return what NVIDIA's compiler says against kernels; nothing where there is none."""
+    nvrtc = _nvrtc()
+    if nvrtc is None:
+        return {}
+    words = [option.encode() for option in (*kernels.OPTIONS, "-arch=compute_80")]
+    options = (ctypes.c_char_p * len(words))(*words)
+    found = {}
+    for kernel in needed:
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        created = nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), kernel.source.encode(), b"kernel.cu", 0, None, None)
+        assert created == 0
+        status = nvrtc.nvrtcCompileProgram(program, len(words), options)
+        nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        log = ctypes.create_string_buffer(size.value)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+        if status or log.value.strip():
+            found[kernel.name] = log.value.decode()
+    return found

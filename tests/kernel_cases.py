@@ -1,0 +1,178 @@
+"""States once what every kernel must do, wherever it runs: on the host, or on a GPU.
+
+Kernels are launched by a stream, on vectors of a memory: `put` returns a vector with an array's
+elements, so many bytes above an aligned address, and `get` what a vector holds when all is done.
+"""
+
+import itertools
+import zlib
+
+import ml_dtypes
+import numpy as np
+from host_kernels import same
+
+from mpiring.codecs import kernels as coding
+from mpiring.codecs.blocks import EightBit
+from mpiring.codecs.halves import Halves
+from mpiring.codecs.signs import Sign
+from mpiring.errors import ConfigError
+from mpiring.memory import kernels
+from mpiring.memory.arrays import COMPLEX, FLOATING, INTEGER
+from mpiring.memory.reduction import reduction
+
+OPS = ("sum", "mean", "prod", "max", "min", "band", "bor", "bxor")
+DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+          for name in (*FLOATING, *COMPLEX, *INTEGER, "bool")
+          if name not in ("longdouble", "clongdouble")}
+# Sources and outs: what a ring and a node's window need, and more than are unrolled.
+COUNTS = [(2, 1), (3, 3), (18, 1)]
+LENGTHS = [1, 5, 1000]
+
+CODECS = [EightBit(512), EightBit(2048), EightBit(7), Sign(32), Sign(1024), Halves("float16"),
+          Halves("bfloat16")]
+# One element, a part of a block, blocks and a part that is no pack, and whole blocks.
+CODED_LENGTHS = [1, 100, 3001, 4096]
+KINDS = ["normal", "not finite", "small", "large"]
+
+
+def _defined(op, dtype):
+    try:
+        reduction(op, dtype, 2)
+    except ConfigError:
+        return False
+    return True
+
+
+CASES = [(op, name) for op, name in itertools.product(OPS, DTYPES) if _defined(op, DTYPES[name])]
+
+
+def counts(op):
+    """Return the counts to test; a long loop of one op is like that of any other."""
+    return COUNTS if op in ("sum", "mean") else COUNTS[:2]
+
+
+def divisors(op):
+    """Return by what a result is divided: a power of two is done by multiplying."""
+    return [3.0, 4.0, 2.5] if op == "mean" else [1.0]
+
+
+def combining_kernels():
+    """Return the kernels that `check_combine` needs."""
+    found = {}
+    for op, name in CASES:
+        dtype = DTYPES[name]
+        several = [*counts(op), (1, 1)] if op == "mean" else counts(op)
+        for (p, q), divisor in itertools.product(several, divisors(op)):
+            divides, _ = kernels.division(dtype, divisor)
+            kernel = kernels.combine("sum" if op == "mean" else op, dtype, p, q, divides)
+            found[kernel.name] = kernel
+    return list(found.values())
+
+
+def coding_kernels():
+    """Return the kernels that the codecs need."""
+    return [make(codec, flag) for codec in CODECS for make in (coding.encoder, coding.decoder)
+            for flag in (False, True)]
+
+
+def numbers(dtype, n, seed, plain=False):
+    """Return numbers of all sizes, and where the dtype has them NaN and Inf.
+
+    Args:
+        plain: Complex numbers are of one size, and finite.
+    """
+    rng = np.random.default_rng(seed)
+    if dtype.kind == "b":
+        return rng.integers(0, 2, n).astype(bool)
+    if dtype.kind in "iu":
+        info = np.iinfo(dtype)
+        return rng.integers(info.min, info.max, n, dtype, endpoint=True)
+    if dtype.kind == "c":
+        parts = np.dtype(f"f{dtype.itemsize // 2}")
+        x = rng.standard_normal(2 * n).astype(parts) if plain else numbers(parts, 2 * n, seed)
+        return x.view(dtype)
+    x = (rng.standard_normal(n) * 10.0 ** rng.integers(-8, 5, n)).astype(dtype)
+    with np.errstate(over="ignore"):
+        special = np.array([np.nan, np.inf, -np.inf, 0, 6e-8, 65504, 1e38], dtype)
+    where = rng.random(n) < 0.05
+    x[where] = rng.choice(special, where.sum())
+    return x
+
+
+def expected(op, sources, divisor):
+    """Return what the host's Reduction gives."""
+    out = sources[0].copy()
+    reduction(op, out.dtype, divisor).combine(sources, out)
+    return out
+
+
+def _agree(op, out, wanted):
+    if op != "prod" or out.dtype.kind != "c":
+        return same(out, wanted)
+    # NumPy contracts them in its loop, and not at the loop's end.
+    return bool((abs(out - wanted) <= 8 * np.finfo(out.dtype).eps * abs(wanted)).all())
+
+
+def check_combine(stream, memory, op, name):
+    """Fail unless vectors are combined as on the host, for all counts and divisors."""
+    dtype = DTYPES[name]
+    for (p, q), n, divisor in itertools.product(counts(op), LENGTHS, divisors(op)):
+        seed = zlib.crc32(f"{op} {name} {p} {n}".encode())
+        arrays = [numbers(dtype, n, seed + i, op == "prod") for i in range(p)]
+        wanted = expected(op, arrays, divisor)
+        sources = [memory.put(x) for x in arrays]
+        # The last result takes the place of a source.
+        outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[1]]
+        stream.combine(op, sources, divisor, outs)
+        assert all(_agree(op, memory.get(out), wanted) for out in outs), (p, q, n, divisor)
+
+
+def floats(n, kind):
+    """Return numbers for a codec, of one of KINDS."""
+    rng = np.random.default_rng(n)
+    x = (rng.standard_normal(n) * 10.0 ** rng.integers(-6, 4, n)).astype(np.float32)
+    if kind == "not finite":
+        x[rng.integers(0, n)] = np.nan
+        x[rng.integers(0, n)] = np.inf
+    elif kind == "small":
+        x[:] = np.float32(1e-42)
+    elif kind == "large":
+        x *= np.float32(1e34)
+        x[n // 2] = np.finfo(np.float32).max
+    return x
+
+
+def check_encode(stream, memory, codec, n, kind, offset):
+    """Fail unless a payload, and what is lost, have the bits of the host's codec."""
+    array = floats(n, kind)
+    wanted = np.zeros(codec.payload_size(n), np.uint8)
+    wanted_lost = np.zeros(n, np.float32)
+    codec.encode(array, wanted, wanted_lost, 5)
+    x, lost = memory.put(array, offset), memory.put(np.zeros(n, np.float32), offset)
+    for place in (None, lost, x):
+        payload = memory.put(np.zeros_like(wanted), offset)
+        coding.encode(stream, codec, x, payload, place, 5)
+        assert _same_payload(codec, memory.get(payload), wanted, n)
+        assert place is None or same(memory.get(place), wanted_lost)
+
+
+def _same_payload(codec, payload, wanted, n):
+    """Compare payloads; those of float16 may have other bits where they hold NaN."""
+    if isinstance(codec, Halves):
+        decoded = np.empty((2, n), np.float32)
+        codec.decode(payload, decoded[0])
+        codec.decode(wanted, decoded[1])
+        return same(decoded[0], decoded[1])
+    return payload.tobytes() == wanted.tobytes()
+
+
+def check_decode(stream, memory, codec, n, offset):
+    """Fail unless what a payload decodes to has the bits of the host's codec, added or not."""
+    payload = np.zeros(codec.payload_size(n), np.uint8)
+    codec.encode(floats(n, "not finite" if n == 100 else "normal"), payload, None, 3)
+    for adds in (False, True):
+        wanted = floats(n, "normal")
+        out = memory.put(wanted, offset)
+        (codec.add if adds else codec.decode)(payload, wanted)
+        coding.decode(stream, codec, memory.put(payload, offset), out, adds)
+        assert same(memory.get(out), wanted)

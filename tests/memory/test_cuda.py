@@ -1,0 +1,280 @@
+"""Tests what CUDA is asked for, by a CuPy that only writes it down; see tests/gpu for the real one.
+"""
+
+import builtins
+import struct
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from mpiring.errors import ConfigError, MissingDependencyError, TransportError
+from mpiring.memory import cuda, cuda_arrays
+
+
+class CudaError(RuntimeError):
+    """As CuPy's."""
+
+    def __init__(self, status):
+        super().__init__(f"cuda error {status}")
+        self.status = status
+
+
+class FakeRuntime:
+    """Two GPUs, and the thread's current one."""
+
+    CUDARuntimeError = CudaError
+    memcpyDefault, hostAllocPortable = 4, 1
+
+    def __init__(self):
+        self.current, self.context = 0, 1
+        self.calls, self.set = [], []
+        self.status, self.fails = 600, {}
+
+    def getDeviceCount(self):
+        return 2
+
+    def getDeviceProperties(self, index):
+        return {"name": b"Fake", "multiProcessorCount": 10}
+
+    def getDevice(self):
+        return self.current
+
+    def setDevice(self, index):
+        self.set.append(index)
+        self.current = index
+
+    def eventQuery(self, event):
+        return self.status
+
+    def pointerGetAttributes(self, address):
+        return SimpleNamespace(device=1)
+
+    def __getattr__(self, name):
+        def call(*args):
+            self.calls.append((name, self.current, *args))
+            if self.fails.get(name):
+                raise CudaError(self.fails[name].pop())
+            return {"malloc": 1 << 21, "ipcGetMemHandle": bytes(range(64)),
+                    "ipcOpenMemHandle": 4096}.get(name)
+
+        return call
+
+
+class FakeArray:
+    """As a CuPy array."""
+
+    def __init__(self, x, dense=True):
+        self.x, self.size, self.dtype = x, x.size, x.dtype
+        self.shape, self.strides = x.shape, x.strides
+        self.device = SimpleNamespace(id=1)
+        self.data = SimpleNamespace(ptr=0x1000)
+        self.flags = SimpleNamespace(c_contiguous=dense, f_contiguous=False)
+
+
+def _fake():
+    runtime = FakeRuntime()
+    pool = SimpleNamespace(free_all_blocks=lambda: runtime.calls.append(("free_all_blocks",)))
+    pointers = iter(range(100, 1000))
+    return SimpleNamespace(
+        __version__="14.2.0", ndarray=FakeArray, get_default_memory_pool=lambda: pool,
+        cuda=SimpleNamespace(
+            runtime=runtime, nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+            driver=SimpleNamespace(ctxGetCurrent=lambda: runtime.context),
+            Stream=lambda non_blocking: SimpleNamespace(ptr=next(pointers)),
+            Event=lambda block, disable_timing: SimpleNamespace(ptr=next(pointers)),
+            get_current_stream=lambda index: SimpleNamespace(ptr=7)))
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    fake = _fake()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    cuda.cupy.cache_clear()
+    monkeypatch.setattr(cuda, "_devices", {})
+    yield fake
+    cuda.cupy.cache_clear()
+
+
+@pytest.fixture
+def runtime(cupy):
+    return cupy.cuda.runtime
+
+
+def test_without_cupy_the_error_names_the_package(monkeypatch):
+    cuda.cupy.cache_clear()
+    real = builtins.__import__
+
+    def importing(name, *args):
+        if name == "cupy":
+            raise ImportError("No module named 'cupy'")
+        return real(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+    for ask in (lambda: cuda.device(0), cuda.versions, lambda: cuda_arrays.vector_of(1)):
+        with pytest.raises(MissingDependencyError, match=r"cupy-cuda13x \(or cupy-cuda12x\)"):
+            ask()
+
+
+def test_without_a_driver_or_compiler_the_error_says_so(cupy):
+    def fails(*args):
+        raise CudaError("InsufficientDriver\nand much more")
+
+    cupy.cuda.nvrtc.getVersion = fails
+    with pytest.raises(MissingDependencyError, match=r"cannot compile.*\[ctk\].*sufficientDriver$"):
+        cuda.device(0)
+    cupy.cuda.runtime.getDeviceCount = fails
+    with pytest.raises(MissingDependencyError, match="finds no GPU: .*InsufficientDriver"):
+        cuda.device(0)
+
+
+def test_a_gpu_is_one_object_and_has_to_be_there(cupy):
+    assert cuda.device(1) is cuda.device(1) is not cuda.device(0)
+    assert repr(cuda.device(1)) == "GPU 1 (Fake)"
+    for index in (-1, 2):
+        with pytest.raises(ConfigError, match="this process sees 2"):
+            cuda.device(index)
+
+
+def test_the_threads_device_is_what_it_was(runtime):
+    gpu = cuda.Cuda(1)
+    with pytest.raises(ZeroDivisionError), gpu.current():
+        assert runtime.current == 1
+        raise ZeroDivisionError
+    assert runtime.set == [1, 0]
+    with cuda.Cuda(0).current():
+        assert runtime.set == [1, 0], "nothing to be done"
+
+
+def test_a_thread_that_used_no_gpu_gets_no_context_on_another(runtime):
+    runtime.context = 0
+    with cuda.Cuda(1).current():
+        pass
+    assert runtime.set == [1]
+
+
+def test_all_calls_find_their_device_current(runtime):
+    on = cuda.device(1)
+    x = on.allocate(100)
+    host = np.zeros(100, np.uint8)
+    on.to_host(x, host), on.to_device(host, x)
+    on.gpu.pin(host)
+    on.gpu.close(on.gpu.open(on.gpu.export(x), 100, on))
+    names = {call[0]: call[1] for call in runtime.calls if call[0] != "streamWaitEvent"}
+    assert set(names) == {"malloc", "memcpyAsync", "eventRecord", "hostRegister", "ipcGetMemHandle",
+                          "ipcOpenMemHandle", "ipcCloseMemHandle"}
+    assert set(names.values()) == {1} and runtime.current == 0
+
+
+def test_events_end_once_and_tell_of_failures(runtime):
+    event = cuda.device(0).event()
+    assert not event.test()
+    runtime.status = 700
+    with pytest.raises(TransportError, match="the GPU failed: cuda error 700"):
+        event.test()
+    runtime.status = 0
+    assert event.test()
+    runtime.status = 700
+    assert event.test(), "once done, always done"
+
+
+def test_memory_is_whole_blocks_freed_with_its_last_owner(runtime):
+    on = cuda.device(1)
+    x = on.allocate((2 << 20) + 1)
+    assert ("malloc", 1, 4 << 20) in runtime.calls and x.nbytes == (2 << 20) + 1
+    part = x[5:9]
+    del x
+    assert "free" not in {call[0] for call in runtime.calls}
+    del part
+    assert runtime.calls[-1] == ("free", 1, 1 << 21)
+    runtime.fails["malloc"] = [2]
+    on.allocate(10)
+    assert ("free_all_blocks",) in runtime.calls
+    runtime.fails["malloc"] = [2, 2]
+    with pytest.raises(MemoryError, match=r"2097152 bytes on GPU 1 \(Fake\): cuda error 2"):
+        on.allocate(10)
+
+
+def test_handles_are_eight_numbers_and_refusals_are_errors_of_the_system(runtime):
+    on = cuda.device(0)
+    x = on.allocate(10)
+    handle = on.gpu.export(x)
+    assert len(handle) == 8 and struct.pack("<8q", *handle) == bytes(range(64))
+    assert on.gpu.open(handle, 10, on).address == 4096
+    assert ("ipcOpenMemHandle", 0, bytes(range(64))) in runtime.calls
+    runtime.fails = {"ipcGetMemHandle": [801], "ipcOpenMemHandle": [217]}
+    with pytest.raises(OSError, match="801"):
+        on.gpu.export(x)
+    with pytest.raises(OSError, match="217"):
+        on.gpu.open(handle, 10, on)
+
+
+def test_pages_are_locked_as_long_as_somebody_has_them(runtime, caplog):
+    gpu = cuda.Cuda(0)
+    memory = np.zeros(100, np.uint8)
+    address = memory.ctypes.data
+    view = memory[10:]
+    gpu.pin(memory)
+    runtime.fails["hostRegister"] = [712]
+    gpu.pin(memory)
+    assert not caplog.text
+    runtime.fails["hostRegister"] = [1]
+    gpu.pin(memory)
+    assert "100 bytes of host memory cannot be locked" in caplog.text
+    del memory
+    assert "hostUnregister" not in {call[0] for call in runtime.calls}
+    del view
+    assert runtime.calls[-1] == ("hostUnregister", 0, address)
+
+
+def test_cupy_arrays_are_ready_when_their_stream_is(runtime):
+    x = cuda_arrays.vector_of(FakeArray(np.zeros((3, 4), np.float32)))
+    assert (x.address, x.size, x.dtype) == (0x1000, 12, np.float32)
+    assert x.device is cuda.device(1) and x.owner.shape == (3, 4)
+    assert runtime.calls[-1] == ("eventRecord", 1, x.ready.pointer, 7)
+    with pytest.raises(ConfigError, match="cupy.ascontiguousarray"):
+        cuda_arrays.vector_of(FakeArray(np.zeros((3, 4)), dense=False))
+
+
+class Foreign:
+    """What has the interface, and is of no package known here."""
+
+    def __init__(self, **changed):
+        self.__cuda_array_interface__ = {
+            "shape": (3, 4), "typestr": "<f4", "data": (0x2000, False), "version": 3} | changed
+
+
+@pytest.mark.parametrize("strides", [None, (16, 4), (4, 12)])
+def test_the_interface_of_others_is_honoured(runtime, strides):
+    x = cuda_arrays.vector_of(Foreign(strides=strides))
+    assert (x.address, x.size, x.dtype, x.ready) == (0x2000, 12, np.float32, None)
+    x = cuda_arrays.vector_of(Foreign(strides=strides, stream=1))
+    assert runtime.calls[-1] == ("eventRecord", 1, x.ready.pointer, 1)
+    x = cuda_arrays.vector_of(Foreign(strides=strides, version=2))
+    assert runtime.calls[-1] == ("eventRecord", 1, x.ready.pointer, 1), "it cannot tell"
+    empty = cuda_arrays.vector_of(Foreign(shape=(0, 4), data=(0, False), stream=1))
+    assert empty.size == 0 and empty.ready is None
+
+
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"strides": (4, 16)}, "not contiguous"), ({"strides": (32, 8)}, "not contiguous"),
+    ({"data": (0x2000, True)}, "read-only"), ({"mask": object()}, "mask"),
+    ({"typestr": ">f4"}, "foreign byte order"), ({"typestr": "|O"}, "cannot travel")])
+def test_what_is_refused_is_told_as_on_the_host(cupy, changed, message):
+    with pytest.raises(ConfigError, match=message):
+        cuda_arrays.vector_of(Foreign(**changed))
+    with pytest.raises(ConfigError, match="expected a cupy.ndarray, got builtins.list"):
+        cuda_arrays.vector_of([1])
+
+
+def test_read_only_arrays_may_be_sent(cupy):
+    assert cuda_arrays.vector_of(Foreign(data=(0x2000, True)), writeable=False).size == 12
+
+
+def test_an_older_cupy_has_no_bfloat16(cupy):
+    import ml_dtypes
+    cupy.__version__ = "13.6.0"
+    x = cuda_arrays.vector_at(0x3000, 4, ml_dtypes.bfloat16, 0, None, None)
+    with pytest.raises(ConfigError, match="13.6.0 has no bfloat16"):
+        x.device.gpu.array(x, (4,))

@@ -1,0 +1,35 @@
+"""Has two ranks write into each other's memory on a GPU."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gpu_memory import GpuMemory, wait  # noqa: E402
+
+from mpiring.memory import cuda  # noqa: E402
+
+comm = MPI.COMM_WORLD
+device = cuda.device(0)
+memory = GpuMemory(device, device.gpu.stream())
+n = 1 << 20
+for attempt in range(3):
+    # A small allocation besides: what is opened must be its own, not its neighbour's.
+    small, mine = device.allocate(100), memory.put(np.full(n, comm.rank + 1.0))
+    raw = mine.view(np.uint8)
+    handles = comm.allgather(device.gpu.export(raw))
+    theirs = device.gpu.open(handles[1 - comm.rank], raw.nbytes, device).view(np.float64)
+    comm.Barrier()
+    # Each half is summed by one of them, and stored in both.
+    half = slice(n // 2) if comm.rank == 0 else slice(n // 2, n)
+    device.combine("sum", [mine[half], theirs[half]], 1, [mine[half], theirs[half]])
+    wait(device.event())
+    comm.Barrier()
+    assert (memory.get(mine) == 3).all()
+    device.gpu.close(theirs)
+    comm.Barrier()
+    del small, mine, raw
+print("shared", flush=True)

@@ -1,0 +1,93 @@
+"""Tests how it is proved that MPI takes GPU memory, with trials that end in every way."""
+
+import json
+import logging
+import sys
+import time
+
+import pytest
+from launching import PROGRAMS, environment, launch, mpiexec
+
+from mpiring import Config, gpu_aware
+from mpiring.memory import cuda
+
+LIBRARY = "some MPI 1.0"
+
+
+def _trial(how, monkeypatch, limit_s=60.0):
+    monkeypatch.setattr(gpu_aware, "variables_for_another_job", environment)
+    return gpu_aware.tried([mpiexec(), "-n", "2", sys.executable,
+                            str(PROGRAMS / "gpu_trial.py"), how], limit_s)
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(("how", "problem"), [
+    ("well", ""), ("wrong", "arrived changed"), ("crash", "status")])
+def test_a_trial_tells_what_went_wrong(how, problem, monkeypatch):
+    found = _trial(how, monkeypatch)
+    assert problem in found and bool(problem) == bool(found), found
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_a_trial_that_hangs_is_ended(monkeypatch):
+    began = time.monotonic()
+    found = _trial("hang", monkeypatch, 3.0)
+    assert found and time.monotonic() - began < 30
+
+
+@pytest.mark.launch
+def test_a_trial_can_be_made_inside_a_job():
+    """Its ranks are no ranks of that job: the launcher's variables are not handed on."""
+    ended = launch(2, "-c", f"""
+import sys
+from mpi4py import MPI
+from mpiring import gpu_aware
+from mpiring.launch import find_mpiexec
+if MPI.COMM_WORLD.rank == 0:
+    command = [find_mpiexec(), "-n", "2", sys.executable, {str(PROGRAMS / "gpu_trial.py")!r}]
+    print("problem", repr(gpu_aware.tried([*command, "well"])))
+MPI.COMM_WORLD.Barrier()
+""")
+    assert ended.status == 0 and "problem ''" in ended.output, ended.output
+
+
+def test_without_a_launcher_nothing_is_proved(monkeypatch, caplog):
+    monkeypatch.setattr(cuda, "versions", lambda: "CuPy 14")
+    monkeypatch.setattr(gpu_aware, "find_mpiexec", lambda: None)
+    assert not gpu_aware.takes_pointers(Config(tuning_folder=""), LIBRARY, 0)
+    assert "no mpiexec" in caplog.text and "MPIRING_GPU_AWARE=yes" in caplog.text
+    assert "cannot be started" in gpu_aware.tried(["/nowhere/mpiexec"])
+
+
+def test_what_is_configured_is_not_tried(monkeypatch):
+    monkeypatch.setattr(gpu_aware, "tried", None)
+    assert gpu_aware.takes_pointers(Config(gpu_aware="yes"), LIBRARY, 0)
+    assert not gpu_aware.takes_pointers(Config(gpu_aware="no"), LIBRARY, 0)
+
+
+def test_a_result_is_kept_for_the_same_libraries(monkeypatch, tmp_path, caplog):
+    trials = []
+
+    def trial(command):
+        trials.append(command)
+        return "it died" if len(trials) == 1 else ""
+
+    monkeypatch.setattr(cuda, "versions", lambda: "CuPy 14")
+    monkeypatch.setattr(gpu_aware, "find_mpiexec", lambda: "mpiexec")
+    monkeypatch.setattr(gpu_aware, "tried", trial)
+    config = Config(tuning_folder=str(tmp_path / "new"))
+    with caplog.at_level(logging.WARNING):
+        assert not gpu_aware.takes_pointers(config, LIBRARY, 0)
+        assert not gpu_aware.takes_pointers(config, LIBRARY, 0)
+    assert len(trials) == 1 and "it died" in caplog.text
+    assert trials[0][:3] == ["mpiexec", "-n", "2"] and trials[0][-2:] == ["mpiring.gpu_aware", "0"]
+    # Another library has to prove it anew; so has one whose file nobody can read.
+    assert gpu_aware.takes_pointers(config, "another MPI", 0) and len(trials) == 2
+    assert gpu_aware.takes_pointers(config, "another MPI", 0) and len(trials) == 2
+    files = list((tmp_path / "new").iterdir())
+    assert len(files) == 2 and all("about" in json.loads(file.read_text()) for file in files)
+    for file in files:
+        file.write_text("{")
+    assert gpu_aware.takes_pointers(config, LIBRARY, 0) and len(trials) == 3
