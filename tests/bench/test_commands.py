@@ -350,7 +350,7 @@ def test_help_needs_no_mpi(command):
 @pytest.mark.parametrize(("words", "message"), [
     (("--sizes", "many"), "argument --sizes: size 'many': expected a number of bytes"),
     (("--algorithms", "auto,best"), "'best': expected some of auto"),
-    (("--contenders", "nccl"), "'nccl': expected some of mpiring"),
+    (("--contenders", "rccl"), "'rccl': expected some of mpiring"),
     (("--ranks", "0"), "argument --ranks: '0': expected 1 or more"),
     (("--budget", "-1"), "argument --budget: '-1': expected a number above 0"),
     (("--link-rate", "fast"), "argument --link-rate: rate 'fast'"),

@@ -10,8 +10,8 @@ KIND = sys.argv.pop(1)
 right = torch_models.contenders
 
 
-def with_a_wrong_one(world, options):
-    found = right(world, options)
+def with_a_wrong_one(world, options, place):
+    found = right(world, options, place)
 
     def wrap(model, optimizer):
         wrapped, optimizer = found[1].wrap(model, optimizer)
