@@ -257,7 +257,7 @@ class ArrayCarrier:
                 until = gpu.mark()
                 while self._dead:
                     self._idle.append((self._dead.popleft(), until))
-        cast(Any, gpu).follow(copied)
+        gpu.follow(copied)
         loan = _Loan(memory, self._dead)
         return [gpu.array(replace(memory[start:start + nbytes].view(dtype), owner=loan), shape)
                 for start, nbytes, dtype, shape in looks]

@@ -283,6 +283,17 @@ class Cuda:
                 stream = self.cupy.cuda.get_current_stream(self.index).ptr
             return CudaEvent(self, stream)
 
+    def follow(self, event: Event) -> None:
+        """Have what is queued from now on, on the stream that CuPy has in use, wait for an event.
+
+        Args:
+            event: Of CUDA's.
+        """
+        if not isinstance(event, CudaEvent):
+            raise ConfigError(f"{event!r} is no event of CUDA's")
+        stream = self.cupy.cuda.get_current_stream(self.index)
+        self.runtime.streamWaitEvent(stream.ptr, event.pointer)
+
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.
 

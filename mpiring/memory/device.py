@@ -102,6 +102,9 @@ class Gpu(Protocol):
             stream: Its pointer, 0 for CUDA's default; by default the one that CuPy has in use.
         """
 
+    def follow(self, event: Event) -> None:
+        """Have what its user, CuPy, queues from now on wait for an event."""
+
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as an array of the same memory, for users: of CuPy."""
 
