@@ -18,12 +18,12 @@ def described(x: Any, vector: Any) -> str:
         x: The array.
         vector: Its memory, see device.vector_of.
     """
-    return f"{dtype_name(vector.dtype)} {x.shape}{_more(x, vector)}"
+    return f"{dtype_name(vector.dtype)} {tuple(x.shape)}{_more(x, vector)}"
 
 
 def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
     """Return what an allreduce is compared by."""
-    return _allreduce_call(op, vector.dtype, x.shape, _more(x, vector), algorithm)
+    return _allreduce_call(op, vector.dtype, tuple(x.shape), _more(x, vector), algorithm)
 
 
 # Cached: a program makes the same few calls again and again.
@@ -36,8 +36,7 @@ def _allreduce_call(
 
 
 def _more(x: Any, vector: Any) -> str:
-    if x is vector or order_of(x) == "C":
-        order = ""
-    else:
-        order = " in Fortran order"
+    # Tensors, and what else has no flags, are seen in C's order only.
+    in_order = x is vector or not hasattr(x, "flags") or order_of(x) == "C"
+    order = "" if in_order else " in Fortran order"
     return order + " on a GPU" if isinstance(vector, DeviceVector) else order

@@ -12,9 +12,6 @@ from .arrays import dtype_name
 from .cuda import Cuda, CudaEvent, cupy, device
 from .device import DeviceVector
 
-# As the CUDA Array Interface has it.
-_DEFAULT_STREAM = 1
-
 
 def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
     """Return the elements of an array on a GPU as a vector that shares its memory.
@@ -37,7 +34,7 @@ def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
         _refuse_gaps(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
         stream = package.cuda.get_current_stream(x.device.id).ptr
         return vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
-    interface = getattr(x, "__cuda_array_interface__", None)
+    interface = _interface_of(x)
     if interface is None:
         raise ConfigError(
             f"expected a cupy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
@@ -52,9 +49,20 @@ def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
     runtime = package.cuda.runtime
     index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    # Before version 3 the interface does not tell the stream; PyTorch's then is the default one.
-    stream = interface.get("stream") if interface["version"] >= 3 else _DEFAULT_STREAM
-    return vector_at(address, math.prod(shape), dtype, index, stream, x)
+    return vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
+
+
+def _interface_of(x: Any) -> Any:
+    """Return how an array describes itself; None if it is none."""
+    try:
+        interface = getattr(x, "__cuda_array_interface__", None)
+    except RuntimeError as error:
+        raise ConfigError(f"{type(x).__module__}.{type(x).__qualname__}: {error}") from error
+    if interface is not None and interface["version"] < 3:
+        raise ConfigError(
+            f"{type(x).__module__}.{type(x).__qualname__} does not tell on which stream it was "
+            f"written; for a tensor of PyTorch, import mpiring.torch; else pass cupy.asarray(x)")
+    return interface
 
 
 def vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
@@ -19,6 +19,10 @@ from .scratch import Scratch
 _KEPT = 8
 # Between two looks at an event that a caller waits for.
 _PAUSE_S = 20e-6
+
+
+# What sees the arrays of a package as vectors: each returns one, or None for what is not its own.
+VIEWS: "list[Callable[[Any], DeviceVector | None]]" = []
 
 
 class Event(Protocol):
@@ -338,6 +342,9 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
+        for view in VIEWS:
+            if (vector := view(x)) is not None:
+                return vector
         if is_on_gpu(x):
             from .cuda_arrays import vector_of as vector_on_gpu
             return vector_on_gpu(x, writeable=writeable)
@@ -346,7 +353,11 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
 
 def is_on_gpu(x: Any) -> bool:
     """Return whether something is an array on a GPU: of CuPy, or whatever can be seen as one."""
-    return hasattr(x, "__cuda_array_interface__")
+    try:
+        return hasattr(x, "__cuda_array_interface__")
+    except RuntimeError:
+        # PyTorch's way to say that such a tensor must be detached first.
+        return True
 
 
 def address_of(x: Any) -> int:

@@ -14,7 +14,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..memory.device import Device, DeviceVector, Event
+from ..errors import ConfigError
+from ..memory.device import VIEWS, Device, DeviceVector, Event
 from .tensors import array_of, numpy_dtype, tensor_of
 
 KINDS = ("cpu", "cuda")
@@ -107,6 +108,20 @@ def vector_of(x: torch.Tensor) -> Any:
     """
     stream = stream_of(x)
     return array_of(x) if stream is None else replace(stream.vector(x), ready=stream.mark())
+
+
+def _view(x: Any) -> DeviceVector | None:
+    """See a tensor that collectives are called with, on a GPU; None for anything else."""
+    if not isinstance(x, torch.Tensor) or not is_on_gpu(x):
+        return None
+    if not x.is_contiguous():
+        raise ConfigError(f"tensor of shape {tuple(x.shape)} with strides {x.stride()} is not "
+                          f"contiguous; pass tensor.contiguous()")
+    vector: DeviceVector = vector_of(x)
+    return vector
+
+
+VIEWS.append(_view)
 
 
 def seen_as_tensor(x: Any) -> torch.Tensor:

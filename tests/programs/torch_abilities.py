@@ -793,6 +793,19 @@ def a_stream_of_its_own_can_be_used():
         torch.cuda.current_stream().wait_stream(stream)
 
 
+@ability
+def the_face_takes_tensors_on_a_gpu():
+    if not ON_GPU:
+        fails(lambda: comm.allreduce(torch.ones(3)), mpiring.ConfigError, "expected a numpy.ndarray")
+        return
+    for requires_grad in (False, True):
+        x = torch.full((5, 3), r + 1.0, device=WHERE, requires_grad=requires_grad)
+        assert comm.allreduce(x) is x
+        assert (x == p * (p + 1) / 2).all()
+    fails(lambda: comm.allreduce(torch.ones(4, 4, device=WHERE)[:, 1]), mpiring.ConfigError,
+          "not contiguous")
+
+
 for function in ABILITIES:
     if SIMULATED and function is a_compiled_module_can_be_wrapped:
         # It takes some seconds, and is as on the CPU.
