@@ -796,7 +796,8 @@ def a_stream_of_its_own_can_be_used():
 @ability
 def the_face_takes_tensors_on_a_gpu():
     if not ON_GPU:
-        fails(lambda: comm.allreduce(torch.ones(3)), mpiring.ConfigError, "expected a numpy.ndarray")
+        fails(lambda: comm.allreduce(torch.ones(3)), mpiring.ConfigError,
+              "expected a numpy.ndarray")
         return
     for requires_grad in (False, True):
         x = torch.full((5, 3), r + 1.0, device=WHERE, requires_grad=requires_grad)
