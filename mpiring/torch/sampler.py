@@ -46,8 +46,10 @@ class DistributedSampler(Sampler[int]):
         self._shuffle, self._seed = shuffle, seed
         self._drop_last, self._pad = drop_last, pad
         self._epoch = 0
-        # Samples of all ranks together that came before this iteration, and before a resume.
+        # Samples of all ranks together that came before now, and before this iteration.
         self._position = self._start = 0
+        # An iteration has come to its end: the next one is of all samples.
+        self._over = False
         mine = (self._n, shuffle, seed, drop_last, pad)
         for rank, theirs in enumerate(comm.allgather_object(mine)):
             if theirs != mine:
@@ -58,30 +60,33 @@ class DistributedSampler(Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: choose its order, from its first sample on."""
         if epoch != self._epoch:
-            self._epoch, self._position, self._start = epoch, 0, 0
+            self._epoch, self._position, self._start, self._over = epoch, 0, 0, False
 
     def __len__(self) -> int:
-        """Return how many samples this rank has yet to see in this epoch."""
-        return len(range(self._start + self._rank, self._stop, self._size))
+        """Return how many samples this rank has in the next iteration, or in the present one."""
+        return len(self._places(0 if self._over else self._start))
 
     def __iter__(self) -> Iterator[int]:
+        if self._over:
+            self._start, self._over = 0, False
         order = self._order()
         self._position = self._start
-        for place in range(self._start + self._rank, self._stop, self._size):
+        for place in self._places(self._start):
             self._position += self._size
             yield order[place % self._n]
-        self._position = self._start = 0
+        # Not from the first one again: batches that were drawn may be yet to be trained on.
+        self._over = True
 
-    @property
-    def _stop(self) -> int:
-        """How many samples all ranks see in an epoch, repeated ones included."""
-        left = self._n - self._start
+    def _places(self, start: int) -> range:
+        """Return which samples are this rank's, from one on; repeated ones lie behind the last."""
+        left = self._n - start
         even = left // self._size * self._size
+        stop = self._n
         if self._drop_last:
-            return self._start + even
-        if self._pad and left > even:
-            return self._start + even + self._size
-        return self._n
+            stop = start + even
+        elif self._pad and left > even:
+            stop = start + even + self._size
+        return range(start + self._rank, stop, self._size)
 
     def _order(self) -> list[int]:
         if not self._shuffle:
@@ -112,5 +117,5 @@ class DistributedSampler(Sampler[int]):
             raise ConfigError(
                 f"rank {self._rank}: the state is of {state['length']} samples and seed "
                 f"{state['seed']}, but this sampler has {self._n} and {self._seed}")
-        self._epoch = state["epoch"]
+        self._epoch, self._over = state["epoch"], False
         self._start = self._position = state["position"]

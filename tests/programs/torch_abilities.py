@@ -572,6 +572,10 @@ def data_is_shared_out():
     again.load_state_dict(state)
     assert len(again) == len(epochs[0]) - 4
     assert first + list(again) == epochs[0]
+    # A DataLoader has drawn all of them, but its last batches are yet to be trained on.
+    assert again.state_dict(seen=2)["position"] == 6 * p
+    assert again.state_dict()["position"] == 40
+    assert len(again) == len(epochs[0]) and list(again) == epochs[0]
     assert sampler.state_dict(seen=2)["position"] == 2 * p
     if p > 1:
         fails(lambda: DistributedSampler(range(40 + r), comm), mpiring.ConfigError, f"rank {r}",
