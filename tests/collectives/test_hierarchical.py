@@ -225,7 +225,7 @@ def test_no_disagreement_gives_a_result(data, seed, memory, by_node):
         assert all(isinstance(result, Exception) for result in results), "a result came out"
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=25)
 @given(n=st.integers(0, 3 * 10**6), sizes=st.lists(st.integers(1, 9), min_size=2, max_size=6),
        dtype=st.sampled_from(["float32", "float16"]))
 def test_pieces_cover_the_array_and_the_scratch_memory_is_small(n, sizes, dtype):
