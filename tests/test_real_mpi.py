@@ -17,7 +17,7 @@ def test_real_mpi(ranks):
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("ranks", [3])
+@pytest.mark.parametrize("ranks", [2])
 def test_without_thread_multiple(ranks):
     """Where MPI offers less, operations advance inside mpiring's calls only."""
     ended = launch(ranks, *PYTEST, timeout_s=240, MPI4PY_RC_THREAD_LEVEL="funneled")

@@ -74,8 +74,9 @@ class DistributedSampler(Sampler[int]):
         for place in self._places(self._start):
             self._position += self._size
             yield order[place % self._n]
-        # Not from the first one again: batches that were drawn may be yet to be trained on.
-        self._over = True
+        # Not from the first one again: batches that were drawn may be yet to be trained on. And
+        # where ranks have different numbers of samples, all are at the end.
+        self._position, self._over = self._n, True
 
     def _places(self, start: int) -> range:
         """Return which samples are this rank's, from one on; repeated ones lie behind the last."""
