@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import whole_number
+from .memory import vectors
 from .memory.arrays import is_finite
 from .memory.device import Device, Event, await_event, vector_of
 
@@ -140,13 +141,14 @@ class Bucket:
         # Padding is reduced with the rest and must not hold junk.
         self.flat[...] = 0
         self.views: dict[str, NDArray[Any]] = {}
-        self._padding: list[NDArray[Any]] = []
+        self._padding: list[slice] = []
         start = 0
         for tensor in plan.tensors:
             stop = start + tensor.size
             self.views[tensor.name] = self.flat[start:stop].reshape(tensor.shape)
             start += tensor.padded_size
-            self._padding.append(self.flat[stop:start])
+            if stop < start:
+                self._padding.append(slice(stop, start))
         self.missing = set(self.views)
         self.finite: bool | None = None
         self.label = f"bucket {index} ({', '.join(self.views)})"
@@ -163,8 +165,9 @@ class Bucket:
 
     def clear_padding(self) -> None:
         """Let there be zeros between the tensors, whatever a lossy reducer has left there."""
+        vector = self.vector
         for gap in self._padding:
-            gap[...] = 0
+            vectors.clear(vector[gap])
 
     def is_finite(self) -> bool:
         """Return whether all of it is, after it was reduced; the same on all ranks."""

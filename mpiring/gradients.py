@@ -18,6 +18,7 @@ from .handle import Handle
 from .memory.device import Device, Event, await_event
 from .nonfinite import NonFinite
 from .reducers.choice import Wish, compressors, reducers_of
+from .reducers.compressor import Compressor
 from .reducers.meeting import Cost
 from .reducers.through_host import Twin
 from .statistics import Statistics
@@ -318,15 +319,15 @@ class Gradients:
         order = [tensor.name for tensor in tensors]
         self.order = order if self._settled else None
         for one in self._compressors:
-            mine = [self._known(bucket) for bucket in self._buckets
+            mine = [self._known(bucket, one) for bucket in self._buckets
                     if self._reducers[bucket.plan.tensors[0].name] is one]
             self._comm.submit(
                 Call("take over", f"{len(mine)} buckets of {one!r}"),
                 functools.partial(one.take_over, buckets=mine, order=order)).wait()
 
-    def _known(self, bucket: Bucket) -> Bucket:
-        """Return the bucket that a reducer is to know: a twin on the host of one on a GPU."""
-        if self._device is None:
+    def _known(self, bucket: Bucket, one: Compressor) -> Bucket:
+        """Return the bucket that a reducer is to know: perhaps a twin on the host."""
+        if self._device is None or one.on_gpus:
             return bucket
         twin = self._twins[bucket.index] = Twin(bucket, self._device, self._comm)
         return twin.host

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -21,15 +22,22 @@ _SHIM = Path(__file__).with_suffix(".cpp")
 # Not the numbers of a launch on a GPU: here, loops over the grid go round more than once.
 _BLOCKS, _THREADS = 3, 64
 
+_libraries = {}
 
-def compiled(needed, folder):
-    """Return a library with some kernels; skip, or fail in CI, where there is no compiler."""
-    compiler = shutil.which("g++")
-    if compiler is None:
+
+def compiler():
+    """Return where g++ is; skip, or fail in CI, where there is none."""
+    found = shutil.which("g++")
+    if found is None:
         missing = "no g++: apt-get install g++"
         if os.environ.get("CI") == "true":
             pytest.fail(missing)
         pytest.skip(reason=missing)
+    return found
+
+
+def compiled(needed, folder):
+    """Compile kernels into one library, and return its path."""
     parts = [_SHIM.read_text()]
     for kernel in needed:
         name = kernel.name
@@ -42,29 +50,57 @@ def compiled(needed, folder):
     source, library = folder / "kernels.cpp", folder / "kernels.so"
     source.write_text("".join(parts))
     subprocess.run(
-        [compiler, "-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-shared",
+        [compiler(), "-O1", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-shared",
          "-fPIC", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-parentheses",
          "-Wno-unused-function", "-Wno-unused-variable", "-Wno-bool-operation",
          "-o", library, source], check=True, timeout=280)
-    return ctypes.CDLL(str(library))
+    return library
+
+
+def library_of(kernel):
+    """Return a library that has a kernel."""
+    if kernel.name not in _libraries:
+        compile_together([kernel])
+    return _libraries[kernel.name]
+
+
+def compile_together(needed, comm=None):
+    """Compile kernels for `library_of`, which takes less time than one by one.
+
+    Args:
+        comm: If given, one rank does so for all.
+    """
+    compiler()
+    with tempfile.TemporaryDirectory() as folder:
+        path = compiled(needed, Path(folder)) if comm is None or comm.rank == 0 else None
+        if comm is not None:
+            path = comm.broadcast_object(path, root=0)
+        library = ctypes.CDLL(path)
+        if comm is not None:
+            comm.barrier()
+    _libraries.update((kernel.name, library) for kernel in needed)
+
+
+def run(library, kernel, job):
+    """Run a kernel of a library, given its struct."""
+    assert job.nbytes == ctypes.c_ulong.in_dll(library, f"size_{kernel.name}").value
+    getattr(library, f"run_{kernel.name}")(ctypes.c_void_p(job.ctypes.data))
 
 
 class HostStream(CudaStream):
     """A stream that does everything at once, on host memory.
 
     Args:
-        library: From `compiled`.
+        library: A path, from `compiled`.
     """
 
     def __init__(self, library):
-        self._library = library
+        self._library = ctypes.CDLL(library)
         self.launched = []
 
     def launch(self, kernel, work, **values):
         self.launched.append(values)
-        struct = kernel.arguments(**values)
-        assert struct.nbytes == ctypes.c_ulong.in_dll(self._library, f"size_{kernel.name}").value
-        getattr(self._library, f"run_{kernel.name}")(ctypes.c_void_p(struct.ctypes.data))
+        run(self._library, kernel, kernel.arguments(**values))
 
     def _copy(self, to, source, nbytes):
         ctypes.memmove(to, source, nbytes)

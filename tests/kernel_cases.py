@@ -28,6 +28,9 @@ DTYPES = {name: np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 COUNTS = [(2, 1), (3, 3), (18, 1)]
 LENGTHS = [1, 5, 1000]
 
+CONVERSIONS = [(one, "float32") for one in FLOATING if one in DTYPES] + [
+    ("float32", other) for other in ("float16", "bfloat16", "float64")]
+
 CODECS = [EightBit(512), EightBit(2048), EightBit(7), Sign(32), Sign(1024), Halves("float16"),
           Halves("bfloat16")]
 # One element, a part of a block, blocks and a part that is no pack, and whole blocks.
@@ -125,6 +128,24 @@ def check_combine(stream, memory, op, name):
         outs = [memory.put(np.zeros(n, dtype)) for _ in range(q - 1)] + [sources[1]]
         stream.combine(op, sources, divisor, outs)
         assert all(_agree(op, memory.get(out), wanted) for out in outs), (p, q, n, divisor)
+
+
+def converting_kernels():
+    """Return the kernels that `check_convert` needs."""
+    return [kernels.convert(*map(DTYPES.get, names)) for names in CONVERSIONS]
+
+
+def check_convert(stream, memory, names):
+    """Fail unless numbers are converted as on the host, times a factor."""
+    source, out = map(DTYPES.get, names)
+    for n, factor in itertools.product(LENGTHS, (1, np.float32(0.3))):
+        array = numbers(source, n, n)
+        with np.errstate(all="ignore"):
+            wanted = (array.astype("f8" if source.itemsize == 8 else "f4") * factor).astype(out)
+        x, y = memory.put(array), memory.put(np.zeros(n, out))
+        stream.launch(kernels.convert(source, out), n, source=x.address, out=y.address, n=n,
+                      factor=factor)
+        assert same(memory.get(y), wanted), (n, factor)
 
 
 def floats(n, kind):

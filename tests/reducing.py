@@ -2,10 +2,15 @@
 
 import numpy as np
 from cluster import run
+from simulated_gpu import SimulatedGpu
 
 from mpiring.buckets import Bucket, TensorSpec, plan
 from mpiring.collectives.agreement import Call
+from mpiring.collectives.exports import Exports
+from mpiring.collectives.on_device import Place, placed
+from mpiring.memory.device import Device
 from mpiring.reducers import Compressor
+from mpiring.transport.simulated import SimulatedNetwork
 
 SHAPES = {"momentum": (40, 30), "b1": (30,), "conv": (8, 3, 5, 5), "residual": (7,), "scale": ()}
 
@@ -34,8 +39,8 @@ class Model:
     def use(self, groups):
         """Move to new buckets, of the tensors of each group."""
         plans = [plan(tensors, 1 << 30)[0] if tensors else None for tensors in groups]
-        self.buckets = [[Bucket(i, one, np.empty) for i, one in enumerate(plans)]
-                        for _ in self.node_of]
+        self.buckets = [[self.bucket(rank, i, one) for i, one in enumerate(plans)]
+                        for rank in range(len(self.node_of))]
         order = [tensor.name for tensors in groups for tensor in tensors]
 
         def program(collectives):
@@ -46,9 +51,9 @@ class Model:
 
         run(self.node_of, program, desk_bytes=2048)
 
-    @property
-    def size(self):
-        return self.buckets[0][0].flat.size
+    def bucket(self, rank, index, plan):
+        """Return a rank's memory for a plan."""
+        return Bucket(index, plan, np.empty)
 
     def step(self, rows, taken=None, index=0):
         """Reduce a bucket, given each rank's vector; return each rank's result.
@@ -60,16 +65,18 @@ class Model:
         for buckets, row in zip(self.buckets, rows):
             fill(buckets[index], row)
 
-        def program(collectives):
-            rank = collectives.rank
-            return self.reducers[rank].reduce(collectives, self.buckets[rank][index])
-
-        _, self.network = run(self.node_of, program, desk_bytes=2048, seed=self.seed,
-                              algorithm="ring", call=lambda rank: Call("reduce", ""))
+        self.network = SimulatedNetwork(len(self.node_of), node_of=self.node_of, seed=self.seed)
+        run(self.node_of, lambda collectives: self.reduce(collectives, index), desk_bytes=2048,
+            network=self.network, algorithm="ring", call=lambda rank: Call("reduce", ""))
         finite = [buckets[index].is_finite() for buckets in self.buckets]
         assert len(set(finite)) == 1, "ranks do not agree whether all is finite"
         self.settle(finite[0] if taken is None else taken)
         return [values(buckets[index]) for buckets in self.buckets]
+
+    def reduce(self, collectives, index):
+        """Return the schedule that reduces a bucket on one rank."""
+        rank = collectives.rank
+        return self.reducers[rank].reduce(collectives, self.buckets[rank][index])
 
     def settle(self, taken):
         for reducer in self.reducers:
@@ -79,27 +86,56 @@ class Model:
     def residual(self, index=0):
         """Return what has not been sent yet, as a part of the mean over ranks."""
         nodes = len(set(self.node_of))
-        total = np.zeros(self.buckets[0][index].flat.size)
+        total = np.zeros(self.buckets[0][index].plan.size)
         for reducer, buckets in zip(self.reducers, self.buckets):
             kept = reducer._kept[buckets[index].plan]
             total += kept.whole("residual") / nodes
-        whole = Bucket(0, self.buckets[0][index].plan, np.empty)
-        whole.flat = total
         return np.concatenate([total[one.start:one.stop] for one in kept._whole])
 
     def states(self):
         return [reducer.state_dict() for reducer in self.reducers]
 
 
+class ModelOnGpus(Model):
+    """The same, with the buckets on simulated GPUs, one for each rank.
+
+    `simulated_gpu.installed` must have been called before.
+    """
+
+    def __init__(self, make, node_of, *args, **kwargs):
+        self.devices = [Device(SimulatedGpu(seed=rank)) for rank in range(len(node_of))]
+        super().__init__(make, node_of, *args, **kwargs)
+
+    def bucket(self, rank, index, plan):
+        device = self.devices[rank]
+        return Bucket(index, plan, lambda n, dtype: device.gpu.array(
+            device.allocate(n * dtype.itemsize).view(dtype), (n,)), device)
+
+    def reduce(self, collectives, index):
+        rank, device = collectives.rank, self.devices[collectives.rank]
+        if collectives.node is not None:
+            for desk in collectives.node.desks(np.dtype(np.uint8)):
+                device.gpu.pin(desk)
+        place = Place(device, Exports(collectives._own.windows))
+        with device.gpu.on(self.network, rank):
+            yield from placed(collectives, place, [], lambda on_gpu: super(
+                ModelOnGpus, self).reduce(on_gpu, index))
+
+
 def fill(bucket, row):
     bucket.finite, start = None, 0
     for view in bucket.views.values():
-        view[...] = row[start:start + view.size].reshape(view.shape)
+        part = row[start:start + view.size].reshape(view.shape)
+        if bucket.device is None:
+            view[...] = part
+        else:
+            view.set(part)
         start += view.size
 
 
 def values(bucket):
-    return np.concatenate([view.reshape(-1) for view in bucket.views.values()])
+    views = [view if bucket.device is None else view.get() for view in bucket.views.values()]
+    return np.concatenate([view.reshape(-1) for view in views])
 
 
 def count(shapes=SHAPES):

@@ -13,9 +13,11 @@ import threading
 import time
 import weakref
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import host_kernels
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
@@ -133,6 +135,21 @@ class Stream:
 
         self.queue(act)
 
+    def clear(self, x):
+        self.queue(lambda: _raw(x).fill(0) or True)
+
+    def launch(self, kernel, work, **values):
+        """Run a kernel as g++ compiles it."""
+        library = host_kernels.library_of(kernel)
+        job, held = kernel.arguments(**values), []
+        for name, (kind, _) in kernel.parameters.fields.items():
+            if kind == np.uint64 and job[name]:
+                # To free memory waits for whatever is queued.
+                memory = memory_of(int(job[name]), 1)
+                held.append(memory)
+                job[name] = int(job[name]) - memory.address + memory.bytes.ctypes.data
+        self.queue(lambda: host_kernels.run(library, kernel, job) or bool(held))
+
     def record(self):
         event = Event(self._gpu)
 
@@ -153,6 +170,19 @@ class Stream:
             return event.done
 
         self.queue(act)
+
+
+class Later:
+    """A request of a simulated network whose completion does something."""
+
+    def __init__(self, action):
+        self._action = action
+
+    def __setattr__(self, name, value):
+        if name == "complete":
+            self._action()
+        else:
+            super().__setattr__(name, value)
 
 
 class SimulatedGpu:
@@ -179,6 +209,18 @@ class SimulatedGpu:
         self._next = next(_bases)
         self._pinned = []
         self.user = Stream(self)
+
+    @contextmanager
+    def on(self, network, rank):
+        """Be one of a simulated network's, in whose time all is done.
+
+        Whatever was to be done before is done now.
+        """
+        while self._due:
+            self.idle()
+        before, self.later = self.later, lambda action: network.later(0, rank, Later(action))
+        yield
+        self.later = before
 
     def idle(self):
         """Do some of what is due, where nobody else has it done."""
@@ -262,7 +304,8 @@ class SimulatedGpu:
         return bool(np.isfinite(x.get()).all())
 
     def array(self, x, shape):
-        return Array(self, content(x).reshape(shape), memory_of(x.address, x.nbytes), x.owner)
+        return Array(self, content(x).reshape(shape), memory_of(x.address, x.nbytes), x.owner,
+                     x.device)
 
 
 class Array(NDArrayOperatorsMixin):
@@ -272,8 +315,9 @@ class Array(NDArrayOperatorsMixin):
     host memory.
     """
 
-    def __init__(self, gpu, inside, base, owner):
+    def __init__(self, gpu, inside, base, owner, device):
         self.gpu, self.inside, self.base, self.owner = gpu, inside, base, owner
+        self.device = device
         self.dtype, self.shape, self.size = inside.dtype, inside.shape, inside.size
         self.nbytes, self.ndim, self.flags = inside.nbytes, inside.ndim, inside.flags
 
@@ -294,7 +338,10 @@ class Array(NDArrayOperatorsMixin):
     def __getitem__(self, part):
         if any(isinstance(one, Array) for one in (part if isinstance(part, tuple) else (part,))):
             return self.gpu.put(self.get()[_on_host(part)])
-        return Array(self.gpu, self.inside[part], self.base, self.owner)
+        return self._like(self.inside[part])
+
+    def _like(self, inside):
+        return Array(self.gpu, inside, self.base, self.owner, self.device)
 
     def __setitem__(self, part, value):
         if isinstance(value, np.ndarray) and value.ndim:
@@ -322,10 +369,10 @@ class Array(NDArrayOperatorsMixin):
 
     @property
     def T(self):
-        return Array(self.gpu, self.inside.T, self.base, self.owner)
+        return self._like(self.inside.T)
 
     def reshape(self, *shape):
-        return Array(self.gpu, self.inside.reshape(*shape), self.base, self.owner)
+        return self._like(self.inside.reshape(*shape))
 
     def get(self):
         """Wait for the user's stream, and return a copy in host memory, as CuPy does."""
@@ -394,8 +441,8 @@ class Installed:
         plain = flat(x.inside, writeable=writeable)
         # Where the simulation has the memory, and the address that stands for it.
         inside = plain.ctypes.data - x.base.bytes.ctypes.data if plain.size else 0
-        return DeviceVector(self._device, x.base.address + inside, plain.size, plain.dtype,
-                            x.owner, self.gpu.user.record())
+        return DeviceVector(x.device or self._device, x.base.address + inside, plain.size,
+                            plain.dtype, x.owner, x.gpu.user.record())
 
     def vector_at(self, address, n, dtype, device_index, stream_pointer, owner):
         nbytes = n * np.dtype(dtype).itemsize

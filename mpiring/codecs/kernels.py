@@ -11,7 +11,7 @@ import numpy as np
 
 from ..memory.device import DeviceVector
 from ..memory.kernels import PACK_BYTES, SIXTEEN, THREADS, Kernel
-from . import blocks, pieces
+from . import base, blocks, pieces
 from .blocks import EightBit
 from .halves import Halves
 from .signs import Sign
@@ -214,7 +214,49 @@ class Launching(Protocol):
     """A stream that takes kernels."""
 
     def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel; see memory.cuda.CudaStream."""
+        """Queue a kernel; see memory.device.Stream."""
+
+
+def at(codec: base.Codec, x: Any) -> base.Codec:
+    """Return what encodes and decodes vectors where `x` lies."""
+    return OnDevice(cast(Codec, codec), x.device) if isinstance(x, DeviceVector) else codec
+
+
+class OnDevice:
+    """A codec of vectors that lie on a GPU; whatever it does is queued. See `base.Codec`.
+
+    Args:
+        codec: One of those that have kernels.
+        device: The GPU.
+    """
+
+    def __init__(self, codec: Codec, device: Launching) -> None:
+        self._codec, self._device = codec, device
+
+    @property
+    def alignment(self) -> int:
+        """Vectors may be cut at multiples of this."""
+        return self._codec.alignment
+
+    def payload_size(self, n: int) -> int:
+        """Return the bytes that n elements take."""
+        return self._codec.payload_size(n)
+
+    def encode(self, x: Any, payload: Any, lost: Any, key: int) -> None:
+        """See `base.Codec.encode`."""
+        encode(self._device, self._codec, x, payload, lost, key)
+
+    def decode(self, payload: Any, out: Any) -> None:
+        """See `base.Codec.decode`."""
+        decode(self._device, self._codec, payload, out, False)
+
+    def add(self, payload: Any, total: Any) -> None:
+        """See `base.Codec.add`."""
+        decode(self._device, self._codec, payload, total, True)
+
+    def is_finite(self, payload: Any, n: int) -> bool:
+        """Return True: to look would be to wait. What is decoded shows it."""
+        return True
 
 
 def encode(stream: Launching, codec: Codec, x: DeviceVector, payload: DeviceVector,

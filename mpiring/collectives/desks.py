@@ -12,8 +12,8 @@ import numpy as np
 
 from ..errors import BufferMismatchError
 from ..memory.arrays import Array, as_bytes
-from ..memory.device import copy_to
 from ..memory.reduction import Combine
+from ..memory.vectors import copy_to
 from ..transport.base import Node, Schedule
 
 # The pieces of two ranks stay in a core's cache. Measured.

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ..memory.arrays import Array
-from ..memory.device import copy_to
+from ..memory.vectors import copy_to
 from ..transport.base import Channel, Request, Schedule
 
 # With how many ranks a rank exchanges at a time: one message is copied while the next travels,

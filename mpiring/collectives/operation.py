@@ -8,8 +8,8 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..memory.arrays import Array, chunks_of
-from ..memory.device import copy_to
 from ..memory.reduction import Combine, reduction, widens
+from ..memory.vectors import copy_to
 from ..transport.alone import Alone
 from ..transport.base import Node, Schedule
 from . import desks, direct, hierarchical, native, ring, shared

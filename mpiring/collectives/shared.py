@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..memory.arrays import Array, chunks_of, slice_of
-from ..memory.device import copy_to
 from ..memory.reduction import Combine
+from ..memory.vectors import copy_to
 from ..transport.base import Node, Schedule
 
 # Where all ranks' vectors together are not longer, everybody combines everything: one

@@ -172,6 +172,11 @@ class CudaStream:
                     sources=places[0], outs=places[1], n=x.size, head=cut.head, packs=cut.packs,
                     divisor=number)
 
+    def clear(self, x: DeviceVector) -> None:
+        """Queue to fill a vector with zeros."""
+        with self._cuda.current():
+            self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
+
     def launch(self, kernel: Kernel, work: int, **values: object) -> None:
         """Queue a kernel.
 

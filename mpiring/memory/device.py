@@ -13,7 +13,9 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from .arrays import Array, dtype_name, flat
+from .kernels import Kernel
 from .scratch import Scratch
+from .staging import Staging
 
 # Idle scratch vectors that are kept: those of a few operations under way.
 _KEPT = 8
@@ -53,6 +55,18 @@ class Stream(Protocol):
             sources: At least one, of one dtype and length.
             divisor: 1 for none.
             outs: At least one; each may be one of the sources.
+        """
+
+    def clear(self, x: "DeviceVector") -> None:
+        """Queue to fill a vector with zeros."""
+
+    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
+        """Queue a kernel.
+
+        Args:
+            kernel: Its threads share the work in loops.
+            work: How many threads have something to do.
+            values: Of its struct.
         """
 
     def record(self) -> Event:
@@ -185,31 +199,6 @@ class DeviceVector:
                 "data": (self.address if self.size else 0, False), "stream": None}
 
 
-class Staging:
-    """Pinned host memory, lent for one copy at a time.
-
-    Args:
-        gpu: Whose copies it is for.
-    """
-
-    def __init__(self, gpu: Gpu) -> None:
-        self._gpu = gpu
-        self._idle: list[tuple[Array, Event | None]] = []
-
-    def take(self, nbytes: int) -> Array:
-        """Return memory of at least so many bytes, which nothing uses."""
-        fitting = [place for place, (slot, until) in enumerate(self._idle)
-                   if slot.size >= nbytes and (until is None or until.test())]
-        if not fitting:
-            # Few lengths, so that slots of one operation suit the next.
-            return self._gpu.pinned(1 << max(nbytes - 1, 4095).bit_length())
-        return self._idle.pop(min(fitting, key=lambda place: self._idle[place][0].size))[0]
-
-    def give(self, slot: Array, until: Event | None = None) -> None:
-        """Take memory back; a copy may use it until an event."""
-        self._idle.append((slot, until))
-
-
 @dataclass
 class Device:
     """A GPU with the streams on which mpiring uses it: one inwards, one outwards, one for work.
@@ -272,9 +261,26 @@ class Device:
         """
         if not outs[0].size:
             return
-        with self._lock, self._uploaded(sources) as vectors:
+        with self._uploaded(sources) as vectors, self._at_work() as stream:
+            stream.combine(op, vectors, divisor, outs)
+
+    def clear(self, x: DeviceVector) -> None:
+        """Queue to fill a vector with zeros."""
+        if x.size:
+            with self._at_work() as stream:
+                stream.clear(x)
+
+    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
+        """Queue a kernel; see Stream.launch."""
+        with self._at_work() as stream:
+            stream.launch(kernel, work, **values)
+
+    @contextmanager
+    def _at_work(self) -> Iterator[Stream]:
+        """Lend the stream for work, which finds there what was copied to the GPU."""
+        with self._lock:
             self._work.wait(self._inwards.record())
-            self._work.combine(op, vectors, divisor, outs)
+            yield self._work
 
     @contextmanager
     def _uploaded(self, sources: Sequence[Any]) -> Iterator[list[DeviceVector]]:
@@ -369,23 +375,3 @@ def await_event(event: Event) -> None:
     """Return when what was queued before an event is done."""
     while not event.test():
         time.sleep(_PAUSE_S)
-
-
-def copy_to(out: Any, x: Any) -> None:
-    """Copy a vector; where one of them is on a GPU, queue that.
-
-    Args:
-        out: Overwritten.
-        x: Of the same length and dtype. If only one of the two is on a GPU, the other is pinned.
-    """
-    if type(out) is np.ndarray and type(x) is np.ndarray:
-        np.copyto(out, x)
-    elif not isinstance(out, DeviceVector):
-        if isinstance(x, DeviceVector):
-            x.device.to_host(x, out)
-        else:
-            np.copyto(out, x)
-    elif isinstance(x, DeviceVector):
-        out.device.combine("sum", [x], 1, [out])
-    else:
-        out.device.to_device(x, out)

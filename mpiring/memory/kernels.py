@@ -1,4 +1,4 @@
-"""Writes the CUDA C++ that combines vectors on a GPU, one kernel for each op, dtype and count.
+"""Writes the CUDA C++ that combines and converts vectors, a kernel for each op, dtype and count.
 
 Sums and products are made in the order of the sources, and never contracted (`OPTIONS`), so that
 results have the bits of the host's `Reduction`. Three things may differ: the bits of a NaN, which
@@ -101,6 +101,16 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
     }
 }
 """
+_CONVERT = """
+struct Job { const T *from; U *to; long long n; float factor; };
+
+extern "C" __global__ void __launch_bounds__(%(threads)d) %(name)s(const Job job) {
+    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+    const long long step = (long long)gridDim.x * blockDim.x;
+    for (long long i = first; i < job.n; i += step)
+        job.to[i] = converted(job.from[i], job.factor);
+}
+"""
 # Dynamically indexed, parameters would be copied to each thread's own memory.
 _CONSTANT = """
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
@@ -190,6 +200,28 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
                        "constant": "MPIRING_CONSTANT"}
     return Kernel(name, _CONSTANT + constants + _types(op, dtype) + _both(op, of)
                   + _divided(of, divides) + body, parameters)
+
+
+@functools.lru_cache(maxsize=64)
+def convert(source: np.dtype[Any], out: np.dtype[Any]) -> Kernel:
+    """Return the kernel that converts a floating vector to another dtype, times a factor.
+
+    Args:
+        source, out: At least one is float32.
+    """
+    names = [dtype_name(dtype) for dtype in (source, out)]
+    kinds = {"float64": "double", "float32": "float", "float16": "unsigned short",
+             "bfloat16": "unsigned short"}
+    narrow = [name for name in names if name in SIXTEEN]
+    value = "widened(x) * by" if names[0] in narrow else "x * by"
+    value = f"narrowed({value})" if names[1] in narrow else f"(U)({value})"
+    constants = (f"typedef {kinds[names[0]]} T;\ntypedef {kinds[names[1]]} U;\n"
+                 f"{''.join(SIXTEEN[name] for name in narrow)}"
+                 f"__device__ inline U converted(T x, float by) {{ return {value}; }}\n")
+    name = f"mpiring_{names[0]}_as_{names[1]}"
+    return Kernel(name, constants + _CONVERT % {"name": name, "threads": THREADS},
+                  np.dtype([("source", "u8"), ("out", "u8"), ("n", "i8"), ("factor", "f4")],
+                           align=True))
 
 
 def _types(op: str, dtype: np.dtype[Any]) -> str:

@@ -1,6 +1,7 @@
 """Sends 16 bits per number between nodes, and adds in float32."""
 
 from ..codecs.halves import Halves
+from ..memory.device import Device
 from ..transport.base import Schedule
 from . import two_phase
 from .compressor import Compressor
@@ -23,6 +24,8 @@ class Cast(Compressor):
     Source: Micikevicius et al., ICLR 2018.
     """
 
+    on_gpus = True
+
     def __init__(self, dtype: str = "bfloat16") -> None:
         super().__init__()
         self._codec = Halves(dtype)
@@ -31,9 +34,9 @@ class Cast(Compressor):
     def __repr__(self) -> str:
         return f"Cast({self.dtype!r})"
 
-    def prepare(self) -> None:
+    def prepare(self, device: Device | None) -> None:
         """Compile what encodes, where it is compiled."""
-        two_phase.prepare(self._codec)
+        two_phase.prepare(self._codec, device)
 
     def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""

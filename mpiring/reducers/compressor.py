@@ -11,9 +11,9 @@ import numpy as np
 from ..buckets import Bucket, BucketPlan
 from ..collectives.operation import Collectives
 from ..errors import ConfigError
-from ..memory import sixteen
+from ..memory import vectors
 from ..memory.arrays import Array, dtype_name
-from ..memory.reduction import quietly
+from ..memory.device import Device
 from ..transport.base import Channel, Schedule
 from .kept import Kept, Wide
 from .meeting import Cost, Meeting
@@ -37,10 +37,12 @@ class Compressor(ABC):
 
     Attributes:
         feeds_back: What is not sent is remembered, and added to the next gradients.
+        on_gpus: Gradients on a GPU are compressed there, and what is remembered lies there; else
+            in host memory.
         cost: What it has cost so far.
     """
 
-    feeds_back = False
+    feeds_back = on_gpus = False
 
     def __init__(self) -> None:
         self.cost = Cost()
@@ -73,8 +75,12 @@ class Compressor(ABC):
         """Return whether a step is compressed; the same on all ranks. Else the mean is plain."""
         return nodes > 1
 
-    def prepare(self) -> None:
-        """Do what takes long the first time, such as compiling, before gradients travel."""
+    def prepare(self, device: Device | None) -> None:
+        """Do what takes long the first time, such as compiling, before gradients travel.
+
+        Args:
+            device: The GPU on which they are; None in host memory.
+        """
 
     def bounds(self, bucket: Bucket, slices: int) -> list[int]:
         """Return where a bucket is cut into slices: the same on all ranks, from 0 to its end."""
@@ -88,7 +94,7 @@ class Compressor(ABC):
         if kept is None:
             raise ConfigError(f"{self!r} does not know {bucket.label}; call take_over before")
         if not self.compresses(len(collectives.nodes), kept.steps):
-            return collectives.allreduce(bucket.flat, op="mean")
+            return collectives.allreduce(bucket.vector, op="mean")
         return self._reduce(collectives, bucket, kept)
 
     def _reduce(self, collectives: Collectives, bucket: Bucket, kept: Kept) -> Schedule[None]:
@@ -98,7 +104,9 @@ class Compressor(ABC):
             return self._in_float32(meeting, x)
 
         bucket.clear_padding()
-        bucket.finite = yield from collectives.between_nodes(bucket.flat, kept.bounds, exchange)
+        finite = yield from collectives.between_nodes(bucket.vector, kept.bounds, exchange)
+        # On a GPU nobody has looked.
+        bucket.finite = finite if bucket.device is None else None
 
     def _in_float32(self, meeting: Meeting, x: Array) -> Schedule[bool]:
         """Let `between` have a slice in float32, and count its time."""
@@ -108,9 +116,9 @@ class Compressor(ABC):
             finite = yield from self.between(meeting, x, None)
         else:
             with meeting.borrow(x.size, np.float32) as wide:
-                quietly(_cast, wide, x)
+                vectors.convert(wide, x)
                 finite = yield from self.between(meeting, wide, None)
-                quietly(_cast, x, wide)
+                vectors.convert(x, wide)
         computed_s = cost.encode_s + cost.decode_s - computed_s
         cost.wire_s += time.perf_counter() - began - computed_s
         return finite
@@ -154,8 +162,8 @@ class Compressor(ABC):
         for bucket in buckets:
             _refuse_dtype(self, bucket)
         nodes = tuple(map(tuple, collectives.nodes))
-        if len(nodes) > 1:
-            self.prepare()
+        if len(nodes) > 1 and buckets:
+            self.prepare(buckets[0].device)
         self._world, self._order = (collectives.rank, collectives.size, nodes), list(order)
         if self._loaded is None:
             for kept in self._kept.values():
@@ -210,9 +218,9 @@ class Compressor(ABC):
         """
         for kept in self._kept.values():
             kept.rescale(factor)
-        for vectors in self._aside.values():
-            for vector in vectors.values():
-                vector *= np.float32(factor)
+        for of_tensor in self._aside.values():
+            for vector in of_tensor.values():
+                vectors.multiply(vector, factor)
 
     # State
 
@@ -227,8 +235,8 @@ class Compressor(ABC):
             "edition": _EDITION, "reducer": repr(self), "rank": rank, "size": size,
             "nodes": [list(ranks) for ranks in nodes], "order": list(self._order),
             "buckets": [kept.state() for kept in self._kept.values()],
-            "aside": {tensor: {name: x.copy() for name, x in vectors.items()}
-                      for tensor, vectors in self._aside.items()},
+            "aside": {tensor: {name: x.copy() for name, x in of_tensor.items()}
+                      for tensor, of_tensor in self._aside.items()},
             "steps_aside": dict(self._steps_aside)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -267,8 +275,8 @@ class Compressor(ABC):
                 f"but here are {len(self._kept)}; resume with the same model and bucket_bytes")
         for kept, state in zip(self._kept.values(), loaded["buckets"]):
             kept.load(state)
-        self._aside = {tensor: {name: np.array(x, np.float32) for name, x in vectors.items()}
-                       for tensor, vectors in loaded["aside"].items()}
+        self._aside = {tensor: {name: np.array(x, np.float32) for name, x in of_tensor.items()}
+                       for tensor, of_tensor in loaded["aside"].items()}
         self._steps_aside = {name: int(steps) for name, steps in loaded["steps_aside"].items()}
         self._loaded = None
 
@@ -279,16 +287,6 @@ def bounds_by_tensor(bucket: Bucket, slices: int) -> list[int]:
     wanted = [i * bucket.flat.size / slices for i in range(1, slices)]
     inner = [int(min((0, *ends), key=lambda end: abs(end - place))) for place in wanted]
     return [0, *inner, bucket.flat.size]
-
-
-def _cast(out: Array, x: Array) -> None:
-    """Convert to float32, or from it."""
-    if x.dtype.itemsize == 2:
-        sixteen.widen(x, out)
-    elif out.dtype.itemsize == 2:
-        sixteen.narrow(x, out)
-    else:
-        out[...] = x
 
 
 def _refuse_dtype(compressor: Compressor, bucket: Bucket) -> None:

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-import numpy as np
-
 from ..buckets import Bucket
 from ..errors import ConfigError
-from ..memory.reduction import quietly
+from ..memory import vectors
+from ..memory.device import Device
 from ..transport.base import Schedule
 from .compressor import Compressor
 from .kept import Wide
@@ -26,9 +25,9 @@ def with_feedback(meeting: Meeting, x: Wide, lost: Wide | None, between: Between
     """
     part = meeting.part
     if lost is not None:
-        lost[...] = 0
+        vectors.clear(lost)
     with meeting.encoding():
-        quietly(np.add, x, part.vector("residual"), x)
+        vectors.add(x, part.vector("residual"))
     return between(meeting, x, part.next("residual"))
 
 
@@ -54,6 +53,7 @@ class ErrorFeedback(Compressor):
                 f"ErrorFeedback({reducer!r}): expected a Reducer that compresses, such as Int8(); "
                 f"a plain mean has no errors")
         self.reducer = reducer
+        self.on_gpus = reducer.on_gpus
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.reducer!r})"
@@ -71,9 +71,9 @@ class ErrorFeedback(Compressor):
         """Return where a bucket is cut into slices."""
         return self.reducer.bounds(bucket, slices)
 
-    def prepare(self) -> None:
+    def prepare(self, device: Device | None) -> None:
         """Let the other Reducer do what takes long the first time."""
-        self.reducer.prepare()
+        self.reducer.prepare(device)
 
     def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""

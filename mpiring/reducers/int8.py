@@ -2,6 +2,7 @@
 
 from ..codecs.blocks import EightBit
 from ..config import whole_number
+from ..memory.device import Device
 from ..transport.base import Schedule
 from . import two_phase
 from .compressor import Compressor
@@ -27,6 +28,8 @@ class Int8(Compressor):
     Source: Alistarh et al., NeurIPS 2017 (QSGD, with the largest number as norm).
     """
 
+    on_gpus = True
+
     def __init__(self, block: int = 512, *, seed: int = 0) -> None:
         super().__init__()
         self._codec = EightBit(block)
@@ -35,9 +38,9 @@ class Int8(Compressor):
     def __repr__(self) -> str:
         return f"Int8(block={self.block}, seed={self.seed})"
 
-    def prepare(self) -> None:
+    def prepare(self, device: Device | None) -> None:
         """Compile what encodes, where it is compiled."""
-        two_phase.prepare(self._codec)
+        two_phase.prepare(self._codec, device)
 
     def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""

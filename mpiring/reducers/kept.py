@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from ..buckets import Bucket
 from ..errors import ConfigError
+from ..memory import vectors
+from ..memory.device import Device
 
 Wide = NDArray[np.float32]
 
@@ -45,11 +47,14 @@ class Part:
     Args:
         segments: The tensors in it.
         size: Of the slice.
+        device: The GPU on which vectors are to lie; None for host memory.
     """
 
-    def __init__(self, segments: Sequence[Segment], size: int) -> None:
+    def __init__(self, segments: Sequence[Segment], size: int,
+                 device: Device | None = None) -> None:
         self.segments = segments
         self.size = size
+        self.device = device
         self.vectors: dict[str, Wide] = {}
         self.others: dict[str, NDArray[Any]] = {}
         self._next: dict[str, NDArray[Any]] = {}
@@ -58,7 +63,7 @@ class Part:
     def vector(self, name: str) -> Wide:
         """Return what was remembered under a name; zeros at first. Not to be changed."""
         if name not in self.vectors:
-            self.vectors[name] = np.zeros(self.size, np.float32)
+            self.vectors[name] = vectors.zeros(self.size, np.float32, self.device)
         return self.vectors[name]
 
     def other(self, name: str, first: Callable[[], NDArray[Any]]) -> NDArray[Any]:
@@ -70,9 +75,13 @@ class Part:
     def next(self, name: str) -> NDArray[Any]:
         """Return the array that will count in place of the present one; undefined content."""
         if name not in self._next:
-            present = self.vectors[name] if name in self.vectors else self.others[name]
             spare = self._spare.pop(name, None)
-            self._next[name] = np.empty_like(present) if spare is None else spare
+            if spare is not None:
+                self._next[name] = spare
+            elif name in self.vectors:
+                self._next[name] = vectors.empty(self.size, np.float32, self.device)
+            else:
+                self._next[name] = np.empty_like(self.others[name])
         return self._next[name]
 
     def commit(self) -> None:
@@ -107,7 +116,8 @@ class Kept:
         self.bounds = tuple(bounds)
         self.steps = 0
         self.parts = {
-            j: Part(segments_of(bucket, bounds[j], bounds[j + 1]), bounds[j + 1] - bounds[j])
+            j: Part(segments_of(bucket, bounds[j], bounds[j + 1]), bounds[j + 1] - bounds[j],
+                    bucket.device)
             for j in mine}
         self._whole = segments_of(bucket, 0, self.size)
 
@@ -124,14 +134,17 @@ class Kept:
         """Multiply the vectors, as the unit of gradients changes."""
         for part in self.parts.values():
             for vector in part.vectors.values():
-                vector *= np.float32(factor)
+                vectors.multiply(vector, factor)
 
     def whole(self, name: str) -> Wide:
-        """Return a vector over the whole bucket, with zeros where this rank has no slice."""
+        """Return a vector over the whole bucket, with zeros where this rank has no slice.
+
+        It is in host memory.
+        """
         x = np.zeros(self.size, np.float32)
         for j, part in self.parts.items():
             if name in part.vectors:
-                x[self.bounds[j]:self.bounds[j + 1]] = part.vectors[name]
+                x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(part.vectors[name])
         return x
 
     def by_tensor(self, x: Wide) -> dict[str, Wide]:
@@ -141,17 +154,18 @@ class Kept:
     def fill(self, name: str, tensors: Mapping[str, Wide]) -> None:
         """Remember a vector, given those tensors of it that there are; zeros for others."""
         for part in self.parts.values():
-            x = part.vector(name)
+            x = np.zeros(part.size, np.float32)
             for one in part.segments:
                 if one.name in tensors:
                     x[one.start:one.stop] = tensors[one.name][one.offset:one.offset + one.size]
+            part.vectors[name] = vectors.moved(x, part.device)
 
     def state(self) -> dict[str, Any]:
         """Return all of it, as copies."""
         return {
             "names": list(self.names), "bounds": list(self.bounds), "steps": self.steps,
             "parts": {str(j): {
-                "vectors": {name: x.copy() for name, x in part.vectors.items()},
+                "vectors": {name: vectors.on_host(x) for name, x in part.vectors.items()},
                 "others": {name: x.copy() for name, x in part.others.items()},
             } for j, part in self.parts.items()}}
 
@@ -171,7 +185,8 @@ class Kept:
         self.steps = int(state["steps"])
         for j, part in self.parts.items():
             arrays = state["parts"][str(j)]
-            part.vectors = {name: np.array(x, np.float32) for name, x in arrays["vectors"].items()}
+            part.vectors = {name: vectors.moved(np.array(x, np.float32), part.device)
+                            for name, x in arrays["vectors"].items()}
             part.others = {name: np.array(x) for name, x in arrays["others"].items()}
 
 

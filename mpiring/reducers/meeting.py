@@ -22,7 +22,8 @@ class Cost:
     """What compression has cost this rank.
 
     Attributes:
-        encode_s, decode_s: Seconds of computing, before and after something is sent.
+        encode_s, decode_s: Seconds of computing, before and after something is sent; on a GPU,
+            of queueing it there.
         wire_s: Seconds of waiting for messages; those of buckets under way at once add up.
     """
 

@@ -2,6 +2,7 @@
 
 from ..codecs.signs import Sign
 from ..config import whole_number
+from ..memory.device import Device
 from ..transport.base import Schedule
 from . import two_phase
 from .compressor import Compressor
@@ -28,7 +29,7 @@ class OneBit(Compressor):
     optimizer takes them.)
     """
 
-    feeds_back = True
+    feeds_back = on_gpus = True
 
     def __init__(self, block: int = 256, *, warmup_steps: int = 100) -> None:
         super().__init__()
@@ -42,9 +43,9 @@ class OneBit(Compressor):
         """Return whether a step is compressed."""
         return nodes > 1 and step >= self.warmup_steps
 
-    def prepare(self) -> None:
+    def prepare(self, device: Device | None) -> None:
         """Compile what encodes, where it is compiled."""
-        two_phase.prepare(self._codec)
+        two_phase.prepare(self._codec, device)
 
     def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""

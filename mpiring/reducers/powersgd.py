@@ -12,6 +12,7 @@ from ..buckets import Bucket
 from ..config import whole_number
 from ..errors import ConfigError
 from ..memory.arrays import is_finite
+from ..memory.device import Device
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import dense
@@ -80,10 +81,10 @@ class PowerSGD(Compressor):
         """Return where a bucket is cut into slices."""
         return bounds_by_tensor(bucket, slices)
 
-    def prepare(self) -> None:
+    def prepare(self, device: Device | None) -> None:
         """Let the inner Reducer do what takes long the first time."""
         if self.reducer is not None:
-            self.reducer.prepare()
+            self.reducer.prepare(device)
 
     def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""

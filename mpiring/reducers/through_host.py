@@ -1,4 +1,4 @@
-"""Lets a Reducer that calculates on the host combine a bucket that lies on a GPU."""
+"""Lets a Reducer that calculates on the host only combine a bucket that lies on a GPU."""
 
 from typing import Any
 

@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from ..codecs import kernels
 from ..codecs.base import Codec
 from ..collectives import ring
+from ..memory import vectors
 from ..memory.arrays import Array
-from ..memory.reduction import quietly
+from ..memory.device import Device
 from ..transport.base import Request, Schedule, together
 from .kept import Wide
 from .meeting import Meeting
@@ -42,7 +44,7 @@ def average(
 
     Source: the two phases are those of Tang et al., ICML 2021 (1-bit Adam), figure 3.
     """
-    p = meeting.net.size
+    codec, p = kernels.at(codec, x), meeting.net.size
     message_bytes = max(min(_LONGEST_BYTES, _IN_ALL_BYTES // p), _SHORTEST_BYTES)
     count = max(1, -(-codec.payload_size(x.size) // (p * message_bytes)))
     bounds = cuts(x.size, count, codec.alignment)
@@ -73,11 +75,11 @@ def _average(meeting: Meeting, codec: Codec, x: Wide, lost: Wide | None) -> Sche
         yield from _add_own_chunk(meeting, codec, chunks, payloads, inbox, losses)
         with meeting.encoding():
             own, loss = chunks[r], None if losses is None else losses[r]
-            quietly(np.divide, own, np.float32(p), own)
+            vectors.divide(own, p)
             codec.encode(own, payloads[r], loss, meeting.key(p))
             if loss is not None:
                 # In the mean it is divided by p again.
-                quietly(np.multiply, loss, np.float32(p), loss)
+                vectors.multiply(loss, p)
         yield from ring.allgather(meeting.net, payloads)
         finite = True
         with meeting.decoding():
@@ -87,11 +89,15 @@ def _average(meeting: Meeting, codec: Codec, x: Wide, lost: Wide | None) -> Sche
     return finite
 
 
-def prepare(codec: Codec) -> None:
-    """Encode and decode nothing, so that what is compiled is compiled now."""
-    nothing, payload = np.empty(0, np.float32), np.empty(0, np.uint8)
-    codec.encode(nothing, payload, nothing, 0)
-    codec.add(payload, nothing)
+def prepare(codec: Codec, device: Device | None) -> None:
+    """Encode and decode one number there, so that what is compiled is compiled now."""
+    x = vectors.zeros(1, np.float32, device)
+    codec = kernels.at(codec, x)
+    payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
+    for lost in (None, x):
+        codec.encode(x, payload, lost, 0)
+    codec.decode(payload, x)
+    codec.add(payload, x)
 
 
 def _add_own_chunk(

@@ -10,7 +10,7 @@ import torch
 from ..errors import ConfigError
 from ..group import Build, Group
 from ..memory.arrays import Array
-from ..memory.device import copy_to
+from ..memory.vectors import copy_to
 from ..transport.base import Schedule, T
 from . import devices
 from .tensors import array_of

@@ -5,14 +5,15 @@ import numpy as np
 import pytest
 from cluster import run
 from schedules import sent
-from simulated_gpu import SimulatedGpu, content
+from simulated_gpu import Later, SimulatedGpu, content
 
 from mpiring.collectives import hierarchical, shared
 from mpiring.collectives.exports import Exports
 from mpiring.collectives.on_device import DeviceCollectives, Place, placed
 from mpiring.collectives.select import choose
 from mpiring.memory.arrays import chunks_of
-from mpiring.memory.device import Device, DeviceVector, copy_to
+from mpiring.memory.device import Device, DeviceVector
+from mpiring.memory.vectors import copy_to
 from mpiring.transport.simulated import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 3, "four": [0] * 4, "nodes of 2": [0, 0, 1, 1],
@@ -20,19 +21,6 @@ NODES = {"one": [0], "one node": [0] * 3, "four": [0] * 4, "nodes of 2": [0, 0, 
 ALGORITHMS = {"auto": ["one", "one node", "four"], "ring": NODES, "direct": NODES,
               "hierarchical": ["nodes of 2", "uneven"]}
 DTYPES = [dtype for dtype in contract.DTYPES if dtype != "longdouble"]
-
-
-class _Later:
-    """A request whose completion does something."""
-
-    def __init__(self, action):
-        self._action = action
-
-    def __setattr__(self, name, value):
-        if name == "complete":
-            self._action()
-        else:
-            super().__setattr__(name, value)
 
 
 class _Aware:
@@ -66,7 +54,7 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, desk_bytes=4
         shared: What GPUs export to each other; None where they cannot.
     """
     network = SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
-    gpus = [SimulatedGpu(lambda action, rank=rank: network.later(0, rank, _Later(action)),
+    gpus = [SimulatedGpu(lambda action, rank=rank: network.later(0, rank, Later(action)),
                          shared=shared) for rank in range(len(node_of))]
 
     def on_rank(collectives):

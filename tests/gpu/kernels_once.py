@@ -21,6 +21,8 @@ def main():
     memory = GpuMemory(device, stream)
     for op, name in cases.CASES:
         cases.check_combine(stream, memory, op, name)
+    for names in cases.CONVERSIONS:
+        cases.check_convert(stream, memory, names)
     for codec in cases.CODECS:
         for n in cases.CODED_LENGTHS:
             for offset in (0, 4):

@@ -13,7 +13,8 @@ from mpiring.collectives.on_device import DESK_BYTES, Place, placed
 from mpiring.memory import cuda
 from mpiring.memory.cuda import Cuda, CudaStream
 from mpiring.memory.cuda_arrays import vector_of
-from mpiring.memory.device import Device, DeviceVector, copy_to
+from mpiring.memory.device import Device, DeviceVector
+from mpiring.memory.vectors import copy_to
 from mpiring.transport.simulated import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 4, "nodes of 2": [0, 0, 1, 1], "own nodes": [0, 1, 2]}

@@ -25,6 +25,11 @@ def test_results_have_the_bits_of_the_host(memory, op, name):
     cases.check_combine(memory._stream, memory, op, name)
 
 
+@pytest.mark.parametrize("names", cases.CONVERSIONS, ids=" to ".join)
+def test_conversions_have_the_bits_of_the_host(memory, names):
+    cases.check_convert(memory._stream, memory, names)
+
+
 @pytest.mark.parametrize("codec", cases.CODECS, ids=repr)
 @pytest.mark.parametrize("offset", [0, 4], ids=["packed", "by elements"])
 def test_codecs_have_the_bits_of_the_host(memory, codec, offset):

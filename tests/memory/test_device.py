@@ -8,7 +8,8 @@ from simulated_gpu import SimulatedGpu, content, installed
 from mpiring import ConfigError
 from mpiring.memory.arrays import chunks_of, pieces_of
 from mpiring.memory.device import (
-    Device, DeviceVector, await_event, copy_to, device_named, is_on_gpu, vector_of)
+    Device, DeviceVector, await_event, device_named, is_on_gpu, vector_of)
+from mpiring.memory.vectors import copy_to
 
 
 @pytest.fixture

@@ -3,11 +3,18 @@
 from types import SimpleNamespace
 
 import contract
+import host_kernels
 import numpy as np
 import pytest
 import simulated_gpu
+from mpi4py import MPI
 
+import mpiring
 from mpiring import ConfigError, MissingDependencyError, ReplicaError, reducers
+from mpiring.codecs import kernels
+from mpiring.codecs.blocks import EightBit
+from mpiring.codecs.halves import Halves
+from mpiring.codecs.signs import Sign
 from mpiring.gpus import cupy_for
 from mpiring.memory.device import vector_of
 from mpiring.numpy import DataParallel
@@ -111,12 +118,33 @@ def trained(comm, put, get, reducer, steps=6):
     return [*map(get, params.values()), *means]
 
 
+@pytest.fixture(scope="module")
+def apart():
+    """A communicator in which each rank is a node, so that gradients are compressed."""
+    config = mpiring.Config(shared_memory=False, tuning=False, gpu_aware="no")
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as communicator:
+        yield communicator
+
+
+@pytest.fixture(scope="module")
+def compiled(apart):
+    """The kernels of simulated GPUs."""
+    host_kernels.compile_together([
+        make(codec, flag) for codec in (Halves("float16"), EightBit(512), Sign(256))
+        for make in (kernels.encoder, kernels.decoder) for flag in (False, True)], apart)
+
+
 @pytest.mark.parametrize("reducer", REDUCERS)
-def test_training_is_that_on_the_host(comm, gpu, reducer):
+@pytest.mark.parametrize("nodes", ["one", "each"])
+def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes, request):
+    if nodes == "each":
+        comm = apart
+        if isinstance(gpu, simulated_gpu.Installed):
+            request.getfixturevalue("compiled")
     host = trained(comm, lambda x: x, lambda x: x, REDUCERS[reducer]())
     on_gpu = trained(comm, gpu.put, lambda x: x.get(), REDUCERS[reducer]())
     for x, y in zip(host, on_gpu, strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
 
 
 def test_a_nan_is_told_of(comm, gpu):

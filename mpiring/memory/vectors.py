@@ -1,0 +1,140 @@
+"""Copies vectors, and does simple arithmetic on them, wherever they lie.
+
+What is on a GPU is queued there, in the order of the calls, unless a function says that it waits.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from . import kernels, sixteen
+from .arrays import Array
+from .device import Device, DeviceVector, await_event
+from .reduction import quietly
+
+
+def copy_to(out: Any, x: Any) -> None:
+    """Copy a vector.
+
+    Args:
+        out: Overwritten.
+        x: Of the same length and dtype. If only one of the two is on a GPU, the other is pinned.
+    """
+    if type(out) is np.ndarray and type(x) is np.ndarray:
+        np.copyto(out, x)
+    elif not isinstance(out, DeviceVector):
+        if isinstance(x, DeviceVector):
+            x.device.to_host(x, out)
+        else:
+            np.copyto(out, x)
+    elif isinstance(x, DeviceVector):
+        out.device.combine("sum", [x], 1, [out])
+    else:
+        out.device.to_device(x, out)
+
+
+def empty(n: int, dtype: DTypeLike, device: Device | None) -> Any:
+    """Return a new vector of undefined content, on a GPU or, without one, in host memory."""
+    if device is None:
+        return np.empty(n, dtype)
+    return device.allocate(n * np.dtype(dtype).itemsize).view(dtype)
+
+
+def zeros(n: int, dtype: DTypeLike, device: Device | None) -> Any:
+    """Return a new vector of zeros, on a GPU or, without one, in host memory."""
+    if device is None:
+        return np.zeros(n, dtype)
+    x = empty(n, dtype, device)
+    device.clear(x)
+    return x
+
+
+def moved(x: Array, device: Device | None) -> Any:
+    """Return a vector's elements on a GPU; without one, the vector itself.
+
+    Args:
+        x: In any host memory.
+    """
+    if device is None:
+        return x
+    out = empty(x.size, x.dtype, device)
+    slot = device.staging.take(x.nbytes)
+    host = slot[:x.nbytes].view(x.dtype)
+    host[...] = x
+    device.staging.give(slot, device.to_device(host, out))
+    return out
+
+
+def on_host(x: Any) -> Array:
+    """Return a copy in host memory, once it is there."""
+    if not isinstance(x, DeviceVector):
+        copy: Array = x.copy()
+        return copy
+    staging = x.device.staging
+    slot = staging.take(x.nbytes)
+    host = slot[:x.nbytes].view(x.dtype)
+    await_event(x.device.to_host(x, host))
+    copy = host.copy()
+    staging.give(slot)
+    return copy
+
+
+def clear(x: Any) -> None:
+    """Fill a vector with zeros."""
+    if isinstance(x, DeviceVector):
+        x.device.clear(x)
+    else:
+        x[...] = 0
+
+
+def add(out: Any, x: Any) -> None:
+    """Add a floating vector to another one of its kind, in place, and without warnings."""
+    if isinstance(out, DeviceVector):
+        out.device.combine("sum", [out, x], 1, [out])
+    else:
+        quietly(np.add, out, x, out)
+
+
+def divide(x: Any, divisor: float) -> None:
+    """Divide a floating vector, in place, and without warnings."""
+    if isinstance(x, DeviceVector):
+        x.device.combine("sum", [x], divisor, [x])
+    else:
+        quietly(np.divide, x, x.dtype.type(divisor), x)
+
+
+def multiply(x: Any, factor: float) -> None:
+    """Multiply a vector of float32, in place, and without warnings."""
+    if isinstance(x, DeviceVector):
+        _convert_on_device(x, x, factor)
+    else:
+        quietly(np.multiply, x, x.dtype.type(factor), x)
+
+
+def convert(out: Any, x: Any) -> None:
+    """Convert a floating vector to float32, or from it, rounding to nearest.
+
+    Args:
+        out: Overwritten; uint16 stands for bfloat16, in host memory.
+        x: Of the same length; one of the two is float32.
+    """
+    if isinstance(x, DeviceVector):
+        _convert_on_device(out, x, 1)
+    else:
+        quietly(_convert, out, x)
+
+
+def _convert_on_device(out: DeviceVector, x: DeviceVector, factor: float) -> None:
+    if x.size:
+        x.device.launch(kernels.convert(x.dtype, out.dtype), x.size,
+                        source=x.address, out=out.address, n=x.size, factor=factor)
+
+
+def _convert(out: Array, x: Array) -> None:
+    if x.dtype.itemsize == 2:
+        sixteen.widen(x, out)
+    elif out.dtype.itemsize == 2:
+        sixteen.narrow(x, out)
+    else:
+        out[...] = x
