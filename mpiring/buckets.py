@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from .config import whole_number
 from .memory import vectors
 from .memory.arrays import is_finite
-from .memory.device import Device, Event, await_event, vector_of
+from .memory.device import Device, await_event, vector_of
+from .memory.gpu import Event
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of

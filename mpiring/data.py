@@ -14,7 +14,8 @@ import numpy as np
 from .config import whole_number
 from .errors import ConfigError, MissingDependencyError
 from .memory.arrays import dtype_name
-from .memory.device import Device, DeviceVector, Event
+from .memory.device import Device, DeviceVector
+from .memory.gpu import Event
 from .memory.staging import Staging
 
 # As CUDA aligns its own allocations; all dtypes and vector loads are content with it.

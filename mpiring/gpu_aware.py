@@ -26,7 +26,8 @@ from .config import Config, relevant_variables, variables_for_another_job
 from .errors import MissingDependencyError, MpiringError
 from .launch import find_mpiexec
 from .memory import cuda
-from .memory.device import Device, Event
+from .memory.device import Device
+from .memory.gpu import Event
 from .tuning import folder_of
 
 _log = logging.getLogger("mpiring")

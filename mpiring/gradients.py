@@ -15,7 +15,8 @@ from .collectives.operation import Collectives
 from .communicator import Communicator
 from .errors import BufferMismatchError, ConfigError, GradientError
 from .handle import Handle
-from .memory.device import Device, Event, await_event
+from .memory.device import Device, await_event
+from .memory.gpu import Event
 from .nonfinite import NonFinite
 from .reducers.choice import Wish, compressors, reducers_of
 from .reducers.compressor import Compressor

@@ -15,7 +15,8 @@ from .errors import TransportError
 from .gpu_aware import takes_pointers
 from .launch import load_mpi
 from .memory.arrays import Array
-from .memory.device import Device, DeviceVector, Event
+from .memory.device import Device, DeviceVector
+from .memory.gpu import Event
 from .transport.base import Schedule, T
 from .transport.board import SLOTS
 

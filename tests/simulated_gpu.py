@@ -85,7 +85,7 @@ class Event:
 
 
 class Stream:
-    """A queue of actions, each done some time after the one before; see device.Stream."""
+    """A queue of actions, each done some time after the one before; see gpu.Stream."""
 
     def __init__(self, gpu):
         self._gpu = gpu
@@ -186,7 +186,7 @@ class Later:
 
 
 class SimulatedGpu:
-    """See device.Gpu.
+    """See gpu.Gpu.
 
     Attributes:
         shared: What GPUs have exported to each other; None where they cannot.

@@ -15,7 +15,8 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..memory.arrays import Array
-from ..memory.device import Device, DeviceVector, Event
+from ..memory.device import Device, DeviceVector
+from ..memory.gpu import Event
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
 from ..transport.staged import DeviceChannel
@@ -23,9 +24,10 @@ from . import hierarchical, shared
 from .exports import Exports
 from .operation import Collectives
 
-# Each copy costs some microseconds; a desk has room for six of a slice's sections.
-SLICE_BYTES = 2 << 20
-DESK_BYTES = 6 * SLICE_BYTES
+# Each copy costs some ten microseconds of Python and CUDA; the first and the last one have nothing
+# to hide behind. On a turn of a desk, a rank lays down so much for the others.
+TURN_BYTES = 4 << 20
+DESK_BYTES = 2 * hierarchical.IN_FLIGHT * TURN_BYTES
 PIECE_BYTES = 2 << 20
 
 # The vectors, per rank of the node, that ranks lay down for each other.
@@ -158,7 +160,6 @@ class DeviceCollectives(Collectives):
 
     __slots__ = ("_place", "_channel")
 
-    slice_bytes = SLICE_BYTES
     ring_bytes = PIECE_BYTES
     direct_bytes = PIECE_BYTES, PIECE_BYTES
 
@@ -168,6 +169,11 @@ class DeviceCollectives(Collectives):
         super().__init__(host._own, node, host.sequence)
         self._place = place
         self._channel: Channel | None = None
+
+    @property
+    def slice_bytes(self) -> int:  # type: ignore[override]
+        """Length of slices: those for the others fit a turn of the desk."""
+        return TURN_BYTES // max(self.slices - 1, 1)
 
     @property
     def net(self) -> Channel:

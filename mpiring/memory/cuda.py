@@ -19,7 +19,8 @@ import numpy as np
 from ..errors import ConfigError, MissingDependencyError, TransportError
 from . import kernels
 from .arrays import Array, dtype_name
-from .device import Device, DeviceVector, Event
+from .device import Device, DeviceVector
+from .gpu import Event
 from .kernels import Kernel
 
 # What CUDA's runtime calls cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and
@@ -102,7 +103,7 @@ def device(index: int) -> Device:
 
 
 class CudaEvent:
-    """A mark in a stream; see device.Event.
+    """A mark in a stream; see gpu.Event.
 
     Args:
         cuda: The GPU; current.
@@ -135,7 +136,7 @@ class CudaEvent:
 
 
 class CudaStream:
-    """A queue of a GPU's work, beside the default stream; see device.Stream.
+    """A queue of a GPU's work, beside the default stream; see gpu.Stream.
 
     Args:
         cuda: The GPU.
@@ -156,7 +157,7 @@ class CudaStream:
 
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
-        """Queue to combine vectors elementwise; see device.Stream."""
+        """Queue to combine vectors elementwise; see gpu.Stream."""
         x = outs[0]
         divides, number = kernels.division(x.dtype, divisor)
         if len(sources) == 1 and divides == "none":
@@ -235,7 +236,7 @@ class _Memory:
 
 
 class Cuda:
-    """One of NVIDIA's GPUs; see device.Gpu.
+    """One of NVIDIA's GPUs; see gpu.Gpu.
 
     Args:
         index: As CUDA counts those that this process sees.

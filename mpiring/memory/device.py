@@ -6,131 +6,28 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from .arrays import Array, dtype_name, flat
+from .gpu import Event, Gpu, Stream
 from .kernels import Kernel
 from .scratch import Scratch
 from .staging import Staging
 
-# Idle scratch vectors that are kept: those of a few operations under way.
-_KEPT = 8
+# Idle scratch vectors that are kept, of few lengths: those of all operations under way. To give one
+# back to CUDA would wait for all that is queued.
+_KEPT = 64
+_UNIT_BYTES = 2 << 20
 # Between two looks at an event that a caller waits for.
 _PAUSE_S = 20e-6
 
 
 # What sees the arrays of a package as vectors: each returns one, or None for what is not its own.
 VIEWS: "list[Callable[[Any], DeviceVector | None]]" = []
-
-
-class Event(Protocol):
-    """A mark in a GPU's stream; a request that schedules may yield."""
-
-    def test(self) -> bool:
-        """Return whether all that was queued before it is done; once True, always True."""
-
-
-class Stream(Protocol):
-    """A queue of a GPU's work. It is done in order, but at any time, and beside other streams'.
-
-    Host memory is read and written not when a copy is queued, but when it is done.
-    """
-
-    def download(self, x: "DeviceVector", out: Array) -> None:
-        """Queue a copy to pinned host memory."""
-
-    def upload(self, x: Array, out: "DeviceVector") -> None:
-        """Queue a copy from pinned host memory."""
-
-    def combine(self, op: str, sources: "Sequence[DeviceVector]", divisor: float,
-                outs: "Sequence[DeviceVector]") -> None:
-        """Queue to combine vectors elementwise, divide, and store the result in several places.
-
-        Args:
-            op: As in Reduction; 16-bit sums and products are made in float32.
-            sources: At least one, of one dtype and length.
-            divisor: 1 for none.
-            outs: At least one; each may be one of the sources.
-        """
-
-    def clear(self, x: "DeviceVector") -> None:
-        """Queue to fill a vector with zeros."""
-
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel.
-
-        Args:
-            kernel: Its threads share the work in loops.
-            work: How many threads have something to do.
-            values: Of its struct.
-        """
-
-    def record(self) -> Event:
-        """Return a mark behind all that is queued."""
-
-    def wait(self, event: Event) -> None:
-        """Have what is queued from now on wait for an event of any stream of this GPU."""
-
-
-class Gpu(Protocol):
-    """A GPU, as far as it is used here: CUDA's, or one that tests simulate.
-
-    Attributes:
-        index: Its number among those that this process sees.
-        name: For people.
-    """
-
-    index: int
-    name: str
-
-    def stream(self) -> Stream:
-        """Return a new stream."""
-
-    def allocate(self, nbytes: int, device: "Device") -> "DeviceVector":
-        """Return memory on it, by a plain allocation, as bytes of undefined content."""
-
-    def pinned(self, nbytes: int) -> Array:
-        """Return page-locked host memory, as bytes."""
-
-    def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as it is mapped."""
-
-    def export(self, x: "DeviceVector") -> tuple[int, ...]:
-        """Return eight numbers by which processes of this node open what `allocate` returned.
-
-        Raises:
-            OSError: It cannot be shared.
-        """
-
-    def open(self, handle: Sequence[int], nbytes: int, device: "Device") -> "DeviceVector":
-        """Return the memory that another process has exported, as bytes.
-
-        Raises:
-            OSError: It cannot be reached from this GPU.
-        """
-
-    def mark(self, stream: int | None = None) -> Event:
-        """Return a mark on a user's stream.
-
-        Args:
-            stream: Its pointer, 0 for CUDA's default; by default the one that CuPy has in use.
-        """
-
-    def follow(self, event: Event) -> None:
-        """Have what its user, CuPy, queues from now on wait for an event."""
-
-    def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
-        """Return a vector as an array of the same memory, for users: of CuPy."""
-
-    def is_finite(self, x: Any) -> bool:
-        """Return whether such an array is, when what its user has queued is done."""
-
-    def close(self, x: "DeviceVector") -> None:
-        """Give back what `open` returned, before whoever has exported it frees it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +96,41 @@ class DeviceVector:
                 "data": (self.address if self.size else 0, False), "stream": None}
 
 
+class _Queue:
+    """A stream which is marked, and waits for others, only where something new is queued.
+
+    Each call of CUDA's costs a microsecond or two, and a piece of 2 MiB travels for 40.
+
+    Args:
+        stream: The stream; what is queued there shall be announced by `changes`.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._mark: Event | None = None
+        self._known: dict[_Queue, Event] = {}
+
+    def mark(self) -> Event:
+        """Return a mark behind all that is queued."""
+        if self._mark is None:
+            self._mark = self._stream.record()
+        return self._mark
+
+    def follow(self, *others: "_Queue") -> None:
+        """Have what is queued from now on wait for what others have queued."""
+        for other in others:
+            mark = other.mark()
+            if self._known.get(other) is not mark:
+                self._known[other] = mark
+                self._stream.wait(mark)
+                self._mark = None
+
+    def changes(self) -> Stream:
+        """Return the stream, for something to be queued."""
+        self._mark = None
+        return self._stream
+
+
 @dataclass
 class Device:
     """A GPU with the streams on which mpiring uses it: one inwards, one outwards, one for work.
@@ -223,9 +155,9 @@ class Device:
 
     def __post_init__(self) -> None:
         self._inwards, self._outwards, self._work, self._marks = (
-            self.gpu.stream() for _ in range(4))
+            _Queue(self.gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
-        self.scratch = Scratch(_KEPT, cast(Any, self.allocate))
+        self.scratch = Scratch(_KEPT, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
         self.staging = Staging(self.gpu)
 
     def __repr__(self) -> str:
@@ -238,19 +170,18 @@ class Device:
     def to_host(self, x: DeviceVector, out: Array) -> Event:
         """Queue a copy to pinned host memory; return when it is done."""
         with self._lock:
-            for stream in (self._work, self._inwards):
-                self._outwards.wait(stream.record())
+            self._outwards.follow(self._work, self._inwards)
             if x.size:
-                self._outwards.download(x, out)
-            return self._outwards.record()
+                self._outwards.changes().download(x, out)
+            return self._outwards.mark()
 
     def to_device(self, x: Array, out: DeviceVector) -> Event:
         """Queue a copy from pinned host memory; return when it is done."""
         with self._lock:
-            self._inwards.wait(self._work.record())
+            self._inwards.follow(self._work)
             if out.size:
-                self._inwards.upload(x, out)
-            return self._inwards.record()
+                self._inwards.changes().upload(x, out)
+            return self._inwards.mark()
 
     def combine(self, op: str, sources: Sequence[Any], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
@@ -279,8 +210,8 @@ class Device:
     def _at_work(self) -> Iterator[Stream]:
         """Lend the stream for work, which finds there what was copied to the GPU."""
         with self._lock:
-            self._work.wait(self._inwards.record())
-            yield self._work
+            self._work.follow(self._inwards)
+            yield self._work.changes()
 
     @contextmanager
     def _uploaded(self, sources: Sequence[Any]) -> Iterator[list[DeviceVector]]:
@@ -304,9 +235,14 @@ class Device:
         """Return when all that is queued is done."""
         with self._lock:
             # On a stream of its own, so that none of the others has to wait.
-            for stream in (self._inwards, self._outwards, self._work):
-                self._marks.wait(stream.record())
-            return self._marks.record()
+            self._marks.follow(self._inwards, self._outwards, self._work)
+            return self._marks.mark()
+
+
+def _rounded(nbytes: int) -> int:
+    """Return one of few lengths: at least as long, and if not short, at most a quarter longer."""
+    unit = max(_UNIT_BYTES, 1 << max(nbytes.bit_length() - 3, 0))
+    return max(1, -(-nbytes // unit)) * unit
 
 
 def device_named(wish: "str | Device", place: int) -> Device:

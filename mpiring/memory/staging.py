@@ -1,12 +1,9 @@
 """Keeps pinned host memory, through which single copies to and from a GPU go."""
 
 import threading
-from typing import TYPE_CHECKING
 
 from .arrays import Array
-
-if TYPE_CHECKING:
-    from .device import Event, Gpu
+from .gpu import Event, Gpu
 
 
 class Staging:
@@ -16,7 +13,7 @@ class Staging:
         gpu: Whose copies it is for.
     """
 
-    def __init__(self, gpu: "Gpu") -> None:
+    def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._idle: list[tuple[Array, Event | None]] = []
         self._lock = threading.Lock()
@@ -31,7 +28,7 @@ class Staging:
         # Few lengths, so that slots of one operation suit the next.
         return self._gpu.pinned(1 << max(nbytes - 1, 4095).bit_length())
 
-    def give(self, slot: Array, until: "Event | None" = None) -> None:
+    def give(self, slot: Array, until: Event | None = None) -> None:
         """Take memory back; a copy may use it until an event."""
         with self._lock:
             self._idle.append((slot, until))

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
-from ..memory.device import VIEWS, Device, DeviceVector, Event
+from ..memory.device import VIEWS, Device, DeviceVector
+from ..memory.gpu import Event
 from .tensors import array_of, numpy_dtype, tensor_of
 
 KINDS = ("cpu", "cuda")

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..memory.device import Device, DeviceVector, Event
+from ..memory.device import Device, DeviceVector
+from ..memory.gpu import Event
 from .base import Array, Channel, Request
 
 

@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import simulated_gpu
 from simulated_gpu import SimulatedGpu, content, installed
 
 from mpiring import ConfigError
@@ -53,6 +54,38 @@ def test_copies_of_all_kinds(device):
     plain = np.empty(1000)
     copy_to(plain, x)
     assert np.array_equal(plain, x)
+
+
+def test_scratch_memory_has_few_lengths(device, monkeypatch):
+    """Each new length would be allocated, and to give memory back waits for the GPU."""
+    lengths = []
+    allocate = device.gpu.allocate
+    monkeypatch.setattr(device.gpu, "allocate", lambda nbytes, of: lengths.append(nbytes) or (
+        allocate(nbytes, of)))
+    for nbytes in range(0, 16 << 20, 123_457):
+        with device.scratch.borrow(nbytes, "uint8"):
+            pass
+    assert len(lengths) == 8
+
+
+def test_streams_are_marked_only_where_something_is_new(device, monkeypatch):
+    marks = []
+    record = simulated_gpu.Stream.record
+    monkeypatch.setattr(simulated_gpu.Stream, "record",
+                        lambda stream: marks.append(stream) or record(stream))
+    x = device.gpu.vector(device, np.ones(5, np.float32))
+    y = device.gpu.pinned(20).view(np.float32)
+    device.combine("sum", [x, x], 1, [x])
+    marks.clear()
+    for _ in range(3):
+        device.combine("sum", [x, x], 1, [x])
+    assert not marks
+    first = device.to_host(x, y)
+    # Of what was combined, and of the copy.
+    assert len(marks) == 2
+    while not (device.event().test() and first.test()):
+        pass
+    assert (y == 16).all()
 
 
 def test_staging_memory_is_reused_once_nothing_uses_it(device):
