@@ -58,7 +58,7 @@ def allreduce(node_of, xs, op="sum", memory="none", **network):
     return run(node_of, program, desk_bytes=2048, **network)
 
 
-@pytest.mark.parametrize("p", range(3, 17))
+@pytest.mark.parametrize("p", [*range(3, 10), 13, 16])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_contract(p, placement):
     """Every dtype and op, each at one of the lengths and in one of the memories."""
