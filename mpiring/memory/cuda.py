@@ -21,6 +21,7 @@ from . import kernels
 from .arrays import Array, dtype_name
 from .device import Device, DeviceVector, Event
 from .kernels import Kernel
+from .window import PAGE_BYTES
 
 # What CUDA's runtime calls cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and
 # cudaHostRegisterPortable; CuPy has no names for them.
@@ -110,10 +111,10 @@ class CudaEvent:
     """
 
     def __init__(self, cuda: "Cuda", stream: int) -> None:
-        self._runtime = cuda.runtime
+        self._cuda = cuda
         # It gives its handle back when it dies, which it may before CUDA gets there.
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
-        self._runtime.eventRecord(self._event.ptr, stream)
+        cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
         self._done = False
 
@@ -127,9 +128,12 @@ class CudaEvent:
             TransportError: The GPU has failed.
         """
         if not self._done:
-            status = self._runtime.eventQuery(self.pointer)
+            runtime = self._cuda.runtime
+            # In a thread that is new, CUDA would open the first GPU otherwise.
+            with self._cuda.current():
+                status = runtime.eventQuery(self.pointer)
             if status not in (0, _NOT_READY):
-                raise TransportError(f"the GPU failed: {self._runtime.CUDARuntimeError(status)}")
+                raise TransportError(f"the GPU failed: {runtime.CUDARuntimeError(status)}")
             self._done = status == 0
         return self._done
 
@@ -182,8 +186,8 @@ class CudaStream:
         """
         blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
         with self._cuda.current():
-            _compiled(kernel)((blocks,), (kernels.THREADS,), (kernel.arguments(**values),),
-                              stream=self._stream)
+            kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
+                (blocks,), (kernels.THREADS,), (kernel.arguments(**values),), stream=self._stream)
 
     def record(self) -> CudaEvent:
         """Return a mark behind all that is queued."""
@@ -201,12 +205,6 @@ class CudaStream:
         with self._cuda.current():
             # Which of both is on a GPU, CUDA sees from the addresses.
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
-
-
-@functools.cache
-def _compiled(kernel: Kernel) -> Any:
-    """Return what launches a kernel; CuPy compiles it at the first call, and keeps that on disk."""
-    return cupy().RawKernel(kernel.source, kernel.name, kernels.OPTIONS)
 
 
 class _Memory:
@@ -291,8 +289,10 @@ class Cuda:
         """
         if not isinstance(event, CudaEvent):
             raise ConfigError(f"{event!r} is no event of CUDA's")
-        stream = self.cupy.cuda.get_current_stream(self.index)
-        self.runtime.streamWaitEvent(stream.ptr, event.pointer)
+        # The default stream is the current device's.
+        with self.current():
+            stream = self.cupy.cuda.get_current_stream(self.index)
+            self.runtime.streamWaitEvent(stream.ptr, event.pointer)
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.
@@ -342,12 +342,16 @@ class Cuda:
     def pin(self, memory: Array) -> None:
         """Lock the pages of host memory until nobody has it any more; again does nothing.
 
-        Where that is refused, copies take longer, and that is said.
+        Where that is refused, copies take longer, and that is said. Left as it is, without a word,
+        is memory that does not begin with a page: others may lie in its pages, and CUDA refuses
+        copies of what is locked in part.
         """
         root = memory
         while isinstance(root.base, np.ndarray):
             root = root.base
         address = memory.ctypes.data
+        if address % PAGE_BYTES:
+            return
         try:
             with self.current():
                 self.runtime.hostRegister(address, memory.nbytes, _PORTABLE)

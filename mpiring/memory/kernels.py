@@ -8,6 +8,7 @@ products, which NumPy contracts on some processors.
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,9 @@ _CONSTANT = """
 """
 
 
+_building = threading.Lock()
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel, which takes one struct by value.
@@ -131,6 +135,30 @@ class Kernel:
         for name, value in values.items():
             filled[name] = value
         return filled
+
+
+_built: dict[tuple[Kernel, int], Any] = {}
+
+
+def built(kernel: Kernel, cuda: Any, index: int) -> Any:
+    """Return what launches a kernel on a GPU; it is compiled the first time.
+
+    CuPy's RawKernel would keep that on disk, but lets GPUs take subnormal numbers for zero.
+
+    Args:
+        kernel: The same object each time.
+        cuda: CuPy's package of that name.
+        index: Of the GPU, which is current.
+    """
+    # If two were made, the one that goes would be unloaded, perhaps while it runs.
+    with _building:
+        if (kernel, index) not in _built:
+            code, _ = cuda.compiler.compile_using_nvrtc(
+                kernel.source, OPTIONS, filename=f"{kernel.name}.cu")
+            module = cuda.function.Module()
+            module.load(code)
+            _built[kernel, index] = module.get_function(kernel.name)
+        return _built[kernel, index]
 
 
 @dataclass(frozen=True)
