@@ -8,7 +8,7 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 from gpu_memory import GpuMemory, wait
-from launching import PROGRAMS, launch
+from launching import PROGRAMS, launch, needed
 
 from mpiring import ConfigError
 from mpiring.memory import cuda
@@ -102,7 +102,7 @@ def test_layouts_and_dtypes_of_cupy_arrays(device, cupy):
 
 
 def test_tensors_are_seen_without_cupy_arrays(device):
-    torch = pytest.importorskip("torch")
+    torch = needed("torch")
     if not torch.cuda.is_available():
         pytest.skip(reason="this PyTorch has no CUDA")
     x = torch.ones(N, device="cuda", dtype=torch.bfloat16)
