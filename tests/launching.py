@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,7 +44,10 @@ def needed(module):
     found = importlib.util.find_spec(package)
     # A folder of tests that is called like what they test is a module, too, but has no file.
     if found is not None and found.origin is not None:
-        return importlib.import_module(module)
+        with warnings.catch_warnings():
+            # Those of a package at its import are not about us.
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
     missing = f"no {package}: pip install {package}"
     if os.environ.get("CI") == "true":
         pytest.fail(missing)

@@ -141,13 +141,14 @@ class Stream:
     def launch(self, kernel, work, **values):
         """Run a kernel as g++ compiles it."""
         library = host_kernels.library_of(kernel)
-        job, held = kernel.arguments(**values), []
+        held = []
         for name, (kind, _) in kernel.parameters.fields.items():
-            if kind == np.uint64 and job[name]:
+            if kind == np.uint64 and values[name]:
                 # To free memory waits for whatever is queued.
-                memory = memory_of(int(job[name]), 1)
+                memory = memory_of(values[name], 1)
                 held.append(memory)
-                job[name] = int(job[name]) - memory.address + memory.bytes.ctypes.data
+                values[name] += memory.bytes.ctypes.data - memory.address
+        job = kernel.arguments(**values)
         self.queue(lambda: host_kernels.run(library, kernel, job) or bool(held))
 
     def record(self):

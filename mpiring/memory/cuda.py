@@ -22,6 +22,7 @@ from .arrays import Array, dtype_name
 from .device import Device, DeviceVector
 from .gpu import Event
 from .kernels import Kernel
+from .window import PAGE_BYTES
 
 # What CUDA's runtime calls cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and
 # cudaHostRegisterPortable; CuPy has no names for them.
@@ -111,10 +112,10 @@ class CudaEvent:
     """
 
     def __init__(self, cuda: "Cuda", stream: int) -> None:
-        self._runtime = cuda.runtime
+        self._cuda = cuda
         # It gives its handle back when it dies, which it may before CUDA gets there.
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
-        self._runtime.eventRecord(self._event.ptr, stream)
+        cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
         self._done = False
 
@@ -128,9 +129,12 @@ class CudaEvent:
             TransportError: The GPU has failed.
         """
         if not self._done:
-            status = self._runtime.eventQuery(self.pointer)
+            runtime = self._cuda.runtime
+            # In a thread that is new, CUDA would open the first GPU otherwise.
+            with self._cuda.current():
+                status = runtime.eventQuery(self.pointer)
             if status not in (0, _NOT_READY):
-                raise TransportError(f"the GPU failed: {self._runtime.CUDARuntimeError(status)}")
+                raise TransportError(f"the GPU failed: {runtime.CUDARuntimeError(status)}")
             self._done = status == 0
         return self._done
 
@@ -169,9 +173,8 @@ class CudaStream:
                                  divides)
         places = [[vector.address for vector in vectors] for vectors in (sources, outs)]
         cut = kernels.packing([*places[0], *places[1]], x.size, x.itemsize)
-        self.launch(kernel, max(cut.packs, x.size - cut.packs * kernels.PACK_BYTES // x.itemsize),
-                    sources=places[0], outs=places[1], n=x.size, head=cut.head, packs=cut.packs,
-                    divisor=number)
+        self.launch(kernel, cut.work, sources=places[0], outs=places[1], n=x.size, head=cut.head,
+                    packs=cut.packs, divisor=number)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue to fill a vector with zeros."""
@@ -188,8 +191,8 @@ class CudaStream:
         """
         blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
         with self._cuda.current():
-            _compiled(kernel)((blocks,), (kernels.THREADS,), (kernel.arguments(**values),),
-                              stream=self._stream)
+            kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
+                (blocks,), (kernels.THREADS,), (kernel.arguments(**values),), stream=self._stream)
 
     def record(self) -> CudaEvent:
         """Return a mark behind all that is queued."""
@@ -207,12 +210,6 @@ class CudaStream:
         with self._cuda.current():
             # Which of both is on a GPU, CUDA sees from the addresses.
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
-
-
-@functools.cache
-def _compiled(kernel: Kernel) -> Any:
-    """Return what launches a kernel; CuPy compiles it at the first call, and keeps that on disk."""
-    return cupy().RawKernel(kernel.source, kernel.name, kernels.OPTIONS)
 
 
 class _Memory:
@@ -290,15 +287,13 @@ class Cuda:
             return CudaEvent(self, stream)
 
     def follow(self, event: Event) -> None:
-        """Have what is queued from now on, on the stream that CuPy has in use, wait for an event.
-
-        Args:
-            event: Of CUDA's.
-        """
+        """Have what CuPy queues from now on, on its present stream, wait for an event of CUDA's."""
         if not isinstance(event, CudaEvent):
             raise ConfigError(f"{event!r} is no event of CUDA's")
-        stream = self.cupy.cuda.get_current_stream(self.index)
-        self.runtime.streamWaitEvent(stream.ptr, event.pointer)
+        # The default stream is the current device's.
+        with self.current():
+            stream = self.cupy.cuda.get_current_stream(self.index)
+            self.runtime.streamWaitEvent(stream.ptr, event.pointer)
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.
@@ -348,12 +343,16 @@ class Cuda:
     def pin(self, memory: Array) -> None:
         """Lock the pages of host memory until nobody has it any more; again does nothing.
 
-        Where that is refused, copies take longer, and that is said.
+        Where that is refused, copies take longer, and that is said. Left as it is, without a word,
+        is memory that does not begin with a page: others may lie in its pages, and CUDA refuses
+        copies of what is locked in part.
         """
         root = memory
         while isinstance(root.base, np.ndarray):
             root = root.base
         address = memory.ctypes.data
+        if address % PAGE_BYTES:
+            return
         try:
             with self.current():
                 self.runtime.hostRegister(address, memory.nbytes, _PORTABLE)

@@ -8,6 +8,7 @@ products, which NumPy contracts on some processors.
 
 import functools
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -121,6 +122,9 @@ _CONSTANT = """
 """
 
 
+_building = threading.Lock()
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel, which takes one struct by value.
@@ -135,12 +139,41 @@ class Kernel:
     source: str
     parameters: np.dtype[Any]
 
+    @functools.cached_property
+    def _opaque(self) -> np.dtype[Any]:
+        # CuPy asks arrays to describe their dtype, which takes a struct with names 30 µs.
+        return np.dtype(f"V{self.parameters.itemsize}")
+
     def arguments(self, **values: Any) -> np.ndarray[Any, Any]:
         """Return the struct with these values, as an array without dimensions."""
         filled = np.zeros((), self.parameters)
         for name, value in values.items():
             filled[name] = value
-        return filled
+        return filled.view(self._opaque)
+
+
+_built: dict[tuple[Kernel, int], Any] = {}
+
+
+def built(kernel: Kernel, cuda: Any, index: int) -> Any:
+    """Return what launches a kernel on a GPU; it is compiled the first time.
+
+    CuPy's RawKernel would keep that on disk, but lets GPUs take subnormal numbers for zero.
+
+    Args:
+        kernel: The same object each time.
+        cuda: CuPy's package of that name.
+        index: Of the GPU, which is current.
+    """
+    # If two were made, the one that goes would be unloaded, perhaps while it runs.
+    with _building:
+        if (kernel, index) not in _built:
+            code, _ = cuda.compiler.compile_using_nvrtc(
+                kernel.source, OPTIONS, filename=f"{kernel.name}.cu")
+            module = cuda.function.Module()
+            module.load(code)
+            _built[kernel, index] = module.get_function(kernel.name)
+        return _built[kernel, index]
 
 
 @dataclass(frozen=True)
@@ -150,19 +183,22 @@ class Packing:
     Attributes:
         head: Elements before the first pack.
         packs: How many packs there are; the rest goes element by element.
+        work: How many threads have something to do.
     """
 
     head: int
     packs: int
+    work: int
 
 
 def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
     """Return how vectors at these addresses are cut, which is only where all are aligned alike."""
     offset = addresses[0] % PACK_BYTES
     if offset % itemsize or any(address % PACK_BYTES != offset for address in addresses):
-        return Packing(0, 0)
+        return Packing(0, 0, n)
     head = min(-offset % PACK_BYTES // itemsize, n)
-    return Packing(head, (n - head) * itemsize // PACK_BYTES)
+    packs = (n - head) * itemsize // PACK_BYTES
+    return Packing(head, packs, max(packs, n - packs * PACK_BYTES // itemsize))
 
 
 def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:

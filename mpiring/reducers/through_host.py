@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import numpy as np
+
 from ..buckets import Bucket
 from ..collectives.operation import Collectives
 from ..communicator import Communicator
+from ..memory.arrays import Array
 from ..memory.device import Device, DeviceVector
 from ..transport.base import Schedule
 from .reducer import Reducer
@@ -25,9 +28,15 @@ class Twin:
     """
 
     def __init__(self, bucket: Bucket, device: Device, comm: Communicator) -> None:
-        self.host = Bucket(bucket.index, bucket.plan, comm.empty)
+        def pinned(n: int, dtype: "np.dtype[Any]") -> Array:
+            return device.gpu.pinned(n * dtype.itemsize).view(dtype)
+
+        # What the node's ranks share can be pinned, too; other memory begins anywhere.
+        shared = comm.local_size > 1
+        self.host = Bucket(bucket.index, bucket.plan, comm.empty if shared else pinned)
         self._bucket, self._device = bucket, device
-        device.gpu.pin(self.host.flat)
+        if shared:
+            device.gpu.pin(self.host.flat)
 
     def reduce(self, collectives: Collectives, reducer: Reducer) -> Schedule[None]:
         """Return the schedule that replaces the bucket on the GPU by its mean over ranks.

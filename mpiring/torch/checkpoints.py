@@ -59,7 +59,8 @@ def random_state() -> dict[str, Any]:
     """
     state = resilience.random_state()
     state["torch"] = torch.get_rng_state()
-    if torch.cuda.is_available():
+    # To ask would open a GPU for a training on the CPU.
+    if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 

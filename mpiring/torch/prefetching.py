@@ -42,7 +42,7 @@ class _Carrier:
     def send(self, xs: Sequence[Any]) -> data.Arrive:
         """Queue copies of tensors."""
         starts, nbytes = data.laid_out([x.numel() * x.element_size() for x in xs])
-        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         for part, x in zip(_parts(pinned, starts, xs), xs):
             part.copy_(x.detach())
         with torch.cuda.stream(self._stream):

@@ -1,5 +1,6 @@
 """Tests streams, events, memory and views on a real GPU."""
 
+import mmap
 import threading
 import time
 
@@ -7,10 +8,12 @@ import kernel_cases as cases
 import numpy as np
 import pytest
 from gpu_memory import GpuMemory, wait
-from launching import PROGRAMS, launch
+from launching import PROGRAMS, launch, needed
 
+from mpiring import ConfigError
 from mpiring.memory import cuda
 from mpiring.memory.cuda_arrays import vector_at, vector_of
+from mpiring.memory.device import vector_of as vector_of_any
 
 N = 1 << 22
 
@@ -104,7 +107,7 @@ def test_layouts_and_dtypes_of_cupy_arrays(device, cupy):
 
 
 def test_tensors_are_seen_without_cupy_arrays(device):
-    torch = pytest.importorskip("torch")
+    torch = needed("torch")
     if not torch.cuda.is_available():
         pytest.skip(reason="this PyTorch has no CUDA")
     x = torch.ones(N, device="cuda", dtype=torch.bfloat16)
@@ -116,8 +119,11 @@ def test_tensors_are_seen_without_cupy_arrays(device):
     device.combine("sum", [vector] * 3, 1, [vector])
     wait(device.event())
     assert bool((x == 3).all())
-    seen = vector_of(torch.ones(5, device="cuda"))
-    assert seen.size == 5 and seen.dtype == np.float32
+    with pytest.raises(ConfigError, match="import mpiring.torch"):
+        vector_of(torch.ones(5, device="cuda"))
+    import mpiring.torch  # noqa: F401 (sees tensors on PyTorch's stream)
+    seen = vector_of_any(torch.ones(5, device="cuda"))
+    assert seen.size == 5 and seen.dtype == np.float32 and seen.ready is not None
 
 
 def test_any_thread_may_call(device):
@@ -155,7 +161,8 @@ def test_memory_does_not_grow(device):
 
 def test_locked_pages_are_copied_beside_the_host(device):
     """A copy from pages that are not locked would not return before it is done."""
-    memory = np.ones(256 << 20, np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, 256 << 20), np.uint8)
+    memory[:] = 1
     x = device.allocate(memory.nbytes)
     device.gpu.pin(memory)
     device.gpu.pin(memory)

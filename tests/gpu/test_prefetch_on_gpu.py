@@ -19,9 +19,9 @@ def batches():
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_cupy_arrays(cupy, depth, own_stream):
     stream = cupy.cuda.Stream(non_blocking=True) if own_stream else cupy.cuda.Stream.null
-    late = cupy.ones((2000, 2000), np.float32)
-    copies = cupy.zeros((COUNT, N), np.float32)
     with stream:
+        late = cupy.ones((2000, 2000), np.float32)
+        copies = cupy.zeros((COUNT, N), np.float32)
         for number, batch in enumerate(prefetch(list(batches()), "cuda", depth=depth)):
             # The batch is read only behind this, when the loader has long gone on.
             for _ in range(10):

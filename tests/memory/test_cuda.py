@@ -2,6 +2,8 @@
 """
 
 import builtins
+import mmap
+import operator
 import struct
 import sys
 from types import SimpleNamespace
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from mpiring.errors import ConfigError, MissingDependencyError, TransportError
-from mpiring.memory import cuda, cuda_arrays
+from mpiring.memory import cuda, cuda_arrays, kernels
 
 
 class CudaError(RuntimeError):
@@ -26,9 +28,14 @@ class FakeRuntime:
 
     CUDARuntimeError = CudaError
     memcpyDefault, hostAllocPortable = 4, 1
+    # What CuPy's take: so many whole numbers, or a handle.
+    takes = {"malloc": 1, "free": 1, "eventRecord": 2, "streamWaitEvent": 2, "memcpyAsync": 5,
+             "hostRegister": 3, "hostUnregister": 1, "ipcGetMemHandle": 1, "ipcOpenMemHandle": 0,
+             "ipcCloseMemHandle": 1}
 
     def __init__(self):
         self.current, self.context = 0, 1
+        self.asked_on = None
         self.calls, self.set = [], []
         self.status, self.fails = 600, {}
 
@@ -46,13 +53,20 @@ class FakeRuntime:
         self.current = index
 
     def eventQuery(self, event):
+        self.asked_on = self.current
         return self.status
 
     def pointerGetAttributes(self, address):
         return SimpleNamespace(device=1)
 
     def __getattr__(self, name):
+        count = self.takes[name]
+
         def call(*args):
+            if count:
+                assert len([*map(operator.index, args)]) == count, (name, args)
+            else:
+                assert [type(x) for x in args] == [bytes] and len(args[0]) == 64, (name, args)
             self.calls.append((name, self.current, *args))
             if self.fails.get(name):
                 raise CudaError(self.fails[name].pop())
@@ -73,8 +87,32 @@ class FakeArray:
         self.flags = SimpleNamespace(c_contiguous=dense, f_contiguous=False)
 
 
+class FakeModule:
+    """As CuPy's: what it has been given to load, and the launches of what is in it."""
+
+    def __init__(self, runtime):
+        self._runtime = runtime
+
+    def load(self, code):
+        assert type(code) is bytes
+        self._runtime.calls.append(("load", self._runtime.current, code))
+
+    def get_function(self, name):
+        def launch(grid, block, args, shared_mem=0, stream=None):
+            assert type(grid) is type(block) is type(args) is tuple
+            assert all(type(x) is np.ndarray and x.size == 1 for x in args), "not by value"
+            self._runtime.calls.append(("launch", self._runtime.current, name, stream.ptr))
+
+        return launch
+
+
 def _fake():
     runtime = FakeRuntime()
+
+    def compiled(source, options=(), arch=None, filename="kern.cu"):
+        assert type(source) is str and type(options) is tuple
+        return " ".join(options).encode(), None
+
     pool = SimpleNamespace(free_all_blocks=lambda: runtime.calls.append(("free_all_blocks",)))
     pointers = iter(range(100, 1000))
     return SimpleNamespace(
@@ -82,6 +120,8 @@ def _fake():
         cuda=SimpleNamespace(
             runtime=runtime, nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
             driver=SimpleNamespace(ctxGetCurrent=lambda: runtime.context),
+            compiler=SimpleNamespace(compile_using_nvrtc=compiled),
+            function=SimpleNamespace(Module=lambda: FakeModule(runtime)),
             Stream=lambda non_blocking: SimpleNamespace(ptr=next(pointers)),
             Event=lambda block, disable_timing: SimpleNamespace(ptr=next(pointers)),
             get_current_stream=lambda index: SimpleNamespace(ptr=7)))
@@ -93,6 +133,7 @@ def cupy(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", fake)
     cuda.cupy.cache_clear()
     monkeypatch.setattr(cuda, "_devices", {})
+    monkeypatch.setattr(kernels, "_built", {})
     yield fake
     cuda.cupy.cache_clear()
 
@@ -157,14 +198,37 @@ def test_a_thread_that_used_no_gpu_gets_no_context_on_another(runtime):
 def test_all_calls_find_their_device_current(runtime):
     on = cuda.device(1)
     x = on.allocate(100)
-    host = np.zeros(100, np.uint8)
+    host = pages(100)
     on.to_host(x, host), on.to_device(host, x)
+    on.combine("sum", [x, x], 1, [x])
     on.gpu.pin(host)
     on.gpu.close(on.gpu.open(on.gpu.export(x), 100, on))
     names = {call[0]: call[1] for call in runtime.calls if call[0] != "streamWaitEvent"}
     assert set(names) == {"malloc", "memcpyAsync", "eventRecord", "hostRegister", "ipcGetMemHandle",
-                          "ipcOpenMemHandle", "ipcCloseMemHandle"}
+                          "ipcOpenMemHandle", "ipcCloseMemHandle", "load", "launch"}
     assert set(names.values()) == {1} and runtime.current == 0
+    event = on.event()
+    on.gpu.follow(event)
+    assert runtime.calls[-1] == ("streamWaitEvent", 1, 7, event.pointer)
+    assert not event.test() and runtime.asked_on == 1 and runtime.current == 0
+
+
+def pages(nbytes):
+    """Return memory that begins with a page, as all that processes share."""
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+def test_a_kernel_is_compiled_once_for_each_gpu_and_keeps_subnormal_numbers(runtime):
+    """CuPy's RawKernel, which this CuPy does not have, would compile with -ftz=true."""
+    for index in (0, 0, 1):
+        x = cuda.device(index).allocate(100).view(np.float32)
+        cuda.device(index).combine("sum", [x, x], 1, [x])
+    assert [call[:2] for call in runtime.calls if call[0] == "load"] == [("load", 0), ("load", 1)]
+    (code,) = {call[2] for call in runtime.calls if call[0] == "load"}
+    assert b"--fmad=false" in code and b"ftz" not in code
+    launches = [call for call in runtime.calls if call[0] == "launch"]
+    assert [call[1] for call in launches] == [0, 0, 1]
+    assert {call[2] for call in launches} == {"mpiring_sum_float32_2_to_1_none"}
 
 
 def test_events_end_once_and_tell_of_failures(runtime):
@@ -212,7 +276,9 @@ def test_handles_are_eight_numbers_and_refusals_are_errors_of_the_system(runtime
 
 def test_pages_are_locked_as_long_as_somebody_has_them(runtime, caplog):
     gpu = cuda.Cuda(0)
-    memory = np.zeros(100, np.uint8)
+    gpu.pin(pages(1000)[1:])
+    assert not runtime.calls, "what lies elsewhere in its pages is not ours"
+    memory = pages(100)
     address = memory.ctypes.data
     view = memory[10:]
     gpu.pin(memory)

@@ -5,6 +5,7 @@ On the CPU, or on a GPU; see whereabouts.
 
 import copy
 import datetime
+import os
 import sys
 
 import torch
@@ -126,6 +127,7 @@ def compare(name):
         print(f"equal: {name}", flush=True)
 
 
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 comm = mpiring.init()
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=comm.rank,
                         world_size=comm.size, timeout=datetime.timedelta(seconds=60))

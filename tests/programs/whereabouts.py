@@ -46,5 +46,6 @@ elif CUDA:
     _place = _world.Split_type(load_mpi().COMM_TYPE_SHARED).rank
     WHERE = torch.device("cuda", _place % torch.cuda.device_count())
     torch.cuda.set_device(WHERE)
-    # As exact as on the CPU.
+    # As exact as on the CPU, and the same each time.
     torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cudnn.deterministic = True
