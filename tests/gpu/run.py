@@ -22,12 +22,13 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = Path(tempfile.gettempdir(), f"mpiring-gpu-packages-{os.getuid()}")
 RANKS = (1, 2, 4)
+MPS = "nvidia-cuda-mps-control"
 MIB = 1 << 20
 # Each test by name: where time is up, the log tells how far they came.
 PYTEST = ("-m", "pytest", "--verbose", "--tb=short", "--color=no", "-p", "no:cacheprovider")
@@ -110,12 +111,16 @@ def _bench(out: Path, name: str, command: str, *words: str, ranks: int, limit_s:
                        str(out / f"{name}.csv")), ranks, limit_s)
 
 
+def _allreduce(out: Path, name: str, ranks: int) -> Step:
+    return _bench(out, name, "allreduce", "--sizes", "64M,256M", "--buffers", "empty,private",
+                  "--algorithms", "auto,ring", "--rounds", "4", "--budget", "1", ranks=ranks,
+                  limit_s=220)
+
+
 def allreduce(out: Path) -> Iterator[Step]:
     """Measure allreduces, staged and shared, beside the naive way and the limits."""
     for ranks in (2, 4):
-        yield _bench(out, f"allreduce-{ranks}", "allreduce", "--sizes", "64M,256M", "--buffers",
-                     "empty,private", "--algorithms", "auto,ring", "--rounds", "4", "--budget",
-                     "1", ranks=ranks, limit_s=220)
+        yield _allreduce(out, f"allreduce-{ranks}", ranks)
     yield _bench(out, "allreduce-small", "allreduce", "--sizes", "64K,1M,16M", "--buffers",
                  "empty,private", "--algorithms", "auto,ring", "--rounds", "4", ranks=2,
                  limit_s=120)
@@ -131,10 +136,19 @@ def steps(out: Path) -> Iterator[Step]:
                           "64M", "--json", str(out / "codecs.json")), 0, 120)
 
 
+def mps(out: Path) -> Iterator[Step]:
+    """Measure allreduces under CUDA's MPS, with which ranks on one GPU need not take turns."""
+    yield Step("mps-start", (MPS, "-d"), 0, 30, MPS)
+    for ranks in (2, 4):
+        yield replace(_allreduce(out, f"allreduce-{ranks}-mps", ranks), needs=MPS)
+    yield Step("mps-stop", ("-c", f"import subprocess; subprocess.run({MPS!r}, input=b'quit', "
+                            f"check=True)"), 0, 60, MPS)
+
+
 # In this order: what is short and tells most comes first.
 PARTS: dict[str, Callable[[Path], Iterator[Step]]] = {
     "look": look, "tests": tests, "ranks": ranks_tests, "allreduce": allreduce, "steps": steps,
-    "training": training, "torch": torch_tests, "sanitize": sanitize}
+    "training": training, "mps": mps, "torch": torch_tests, "sanitize": sanitize}
 
 
 def install(wheels: Path) -> None:
@@ -245,11 +259,12 @@ def figures(out: Path) -> Iterator[str]:
         path = out / f"{name}.json"
         return json.loads(path.read_text())["rows"] if path.exists() else []
 
-    for name in ("allreduce-2", "allreduce-4"):
+    for name in ("allreduce-2", "allreduce-4", "allreduce-2-mps", "allreduce-4-mps"):
         for row in rows(name):
             if row["contender"] == "mpiring auto" and row["median_us"]:
                 kind = "shared" if row["buffer"] == "empty" else "staged"
-                yield (f"{name[-1]} ranks, {row['bytes'] // MIB} MiB, {kind}: naive / ours "
+                under = ", MPS" if name.endswith("mps") else ""
+                yield (f"{name[10]} ranks{under}, {row['bytes'] // MIB} MiB, {kind}: naive / ours "
                        f"{row['native_over_this']:.2f}, {row['algbw_GBps']:.1f} GB/s, "
                        f"{1 / row['this_over_limit']:.2f} of the bound")
     for row in rows("steps"):
