@@ -174,7 +174,7 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
                 rate = (step - first) * args.batch * args.context / (time.perf_counter() - began)
                 progress.say(f"step {step:5d}  training {loss:.3f}  validation {held_out:.3f} "
                              f"bits per byte  {rate:,.0f} bytes/s")
-                progress.record(step, training=loss.item(), validation=held_out, bytes_per_s=rate)
+                progress.record(step, training=loss, validation=held_out, bytes_per_s=rate)
                 save()
             if step == args.steps or stopping.now():    # on all ranks at the same step
                 break

@@ -88,6 +88,10 @@ def test_any_nest_goes_and_all_else_passes(gpu):
     assert number.get() == 5 and number.shape == () and nothing.shape == (0, 2)
     assert isinstance(batch["pair"].images, np.ndarray), "what was given is as it was"
     assert list(prefetch(["no", "arrays"], "cuda")) == ["no", "arrays"]
+    (found,) = prefetch([collections.UserDict(x=np.ones(3).view(np.memmap))], "cuda")
+    assert type(found) is collections.UserDict and (found["x"].get() == 1).all()
+    hidden = np.ma.masked_array([1.0], [True])
+    assert next(iter(prefetch([hidden], "cuda"))) is hidden, "no mask is lost"
     assert list(prefetch([], "cuda")) == []
 
 
