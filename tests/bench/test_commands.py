@@ -188,15 +188,18 @@ def test_prefetch(tmp_path):
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
-def test_codecs(capsys):
+def test_codecs(capsys, tmp_path):
     needed("numba")
-    assert main(["bench", "codecs", "--elements", "20K"]) == 0
+    assert main(["bench", "codecs", "--elements", "20K", "--json", str(tmp_path / "out.json")]) == 0
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert {"cpu", "numpy", "elements"} <= content["environment"].keys()
     title, _, *rows = capsys.readouterr().out.splitlines()
     assert "20,000 float32" in title and "by numba" in title
     rates = {row.split()[0]: [float(cell) for cell in row.split()[1:] if cell[0].isdigit()]
              for row in rows}
     assert list(rates) == ["float16", "bfloat16", "int8", "sign", "largest"]
     assert all(rate > 0 for found in rates.values() for rate in found)
+    assert [row["codec"].split()[0] for row in content["rows"]] == list(rates)
 
 
 @pytest.mark.launch
@@ -362,7 +365,7 @@ def test_bad_options(words, message):
 
 @pytest.mark.parametrize(("words", "message"), [
     (("--reducers", "dense,fp8"), "'fp8': expected some of alone, dense"),
-    (("--seeds", "1,-2"), "argument --seeds: '-2': expected 1 or more"),
+    (("--seeds", "1,-2"), "argument --seeds: '-2': expected 0 or more"),
     (("--steps", "5", "--warmup-steps", "5"),
      "--steps 5 is too few: the first 5 are not measured, with --warmup-steps 5"),
     (("--steps", "2"), "--steps 2 is too few: the first 2 are not measured"),
