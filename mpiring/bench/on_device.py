@@ -1,6 +1,5 @@
 """Names what is compared on GPUs: mpiring, copies around MPI's allreduce, NCCL, and the limits."""
 
-import importlib.util
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -158,7 +157,7 @@ def pinned_copies(p: int) -> Contender:
 
 def _nccl(world: World, *, asked: bool) -> list[Contender]:
     """Return NCCL, called by PyTorch, where it can run: each rank needs a GPU of its own."""
-    problem = "" if importlib.util.find_spec("torch") else "there is no PyTorch"
+    problem = "there is no PyTorch" if peers.missing(*peers.TORCH) else ""
     gpu = None
     if not problem:
         import torch
@@ -171,9 +170,14 @@ def _nccl(world: World, *, asked: bool) -> list[Contender]:
     gpus = world.raw.allgather(gpu)
     if not problem and len(set(gpus)) < world.size:
         problem = f"{world.size} ranks have {len(set(gpus))} GPUs; NCCL takes one rank on each"
-    if world.anywhere(bool(problem)):
-        if asked:
-            raise ConfigError(f"the contender 'nccl' cannot run: {problem or 'not on all ranks'}")
+
+    def refuse() -> None:
+        if problem:
+            raise ConfigError(f"the contender 'nccl' cannot run: {problem}")
+
+    if asked:
+        world.everywhere(refuse)
+    elif world.anywhere(bool(problem)):
         return []
     torch.cuda.set_device(index)
     store = peers.store_of_rank_0(world, peers.interface_for(world))

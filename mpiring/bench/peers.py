@@ -16,7 +16,9 @@ from .world import World
 
 NAMES = ("gloo", "horovod")
 
-_NEEDS = {"gloo": ("torch",), "horovod": ("torch", "horovod")}
+# What `mpiring.torch` needs, by which arrays are seen as tensors.
+TORCH = ("torch", "ml_dtypes")
+_NEEDS = {"gloo": TORCH, "horovod": (*TORCH, "horovod")}
 _TIMEOUT_S = 120
 _SIOCGIFADDR = 0x8915
 
@@ -37,7 +39,7 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
     Collective: yes. Blocking: yes.
     """
     if kinds is None:
-        return not world.anywhere(bool(_missing(*_NEEDS[name])))
+        return not world.anywhere(bool(missing(*_NEEDS[name])))
     if name in kinds:
         world.everywhere(lambda: _refuse_missing(name))
     return name in kinds
@@ -45,19 +47,20 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
 
 def refuse_missing_torch() -> None:
     """Raise MissingDependencyError if there is no PyTorch, or not what `mpiring.torch` needs."""
-    if _missing("torch", "ml_dtypes"):
+    if missing(*TORCH):
         raise MissingDependencyError("this needs PyTorch: pip install 'mpiring[torch]'")
 
 
 def _refuse_missing(name: str) -> None:
-    missing = _missing(*_NEEDS[name])
-    if missing:
+    absent = missing(*_NEEDS[name])
+    if absent:
         raise MissingDependencyError(
-            f"the contender {name!r} needs {', '.join(missing)}: install what is missing (README, "
+            f"the contender {name!r} needs {', '.join(absent)}: install what is missing (README, "
             f"\"Benchmark\"), or leave it out with --contenders")
 
 
-def _missing(*packages: str) -> list[str]:
+def missing(*packages: str) -> list[str]:
+    """Return which packages cannot be found."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
