@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .collectives.agreement import Call
-from .memory.arrays import dtype_name, order_of
+from .memory.arrays import dtype_name
 from .memory.device import DeviceVector, address_of
 
 
@@ -57,14 +57,14 @@ def part_of(x: Any, vector: Any, chunk: Any) -> Any:
 
 def _shape(x: Any, vector: Any) -> tuple[int, ...]:
     # Bare memory has none, such as a buffer of RAPIDS'.
-    return tuple(getattr(x, "shape", vector.shape))
+    return tuple((x if hasattr(x, "shape") else vector).shape)
 
 
 def _more(x: Any, vector: Any) -> str:
-    order = " in Fortran order" * (x is not vector and _is_fortran(x))
+    order = " in Fortran order" if x is not vector and _is_fortran(x) else ""
     return order + " on a GPU" if isinstance(vector, DeviceVector) else order
 
 
 def _is_fortran(x: Any) -> bool:
     # Whatever has not NumPy's and CuPy's flags is taken in C's order only.
-    return hasattr(getattr(x, "flags", None), "c_contiguous") and order_of(x) == "F"
+    return not getattr(getattr(x, "flags", None), "c_contiguous", True)
