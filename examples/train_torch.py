@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import mpiring
+from mpiring.data import prefetch
 from mpiring.progress import Progress
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.resilience import Stopping
@@ -97,7 +98,7 @@ def text(modules):
 
 
 def bits_per_byte(model, sequences):
-    sequences = sequences.to(device).long()
+    sequences = sequences.long()
     scores = model(sequences[:, :-1])
     return F.cross_entropy(scores.flatten(0, 1), sequences[:, 1:].flatten()) / math.log(2)
 
@@ -118,7 +119,7 @@ if saved and saved.own and reducer:
     reducer.load_state_dict(saved.own["reducer"])       # what this rank has not yet sent
 model = DataParallel(bare, comm, reducer=reducer, order=saved and saved.replicated["order"])
 optimizer = torch.optim.AdamW(model.parameters(), args.learning_rate)
-step = epoch = 0
+step = epoch = seen = 0
 if saved:
     optimizer.load_state_dict(saved.replicated["optimizer"])
     sampler.load_state_dict(saved.replicated["sampler"])
@@ -129,19 +130,20 @@ if saved and saved.own:
 
 def save():
     """Begin to write a checkpoint: what is equal on all ranks, and what is this rank's own."""
+    place = sampler.state_dict(seen=seen)       # not of what was fetched ahead
     checkpoints.save(
         step, replicated={"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                          "sampler": sampler.state_dict(), "order": model.order},
+                          "sampler": place, "order": model.order},
         own={"random": random_state(), "reducer": reducer and reducer.state_dict()})
 
 
 @torch.no_grad()
 def validate():
     """Return the mean over all ranks' shares of the validation sequences."""
-    shares = validation[list(mine)].split(32)
+    shares = validation[list(mine)].to(device).split(32)
     total = torch.tensor([sum(bits_per_byte(model, share).item() * len(share) for share in shares),
                           float(len(mine))], dtype=torch.float64)
-    comm.allreduce(total.numpy())
+    comm.allreduce(total)
     return (total[0] / total[1]).item()
 
 
@@ -152,7 +154,7 @@ def train(sequences):
     loss.backward()                             # gradients leave while it runs
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return loss.item()
+    return loss.detach()
 
 
 began, first = time.perf_counter(), step
@@ -161,9 +163,11 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
                  metrics=args.metrics) as progress:
     while step < args.steps and not stopping.reason:
         sampler.set_epoch(epoch)
-        for sequences in loader:
+        seen = 0                                # by this rank, since it began to draw
+        for sequences in prefetch(loader, device):
             loss = train(sequences)
             step += 1
+            seen += len(sequences)
             progress.step()
             if step % args.report == 0 or step == args.steps:
                 held_out = validate()

@@ -3,12 +3,12 @@
 import pickle
 import sys
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .calls import allreduce_call, described
+from .calls import allreduce_call, described, part_of
 from .collectives.agreement import Call
 from .collectives.model import Model
 from .config import Config
@@ -17,14 +17,14 @@ from .errors import ConfigError
 from .group import Build, Group
 from .launch import load_mpi, refuse_singleton
 from .memory.arrays import dtype_name
-from .memory.device import Device, DeviceVector, device_named, vector_of
+from .memory.device import Device, device_named, vector_of
 from .statistics import Statistics
 from .transport.base import Schedule, T
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# An array, of NumPy or on a GPU.
+# An array: of NumPy, PyTorch, CuPy.
 A = TypeVar("A")
 
 
@@ -128,8 +128,9 @@ class Communicator:
 
         Args:
             x: Any shape, contiguous, writeable; bool, integer, floating (bfloat16 of
-                ml_dtypes included) or complex; of NumPy, or on a GPU on all ranks: of CuPy, or
-                any with `__cuda_array_interface__`. Bits are equal on all ranks afterwards.
+                ml_dtypes included) or complex. Of NumPy; of PyTorch, where mpiring.torch is
+                imported; of CuPy, or any with `__cuda_array_interface__`. All ranks' in host
+                memory, or all on GPUs. Bits are equal on all ranks afterwards.
             op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN
                 propagates; on bool: or, and), "prod", or, bit by bit, "band", "bor" or
                 "bxor" (integers, bool).
@@ -169,7 +170,7 @@ class Communicator:
         return allreduce_call(op, x, vector, algorithm), self._group.places.where(
             vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
-    def reduce_scatter(self, x: Any, *, op: str = "sum") -> Any:
+    def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
 
         Args:
@@ -177,8 +178,8 @@ class Communicator:
             op: As in `allreduce`.
 
         Returns:
-            Chunk `rank` of `x`, a view: elements `rank * n // size` to
-            `(rank + 1) * n // size` in the order of its memory.
+            Chunk `rank` of `x`, a view of the same package and of one dimension: elements
+            `rank * n // size` to `(rank + 1) * n // size` in the order of its memory.
 
         Raises: as `allreduce`.
 
@@ -187,9 +188,7 @@ class Communicator:
         vector = vector_of(x)
         chunk: Any = self._run("reduce_scatter", f"{op} of {described(x, vector)}", vector,
                                lambda collectives: collectives.reduce_scatter(vector, op=op))
-        if not isinstance(chunk, DeviceVector) or x is vector:
-            return chunk
-        return chunk.device.gpu.array(chunk, chunk.shape)
+        return cast(A, part_of(x, vector, chunk))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.

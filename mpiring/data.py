@@ -5,7 +5,7 @@ import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, cast
 
@@ -60,10 +60,11 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2) -> "Prefe
     stands is not where training stands (`DistributedSampler.state_dict` takes `seen`).
 
     NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors, once
-    `mpiring.torch` is imported. Whatever else is in a batch stays what it is.
+    `mpiring.torch` is imported; in C's order, row after row. Whatever else is in a batch stays
+    what it is.
 
-    A batch is used on the stream that is current when it is asked for; arrays may be kept as
-    long as one likes. The arrays of a batch share memory: to keep one keeps all.
+    Batches are used on one stream: that which is current when they are asked for. Arrays may be
+    kept as long as one likes; those of a batch share memory: to keep one keeps all.
 
     Args:
         loader: Any iterable. Its batches are arrays, or nests of dicts, lists and tuples.
@@ -130,10 +131,7 @@ class Prefetched:
         """Send batches until there are no more, or nobody wants them."""
         try:
             batches = iter(self._loader)
-            while not stop.is_set():
-                room.acquire()
-                if stop.is_set():
-                    break
+            while room.acquire() and not stop.is_set():
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -183,7 +181,7 @@ class Arrays:
 
     def takes(self, x: object) -> bool:
         """Return whether it is an array of numbers."""
-        if type(x) is not np.ndarray:
+        if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
             return False
         try:
             dtype_name(x.dtype)
@@ -216,7 +214,7 @@ class ArrayCarrier:
         self._device = device
         self._stream = device.gpu.stream()
         self._staging = Staging(device.gpu)
-        # Of two iterations at once.
+        # Between the threads that load and those that ask; nobody waits while data is copied.
         self._lock = threading.Lock()
         # Memory that nobody has any more; and since when its last user's stream is through.
         self._dead: deque[DeviceVector] = deque()
@@ -227,8 +225,9 @@ class ArrayCarrier:
         starts, nbytes = laid_out([x.nbytes for x in xs])
         with self._lock:
             slot = self._staging.take(nbytes)
-            for start, x in zip(starts, xs):
-                slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
+        for start, x in zip(starts, xs):
+            slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
+        with self._lock:
             memory = self._take(nbytes)
             if nbytes:
                 self._stream.upload(slot[:nbytes], memory[:nbytes])
@@ -290,7 +289,7 @@ def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 def changed(nest: Any, change: Callable[[Any], Any]) -> Any:
     """Return a copy of a nest of dicts, lists and tuples, with each leaf changed, in order."""
-    if isinstance(nest, dict):
+    if isinstance(nest, MutableMapping):
         copied = copy.copy(nest)
         for key, value in nest.items():
             copied[key] = changed(value, change)

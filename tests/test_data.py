@@ -88,6 +88,10 @@ def test_any_nest_goes_and_all_else_passes(gpu):
     assert number.get() == 5 and number.shape == () and nothing.shape == (0, 2)
     assert isinstance(batch["pair"].images, np.ndarray), "what was given is as it was"
     assert list(prefetch(["no", "arrays"], "cuda")) == ["no", "arrays"]
+    (found,) = prefetch([collections.UserDict(x=np.ones(3).view(np.memmap))], "cuda")
+    assert type(found) is collections.UserDict and (found["x"].get() == 1).all()
+    hidden = np.ma.masked_array([1.0], [True])
+    assert next(iter(prefetch([hidden], "cuda"))) is hidden, "no mask is lost"
     assert list(prefetch([], "cuda")) == []
 
 
@@ -174,3 +178,18 @@ def test_pytorch_without_a_gpu_says_so(gpu):
         next(iter(prefetch([torch.zeros(3)], torch.device("cuda", 0))))
     # Of the arrays beside them, CuPy takes care.
     assert next(iter(prefetch([np.ones(3)], "cuda"))).get().sum() == 3
+
+
+def test_tensors_of_a_batch_lie_in_one_piece():
+    torch = needed("torch")
+    from mpiring.torch import prefetching
+    xs = [torch.arange(6).view(2, 3).T, torch.tensor(True), torch.empty(0, 4),
+          torch.ones(3, dtype=torch.bfloat16), torch.tensor([1 + 2j]).conj(), torch.ones(1) * 3]
+    starts, nbytes = data.laid_out([x.nbytes for x in xs])
+    memory = torch.empty(nbytes, dtype=torch.uint8)
+    parts = prefetching._parts(memory, starts, xs)
+    for part, x in zip(parts, xs, strict=True):
+        part.copy_(x)
+    for part, x in zip(parts, xs, strict=True):
+        assert part.dtype == x.dtype and part.shape == x.shape and torch.equal(part, x)
+        assert part.is_contiguous() and part.data_ptr() % part.element_size() == 0

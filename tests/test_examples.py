@@ -103,6 +103,6 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
 
 def test_the_ddp_script_learns():
     needed("torch")
-    ended = launch(3, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "5")
+    ended = launch(2, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "3")
     assert ended.status == 0, ended.output
     assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output

@@ -61,9 +61,9 @@ def test_the_pytorch_diff_is_a_working_program(tmp_path):
         "model = torch.nn.Linear(2, 1)",
         *(line[1:] for line in diff.splitlines() if not line.startswith("-")),
         "model(torch.full((1, 2), float(MPI.COMM_WORLD.rank))).sum().backward()",
-        "assert model.module.weight.grad.tolist() == [[1.0, 1.0]]",
+        "assert model.module.weight.grad.tolist() == [[0.5, 0.5]]",
         "optimizer.step()"]))
-    ended = launch(3, program)
+    ended = launch(2, program)
     assert ended.status == 0, ended.output
 
 
@@ -144,16 +144,16 @@ def test_a_training_stops_and_goes_on(tmp_path):
 def test_mixed_precision_of_pytorch_models_works():
     needed("torch")
     (block,) = [block for block in blocks("python") if "GradScaler" in block]
-    ended = launch(3, "-c", "\n".join([
+    ended = launch(2, "-c", "\n".join([
         "import mpiring, torch",
         "comm = mpiring.init()",
         "model = torch.nn.Linear(4, 1)",
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
-        "batches = [(torch.ones(2, 4), torch.full((2, 1), comm.rank / 2)) for _ in range(30)]",
+        "batches = [(torch.ones(2, 4), torch.full((2, 1), float(comm.rank))) for _ in range(30)]",
         "batches[3] = batches[3][0] * (torch.inf if comm.rank == 1 else 1), batches[3][1]",
         block,
         "scales = comm.allgather_object(scaler.get_scale())",
-        "assert scales == scales[:1] * 3 and scales[0] < 2**16, scales",
+        "assert scales == scales[:1] * 2 and scales[0] < 2**16, scales",
         "assert abs(model(torch.ones(1, 4)).item() - 0.5) < 1e-2, model.state_dict()"]))
     assert ended.status == 0, ended.output
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError
+from ..memory.arrays import Array
 from . import inputs, timing
 from .command import Benchmark
 from .contenders import LIMITS, REFERENCES, Contender, chosen, memory_copy
@@ -20,8 +20,6 @@ from .units import size_text
 from .world import World
 
 BUFFERS = ("empty", "private")
-
-Array = NDArray[Any]
 
 
 def _cases(options: Namespace) -> list[tuple[str, str, int]]:

@@ -2,7 +2,6 @@
 
 import statistics
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,47 +9,29 @@ import numpy as np
 
 from ..codecs.base import Codec
 from ..memory.arrays import Array
-from ..memory.device import Device, DeviceVector, await_event, device_named
-from .results import Row, write_json
-from .table import Column, head, line
+from ..memory.device import Device, DeviceVector, device_named
+from .results import Row
+from .timing import finish
 
-_KINDS = ("encode", "encode + lost", "decode", "add")
-_COLUMNS = [Column("codec", "codec", -16), *(
-    Column(kind, kind, 14, 3) for kind in _KINDS)]
+# What is done: with what is lost in encoding as well, and what was decoded added to a sum.
+KINDS = ("encode", "encode + lost", "decode", "add")
 # Between two looks at the clock, so that to launch and to look costs little.
 _LAUNCHES = 20
 _READINGS = 9
 
 
-def run(options: Namespace, named: tuple[tuple[str, Codec], ...]) -> int:
-    """Print the table, and write it where it is asked for; needs no MPI.
+def shares(n: int, named: tuple[tuple[str, Codec], ...]) -> tuple[dict[str, Any], Iterator[Row]]:
+    """Measure codecs on n random numbers.
+
+    Returns:
+        Which GPU, and 1e9 bytes per second of a copy, read and written; and for each codec, by
+        what is done: the bytes that it must read and write, per second, as a share of that.
 
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
     """
-    device = device_named("cuda", 0)
-    copy, found = rates(device, options.elements, named)
-    about = {"device": str(device), "elements": options.elements, "copy_GBps": copy}
-    print(f"# {options.elements:,} float32 on {device}; a copy reads and writes {copy:,.0f} GB/s; "
-          f"shares of that\n{head(_COLUMNS)}")
-    rows = []
-    for row in found:
-        rows.append(row)
-        print(line(row, _COLUMNS), flush=True)
-    if options.json:
-        write_json(options.json, "codecs", about, rows)
-    return 0
-
-
-def rates(device: Device, n: int, named: tuple[tuple[str, Codec], ...],
-          ) -> tuple[float, Iterator[Row]]:
-    """Measure codecs on n random numbers.
-
-    Returns:
-        1e9 bytes per second of a copy, read and written; and for each codec, by what is done:
-        the bytes that it must read and write, per second, as a share of that.
-    """
     from ..codecs import kernels
+    device = device_named("cuda", 0)
     x = _put(device, np.random.default_rng(0).standard_normal(n, np.float32))
     other = device.allocate(x.nbytes).view(np.float32)
     # A stream that takes kernels, too.
@@ -62,14 +43,14 @@ def rates(device: Device, n: int, named: tuple[tuple[str, Codec], ...],
             began = time.perf_counter()
             for _ in range(_LAUNCHES):
                 launch()
-            await_event(stream.record())
+            finish(stream.record())
             readings.append((time.perf_counter() - began) / _LAUNCHES)
         # The first one compiles.
         return statistics.median(readings[1:])
 
     copy = 2 * x.nbytes / seconds(lambda: stream.combine("sum", [x], 1, [other]))
 
-    def shares(codec: Any) -> Iterator[float]:
+    def of_codec(codec: Any) -> Iterator[float]:
         coded = codec.payload_size(n)
         payload = device.allocate(coded)
         actions: list[tuple[int, Callable[[], object]]] = [
@@ -80,8 +61,8 @@ def rates(device: Device, n: int, named: tuple[tuple[str, Codec], ...],
         for nbytes, action in actions:
             yield (nbytes + coded) / seconds(action) / copy
 
-    return copy / 1e9, ({"codec": name, **dict(zip(_KINDS, shares(codec)))}
-                        for name, codec in named)
+    return {"device": str(device), "copy_GBps": copy / 1e9}, (
+        {"codec": name, **dict(zip(KINDS, of_codec(codec)))} for name, codec in named)
 
 
 def _put(device: Device, x: Array) -> DeviceVector:
@@ -89,5 +70,5 @@ def _put(device: Device, x: Array) -> DeviceVector:
     host = device.gpu.pinned(x.nbytes).view(x.dtype)
     host[...] = x
     vector = device.allocate(x.nbytes).view(x.dtype)
-    await_event(device.to_device(host, vector))
+    finish(device.to_device(host, vector))
     return vector

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..config import launched_size
-from ..errors import MpiringError
+from ..errors import ConfigError
 from ..progress import Progress
 from . import jobs, results, table
 from .inputs import WrongAnswerError
@@ -43,19 +43,27 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
 
     Args:
         options: As `options.declare` has declared them.
+
+    Raises:
+        ConfigError: `--ranks` in a launcher's job of several ranks, or a file cannot be written.
     """
-    _, source = launched_size()
+    size, source = launched_size()
     # In an allocation of Slurm's, but not started by srun, this is one process alone.
     launched = source != "" and not source.startswith("SLURM_NTASKS=")
     if options.part or launched and options.ranks is None:
         return _run_here(benchmark, options)
+    if launched and size > 1:
+        raise ConfigError(f"--ranks {options.ranks}: this is a job of {size} ranks already, as "
+                          f"{source} says; leave out --ranks, or the launcher")
     return _run_jobs(benchmark, options)
 
 
 def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     world = World()
     shown = world.rank == 0
-    _check_files_of_rank_0(world, options)
+    # The others may not see rank 0's disk. Whoever has started a part of a benchmark has looked.
+    if not options.part:
+        world.everywhere(lambda: None if world.rank else check_files(options))
     about = results.environment(world)
     reporter = _Reporter(benchmark, options, several_levels=False, shown=shown)
     found: list[Measurement] = []
@@ -76,20 +84,6 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
         report(benchmark.name, about, benchmark.rows(found, about, options), options)
     world.close()
     return 0
-
-
-def _check_files_of_rank_0(world: World, options: Namespace) -> None:
-    """Raise on all ranks what rank 0 finds: the others may not see its disk."""
-    problem = None
-    # Whoever has started this part of a benchmark writes the files, and has looked.
-    if world.rank == 0 and not options.part:
-        try:
-            check_files(options)
-        except MpiringError as error:
-            problem = error
-    problem = world.raw.bcast(problem, root=0)
-    if problem is not None:
-        raise problem
 
 
 def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:

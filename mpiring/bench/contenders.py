@@ -2,18 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..collectives import native
 from ..config import ALGORITHMS
 from ..errors import ConfigError
+from ..memory.arrays import Array
 from . import peers
 from .world import World
 
-Array = NDArray[Any]
 Call = Callable[[], object]
 
 NATIVE = "MPI_Allreduce"
@@ -102,23 +100,22 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
         interface: Network interface for Gloo, by name.
 
     Raises:
-        ConfigError: An unknown kind or algorithm.
         MissingDependencyError: A kind was asked for that is not installed.
+
+    Collective: yes. Blocking: yes.
     """
-    if kinds is not None and "nccl" in kinds:
-        raise ConfigError("the contender 'nccl' needs --device cuda")
-    wanted = KINDS if kinds is None else tuple(kinds)
-    algorithms = ALGORITHMS if algorithms is None else algorithms
-    for names, known in ((wanted, KINDS), (algorithms, ALGORITHMS)):
-        for name in names:
-            if name not in known:
-                raise ConfigError(f"{name!r}: expected one of {', '.join(known)}")
-    found = [mpi(world)]
-    for algorithm in ALGORITHMS:
-        if algorithm == "auto" or "mpiring" in wanted and algorithm in algorithms:
-            found.append(mpiring(world, algorithm))
+    found = [mpi(world), *own(world, kinds, algorithms)]
     for name in peers.NAMES:
-        if name in wanted and (kinds is not None or peers.installed(name)):
+        if peers.takes_part(name, kinds, world):
             label, blocking, starting = peers.opened(name, world, interface)
             found.append(Contender(label, blocking, starting))
     return found
+
+
+def own(world: World, kinds: Sequence[str] | None,
+        algorithms: Sequence[str] | None) -> list[Contender]:
+    """Return mpiring with those algorithms that a command line asks for; see `chosen`."""
+    wanted = ALGORITHMS if algorithms is None else algorithms
+    ours = kinds is None or "mpiring" in kinds
+    return [mpiring(world, name) for name in ALGORITHMS
+            if name == "auto" or ours and name in wanted]

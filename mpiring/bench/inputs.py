@@ -14,9 +14,9 @@ import math
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..errors import ConfigError, MissingDependencyError
+from ..memory.arrays import Array
 from ..memory.device import is_on_gpu
 from .world import World
 
@@ -46,8 +46,6 @@ DTYPES = tuple(_RANGES)
 _PERIOD = 65_521
 _SEED = 20_261_121
 _LONGEST_SERIES = 1000
-
-Array = NDArray[Any]
 
 
 class WrongAnswerError(Exception):

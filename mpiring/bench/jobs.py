@@ -81,7 +81,7 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
 
 
 def _command(mpiexec: str, job: Job, ranks: int, words: Sequence[str], part: Path) -> list[str]:
-    without_peers = [] if job.peers else ["--contenders", "mpiring,mpi"]
+    without_peers = [] if job.peers else ["--without-peers"]
     rounds = [] if job.rounds is None else ["--rounds", str(job.rounds)]
     return ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
             sys.executable, "-m", "mpiring", *words, *without_peers, *rounds,

@@ -1,6 +1,5 @@
 """Names what is compared on GPUs: mpiring, copies around MPI's allreduce, NCCL, and the limits."""
 
-import importlib.util
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +7,12 @@ from typing import Any
 import numpy as np
 
 from ..collectives import native
-from ..config import ALGORITHMS
 from ..errors import ConfigError
 from ..gpus import cupy_for
-from ..memory.device import Device, DeviceVector, await_event, device_named, vector_of
+from ..memory.device import Device, DeviceVector, device_named, vector_of
 from . import peers
-from .contenders import (
-    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, mpiring)
+from .contenders import DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, own
+from .timing import finish
 from .world import World
 
 
@@ -31,7 +29,10 @@ class OnDevice:
     """
 
     def __init__(self, world: World) -> None:
+        from ..memory import cuda
         self._world = world
+        # Ranks that have a GPU would wait for one that has none.
+        world.everywhere(cuda.cupy)
         self._cupy = cupy_for(world.comm)
         self.device: Device = device_named("cuda", world.comm.local_rank)
 
@@ -66,10 +67,7 @@ class OnDevice:
         found = [naive(world)]
         if kinds is None or "mpi" in kinds:
             found.append(naive_pinned(world))
-        for name in ALGORITHMS:
-            wanted = options.algorithms is None or name in options.algorithms
-            if name == "auto" or wanted and (kinds is None or "mpiring" in kinds):
-                found.append(mpiring(world, name))
+        found += own(world, kinds, options.algorithms)
         if kinds is None or "nccl" in kinds:
             found += _nccl(world, asked=kinds is not None)
         return [*found, device_copy(), pinned_copies(world.size)]
@@ -104,10 +102,10 @@ def naive_pinned(world: World) -> Contender:
         def run() -> None:
             stream.wait(gpu.mark())
             stream.download(vector, host)
-            await_event(stream.record())
+            finish(stream.record())
             raw.Allreduce(library.IN_PLACE, host, op=library.SUM)
             stream.upload(host, vector)
-            await_event(stream.record())
+            finish(stream.record())
         return run
 
     return Contender(NAIVE_PINNED, call, _never)
@@ -125,7 +123,7 @@ def device_copy() -> Contender:
 
         def run() -> None:
             stream.combine("sum", [vector], 1, [other])
-            await_event(stream.record())
+            finish(stream.record())
         return run
 
     return Contender(DEVICE_COPY, call, _never, sums=False)
@@ -150,8 +148,8 @@ def pinned_copies(p: int) -> Contender:
             for start in range(0, rises, vector.size):
                 part = slice(0, min(vector.size, rises - start))
                 up.upload(hosts[1][part], other[part])
-            await_event(down.record())
-            await_event(up.record())
+            finish(down.record())
+            finish(up.record())
         return run
 
     return Contender(PINNED_COPIES, call, _never, sums=False)
@@ -159,7 +157,7 @@ def pinned_copies(p: int) -> Contender:
 
 def _nccl(world: World, *, asked: bool) -> list[Contender]:
     """Return NCCL, called by PyTorch, where it can run: each rank needs a GPU of its own."""
-    problem = "" if importlib.util.find_spec("torch") else "there is no PyTorch"
+    problem = "there is no PyTorch" if peers.missing(*peers.TORCH) else ""
     gpu = None
     if not problem:
         import torch
@@ -172,9 +170,14 @@ def _nccl(world: World, *, asked: bool) -> list[Contender]:
     gpus = world.raw.allgather(gpu)
     if not problem and len(set(gpus)) < world.size:
         problem = f"{world.size} ranks have {len(set(gpus))} GPUs; NCCL takes one rank on each"
-    if world.anywhere(bool(problem)):
-        if asked:
-            raise ConfigError(f"the contender 'nccl' cannot run: {problem or 'not on all ranks'}")
+
+    def refuse() -> None:
+        if problem:
+            raise ConfigError(f"the contender 'nccl' cannot run: {problem}")
+
+    if asked:
+        world.everywhere(refuse)
+    elif world.anywhere(bool(problem)):
         return []
     torch.cuda.set_device(index)
     store = peers.store_of_rank_0(world, peers.interface_for(world))

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from ..config import ALGORITHMS
 from ..errors import ConfigError
-from . import codecs
+from . import codecs, peers
 from .allreduce import ALLREDUCE, BUFFERS
 from .command import Benchmark, run
 from .contenders import KINDS
@@ -74,12 +74,14 @@ def declare(parser: argparse.ArgumentParser) -> None:
                                (loading, PREFETCH)):
         _declare_turns(command, benchmark)
         _declare_common(command)
+    for command in (allreduce, overlap, steps):
+        _declare_contenders(command)
     _declare_reducers(reducers)
     _declare_common(reducers)
     encoders.add_argument("--elements", type=checked(parse_count), default=4_000_000,
                           help="numbers in a vector; default: 4M")
     _declare_device(encoders)
-    encoders.add_argument("--json", metavar="FILE", help="with --device cuda: write the shares")
+    encoders.add_argument("--json", metavar="FILE", help="write results")
     encoders.set_defaults(action=codecs.run)
     plot.add_argument("json", metavar="FILE.json")
     plot.add_argument("plot", metavar="FILE.png")
@@ -88,17 +90,21 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def _declare_turns(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
     """Declare what the benchmarks share in which contenders take turns."""
-    parser.set_defaults(action=lambda options: run(
-        _of_framework(options) if benchmark is STEPS else benchmark, options))
+    parser.set_defaults(action=lambda options: run(_completed(benchmark, options), options),
+                        contenders=None)
     levels = LEVELS if benchmark is ALLREDUCE else LEVELS[:1]
-    parser.add_argument("--contenders", type=_names(KINDS), default=None, metavar="A,B",
-                        help=f"of {', '.join(KINDS)}; default: all that are installed")
     parser.add_argument("--rounds", type=positive, default=6, help="default: 6")
     parser.add_argument("--seed", type=int, default=1, help="of the random orders")
-    parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
     parser.add_argument("--levels", type=_names(LEVELS), default=list(levels), metavar="A,B",
                         help=f"MPI's thread levels, in jobs of its own; default: "
                              f"{','.join(levels)}")
+    parser.add_argument("--without-peers", action="store_true", help=argparse.SUPPRESS)
+
+
+def _declare_contenders(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--contenders", type=_names(KINDS), metavar="A,B",
+                        help=f"of {', '.join(KINDS)}; default: all that are installed")
+    parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
 
 
 def _declare_common(parser: argparse.ArgumentParser) -> None:
@@ -216,6 +222,34 @@ def _declare_reducers(parser: argparse.ArgumentParser) -> None:
                         help="of training, validation not counted, for each method and seed")
 
 
+def _completed(benchmark: Benchmark, options: argparse.Namespace) -> Benchmark:
+    """Return the benchmark that is meant; complete the options that depend on others.
+
+    Raises:
+        ConfigError: Some of them do not go together.
+    """
+    if benchmark is STEPS:
+        benchmark = _of_framework(options)
+    # To overlap is measured in host memory only.
+    device = getattr(options, "device", "cpu")
+    known = _able(benchmark, device)
+    for name in options.contenders or ():
+        if name not in known:
+            raise ConfigError(f"--contenders {name}: here, with --device {device}, "
+                              f"expected some of {', '.join(known)}")
+    if options.without_peers:
+        options.contenders = [name for name in options.contenders or known
+                              if name not in peers.NAMES]
+    return benchmark
+
+
+def _able(benchmark: Benchmark, device: str) -> tuple[str, ...]:
+    """Return the kinds of contenders that can take part."""
+    if benchmark is TORCH_STEPS:
+        return ("mpiring", *peers.NAMES) if device == "cpu" else ("mpiring", "gloo")
+    return ("mpiring", "mpi", *peers.NAMES) if device == "cpu" else ("mpiring", "mpi", "nccl")
+
+
 def _of_framework(options: argparse.Namespace) -> Benchmark:
     """Return the benchmark of training steps, and give its options their defaults."""
     if options.framework == "torch":
@@ -245,7 +279,7 @@ def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def _counts(text: str) -> list[int]:
-    return [checked(parse_count)(part.strip()) for part in text.split(",")]
+    return list(dict.fromkeys(checked(parse_count)(part.strip()) for part in text.split(",")))
 
 
 def _seeds(text: str) -> list[int]:
@@ -254,7 +288,7 @@ def _seeds(text: str) -> list[int]:
 
 def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
     def parsed(text: str) -> list[str]:
-        names = [name.strip() for name in text.split(",")]
+        names = list(dict.fromkeys(name.strip() for name in text.split(",")))
         for name in names:
             if name not in known:
                 raise argparse.ArgumentTypeError(f"{name!r}: expected some of {', '.join(known)}")
@@ -264,13 +298,15 @@ def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 
 def positive(text: str) -> int:
     """Return a whole number from 1, for argparse."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
     return int(text)
 
 
 def _not_negative(text: str) -> int:
-    return 0 if text == "0" else positive(text)
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 0 or more")
+    return int(text)
 
 
 def above_zero(text: str) -> float:

@@ -4,11 +4,10 @@ import dataclasses
 import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..memory.arrays import Array
 from . import inputs, timing
 from .command import Benchmark
 from .contenders import NATIVE, Contender, chosen
@@ -104,12 +103,12 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
            for subject, times in zip(subjects, seconds)]
 
 
-def _fill(world: World, buckets: Sequence[NDArray[Any]]) -> None:
+def _fill(world: World, buckets: Sequence[Array]) -> None:
     for bucket in buckets:
         inputs.fill(bucket, world.rank, world.size)
 
 
-def _subjects(world: World, contender: Contender, buckets: Sequence[NDArray[Any]],
+def _subjects(world: World, contender: Contender, buckets: Sequence[Array],
               options: Namespace) -> list[_Subject]:
     """Check a contender, and return what to time: compute in proportion to its communication."""
     # The same request of MPI's, which here does not block.

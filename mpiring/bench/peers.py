@@ -5,30 +5,63 @@ import importlib.util
 import itertools
 import socket
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from numpy.typing import NDArray
 
 from ..errors import ConfigError, MissingDependencyError
-from ..memory.device import is_on_gpu
+from ..memory.arrays import Array
 from .world import World
 
 NAMES = ("gloo", "horovod")
 
-_NEEDS = {"gloo": ("torch",), "horovod": ("torch", "horovod")}
+# What `mpiring.torch` needs, by which arrays are seen as tensors.
+TORCH = ("torch", "ml_dtypes")
+_NEEDS = {"gloo": TORCH, "horovod": (*TORCH, "horovod")}
 _TIMEOUT_S = 120
 _SIOCGIFADDR = 0x8915
 
-Array = NDArray[Any]
 Call = Callable[[], object]
 Peer = tuple[str, Callable[[Array], Call], Callable[[Array], Callable[[], Call]]]
 
 
-def installed(name: str) -> bool:
-    """Return whether the packages of a peer can be found."""
-    return all(importlib.util.find_spec(package) is not None for package in _NEEDS[name])
+def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
+    """Return whether a peer is measured.
+
+    Args:
+        name: Of NAMES.
+        kinds: What a command line asks for; None for all that are installed.
+
+    Raises:
+        MissingDependencyError: It was asked for, but is not installed on all ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    if kinds is None:
+        return not world.anywhere(bool(missing(*_NEEDS[name])))
+    if name in kinds:
+        world.everywhere(lambda: _refuse_missing(name))
+    return name in kinds
+
+
+def refuse_missing_torch() -> None:
+    """Raise MissingDependencyError if there is no PyTorch, or not what `mpiring.torch` needs."""
+    if missing(*TORCH):
+        raise MissingDependencyError("this needs PyTorch: pip install 'mpiring[torch]'")
+
+
+def _refuse_missing(name: str) -> None:
+    absent = missing(*_NEEDS[name])
+    if absent:
+        raise MissingDependencyError(
+            f"the contender {name!r} needs {', '.join(absent)}: install what is missing (README, "
+            f"\"Benchmark\"), or leave it out with --contenders")
+
+
+def missing(*packages: str) -> list[str]:
+    """Return which packages cannot be found."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def opened(name: str, world: World, interface: str | None = None) -> Peer:
@@ -39,14 +72,8 @@ def opened(name: str, world: World, interface: str | None = None) -> Peer:
         interface: Network interface for Gloo; by default the loopback on one node, and
             the first one that has an address between nodes.
 
-    Raises:
-        MissingDependencyError: It is not installed.
-
     Collective: yes. Blocking: yes.
     """
-    if not installed(name):
-        raise MissingDependencyError(
-            f"the contender {name!r} needs the packages {', '.join(_NEEDS[name])}")
     return _gloo(world, interface) if name == "gloo" else _horovod()
 
 
@@ -56,13 +83,9 @@ def tensor_of(x: Array) -> Any:
     Raises:
         ConfigError: PyTorch has no such dtype.
     """
-    import torch
-    if is_on_gpu(x):
-        return torch.as_tensor(x, device="cuda")
-    if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view("int16")).view(torch.bfloat16)
+    from ..torch.devices import seen_as_tensor
     try:
-        return torch.from_numpy(x)
+        return seen_as_tensor(x)
     except TypeError as exc:
         raise ConfigError(f"PyTorch has no {x.dtype.name}") from exc
 

@@ -59,8 +59,8 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
         ConfigError: There is nothing to draw, or the file cannot be written.
         MissingDependencyError: There is no matplotlib.
     """
-    if not rows:
-        raise ConfigError(f"{path}: there is nothing to draw")
+    if not rows or benchmark not in _DRAW:
+        raise ConfigError(f"{path}: there is nothing to draw of {len(rows)} results of {benchmark}")
     panels = _panels(benchmark, rows)
     columns = 1 if benchmark in _WIDE else 2
     with picture(path, [_INCHES[1]] * len(panels), columns, _caption(about)) as grid:
@@ -223,7 +223,7 @@ def _step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[0].invert_yaxis()
     axes[0].grid(axis="y", visible=False)
     axes[0].margins(x=0.2)
-    axes[0].set_xlabel("time of a training step (ms, median); scaling efficiency beside the bars")
+    axes[0].set_xlabel("time of a training step (ms, median); in %: the first one's time over it")
 
 
 def _share(row: Row) -> str:

@@ -1,15 +1,14 @@
 """Measures what it costs that the data of PyTorch's training steps comes from the host."""
 
-import importlib.util
 import itertools
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..data import prefetch
-from ..errors import MissingDependencyError
 from . import timing
 from .command import Benchmark
+from .peers import refuse_missing_torch
 from .results import Environment, Measurement, Row
 from .steps import ALONE, Readings, in_turns
 from .table import Column
@@ -28,8 +27,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    if not importlib.util.find_spec("torch"):
-        raise MissingDependencyError("this needs PyTorch: pip install 'mpiring[torch]'")
+    world.everywhere(refuse_missing_torch)
     from . import torch_models
     place = torch_models.place_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):

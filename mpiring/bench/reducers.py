@@ -1,6 +1,5 @@
 """Measures what Reducers save and cost: trains one model with each of them, on real text."""
 
-import importlib.util
 import logging
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
@@ -11,12 +10,13 @@ import numpy as np
 
 from ..collectives.agreement import Call
 from ..collectives.operation import Collectives
-from ..errors import ConfigError, MissingDependencyError
+from ..errors import ConfigError
 from ..reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
 from ..statistics import Statistics
 from ..transport.base import Schedule
 from . import timing
 from .command import Benchmark
+from .peers import refuse_missing_torch
 from .reducers_table import ALONE, DENSE, columns, rows
 from .results import Measurement
 from .steps import warm_up
@@ -43,7 +43,6 @@ METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
 NAMES = (ALONE, *METHODS)
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
 
-_PACKAGES = ("torch", "ml_dtypes")
 # The first step builds the buckets anew, the second one writes to their memory first.
 _UNSETTLED_STEPS = 2
 _REHEARSED_STEPS = 2
@@ -79,9 +78,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    if not all(importlib.util.find_spec(name) for name in _PACKAGES):
-        raise MissingDependencyError(
-            "bench reducers needs PyTorch: pip install 'mpiring[torch]'")
+    world.everywhere(refuse_missing_torch)
     from . import torch_training
     _warn_where_nothing_is_compressed(world)
     task = torch_training.task(world, options)

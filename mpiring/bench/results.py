@@ -23,7 +23,7 @@ from .world import World
 Row = dict[str, Any]
 Environment = dict[str, Any]
 
-_PACKAGES = ("mpi4py", "numpy", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
+_PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
              "cupy-cuda12x")
 
 
@@ -58,6 +58,18 @@ def environment(world: World) -> Environment:
     """
     place = {"rank": world.rank, "host": socket.gethostname(), "node": world.comm.node_rank,
              "cores": _allowed_cores()}
+    return {
+        **machine(),
+        "mpi_library": _mpi_library(world.mpi.Get_library_version()),
+        "thread_level": world.thread_level,
+        "ranks": world.size,
+        "nodes": world.comm.num_nodes,
+        "placement": world.raw.allgather(place),
+    }
+
+
+def machine() -> Environment:
+    """Return what of that does not need MPI."""
     versions = {name: _version(name) for name in _PACKAGES}
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -65,15 +77,10 @@ def environment(world: World) -> Environment:
         "mpiring": __version__,
         "python": platform.python_version(),
         **{name: version for name, version in versions.items() if version},
-        "mpi_library": _mpi_library(world.mpi.Get_library_version()),
-        "thread_level": world.thread_level,
         "system": platform.platform(),
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
-        "ranks": world.size,
-        "nodes": world.comm.num_nodes,
-        "placement": world.raw.allgather(place),
         "variables": relevant_variables(),
     }
 

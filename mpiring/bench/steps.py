@@ -4,11 +4,10 @@ import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..memory.arrays import Array
 from ..numpy import DataParallel
 from . import timing
 from .command import Benchmark
@@ -27,7 +26,6 @@ _LEARNING_RATE = np.float32(1e-3)
 _TOLERANCE = 1e-4
 _WARM_BYTES = 1 << 20
 
-Array = NDArray[Any]
 Gradients = Mapping[str, Array]
 Action = Callable[[], object]
 Readings = dict[str, list[float]]

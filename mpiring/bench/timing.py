@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from ..memory.device import Event
+
 # So many calls per case and round are measured at least, and at most.
 _FEWEST, _MOST = 2, 200
 
@@ -30,6 +32,12 @@ def by_clock(action: Callable[[], object]) -> float:
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
+
+
+def finish(event: Event) -> None:
+    """Return as soon as a GPU has come to an event: no pause is timed along with it."""
+    while not event.test():
+        pass
 
 
 def timed(ranks: Ranks, action: Callable[[], object], calls: int, *,

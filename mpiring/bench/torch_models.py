@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 
+from ..memory.arrays import Array
 from ..torch import DataParallel, device_for, share_cores
+from ..torch.prefetching import refuse_missing
 from . import peers, timing
 from .steps import ALONE, OURS
 from .torch_steps import GLOO
@@ -29,8 +30,6 @@ _LAYERS = 4
 _PIXELS, _COLOURS, _CLASSES = 32, 3, 10
 # The name under which torch.distributed knows Gloo on an interface that we have chosen.
 _GLOO_HERE = "gloo_here"
-
-Array = NDArray[Any]
 
 
 class Transformer(nn.Module):
@@ -177,7 +176,11 @@ def place_named(world: World, device: str) -> Place:
 
     Collective: yes. Blocking: yes.
     """
-    return GpuPlace(device_for(world.comm)) if device == "cuda" else Place()
+    if device == "cpu":
+        return Place()
+    # Ranks that have a GPU would wait for one that has none.
+    world.everywhere(refuse_missing)
+    return GpuPlace(device_for(world.comm))
 
 
 class Training:
@@ -243,11 +246,13 @@ def contenders(world: World, options: Namespace, place: Place) -> list[Contender
 
     Gloo takes CUDA tensors, too; Horovod is left out on GPUs.
 
+    Raises:
+        MissingDependencyError: A peer was asked for that is not installed.
+
     Collective: yes. Blocking: yes.
     """
     share_cores(world.comm)
-    wanted = {name for name in ("mpiring", *peers.NAMES) if options.contenders is None
-              or name in options.contenders}
+    kinds = options.contenders
     bucket: dict[str, Any] = {} if options.bucket is None else {"bucket_bytes": options.bucket}
     found = [
         Contender(ALONE, lambda model, optimizer: (model, optimizer)),
@@ -255,15 +260,14 @@ def contenders(world: World, options: Namespace, place: Place) -> list[Contender
             OURS, lambda model, optimizer: (
                 DataParallel(model, world.comm, **bucket), optimizer),
             lambda flat: lambda: world.comm.allreduce(flat))]
-    has_back_end = "mpiring" in wanted and "mpiring" in dist.Backend.backend_list
+    has_back_end = kinds is None or "mpiring" in kinds
     if has_back_end:
         dist.init_process_group("mpiring", init_method="mpi://")
         found.append(_with_ddp(BACK_END, dist.group.WORLD, options.bucket))
-    if "gloo" in wanted:
+    if peers.takes_part("gloo", kinds, world):
         group = _gloo(world, options.interface, beside=has_back_end)
         found.append(_with_ddp(GLOO, group, options.bucket))
-    if "horovod" in wanted and place.device.type == "cpu" and (
-            options.contenders is not None or peers.installed("horovod")):
+    if place.device.type == "cpu" and peers.takes_part("horovod", kinds, world):
         found.append(_horovod(world, options))
     return found
 

@@ -2,20 +2,21 @@
 
 import gc
 import hashlib
-import importlib.util
+import math
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MissingDependencyError
+from ..memory.arrays import Array
 from . import timing
 from .command import Benchmark
 from .inputs import WrongAnswerError
 from .memory import Growth
+from .peers import refuse_missing_torch
 from .results import Environment, Measurement, Row
-from .steps import ALONE, Array, Readings, check, first_wrong, in_turns, means_over_ranks, warm_up
+from .steps import ALONE, Readings, check, first_wrong, in_turns, means_over_ranks, warm_up
 from .table import Column
 from .world import World
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 MODELS = ("transformer", "convnet", "mlp")
 GLOO = "Gloo + PyTorch's DDP"
-
-_PACKAGES = ("torch", "ml_dtypes")
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -36,9 +35,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    if not all(importlib.util.find_spec(name) for name in _PACKAGES):
-        raise MissingDependencyError(
-            "--framework torch needs PyTorch: pip install 'mpiring[torch]'")
+    world.everywhere(refuse_missing_torch)
     from . import torch_models
     place = torch_models.place_named(world, options.device)
     contenders = torch_models.contenders(world, options, place)
@@ -65,7 +62,9 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
     begun = []
     for contender in contenders:
         growth = Growth(world.comm.local_size)
-        begun.append(_begun(world, begin(contender), right, growth))
+        training, peak = _begun(world, begin(contender), right, growth)
+        # The process's memory is not that of the GPU.
+        begun.append((training, peak if place.device.type == "cpu" else math.nan))
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)
     actions = {}

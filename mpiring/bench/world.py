@@ -1,11 +1,13 @@
 """Opens the ranks of a benchmark: MPI itself, on a communicator of its own, beside mpiring's."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ..communicator import Communicator
 from ..config import Config
+from ..errors import MpiringError
 from ..launch import load_mpi, refuse_singleton
 
 
@@ -53,6 +55,23 @@ class World:
         Collective: yes. Blocking: yes.
         """
         return self.slowest([float(flag)])[0] > 0
+
+    def everywhere(self, action: Callable[[], object]) -> None:
+        """Do what each rank can do alone; raise on all ranks what it raises on any.
+
+        Raises:
+            MpiringError: The first such rank's, which it names.
+
+        Collective: yes. Blocking: yes.
+        """
+        mine = None
+        try:
+            action()
+        except MpiringError as error:
+            mine = error
+        for rank, problem in enumerate(self.raw.allgather(mine)):
+            if problem is not None:
+                raise type(problem)(f"rank {rank}: {problem}") from mine
 
     def close(self) -> None:
         """Close both communicators.

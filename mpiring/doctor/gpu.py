@@ -76,9 +76,9 @@ def _use(rank: Rank, job: Job) -> Iterator[Finding]:
     """Judge what mpiring itself does with a rank's GPU."""
     gpus, here = rank.gpus, (rank.rank,)
     if gpus.problem:
+        # The problem tells its own remedy: to install CuPy, its compiler, or a driver.
         yield Finding("mpiring's GPU", NOTE, f"none: {gpus.problem}",
-                      "pip install cupy-cuda13x (or cupy-cuda12x); models on the CPU need none",
-                      here)
+                      "do so for models on GPUs; those on the CPU need none", here)
         return
     if not gpus.own:
         return

@@ -81,11 +81,6 @@ def _refuse_other_than_arrays(x: Any) -> None:
         raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
 
 
-def order_of(x: Array) -> str:
-    """Return "F" for an array whose flat memory is in Fortran order, else "C"."""
-    return "C" if x.flags.c_contiguous else "F"
-
-
 def chunks_of(x: Array, parts: int) -> list[Array]:
     """Cut a vector into `parts` views whose lengths differ by at most one."""
     bounds = [i * x.size // parts for i in range(parts + 1)]

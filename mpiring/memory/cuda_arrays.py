@@ -20,7 +20,8 @@ def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
     a CuPy array, on that which the interface names for any other.
 
     Args:
-        x: A CuPy array, or what has `__cuda_array_interface__`; C- or Fortran-contiguous.
+        x: A CuPy array, C- or Fortran-contiguous; or what has `__cuda_array_interface__`,
+            C-contiguous: ranks could not compare the orders of others.
         writeable: Refuse arrays that cannot be written to.
 
     Raises:
@@ -43,6 +44,7 @@ def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
         raise ConfigError("masked arrays would lose their mask; pass x.filled(...) instead")
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     strides = interface.get("strides")
+    # Without strides it is C-contiguous.
     _refuse_gaps(shape, strides, strides is None or _is_dense(shape, strides, dtype.itemsize))
     address, read_only = interface["data"]
     if writeable and read_only:
@@ -100,13 +102,7 @@ def _refuse_gaps(shape: Sequence[int], strides: object, dense: bool) -> None:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements lie one behind the other, in C's or Fortran's order."""
-    axes = [(length, stride) for length, stride in zip(shape, strides) if length != 1]
-    if not all(shape):
-        return True
-    for ordered in (axes, axes[::-1]):
-        expected = [itemsize * math.prod(length for length, _ in ordered[place + 1:])
-                    for place in range(len(ordered))]
-        if expected == [stride for _, stride in ordered]:
-            return True
-    return False
+    """Return whether elements lie one behind the other, in C's order."""
+    expected = [itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
+    return not all(shape) or all(
+        length == 1 or stride == right for length, stride, right in zip(shape, strides, expected))

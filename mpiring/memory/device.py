@@ -26,8 +26,9 @@ _UNIT_BYTES = 2 << 20
 _PAUSE_S = 20e-6
 
 
-# What sees the arrays of a package as vectors: each returns one, or None for what is not its own.
-VIEWS: "list[Callable[[Any], DeviceVector | None]]" = []
+# What sees the arrays of a package as vectors, of NumPy's or DeviceVectors: each returns one, or
+# None for what is not its own.
+VIEWS: list[Callable[[Any], Any]] = []
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,8 +270,9 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     """Return the elements of an array as a vector that shares its memory, wherever that is.
 
     Args:
-        x: A NumPy array, an array on a GPU (of CuPy, or any with `__cuda_array_interface__`), or
-            a DeviceVector; of any shape, C- or Fortran-contiguous.
+        x: A NumPy array, a tensor of PyTorch where mpiring.torch is imported, an array on a GPU
+            (of CuPy, or any with `__cuda_array_interface__`), or a DeviceVector; of any shape,
+            contiguous.
         writeable: Refuse arrays that cannot be written to.
 
     Returns:

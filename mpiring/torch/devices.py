@@ -111,15 +111,15 @@ def vector_of(x: torch.Tensor) -> Any:
     return array_of(x) if stream is None else replace(stream.vector(x), ready=stream.mark())
 
 
-def _view(x: Any) -> DeviceVector | None:
-    """See a tensor that collectives are called with, on a GPU; None for anything else."""
-    if not isinstance(x, torch.Tensor) or not is_on_gpu(x):
+def _view(x: Any) -> Any:
+    """See a tensor that collectives are called with; None for anything else."""
+    if not isinstance(x, torch.Tensor):
         return None
-    if not x.is_contiguous():
-        raise ConfigError(f"tensor of shape {tuple(x.shape)} with strides {x.stride()} is not "
-                          f"contiguous; pass tensor.contiguous()")
-    vector: DeviceVector = vector_of(x)
-    return vector
+    if x.layout is torch.strided and not x.is_contiguous():
+        raise ConfigError(
+            f"tensor of shape {tuple(x.shape)} with strides {x.stride()} is not contiguous, so it "
+            f"cannot be combined in place; pass y = x.contiguous(), and afterwards x.copy_(y)")
+    return vector_of(x)
 
 
 VIEWS.append(_view)

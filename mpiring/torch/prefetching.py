@@ -41,11 +41,12 @@ class _Carrier:
 
     def send(self, xs: Sequence[Any]) -> data.Arrive:
         """Queue copies of tensors."""
-        starts, nbytes = data.laid_out([x.numel() * x.element_size() for x in xs])
-        pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        for part, x in zip(_parts(pinned, starts, xs), xs):
-            part.copy_(x.detach())
+        starts, nbytes = data.laid_out([x.nbytes for x in xs])
+        # Makes its GPU this thread's, too: to pin memory takes one, and would open the first.
         with torch.cuda.stream(self._stream):
+            pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for part, x in zip(_parts(pinned, starts, xs), xs):
+                part.copy_(x.detach())
             moved = pinned.to(self._device, non_blocking=True)
             copied = self._stream.record_event()
 
@@ -60,7 +61,7 @@ class _Carrier:
 
 def _parts(memory: torch.Tensor, starts: Sequence[int], like: Sequence[Any]) -> list[torch.Tensor]:
     """Return tensors that lie in memory, of the shapes and dtypes of others."""
-    return [memory[start:start + x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+    return [memory[start:start + x.nbytes].view(x.dtype).view(x.shape)
             for start, x in zip(starts, like)]
 
 

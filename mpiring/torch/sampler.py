@@ -101,8 +101,8 @@ class DistributedSampler(Sampler[int]):
 
         Args:
             seen: How many samples this rank has trained on since the iteration began; by
-                default, as many as were drawn, which are more where a DataLoader with
-                workers fetches ahead.
+                default, as many as were drawn, which are more where `mpiring.data.prefetch`, or
+                a DataLoader with workers, fetches ahead.
         """
         position = self._position if seen is None else self._start + seen * self._size
         return {"epoch": self._epoch, "position": min(position, self._n), "seed": self._seed,

@@ -12,7 +12,6 @@ from launching import PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
 from mpiring.__main__ import main
 from mpiring.bench import inputs, jobs, peers, reducers
-from mpiring.bench.jobs import Job
 from mpiring.config import ALGORITHMS
 from mpiring.errors import ConfigError
 from mpiring.transport.base import run_to_end
@@ -32,6 +31,13 @@ EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_li
 
 def bench(ranks, *words, **variables):
     return launch(ranks, "-m", "mpiring", "bench", *words, **variables)
+
+
+def in_turn(ranks, *commands, wrong=False, on=(), **variables):
+    """Run several benchmarks in one job, which loads PyTorch once."""
+    words = [word for command in commands for word in (*command, ",")]
+    return launch(ranks, *on, PROGRAMS / "bench_in_turn.py", *["--wrong"] * wrong, *words,
+                  **variables)
 
 
 @pytest.mark.launch
@@ -123,12 +129,15 @@ def test_steps(tmp_path):
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_steps_of_pytorch(tmp_path):
+def test_steps_and_prefetching_with_pytorch(tmp_path):
     needed("matplotlib"), needed("torch")
-    ended = bench(2, *TORCH, "--models", "transformer,mlp", "--link-rate", "1gbit",
-                  "--bucket", "64K", "--json", tmp_path / "out.json", "--csv",
-                  tmp_path / "out.csv", "--plot", tmp_path / "out.png")
-    assert ended.status == 0, ended.output
+    ended = in_turn(2, (
+        *TORCH, "--models", "transformer,mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
+        tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
+        "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch", "2",
+        "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
+        tmp_path / "prefetch.png"))
+    assert ended.output.count("ended with status 0") == 4, ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert {row["model"] for row in rows} == {"transformer", "mlp"}
     for model in "transformer", "mlp":
@@ -143,6 +152,14 @@ def test_steps_of_pytorch(tmp_path):
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 2
+    rows = json.loads((tmp_path / "prefetch.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == 2 * [
+        "data on the device", "mpiring.data.prefetch", "copied in the step"]
+    assert [row["batch_bytes"] for row in rows[::3]] == [2 * 64 * 4 + 2 * 8, 2 * 2 * 64 * 8]
+    for row in rows:
+        assert row["steps"] == 6 and row["median_ms"] > 0
+        assert row["over_resident"] == 1 or row["contender"] != "data on the device"
+    assert (tmp_path / "prefetch.png").stat().st_size > 10_000
 
 
 @pytest.mark.launch
@@ -150,10 +167,12 @@ def test_steps_of_pytorch(tmp_path):
 def test_allreduce_on_a_gpu(tmp_path):
     """The GPU is simulated: its times mean nothing, but sums are checked."""
     needed("matplotlib")
-    ended = launch(3, PROGRAMS / "on_simulated_gpu.py", "-m", "mpiring", "bench", *ALLREDUCE,
-                   "--device", "cuda", "--buffers", "empty,private", "--algorithms", "ring,native",
-                   "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
-    assert ended.status == 0, ended.output
+    ended = in_turn(
+        3, (*ALLREDUCE, "--device", "cuda", "--buffers", "empty,private", "--algorithms",
+            "ring,native", "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
+        (*ALLREDUCE[:-1], "nccl", "--device", "cuda"), on=[PROGRAMS / "on_simulated_gpu.py"])
+    assert ended.output.count("allreduce ended with status 0") == 3, ended.output
+    assert ended.output.count("the contender 'nccl' cannot run: ") == 3, ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["contender"] for row in rows] == 4 * [
         "naive", "naive, pinned", "mpiring auto", "mpiring ring", "mpiring native", "device copy",
@@ -165,38 +184,20 @@ def test_allreduce_on_a_gpu(tmp_path):
         limit = "pinned copies" if row["buffer"] == "private" else "device copy"
         assert row["this_over_limit"] == 1 or row["contender"] != limit
     assert (tmp_path / "out.png").stat().st_size > 10_000
-    ended = launch(2, PROGRAMS / "on_simulated_gpu.py", "-m", "mpiring", "bench", "allreduce",
-                   "--device", "cuda", "--contenders", "nccl")
-    assert ended.status != 0 and "the contender 'nccl' cannot run: " in ended.output
 
 
-@pytest.mark.launch
-@pytest.mark.any_mpi
-def test_prefetch(tmp_path):
-    needed("matplotlib"), needed("torch")
-    ended = bench(2, "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch",
-                  "2", "--calls", "2", "--rounds", "3", "--json", tmp_path / "out.json", "--plot",
-                  tmp_path / "out.png")
-    assert ended.status == 0, ended.output
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert [row["contender"] for row in rows] == 2 * [
-        "data on the device", "mpiring.data.prefetch", "copied in the step"]
-    assert [row["batch_bytes"] for row in rows[::3]] == [2 * 64 * 4 + 2 * 8, 2 * 2 * 64 * 8]
-    for row in rows:
-        assert row["steps"] == 6 and row["median_ms"] > 0
-        assert row["over_resident"] == 1 or row["contender"] != "data on the device"
-    assert (tmp_path / "out.png").stat().st_size > 10_000
-
-
-def test_codecs(capsys):
+def test_codecs(capsys, tmp_path):
     needed("numba")
-    assert main(["bench", "codecs", "--elements", "20K"]) == 0
+    assert main(["bench", "codecs", "--elements", "20K", "--json", str(tmp_path / "out.json")]) == 0
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert {"cpu", "numpy", "elements"} <= content["environment"].keys()
     title, _, *rows = capsys.readouterr().out.splitlines()
     assert "20,000 float32" in title and "by numba" in title
     rates = {row.split()[0]: [float(cell) for cell in row.split()[1:] if cell[0].isdigit()]
              for row in rows}
     assert list(rates) == ["float16", "bfloat16", "int8", "sign", "largest"]
     assert all(rate > 0 for found in rates.values() for rate in found)
+    assert [row["codec"].split()[0] for row in content["rows"]] == list(rates)
 
 
 @pytest.mark.launch
@@ -234,19 +235,6 @@ def test_reducers_in_a_job_of_its_own(tmp_path):
     assert (tmp_path / "out.csv").read_text().count("\ntopk,") == 1
 
 
-@pytest.mark.launch
-@pytest.mark.any_mpi
-def test_reducers_stop_in_time_and_fail_where_ranks_drift_apart():
-    needed("torch")
-    ended = launch(2, PROGRAMS / "bench_wrong_reducer.py", "bench", *REDUCERS, "--reducers",
-                   "alone,dense,bf16", "--time-limit", "1e-9", MPIRING_SHARED_MEMORY="0")
-    assert ended.status == 1, ended.output
-    for name in "alone", "dense":
-        assert f"{name}, seed 1: stopped after 1 of 4 steps by --time-limit" in ended.output
-    assert re.search(r"^FAILED: bf16 on rank \d: the parameters differ between ranks after "
-                     r"training", ended.output, re.MULTILINE), ended.output
-
-
 @pytest.mark.parametrize(("nodes", "warned"), [(1, True), (2, False)])
 def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog):
     def submit(call, build):
@@ -260,36 +248,41 @@ def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog)
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-@pytest.mark.parametrize(("kind", "message"), [
-    ("gradient", "the gradients .*bias.* are not the means over ranks"),
-    ("rank", "the parameters differ between ranks after training"),
-    ("later", r"after training, the parameters .*bias.* are not those with Gloo"),
-])
-def test_wrong_training_fails_the_benchmark(kind, message):
-    needed("torch")
-    ended = launch(2, PROGRAMS / "bench_wrong_torch.py", kind, "bench", *TORCH)
-    assert ended.status == 1, ended.output
-    assert re.search(rf"^FAILED: wrong on rank \d: {message}", ended.output, re.MULTILINE)
-
-
-@pytest.mark.launch
-@pytest.mark.any_mpi
 def test_gloo_takes_part():
     needed("torch")
-    ended = bench(2, *ALLREDUCE[:-1], "gloo", "--dtypes", "float32,bfloat16")
-    assert ended.status == 0, ended.output
+    ended = in_turn(2, (*ALLREDUCE[:-1], "gloo", "--dtypes", "float32,bfloat16"),
+                    (*OVERLAP[:-1], "gloo", "--computes", "numpy"))
+    assert ended.status == 0 and ended.output.count("ended with status 0") == 4, ended.output
     assert len(re.findall(r"Gloo +[\d,.]+ ", ended.output)) == 4
-    ended = bench(2, *OVERLAP[:-1], "gloo", "--computes", "numpy")
-    assert ended.status == 0 and "Gloo" in ended.output, ended.output
+    assert len(re.findall(r"Gloo +numpy +[\d,.]+ ", ended.output)) == 1
 
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("words", [ALLREDUCE, OVERLAP, STEPS], ids=lambda words: words[0])
-def test_a_wrong_result_fails_the_benchmark(words):
-    ended = launch(3, PROGRAMS / "bench_wrong.py", "bench", *words)
-    assert ended.status == 1, ended.output
-    assert re.search(r"^FAILED: wrong.* on rank \d", ended.output, re.MULTILINE), ended.output
+def test_what_is_wrong_fails_the_benchmark():
+    """And a reducer's training ends at its time limit."""
+    needed("torch")
+    later = (*TORCH, "--models", "mlp")
+    reducing = (*REDUCERS, "--reducers", "alone,dense,bf16", "--time-limit", "1e-9")
+    ended = in_turn(2, ALLREDUCE, OVERLAP, STEPS, TORCH, later, reducing, wrong=True,
+                    MPIRING_SHARED_MEMORY="0")
+    assert ended.status == 0, ended.output
+    statuses = re.findall(r"^(\w+) ended with status 1$", ended.output, re.MULTILINE)
+    names = ["allreduce", "overlap", "steps", "steps", "steps", "reducers"]
+    assert sorted(statuses) == sorted(2 * names), ended.output
+    told = re.findall(r"^FAILED: (.*)", ended.output, re.MULTILINE)
+    patterns = [
+        r"wrong on rank 1: element 1 of 2 float32 is .*, which is not the sum",
+        r"wrong on rank 1: element \d+ of \d+ float32 is .*, which is not the sum",
+        r"wrong after backward on rank 1: the gradients .*b2.* are not the means over ranks",
+        r"wrong on rank 1: the gradients .*bias.* are not the means over ranks",
+        r"wrong on rank 0: after training, the parameters .*bias.* are not those with Gloo",
+        r"bf16 on rank 0: the parameters differ between ranks after training"]
+    assert len(told) == len(patterns), told
+    for text, pattern in zip(told, patterns):
+        assert re.match(pattern, text), text
+    for name in "alone", "dense":
+        assert f"{name}, seed 1: stopped after 1 of 4 steps by --time-limit" in ended.output
 
 
 @pytest.mark.launch
@@ -297,79 +290,7 @@ def test_a_peer_that_is_not_installed_is_named():
     ended = bench(1, *ALLREDUCE[:-1], "horovod")
     if ended.status == 0:
         pytest.skip(reason="Horovod is installed")
-    assert ended.status == 2 and "needs the packages torch, horovod" in ended.output
-
-
-@pytest.mark.launch
-@pytest.mark.any_mpi
-@pytest.mark.parametrize("ranks", [0, 3], ids=["jobs of its own", "a launcher's job"])
-@pytest.mark.parametrize(("option", "name", "message"), [
-    ("--json", "missing/out.json", "missing/out.json: cannot be written: No such file"),
-    ("--csv", ".", ": cannot be written: Is a directory"),
-    ("--plot", "out.nonsense", "out.nonsense: expected a name that ends in"),
-])
-def test_files_that_cannot_be_written_are_refused_at_once(tmp_path, ranks, option, name, message):
-    needed("matplotlib")
-    mpiexec()
-    words = (*ALLREDUCE, option, str(tmp_path / name))
-    if ranks:
-        ended = bench(ranks, *words)
-        status, output = ended.status, ended.output
-    else:
-        own = subprocess.run([sys.executable, "-m", "mpiring", "bench", *words], cwd=ROOT,
-                             env=environment(), capture_output=True, text=True, timeout=60)
-        status, output = own.returncode, own.stdout + own.stderr
-    assert status == 2 and message in output and "Traceback" not in output, output
-    assert "MPI_Allreduce" not in output, "nothing is measured in vain"
-    assert not list(tmp_path.iterdir())
-
-
-def test_jobs_alternate_between_the_levels():
-    levels = ["multiple", "serialized"]
-    assert jobs.plan(levels, 5) == [
-        Job("multiple", 3, True), Job("serialized", 3, False), Job("serialized", 3, False),
-        Job("multiple", 3, True)]
-    assert jobs.plan(levels[:1], 5) == [Job("multiple", 5, True)]
-    assert jobs.plan(levels[:1], None) == [Job("multiple", None, True)]
-
-
-def run(*words):
-    code = ("import sys; sys.modules['mpi4py.MPI'] = None; from mpiring.__main__ import main; "
-            "sys.exit(main(sys.argv[1:]))")
-    return subprocess.run([sys.executable, "-c", code, "bench", *words], cwd=ROOT, text=True,
-                          env=environment(), capture_output=True, timeout=60)
-
-
-@pytest.mark.parametrize("command", [
-    (), ("allreduce",), ("overlap",), ("steps",), ("reducers",), ("plot",)])
-def test_help_needs_no_mpi(command):
-    ended = run(*command, "--help")
-    assert ended.returncode == 0 and "usage: " in ended.stdout, ended.stderr
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    (("--sizes", "many"), "argument --sizes: size 'many': expected a number of bytes"),
-    (("--algorithms", "auto,best"), "'best': expected some of auto"),
-    (("--contenders", "rccl"), "'rccl': expected some of mpiring"),
-    (("--ranks", "0"), "argument --ranks: '0': expected 1 or more"),
-    (("--budget", "-1"), "argument --budget: '-1': expected a number above 0"),
-    (("--link-rate", "fast"), "argument --link-rate: rate 'fast'"),
-])
-def test_bad_options(words, message):
-    ended = run("allreduce", *words)
-    assert ended.returncode == 2 and message in ended.stderr, ended.stderr
-
-
-@pytest.mark.parametrize(("words", "message"), [
-    (("--reducers", "dense,fp8"), "'fp8': expected some of alone, dense"),
-    (("--seeds", "1,-2"), "argument --seeds: '-2': expected 1 or more"),
-    (("--steps", "5", "--warmup-steps", "5"),
-     "--steps 5 is too few: the first 5 are not measured, with --warmup-steps 5"),
-    (("--steps", "2"), "--steps 2 is too few: the first 2 are not measured"),
-])
-def test_bad_options_of_reducers(words, message):
-    ended = run("reducers", *words)
-    assert ended.returncode == 2 and message in ended.stderr, ended.stderr
+    assert ended.status == 2 and "rank 0: the contender 'horovod' needs " in ended.output
 
 
 def test_horovod_declines_what_it_cannot_sum(monkeypatch):

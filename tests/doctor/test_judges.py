@@ -357,8 +357,8 @@ def test_what_mpiring_does_with_gpus():
     assert "summed in place" in one(with_gpus([A_GPU, OTHER]), shared, "ok")
     refused = with_gpus([A_GPU, OTHER], unshared="invalid device context")
     assert "(invalid device context): data goes through pinned" in one(refused, shared, "note")
-    missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="there is no CuPy")))
-    assert "none: there is no CuPy -> pip install cupy-cuda13x" in one(missing, own, "note")
+    missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="no CuPy: pip install it")))
+    assert "none: no CuPy: pip install it -> do so for models on GPUs" in one(missing, own, "note")
 
 
 @pytest.mark.parametrize(("wish", "words"), [

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
+from mpiring.calls import described
 from mpiring.memory.arrays import (
-    COMPLEX, FLOATING, as_bytes, chunks_of, dtype_name, flat, is_finite, order_of, pieces_of)
+    COMPLEX, FLOATING, as_bytes, chunks_of, dtype_name, flat, is_finite, pieces_of)
 
 
 @given(n=st.integers(0, 200), parts=st.integers(1, 20))
@@ -42,8 +43,10 @@ def test_flat_is_a_view(x):
 
 
 def test_order_tells_equal_shapes_apart():
-    x = np.zeros((2, 3))
-    assert order_of(x) == "C" and order_of(np.asfortranarray(x)) == "F"
+    x, y = np.zeros((2, 3)), np.asfortranarray(np.zeros((2, 3)))
+    assert described(x, flat(x)) == "float64 (2, 3)"
+    assert described(y, flat(y)) == "float64 (2, 3) in Fortran order"
+    assert described(y[:, 0], flat(y[:, 0])) == "float64 (2,)"
 
 
 def test_read_only_memory_can_be_sent_but_not_written():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mpiring.calls import allreduce_call, described
 from mpiring.errors import ConfigError, MissingDependencyError, TransportError
 from mpiring.memory import cuda, cuda_arrays, kernels
 
@@ -311,20 +312,34 @@ class Foreign:
             "shape": (3, 4), "typestr": "<f4", "data": (0x2000, False), "version": 3} | changed
 
 
-@pytest.mark.parametrize("strides", [None, (16, 4), (4, 12)])
-def test_the_interface_of_others_is_honoured(runtime, strides):
-    x = cuda_arrays.vector_of(Foreign(strides=strides))
+@pytest.mark.parametrize("changed", [
+    {}, {"strides": None}, {"strides": (16, 4)}, {"shape": (3, 1, 4), "strides": (16, 7, 4)}])
+def test_the_interface_of_others_is_honoured(runtime, changed):
+    x = cuda_arrays.vector_of(Foreign(**changed))
     assert (x.address, x.size, x.dtype, x.ready) == (0x2000, 12, np.float32, None)
-    x = cuda_arrays.vector_of(Foreign(strides=strides, stream=1))
+    x = cuda_arrays.vector_of(Foreign(**changed, stream=1))
     assert runtime.calls[-1] == ("eventRecord", 1, x.ready.pointer, 1)
     with pytest.raises(ConfigError, match="on which stream .* import mpiring.torch"):
-        cuda_arrays.vector_of(Foreign(strides=strides, version=2))
-    empty = cuda_arrays.vector_of(Foreign(shape=(0, 4), data=(0, False), stream=1))
+        cuda_arrays.vector_of(Foreign(**changed, version=2))
+    empty = cuda_arrays.vector_of(Foreign(
+        shape=(0, 4), data=(0, False), strides=(0, 0), stream=1))
     assert empty.size == 0 and empty.ready is None
 
 
+@pytest.mark.parametrize("flags", [None, {"C_CONTIGUOUS": True}])
+def test_arrays_of_others_are_described_without_flags_and_shape(cupy, flags):
+    """Numba's flags are a dict, and a buffer of RAPIDS' has neither."""
+    x = Foreign()
+    if flags is not None:
+        x.flags, x.shape = flags, (3, 4)
+    shape = "(12,)" if flags is None else "(3, 4)"
+    vector = cuda_arrays.vector_of(x)
+    assert described(x, vector) == f"float32 {shape} on a GPU"
+    assert f"sum of float32 {shape} on a GPU" in allreduce_call("sum", x, vector, "auto").detail
+
+
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"strides": (4, 16)}, "not contiguous"), ({"strides": (32, 8)}, "not contiguous"),
+    *(({"strides": strides}, "not contiguous") for strides in [(4, 16), (4, 12), (32, 8), (0, 4)]),
     ({"data": (0x2000, True)}, "read-only"), ({"mask": object()}, "mask"),
     ({"typestr": ">f4"}, "foreign byte order"), ({"typestr": "|O"}, "cannot travel")])
 def test_what_is_refused_is_told_as_on_the_host(cupy, changed, message):

@@ -57,12 +57,15 @@ def test_other_collectives(comm, gpu):
     x = gpu.put(np.arange(101.0) + 1000 * comm.rank)
     assert comm.broadcast(x, root=comm.size - 1) is x
     assert np.array_equal(x.get(), np.arange(101.0) + 1000 * (comm.size - 1))
-    y = gpu.put(np.arange(101.0))
-    part = comm.reduce_scatter(y)
-    bounds = [rank * 101 // comm.size for rank in (comm.rank, comm.rank + 1)]
-    assert np.array_equal(part.get(), comm.size * np.arange(*bounds))
-    comm.allgather(y)
-    assert np.array_equal(y.get(), comm.size * np.arange(101.0))
+    bounds = [rank * 102 // comm.size for rank in (comm.rank, comm.rank + 1)]
+    for order in "CF":
+        whole = gpu.put(np.arange(102.0).reshape(3, 34))
+        y = whole if order == "C" else whole.T
+        part = comm.reduce_scatter(y)
+        assert type(part) is type(y) and part.shape == (bounds[1] - bounds[0],)
+        assert np.array_equal(part.get(), comm.size * np.arange(*bounds))
+        comm.allgather(y)
+        assert np.array_equal(whole.get().ravel(), comm.size * np.arange(102.0))
 
 
 def test_empty(comm, gpu):

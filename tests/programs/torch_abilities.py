@@ -798,17 +798,25 @@ def a_stream_of_its_own_can_be_used():
 
 
 @ability
-def the_face_takes_tensors_on_a_gpu():
-    if not ON_GPU:
-        fails(lambda: comm.allreduce(torch.ones(3)), mpiring.ConfigError,
-              "expected a numpy.ndarray")
-        return
+def the_face_takes_tensors():
+    total = p * (p + 1) / 2
     for requires_grad in (False, True):
         x = torch.full((5, 3), r + 1.0, device=WHERE, requires_grad=requires_grad)
-        assert comm.allreduce(x) is x
-        assert (x == p * (p + 1) / 2).all()
-    fails(lambda: comm.allreduce(torch.ones(4, 4, device=WHERE)[:, 1]), mpiring.ConfigError,
-          "not contiguous")
+        assert comm.allreduce(x) is x and (x == total).all()
+    x = torch.full((5, 3), r + 1, dtype=torch.bfloat16, device=WHERE)
+    assert comm.iallreduce(x).wait() is x and (x == total).all()
+    chunk = comm.reduce_scatter(x)
+    start, stop = 15 * r // p, 15 * (r + 1) // p
+    assert isinstance(chunk, torch.Tensor) and chunk.dtype == x.dtype and chunk.device == x.device
+    assert chunk.shape == (stop - start,) and (chunk == total * p).all()
+    chunk += r
+    assert (x.flatten()[start:stop] == total * p + r).all(), "it is a view"
+    assert comm.allgather(x) is x and (x.flatten()[:15 // p] == total * p).all()
+    assert comm.broadcast(x, root=p - 1) is x and x[-1, -1] == total * p + p - 1
+    for wrong, words in ((torch.ones(4, 4, device=WHERE)[:, 1], "pass y = x.contiguous()"),
+                         (torch.ones(3, device=WHERE).to_sparse(), "expected a dense one")):
+        if wrong.layout is torch.strided or not ON_GPU:
+            fails(lambda wrong=wrong: comm.allreduce(wrong), mpiring.ConfigError, words)
 
 
 for function in ABILITIES:

@@ -1,0 +1,115 @@
+"""Tests what the benchmarks refuse before they measure, in this process where that is possible."""
+
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+from launching import PROGRAMS, launch, needed
+
+from mpiring.__main__ import main
+from mpiring.bench import jobs
+from mpiring.bench.jobs import Job
+from mpiring.bench.world import World
+from mpiring.errors import ConfigError, MissingDependencyError
+
+UNWRITABLE = {
+    "--json": ("missing/out.json", "missing/out.json: cannot be written: No such file"),
+    "--csv": (".", ": cannot be written: Is a directory"),
+    "--plot": ("out.nonsense", "out.nonsense: expected a name that ends in")}
+
+
+def shown_by(capsys, monkeypatch, *words):
+    """Return the exit status and what is printed where there is no MPI library."""
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    try:
+        status = main(["bench", *words])
+    except SystemExit as end:
+        status = end.code
+    return status, "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize("command", [
+    (), ("allreduce",), ("overlap",), ("steps",), ("prefetch",), ("reducers",), ("codecs",),
+    ("plot",)])
+def test_help_needs_no_mpi(capsys, monkeypatch, command):
+    status, text = shown_by(capsys, monkeypatch, *command, "--help")
+    assert status == 0 and "usage: " in text
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("allreduce --sizes many", "argument --sizes: size 'many': expected a number of bytes"),
+    ("allreduce --algorithms auto,best", "'best': expected some of auto"),
+    ("allreduce --contenders rccl", "'rccl': expected some of mpiring"),
+    ("allreduce --ranks 0", "argument --ranks: '0': expected 1 or more"),
+    ("allreduce --budget -1", "argument --budget: '-1': expected a number above 0"),
+    ("allreduce --link-rate fast", "argument --link-rate: rate 'fast'"),
+    ("allreduce --contenders nccl",
+     "nccl: here, with --device cpu, expected some of mpiring, mpi, gloo, horovod"),
+    ("allreduce --device cuda --contenders mpi,gloo",
+     "gloo: here, with --device cuda, expected some of mpiring, mpi, nccl"),
+    ("steps --framework torch --contenders mpi", "expected some of mpiring, gloo, horovod"),
+    ("steps --device cuda", "--device cuda needs --framework torch"),
+    ("prefetch --contenders gloo", "unrecognized arguments: --contenders"),
+    ("codecs --json missing/out.json", "missing/out.json: cannot be written: No such file"),
+    ("reducers --reducers dense,fp8", "'fp8': expected some of alone, dense"),
+    ("reducers --seeds 1,-2", "argument --seeds: '-2': expected 0 or more"),
+    ("reducers --steps 5 --warmup-steps 5",
+     "--steps 5 is too few: the first 5 are not measured, with --warmup-steps 5"),
+    ("reducers --steps 2", "--steps 2 is too few: the first 2 are not measured"),
+])
+def test_bad_options(capsys, monkeypatch, words, message):
+    status, text = shown_by(capsys, monkeypatch, *words.split())
+    assert status == 2 and message in text, text
+
+
+def test_a_job_that_is_there_starts_no_others(capsys, monkeypatch):
+    monkeypatch.setenv("PMI_SIZE", "4")
+    status, text = shown_by(capsys, monkeypatch, "allreduce", "--ranks", "2")
+    assert status == 2 and "--ranks 2: this is a job of 4 ranks already, as PMI_SIZE=4" in text
+
+
+@pytest.mark.parametrize("option", UNWRITABLE)
+def test_files_that_cannot_be_written_are_refused_before_jobs_begin(tmp_path, capsys, option):
+    needed("matplotlib")
+    name, message = UNWRITABLE[option]
+    assert main(["bench", "allreduce", option, str(tmp_path / name)]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err and "MPI_Allreduce" not in shown.out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_files_that_rank_0_cannot_write_are_refused_on_all(tmp_path):
+    needed("matplotlib")
+    words = [word for option, (name, _) in UNWRITABLE.items()
+             for word in ("allreduce", option, tmp_path / name, ",")]
+    ended = launch(2, PROGRAMS / "bench_in_turn.py", *words)
+    assert ended.output.count("allreduce ended with status 2") == 6, ended.output
+    for _, message in UNWRITABLE.values():
+        assert len(re.findall(f"^mpiring: rank 0: .*{re.escape(message)}", ended.output,
+                              re.MULTILINE)) == 2
+    assert "MPI_Allreduce" not in ended.output, "nothing is measured in vain"
+    assert not list(tmp_path.iterdir())
+
+
+def test_jobs_alternate_between_the_levels():
+    levels = ["multiple", "serialized"]
+    assert jobs.plan(levels, 5) == [
+        Job("multiple", 3, True), Job("serialized", 3, False), Job("serialized", 3, False),
+        Job("multiple", 3, True)]
+    assert jobs.plan(levels[:1], 5) == [Job("multiple", 5, True)]
+    assert jobs.plan(levels[:1], None) == [Job("multiple", None, True)]
+
+
+def test_what_one_rank_cannot_do_ends_all():
+    world = World.__new__(World)
+    found = [None, MissingDependencyError("there is no CuPy"), None]
+    world.raw = SimpleNamespace(allgather=lambda mine: [mine, *found])
+    with pytest.raises(MissingDependencyError, match="^rank 2: there is no CuPy$"):
+        world.everywhere(lambda: None)
+    found.clear()
+    world.everywhere(lambda: None)
+    with pytest.raises(ConfigError, match="^rank 0: mine$"):
+        world.everywhere(lambda: (_ for _ in ()).throw(ConfigError("mine")))
