@@ -214,7 +214,7 @@ class ArrayCarrier:
         self._device = device
         self._stream = device.gpu.stream()
         self._staging = Staging(device.gpu)
-        # Between the threads that load and those that ask; nobody waits while data is copied.
+        # Between the threads that load and those that ask.
         self._lock = threading.Lock()
         # Memory that nobody has any more; and since when its last user's stream is through.
         self._dead: deque[DeviceVector] = deque()
@@ -223,8 +223,7 @@ class ArrayCarrier:
     def send(self, xs: Sequence[Any]) -> Arrive:
         """Queue copies of arrays."""
         starts, nbytes = laid_out([x.nbytes for x in xs])
-        with self._lock:
-            slot = self._staging.take(nbytes)
+        slot = self._staging.take(nbytes)
         for start, x in zip(starts, xs):
             slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
         with self._lock:
@@ -232,7 +231,7 @@ class ArrayCarrier:
             if nbytes:
                 self._stream.upload(slot[:nbytes], memory[:nbytes])
             copied = self._stream.record()
-            self._staging.give(slot, copied)
+        self._staging.give(slot, copied)
         looks = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
         return lambda: self._arrived(memory, copied, looks)
 

@@ -14,6 +14,8 @@ from launching import PROGRAMS, ROOT, environment, needed
 
 from mpiring import ConfigError, LaunchError, MissingDependencyError, lab
 
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
+
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 
 

@@ -146,6 +146,8 @@ def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes, request,
         # To compile the host's loops on every rank would take longer; the bits are the same.
         monkeypatch.setattr(compiled, name, lambda *arguments: None)
     if nodes == "each":
+        if comm.size > 2 and isinstance(gpu, simulated_gpu.Installed):
+            pytest.skip(reason="takes long; see tests/reducers/test_on_gpus.py")
         comm = apart
         if isinstance(gpu, simulated_gpu.Installed):
             request.getfixturevalue("compiled_kernels")
