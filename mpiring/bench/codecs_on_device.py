@@ -34,8 +34,7 @@ def shares(n: int, named: tuple[tuple[str, Codec], ...]) -> tuple[dict[str, Any]
     device = device_named("cuda", 0)
     x = _put(device, np.random.default_rng(0).standard_normal(n, np.float32))
     other = device.allocate(x.nbytes).view(np.float32)
-    # A stream that takes kernels, too.
-    stream: Any = device.gpu.stream()
+    stream = device.gpu.stream()
 
     def seconds(launch: Callable[[], object]) -> float:
         readings = []
