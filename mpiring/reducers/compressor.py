@@ -69,6 +69,7 @@ class Compressor(ABC):
 
         Returns:
             Whether what all nodes contributed was finite; where not, the result is not either.
+            On a GPU True, since to look would be to wait.
         """
 
     def compresses(self, nodes: int, step: int) -> bool:
