@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.action(options)
     except MpiringError as error:
-        print(f"mpiring: {error}", file=sys.stderr)
+        # In one write: ranks that say it at once would mix up their lines.
+        sys.stderr.write(f"mpiring: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
