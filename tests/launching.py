@@ -97,3 +97,13 @@ def finish(job, timeout_s=120):
 def launch(ranks, *command, timeout_s=120, options=(), **variables):
     """Run `python command…` on some ranks to its end."""
     return finish(start(ranks, *command, options=options, **variables), timeout_s)
+
+
+def shell(text, timeout_s=120):
+    """Run lines of a shell to their end, stopping at the first that fails."""
+    variables = environment()
+    variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
+    return finish(subprocess.Popen(
+        ["bash", "-euo", "pipefail", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL, text=True, errors="replace", cwd=ROOT, env=variables,
+        start_new_session=True), timeout_s)

@@ -83,7 +83,7 @@ def test_imports_make_no_circle():
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_files_and_functions_are_small(path):
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 500
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef):
             docstring = node.body[0] if ast.get_docstring(node) else None

@@ -1,0 +1,52 @@
+"""Runs what the pages under docs/ show.
+
+A comment before a block says how: `<!-- ranks: 3 -->` starts a Python block as a program on three
+ranks, `<!-- run -->` a shell block as it stands. Both must succeed, unless the comment goes on:
+`<!-- ranks: 2, fails: ConfigError -->` must fail with that text in what it prints. What else is
+needed is named, too: `<!-- ranks: 2, needs: torch -->`.
+"""
+
+import re
+
+import pytest
+from launching import ROOT, launch, needed, shell
+
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+_BLOCK = re.compile(
+    r"(?:^<!-- ([^\n]*) -->\n)?^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks():
+    for page in PAGES:
+        for number, match in enumerate(_BLOCK.finditer(page.read_text()), 1):
+            yield pytest.param(*match.groups(), id=f"{page.relative_to(ROOT)}:{number}")
+
+
+def options_of(comment):
+    assert comment, "a comment before the block says how it is run"
+    return dict(re.match(r"(\w+)(?:: (.*))?$", part).groups() for part in comment.split(", "))
+
+
+@pytest.mark.parametrize("comment, language, text", [*blocks()])
+def test_block(comment, language, text, tmp_path):
+    options = options_of(comment)
+    assert ("ranks" in options) == (language == "python") and options.keys() <= {
+        "ranks", "run", "fails", "needs"}
+    for module in options.get("needs", "").split():
+        needed(module)
+    if language == "python":
+        program = tmp_path / "program.py"
+        program.write_text(text)
+        ended = launch(int(options["ranks"]), program)
+    else:
+        ended = shell(text)
+    assert (ended.status == 0) == ("fails" not in options), ended.output
+    assert options.get("fails", "") in ended.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
