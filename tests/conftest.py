@@ -4,8 +4,14 @@ import os
 
 import pytest
 import slurm_cluster
+from launching import default_signals
 
 MPI_FOLDER = "mpi"
+
+
+def pytest_configure():
+    """Let jobs react to signals, however the tests were started."""
+    default_signals()
 
 
 def pytest_ignore_collect(collection_path, config):

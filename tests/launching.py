@@ -26,6 +26,19 @@ class Ended:
     seconds: float
 
 
+def default_signals():
+    """Undo what this process has inherited: a script's background ignores SIGINT, nohup SIGHUP.
+
+    Whatever tests start inherits it from here. Python itself ignores SIGPIPE and SIGXFSZ.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    for number in signal.valid_signals() - {
+            signal.SIGKILL, signal.SIGSTOP, signal.SIGPIPE, signal.SIGXFSZ}:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+
+
 def mpiexec():
     """Return the mpiexec of this environment; skip, or fail in CI, where there is none."""
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
