@@ -240,11 +240,18 @@ def test_arguments_that_differ_or_cannot_work(tmp_path):
         on_ranks(2, lambda comm: Checkpoints(tmp_path / "file", comm))
 
 
+# In numbers of float64.
+TOO_LONG = 5_000_000
+
+
 @pytest.fixture
 def limited():
-    """Let files of this process have 64 KiB at most: to write more fails as on a full disk."""
+    """Let files of this process have 32 MiB at most: to write more fails as on a full disk.
+
+    So has the tests' own output, where that goes to a file.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 20, before[1]))
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
@@ -255,7 +262,7 @@ def test_a_disk_that_is_full_for_one_rank_is_told_on_all(tmp_path, limited, culp
     def run(comm):
         with Checkpoints(tmp_path, comm) as checkpoints:
             checkpoints.save(1, replicated=state(1), own=state(1, comm.rank))
-            large = np.zeros(100_000 if comm.rank == culprit else 1)
+            large = np.zeros(TOO_LONG if comm.rank == culprit else 1)
             checkpoints.save(2, replicated=state(2), own=large)
             for call in (lambda: checkpoints.save(3), checkpoints.wait):
                 try:
@@ -277,7 +284,7 @@ def test_an_error_shows_in_close_too(tmp_path, limited):
 
     def run(comm):
         checkpoints = Checkpoints(tmp_path, comm)
-        checkpoints.save(2, replicated=np.zeros(100_000))
+        checkpoints.save(2, replicated=np.zeros(TOO_LONG))
         with pytest.raises(CheckpointError, match="step 2 was not written: rank 0"):
             checkpoints.close()
         with pytest.raises(ClosedError, match="rank .: these checkpoints are closed"):
