@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# How late anything may be. A job that should end by itself, soon, does so within SOON_S, also where
+# other programs keep every core busy; nothing else ends it before stall_timeout_s, 600 s. One that
+# lasts for HANG_S hangs.
+SOON_S, HANG_S = 60, 240
 PROGRAMS = ROOT / "tests" / "programs"
 
 
@@ -95,7 +99,7 @@ def start(ranks, *command, options=(), **variables):
         start_new_session=True)
 
 
-def finish(job, timeout_s=120):
+def finish(job, timeout_s=HANG_S):
     """Wait for a job, and end it if it is late."""
     began = time.monotonic()
     try:
@@ -107,12 +111,12 @@ def finish(job, timeout_s=120):
     return Ended(job.returncode, output, time.monotonic() - began)
 
 
-def launch(ranks, *command, timeout_s=120, options=(), **variables):
+def launch(ranks, *command, timeout_s=HANG_S, options=(), **variables):
     """Run `python command…` on some ranks to its end."""
     return finish(start(ranks, *command, options=options, **variables), timeout_s)
 
 
-def shell(text, timeout_s=120):
+def shell(text, timeout_s=HANG_S):
     """Run lines of a shell to their end, stopping at the first that fails."""
     variables = environment()
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"

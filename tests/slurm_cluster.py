@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from launching import ROOT, environment
+from launching import HANG_S, ROOT, SOON_S, environment
 
 NODES = ("n1", "n2", "n3", "n4")
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "ip", "unshare", "nsenter", "setpriv")
@@ -130,7 +130,7 @@ class Slurm:
         ours = {"SLURM_CONF": str(self.folder / "slurm.conf")}
         return {**openmpi, **mine, **ours, **variables}
 
-    def run(self, *words, timeout_s=60, **variables):
+    def run(self, *words, timeout_s=HANG_S, **variables):
         """Run a command on the login node to its end; its stderr joins its stdout."""
         return subprocess.run(
             self.command(*words), env=self.environment(**variables), timeout=timeout_s, text=True,
@@ -163,7 +163,7 @@ class Slurm:
         pid = (self.folder / f"slurmd-{node}.pid").read_text().strip()
         self.must("kill", "-KILL", pid)
 
-    def await_nodes(self, timeout_s=30):
+    def await_nodes(self, timeout_s=SOON_S):
         """Wait until all nodes are idle, or fail with what the daemons have logged."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -200,13 +200,13 @@ class Job:
         text = self.slurm.must("scontrol", "--oneliner", "show", "job", self.number)
         return dict(re.findall(r"([\w/:]+)=(\S*)", text))
 
-    def wait(self, *states, timeout_s=200):
+    def wait(self, *states, timeout_s=HANG_S):
         """Wait until the job is in one of the states, at last in any; return `show()`."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         return self.until(lambda: (shown := self.show())["JobState"] in (states or ended) and shown,
                           f"the job is {' or '.join(states) or 'over'}", timeout_s)
 
-    def wait_for(self, pattern, timeout_s=200):
+    def wait_for(self, pattern, timeout_s=HANG_S):
         """Wait until the job has printed what a regular expression describes."""
         self.until(lambda: re.search(pattern, self.output, re.MULTILINE), f"it prints {pattern!r}",
                    timeout_s)

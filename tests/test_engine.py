@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 
 import pytest
+from launching import SOON_S
 
 from mpiring import ClosedError, Config, ProcessFailedError, StallError, TransportError
 from mpiring.collectives.agreement import Call
@@ -87,7 +88,7 @@ def inline():
     return Setup(threaded=False)
 
 
-def until(condition, timeout_s=5):
+def until(condition, timeout_s=SOON_S):
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"

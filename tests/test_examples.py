@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from launching import PROGRAMS, ROOT, environment, launch, needed
+from launching import HANG_S, PROGRAMS, ROOT, environment, launch, needed
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -24,7 +24,7 @@ def test_allreduce_is_short_and_adds():
 def test_training_alone_needs_no_launcher():
     ended = subprocess.run(
         [sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, env=environment(),
-        text=True, capture_output=True, timeout=60)
+        text=True, capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"epoch   2  loss 0\.\d{4}  test accuracy \d\d\.\d\d%  [\d,]+ images/s  "
                      r"0% of communication hidden", ended.stdout)

@@ -6,13 +6,12 @@ import signal
 import time
 
 import pytest
-from launching import PROGRAMS, finish, launch, start
+from launching import PROGRAMS, SOON_S, finish, launch, start
 
 pytestmark = pytest.mark.launch
 
 IMPATIENT = {"MPIRING_STALL_WARNING_S": "1", "MPIRING_STALL_TIMEOUT_S": "3"}
 FAULT = PROGRAMS / "fault.py"
-SOON_S = 10
 
 MISMATCHES = {
     "shape": ["called allreduce sum of float32 (999,)", "float32 (1000,)"],
@@ -88,7 +87,7 @@ def test_control_c(to):
         os.killpg(job.pid, signal.SIGINT)
     else:
         job.send_signal(signal.SIGINT)
-    ended = finish(job, 30)
+    ended = finish(job)
     assert ended.status != 0 and time.monotonic() - began < SOON_S
 
 

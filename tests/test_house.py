@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import ROOT
+from launching import HANG_S, ROOT
 
 PACKAGE = ROOT / "mpiring"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -140,7 +140,7 @@ def test_exports():
 
 def run(code):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, text=True,
-                          capture_output=True, timeout=60).stdout
+                          capture_output=True, timeout=HANG_S).stdout
 
 
 def test_import_is_light_and_starts_no_mpi():

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import PROGRAMS, ROOT, environment, needed
+from launching import HANG_S, PROGRAMS, ROOT, SOON_S, environment, needed
 
 from mpiring import ConfigError, LaunchError, MissingDependencyError, lab
 
@@ -39,7 +39,7 @@ def command(*words):
     return [sys.executable, "-m", "mpiring", "lab", *map(str, words)]
 
 
-def run(*words, timeout_s=60):
+def run(*words, timeout_s=HANG_S):
     return subprocess.run(command(*words), cwd=ROOT, env=environment(), text=True,
                           capture_output=True, timeout=timeout_s)
 
@@ -60,7 +60,7 @@ def holders():
     return found
 
 
-def gone(timeout_s=10):
+def gone(timeout_s=SOON_S):
     deadline = time.monotonic() + timeout_s
     while holders():
         if time.monotonic() > deadline:
@@ -95,7 +95,7 @@ def test_the_first_allreduce_between_hosts_measures_and_keeps(possible, tmp_path
     for _ in range(2):
         ended = subprocess.run(
             command("run", "--hosts", 2, "--ranks-per-host", 2, *python(PROGRAMS / "tuned.py")),
-            cwd=ROOT, text=True, capture_output=True, timeout=120, env=settings)
+            cwd=ROOT, text=True, capture_output=True, timeout=HANG_S, env=settings)
         assert ended.returncode == 0, ended.stderr
         # At least the check of a kept model; on a busy machine it is measured anew.
         assert int(re.fullmatch(r"tuned (\d+) operations\n", ended.stdout)[1]) > 5
@@ -117,7 +117,7 @@ def test_the_doctor_measures_the_links(possible):
     assert ended.returncode == 0, ended.stdout
     assert "ranks: 2 ranks on 2 nodes, 1 on each" in ended.stdout
     gbit = float(re.search(r"between nodes: [\d.]+ us, ([\d.]+) Gbit/s", ended.stdout)[1])
-    assert 0.05 < gbit < 0.21, ended.stdout
+    assert 0.01 < gbit < 0.21, ended.stdout
     assert gone()
 
 
@@ -166,7 +166,7 @@ def test_two_labs_do_not_collide(possible):
                              cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE)
             for _ in range(2)]
     for job in jobs:
-        assert "[(0, 0, 2), (1, 0, 2)] sum 2.0" in job.communicate(timeout=60)[0]
+        assert "[(0, 0, 2), (1, 0, 2)] sum 2.0" in job.communicate(timeout=HANG_S)[0]
     assert gone()
 
 
@@ -190,7 +190,7 @@ def test_nothing_is_left_behind(possible, end):
             assert holders()
         finally:
             job.send_signal(end)
-        assert job.wait(20) != 0
+        assert job.wait(SOON_S) != 0
     assert gone(), f"left behind: {holders()}"
     links = subprocess.run(["ip", "-brief", "link"], capture_output=True, text=True).stdout
     assert "bridge0" not in links and "port1" not in links

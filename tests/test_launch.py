@@ -5,7 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from launching import ROOT, environment
+from launching import HANG_S, ROOT, environment
 
 from mpiring.launch import JobEnder
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.launch
 
 def python(code, **variables):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True,
-                          env=environment(**variables), timeout=60)
+                          env=environment(**variables), timeout=HANG_S)
 
 
 INIT = "import mpiring; comm = mpiring.init(); print(comm.size, comm.allreduce.__name__)"

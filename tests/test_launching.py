@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from launching import ROOT
+from launching import HANG_S, ROOT
 
 INHERITED = [signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
 
@@ -33,5 +33,5 @@ for number in {[*map(int, INHERITED)]}:
 def test_jobs_can_be_signalled_however_the_tests_were_started():
     told = subprocess.run(
         [sys.executable, "-c", OUTER, INNER, Path(__file__).parent], cwd=ROOT, text=True,
-        capture_output=True, timeout=60)
+        capture_output=True, timeout=HANG_S)
     assert told.stdout.split() == [str(-number) for number in INHERITED], told.stderr

@@ -12,7 +12,7 @@ import termios
 
 import numpy as np
 import pytest
-from launching import environment, needed
+from launching import HANG_S, environment, needed
 
 from mpiring.progress import Progress
 
@@ -32,7 +32,7 @@ def test_a_terminal_shows_a_bar():
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment(), stderr=slave,
-                           stdout=subprocess.PIPE, text=True, timeout=60)
+                           stdout=subprocess.PIPE, text=True, timeout=HANG_S)
     os.close(slave)
     shown = os.read(master, 100_000).decode()
     os.close(master)
@@ -42,7 +42,7 @@ def test_a_terminal_shows_a_bar():
 
 def test_elsewhere_there_are_only_lines():
     ended = subprocess.run([sys.executable, "-c", PROGRAM], env=environment(), text=True,
-                           capture_output=True, timeout=60)
+                           capture_output=True, timeout=HANG_S)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "a line\n", "")
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import PROGRAMS, ROOT, environment, launch, needed
+from launching import HANG_S, PROGRAMS, ROOT, environment, launch, needed
 
 from mpiring import Config
 from mpiring.__main__ import _parser
@@ -30,7 +30,7 @@ def test_the_first_command_trains():
     ended = launch(4, *command[4:])
     assert ended.status == 0, ended.output
     accuracy = float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1])
-    assert accuracy >= 97 and ended.seconds < 60
+    assert accuracy >= 97
 
 
 def test_the_diff_is_a_working_program_of_at_most_four_new_lines(tmp_path):
@@ -71,7 +71,8 @@ def test_the_python_block_runs():
     (block,) = [block for block in blocks("python") if "broadcast_object" in block]
     ended = launch(3, "-c", block + "    assert x[0] == 4.5 and names[2] == 'rank 2', x")
     assert ended.status == 0, ended.output
-    alone = subprocess.run([sys.executable, "-c", block], cwd=ROOT, env=environment(), timeout=60)
+    alone = subprocess.run(
+        [sys.executable, "-c", block], cwd=ROOT, env=environment(), timeout=HANG_S)
     assert alone.returncode == 0
 
 

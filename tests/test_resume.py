@@ -75,7 +75,7 @@ def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path)
 
 
 def test_a_rank_killed_while_it_writes_costs_that_checkpoint_only(tmp_path):
-    ended = launch(2, PROGRAMS / "saving.py", "killed", tmp_path, timeout_s=60)
+    ended = launch(2, PROGRAMS / "saving.py", "killed", tmp_path)
     assert ended.status != 0
     ended = launch(2, PROGRAMS / "saving.py", "check,signalled,late", tmp_path)
     assert ended.status == 0, ended.output

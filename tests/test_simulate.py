@@ -9,7 +9,7 @@ from dataclasses import replace
 import contract
 import numpy as np
 import pytest
-from launching import ROOT
+from launching import HANG_S, ROOT
 
 from mpiring.__main__ import main
 from mpiring.collectives import hierarchical
@@ -214,7 +214,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, capsys):
 def test_it_needs_no_mpi_and_simulates_four_thousand_ranks():
     code = ("import sys; sys.modules['mpi4py.MPI'] = None; from mpiring.__main__ import main;"
             "sys.exit(main(['simulate', '--nodes', '512,513', '--size', '1MB']))")
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=120,
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, timeout=HANG_S,
                            capture_output=True)
     assert ended.returncode == 0, ended.stderr
     assert "4104  native" in ended.stdout and "stepped" in ended.stdout

@@ -13,6 +13,22 @@ from mpiring.transport.base import Task
 from mpiring.watch import StallWatch
 
 
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Let time pass only while ranks look."""
+    clock = Clock()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now_s)
+    monkeypatch.setattr(time, "sleep", clock.pass_by)
+    return clock
+
+
+class Clock:
+    now_s = 1000.0
+
+    def pass_by(self, seconds):
+        self.now_s += seconds
+
+
 class Never:
     def test(self):
         return False

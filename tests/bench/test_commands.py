@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from launching import PROGRAMS, ROOT, environment, launch, mpiexec, needed
+from launching import HANG_S, PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
 from mpiring.__main__ import main
 from mpiring.bench import inputs, jobs, peers, reducers
@@ -74,7 +74,7 @@ def test_allreduce_in_jobs_of_its_own(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "mpiring", "bench", *ALLREDUCE, "--algorithms", "auto", "--ranks",
          "2", "--json", tmp_path / "out.json"],
-        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=120)
+        cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stderr == "" or "OSC" in ended.stderr, ended.stderr
     assert jobs.BEAT not in ended.stdout
@@ -208,7 +208,7 @@ def test_reducers_in_a_job_of_its_own(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-m", "mpiring", "bench", *REDUCERS, "--json", tmp_path / "out.json",
          "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"], cwd=ROOT, text=True,
-        env=environment(MPIRING_SHARED_MEMORY="0"), capture_output=True, timeout=120)
+        env=environment(MPIRING_SHARED_MEMORY="0"), capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0 and "NOTHING" not in ended.stderr, ended.stdout + ended.stderr
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["reducer"] for row in rows] == list(reducers.NAMES)

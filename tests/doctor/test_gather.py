@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import ROOT, environment
+from launching import HANG_S, ROOT, environment
 
 from mpiring.config import launch_variables, launched_rank, unknown_variables
 from mpiring.doctor import child, gather
@@ -135,7 +135,7 @@ def test_a_child_that_dies_is_told(monkeypatch, tmp_path):
         "os.kill(os.getpid(), signal.SIGSEGV)")
     ended = subprocess.run(
         [sys.executable, "-m", "mpiring", "doctor"], cwd=ROOT, text=True, capture_output=True,
-        timeout=120, env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
+        timeout=HANG_S, env=environment(PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"))
     assert ended.returncode == 1
     assert "loading the MPI library: Segmentation fault (signal 11)" in ended.stdout
     assert "about to crash" in ended.stdout

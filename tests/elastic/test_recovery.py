@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from launching import PROGRAMS, ROOT, launch, mpiexec, needed
+from launching import HANG_S, PROGRAMS, ROOT, SOON_S, launch, mpiexec, needed
 
 pytestmark = pytest.mark.launch
 
@@ -16,7 +16,7 @@ SURVIVES = ("--with-ft", "ulfm")
 @functools.cache
 def is_open_mpi():
     return "Open MPI" in subprocess.run(
-        [mpiexec(), "--version"], capture_output=True, text=True, timeout=60).stdout
+        [mpiexec(), "--version"], capture_output=True, text=True, timeout=HANG_S).stdout
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_pytorch_model_goes_on(survives):
 
 def test_an_exception_ends_the_job_also_after_a_death(survives, tmp_path):
     ended = launch(3, TRAINING, tmp_path, STEPS, "raise", "0:compute:20", options=SURVIVES)
-    assert ended.status != 0 and ended.seconds < 20
+    assert ended.status != 0 and ended.seconds < SOON_S
     assert "2 of 3 ranks go on from step 18" in ended.output, ended.output
     assert "ValueError: a bug in the user's code" in ended.output, ended.output
 

@@ -9,7 +9,7 @@ import contract
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import ROOT, environment, needed
+from launching import HANG_S, ROOT, environment, needed
 
 from mpiring import ConfigError
 from mpiring.memory import compiled, sixteen
@@ -215,7 +215,7 @@ def test_numba_and_numpy_take_every_number_alike(dtype):
 
 def run(code, **variables):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(**variables),
-                          check=True, text=True, capture_output=True, timeout=60).stdout
+                          check=True, text=True, capture_output=True, timeout=HANG_S).stdout
 
 
 SUM = ("import numpy as np; from mpiring.memory.reduction import Reduction; "

@@ -72,7 +72,8 @@ def late(comm, checkpoints):
         while not stopping.now():
             time.sleep(0.01 * comm.rank)
     assert stopping.reason == "the time limit of 1.5 s on rank 1", stopping.reason
-    assert time.monotonic() - began < 1.5
+    # Nobody is interrupted: where other programs keep the cores busy, a step may last.
+    assert time.monotonic() - began < 1.5 + 3
     with Stopping(comm) as stopping:
         for _ in range(10):
             assert not stopping.now()

@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from launching import PROGRAMS, ROOT
+from launching import PROGRAMS, ROOT, SOON_S
 
 pytestmark = pytest.mark.launch
 
@@ -11,7 +11,6 @@ TRAIN = ROOT / "slurm" / "train.sbatch"
 PREEMPTIBLE = ROOT / "slurm" / "preemptible.sbatch"
 FAULT = PROGRAMS / "fault.py"
 TWO_NODES = ["--nodes=2", "--ntasks-per-node=1"]
-SOON_S = 30
 IMPATIENT = {"MPIRING_STALL_WARNING_S": "1", "MPIRING_STALL_TIMEOUT_S": "3"}
 REASONS = {
     "killed": "",

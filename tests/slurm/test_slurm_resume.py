@@ -6,12 +6,11 @@ import signal
 import time
 
 import pytest
-from launching import PROGRAMS, ROOT
+from launching import PROGRAMS, ROOT, SOON_S
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 TRAIN = ROOT / "slurm" / "train.sbatch"
-SOON_S = 30
 # What Slurm itself waits, as slurm_cluster.py sets it: until a requeued job may start, and until it
 # gives up a node that is silent.
 REQUEUE_S, SILENCE_S = 10, 90

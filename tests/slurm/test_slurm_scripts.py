@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import slurm_cluster
-from launching import PROGRAMS, ROOT, needed
+from launching import PROGRAMS, ROOT, SOON_S, needed
 
 pytestmark = pytest.mark.launch
 
@@ -44,7 +44,7 @@ def test_scripts_keep_the_rules(script):
 def test_scripts_say_how_they_are_submitted(script):
     variables = {name: value for name, value in os.environ.items() if "SLURM" not in name}
     ended = subprocess.run(["bash", script, "train.py"], env=variables, text=True,
-                           capture_output=True, timeout=30)
+                           capture_output=True, timeout=SOON_S)
     assert ended.returncode == 2 and f"usage: sbatch [options] {script.name}" in ended.stderr
 
 

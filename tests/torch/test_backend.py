@@ -1,7 +1,7 @@
 """Tests the torch.distributed back end: the same programs over it and over Gloo."""
 
 import pytest
-from launching import PROGRAMS, launch, needed
+from launching import PROGRAMS, SOON_S, launch, needed
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -52,6 +52,6 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_job_ends_with_the_reason(fault):
     ended = launch(2, PROGRAMS / "torch_fault.py", fault)
-    assert ended.status != 0 and ended.seconds < 30
+    assert ended.status != 0 and ended.seconds < SOON_S
     for text in FAULTS[fault]:
         assert text in ended.output, ended.output

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launching import PROGRAMS, launch, needed
+from launching import PROGRAMS, SOON_S, launch, needed
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -58,7 +58,7 @@ def test_misuse_is_loud_and_lifetimes_end():
 ])
 def test_a_failing_rank_ends_the_job_with_the_reason(kind, words):
     ended = launch(2, PROGRAMS / "torch_training_fault.py", kind)
-    assert ended.status != 0 and ended.seconds < 30
+    assert ended.status != 0 and ended.seconds < SOON_S
     assert "unreachable" not in ended.output
     for text in words:
         assert text in ended.output, ended.output
