@@ -31,6 +31,8 @@ _BUSY_LOOK_S = 0.02
 # A waiting caller first only yields its core: two ranks that share one must alternate.
 _YIELDS = 2000
 _WAITER_PAUSE_S = 50e-6
+# By how much a wait with a timeout may be late because another thread steps operations.
+_LATE_S = 0.01
 # How often a blocking call looks by itself before it bothers the engine: on a node, most
 # operations are over by then. The first looks keep the core.
 _TRIES = 300
@@ -197,7 +199,8 @@ class Engine:
         """Return when `handle` is complete, testing in this thread.
 
         Raises:
-            StallError: It is not, after `timeout_s`.
+            StallError: It is not, after `timeout_s`; some 10 ms late at most, whatever else moves,
+                and by as long as a step of an operation, or an action, takes.
         """
         began = time.monotonic()
         try:
@@ -205,12 +208,18 @@ class Engine:
             fruitless = 0
             while not handle.done:
                 self.raise_failure()
-                with self._lock:
-                    moved = self._progress()
+                moved = False
+                # Locks are not fair: a thread whose operations move may have it again and again.
+                if self._lock.acquire(timeout=-1 if timeout_s is None else _LATE_S):
+                    try:
+                        moved = self._progress()
+                    finally:
+                        self._lock.release()
                 self._call_actions()
+                if timeout_s is not None and not handle.done:
+                    _give_up_after(timeout_s, began, handle)
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless > _YIELDS:
-                    _give_up_after(timeout_s, began, handle)
                     time.sleep(_WAITER_PAUSE_S)
                 elif fruitless:
                     _give_way()
@@ -381,6 +390,6 @@ class Engine:
         self._end_job(error)
 
 
-def _give_up_after(timeout_s: float | None, began: float, handle: Handle[Any]) -> None:
-    if timeout_s is not None and time.monotonic() - began > timeout_s:
+def _give_up_after(timeout_s: float, began: float, handle: Handle[Any]) -> None:
+    if time.monotonic() - began > timeout_s:
         raise StallError(f"waited {timeout_s:g} s for {handle}")
