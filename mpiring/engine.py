@@ -90,9 +90,6 @@ class Engine:
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        if threaded:
-            self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
-            self._thread.start()
 
     def join(self, watch: Watch, in_flight: float | None = None) -> Lane:
         """Begin to look after a communicator.
@@ -103,7 +100,17 @@ class Engine:
         """
         lane = Lane(self, watch, in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
+        if self.threaded and self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
+            self._thread.start()
         return lane
+
+    def take_back(self, lane: Lane) -> None:
+        """Look after a communicator that was dropped, because it is to be closed after all."""
+        with self._lock:
+            lane.dropped = False
+            if lane not in self._lanes:
+                self._lanes.append(lane)
 
     def abandon(self, lane: Lane) -> list[Handle[Any]]:
         """Advance a lane's operations no more, and return those that are not complete."""
@@ -118,7 +125,8 @@ class Engine:
         with self._lock:
             if lane.queue or lane.active:
                 self._failure = self._failure or ClosedError("MPI ended before all operations did")
-            self._lanes.remove(lane)
+            if lane in self._lanes:
+                self._lanes.remove(lane)
         if not self._lanes:
             self.stop()
 
@@ -237,13 +245,17 @@ class Engine:
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
         handle.lane.actions.append((handle, action))
-        self._call_actions()
+        self._call_actions(handle.lane)
         # Another thread may just have found nothing to call.
         self._wake.set()
 
-    def _call_actions(self) -> None:
-        """Call what was to be called when operations are complete. Nobody holds the lock."""
-        for lane in tuple(self._lanes):
+    def _call_actions(self, *lanes: Lane) -> None:
+        """Call what was to be called when operations are complete. Nobody holds the lock.
+
+        Args:
+            lanes: Of whose operations; all by default.
+        """
+        for lane in lanes or tuple(self._lanes):
             if lane.actions and lane.calling.acquire(blocking=False):
                 try:
                     while lane.actions and (lane.actions[0][0].done or self._failure):
@@ -315,10 +327,18 @@ class Engine:
                 self._next_look_s = now + _BUSY_LOOK_S
                 for lane in self._lanes:
                     lane.watch.look()
+                self._let_go()
         except BaseException as error:
             self.keep(error)
             raise
         return moved
+
+    def _let_go(self) -> None:
+        """Cease to look after communicators that were dropped. The caller holds the lock."""
+        waited_for = [handle.lane for handle in self._blocking]
+        for lane in tuple(self._lanes):
+            if not lane.in_use and lane not in waited_for:
+                self._lanes.remove(lane)
 
     def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, as long as few are under way."""
@@ -357,10 +377,10 @@ class Engine:
         return bool(self._blocking) or any(lane.active for lane in self._lanes)
 
     def _loop(self) -> None:
-        """Progress in the background until stopped or failed."""
+        """Progress in the background until stopped or failed, or all communicators are dropped."""
         pause = Pause(self._config.max_pause_s)
         try:
-            while not self._stopping and self._failure is None:
+            while self._lanes and not self._stopping and self._failure is None:
                 self._nobody_waits.wait(_LOOK_S)
                 if not self._is_busy() and not any(lane.queue for lane in self._lanes):
                     pause = Pause(self._config.max_pause_s)
