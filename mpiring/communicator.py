@@ -2,6 +2,7 @@
 
 import pickle
 import sys
+import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
@@ -83,6 +84,7 @@ class Communicator:
         self.rank, self.size = group.rank, group.size
         self.local_rank, self.local_size = group.place.local_rank, group.place.local_size
         self.node_rank, self.num_nodes = group.place.node_rank, group.place.num_nodes
+        weakref.finalize(self, group.drop).atexit = False
 
     def __repr__(self) -> str:
         return f"<Communicator: rank {self.rank} of {self.size}{', closed' * self._group.closed}>"
@@ -362,6 +364,11 @@ class Communicator:
 
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
+
+        What is open when the program ends is closed then. One that is dropped before, without
+        this, gives back its thread, but keeps some 2 MiB per rank and a communicator of MPI's,
+        of which MPICH has 2,048; a ResourceWarning (`python -W default`) names the line that
+        made it.
 
         Collective: yes. Blocking: yes.
         """

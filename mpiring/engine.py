@@ -31,6 +31,8 @@ _BUSY_LOOK_S = 0.02
 # A waiting caller first only yields its core: two ranks that share one must alternate.
 _YIELDS = 2000
 _WAITER_PAUSE_S = 50e-6
+# By how much a wait with a timeout may be late because another thread steps operations.
+_LATE_S = 0.01
 # How often a blocking call looks by itself before it bothers the engine: on a node, most
 # operations are over by then. The first looks keep the core.
 _TRIES = 300
@@ -88,9 +90,6 @@ class Engine:
         self._wake = threading.Event()
         self._stopping = False
         self._thread: threading.Thread | None = None
-        if threaded:
-            self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
-            self._thread.start()
 
     def join(self, watch: Watch, in_flight: float | None = None) -> Lane:
         """Begin to look after a communicator.
@@ -101,7 +100,17 @@ class Engine:
         """
         lane = Lane(self, watch, in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
+        if self.threaded and self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
+            self._thread.start()
         return lane
+
+    def take_back(self, lane: Lane) -> None:
+        """Look after a communicator that was dropped, because it is to be closed after all."""
+        with self._lock:
+            lane.dropped = False
+            if lane not in self._lanes:
+                self._lanes.append(lane)
 
     def abandon(self, lane: Lane) -> list[Handle[Any]]:
         """Advance a lane's operations no more, and return those that are not complete."""
@@ -116,7 +125,8 @@ class Engine:
         with self._lock:
             if lane.queue or lane.active:
                 self._failure = self._failure or ClosedError("MPI ended before all operations did")
-            self._lanes.remove(lane)
+            if lane in self._lanes:
+                self._lanes.remove(lane)
         if not self._lanes:
             self.stop()
 
@@ -197,7 +207,8 @@ class Engine:
         """Return when `handle` is complete, testing in this thread.
 
         Raises:
-            StallError: It is not, after `timeout_s`.
+            StallError: It is not, after `timeout_s`; some 10 ms late at most, whatever else moves,
+                and by as long as a step of an operation, or an action, takes.
         """
         began = time.monotonic()
         try:
@@ -205,12 +216,18 @@ class Engine:
             fruitless = 0
             while not handle.done:
                 self.raise_failure()
-                with self._lock:
-                    moved = self._progress()
+                moved = False
+                # Locks are not fair: a thread whose operations move may have it again and again.
+                if self._lock.acquire(timeout=-1 if timeout_s is None else _LATE_S):
+                    try:
+                        moved = self._progress()
+                    finally:
+                        self._lock.release()
                 self._call_actions()
+                if timeout_s is not None and not handle.done:
+                    _give_up_after(timeout_s, began, handle)
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless > _YIELDS:
-                    _give_up_after(timeout_s, began, handle)
                     time.sleep(_WAITER_PAUSE_S)
                 elif fruitless:
                     _give_way()
@@ -228,13 +245,17 @@ class Engine:
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
         handle.lane.actions.append((handle, action))
-        self._call_actions()
+        self._call_actions(handle.lane)
         # Another thread may just have found nothing to call.
         self._wake.set()
 
-    def _call_actions(self) -> None:
-        """Call what was to be called when operations are complete. Nobody holds the lock."""
-        for lane in tuple(self._lanes):
+    def _call_actions(self, *lanes: Lane) -> None:
+        """Call what was to be called when operations are complete. Nobody holds the lock.
+
+        Args:
+            lanes: Of whose operations; all by default.
+        """
+        for lane in lanes or tuple(self._lanes):
             if lane.actions and lane.calling.acquire(blocking=False):
                 try:
                     while lane.actions and (lane.actions[0][0].done or self._failure):
@@ -306,10 +327,18 @@ class Engine:
                 self._next_look_s = now + _BUSY_LOOK_S
                 for lane in self._lanes:
                     lane.watch.look()
+                self._let_go()
         except BaseException as error:
             self.keep(error)
             raise
         return moved
+
+    def _let_go(self) -> None:
+        """Cease to look after communicators that were dropped. The caller holds the lock."""
+        waited_for = [handle.lane for handle in self._blocking]
+        for lane in tuple(self._lanes):
+            if not lane.in_use and lane not in waited_for:
+                self._lanes.remove(lane)
 
     def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, as long as few are under way."""
@@ -348,10 +377,10 @@ class Engine:
         return bool(self._blocking) or any(lane.active for lane in self._lanes)
 
     def _loop(self) -> None:
-        """Progress in the background until stopped or failed."""
+        """Progress in the background until stopped or failed, or all communicators are dropped."""
         pause = Pause(self._config.max_pause_s)
         try:
-            while not self._stopping and self._failure is None:
+            while self._lanes and not self._stopping and self._failure is None:
                 self._nobody_waits.wait(_LOOK_S)
                 if not self._is_busy() and not any(lane.queue for lane in self._lanes):
                     pause = Pause(self._config.max_pause_s)
@@ -381,6 +410,6 @@ class Engine:
         self._end_job(error)
 
 
-def _give_up_after(timeout_s: float | None, began: float, handle: Handle[Any]) -> None:
-    if timeout_s is not None and time.monotonic() - began > timeout_s:
+def _give_up_after(timeout_s: float, began: float, handle: Handle[Any]) -> None:
+    if time.monotonic() - began > timeout_s:
         raise StallError(f"waited {timeout_s:g} s for {handle}")

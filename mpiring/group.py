@@ -16,7 +16,7 @@ from .collectives.select import candidates
 from .collectives.windows import Windows, mapped
 from .config import AGREED, Config
 from .engine import Engine
-from .errors import ClosedError, ConfigError
+from .errors import ClosedError, ConfigError, MpiringError
 from .flight import Flight, Recorder
 from .handle import Handle
 from .launch import JobEnder, end_job_on_exceptions, load_mpi
@@ -27,6 +27,7 @@ from .statistics import Statistics
 from .topology import neighbours, node_order, ranks_of_nodes, topology
 from .transport.base import Schedule, T, Task, run_to_end
 from .transport.board import BOARD_BYTES, Board
+from .transport.opened import Opening
 from .tuning import folder_of, tuner_over
 from .watch import StallWatch
 
@@ -66,9 +67,13 @@ class Group:
         self._end_job = JobEnder(self.rank, self.size, abort, self.recorder)
         if self.size > 1 and config.abort_on_exception:
             end_job_on_exceptions(self._end_job)
-        self._refuse_different_settings()
+        try:
+            self._refuse_different_settings()
+            self._open_board()
+        except MpiringError:
+            self._transport.free()
+            raise
         self._name = self.recorder.name(self._transport.comm.allgather(self.recorder.rank))
-        self._open_board()
         self._trace = None
         if config.trace and engine is None:
             self.recorder.trace = self._trace = TraceFile(
@@ -76,11 +81,7 @@ class Group:
         self.closed = False
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
-        windows = Windows()
-        self.places = Places(windows, self.run, config)
-        self._resources = Resources(
-            self._transport, Turns(), Scratch(keep=config.operations_in_flight), windows,
-            self._order, self._nodes, config.algorithm)
+        self._equip()
         self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
         self._watch = StallWatch(
@@ -88,7 +89,16 @@ class Group:
         self._lane = self._engine.join(self._watch)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
+        self._opening = Opening()
         atexit.register(self._close_at_exit)
+
+    def _equip(self) -> None:
+        """Begin with empty pools: no memory of earlier operations is kept."""
+        windows = Windows()
+        self.places = Places(windows, self.run, self.config)
+        self._resources = Resources(
+            self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
+            self._order, self._nodes, self.config.algorithm)
 
     def _open_board(self) -> None:
         """Find out who shares this node, and open the memory in which those ranks meet."""
@@ -259,17 +269,22 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
+        from .transport.mpi import made
         mpi = load_mpi()
         # Their native collectives and MPI's split must come in one order on all ranks.
         self._wait_for_all()
         # After the barrier every rank is known to be here, so MPI's call cannot stall.
         self.run(Call("split"), lambda collectives: collectives.barrier())
-        part = self._transport.comm.Split(mpi.UNDEFINED if color is None else color, key)
-        if color is None:
-            return None
-        child = Group(cast("MPI.Intracomm", part), self.config, self._engine)
-        part.Free()
-        return child
+        comm = self._transport.comm
+        part = made(comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
+        return None if color is None else self._child(cast("MPI.Intracomm", part), self.config)
+
+    def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
+        """Return a group of some ranks, which shares this one's engine; frees `part`."""
+        try:
+            return Group(part, config, self._engine)
+        finally:
+            part.Free()
 
     def subgroup(self, ranks: Sequence[int], tag: int, config: Config) -> "Group":
         """Return a group of some ranks, which shares this one's engine.
@@ -281,15 +296,15 @@ class Group:
 
         Collective: yes, among those ranks. Blocking: yes.
         """
+        from .transport.mpi import made
         self.check_open()
         comm = self._transport.comm
         everybody = comm.Get_group()
         members = everybody.Incl(ranks)
-        part = comm.Create_group(members, tag % self._transport.tag_limit)
-        child = Group(part, config, self._engine)
-        for used in (members, everybody, part):
+        part = made(comm, lambda: comm.Create_group(members, tag % self._transport.tag_limit))
+        for used in (members, everybody):
             used.Free()
-        return child
+        return self._child(part, config)
 
     def messages(self) -> Messages:
         """Return single messages among these ranks, beside the collectives.
@@ -343,8 +358,7 @@ class Group:
         self.closed = True
         if self._trace is not None:
             self._trace.close(together=True)
-        atexit.unregister(self._close_at_exit)
-        self._disconnect()
+        self._forget()
         if self._messages is not None:
             self._messages.free()
         self._transport.free()
@@ -361,9 +375,25 @@ class Group:
         """
         if not self.closed:
             self.closed = True
-            atexit.unregister(self._close_at_exit)
             self.survivors().leave(self._engine.give_up(error))
-            self._disconnect()
+            self._forget()
+
+    def drop(self) -> None:
+        """Note that the user has lost it without closing it; for the garbage collector.
+
+        That is local: thread and memory are given back, once nothing is under way. What other
+        ranks need to close it stays until the end of the program.
+        """
+        if self.closed or self._engine.given_up or self._is_finalized():
+            return
+        self._equip()
+        self._lane.dropped = True
+        self._opening.drop(f"rank {self.rank}: a communicator of {self.size} ranks")
+
+    def _forget(self) -> None:
+        atexit.unregister(self._close_at_exit)
+        self._opening.close()
+        self._disconnect()
 
     def _wait_for_all(self) -> None:
         """Wait for the operations in the background."""
@@ -374,6 +404,7 @@ class Group:
         """Close a group whose program forgot to, or has left early."""
         if self._is_finalized() or self._engine.given_up:
             return
+        self._engine.take_back(self._lane)
         try:
             self.close()
         except BaseException as error:

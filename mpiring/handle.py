@@ -130,7 +130,7 @@ class Watch(Protocol):
         """Answer questions of other ranks; raise StallError if an operation is overdue."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Lane:
     """One communicator's operations: a few are under way in the background, the rest queue.
 
@@ -141,6 +141,7 @@ class Lane:
         in_flight: How many may be under way.
         actions: What is to be called, in this order, when an operation is complete.
         calling: Held by who calls them.
+        dropped: Nobody will submit any more: to be let go of, once nothing is under way.
     """
 
     engine: Driver
@@ -150,3 +151,10 @@ class Lane:
     active: list[Handle[Any]] = field(default_factory=list)
     actions: deque[tuple[Handle[Any], Action]] = field(default_factory=deque)
     calling: threading.Lock = field(default_factory=threading.Lock)
+    dropped: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """Whether there is anything to do, or to come."""
+        return bool(not self.dropped or self.queue or self.active or self.actions
+                    or self.calling.locked())

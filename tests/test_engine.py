@@ -400,6 +400,73 @@ def test_a_wait_may_end_before_the_operation(threaded):
     assert handle.wait(0.05) == 7
 
 
+class Soon:
+    """A request that is complete at the second look."""
+
+    def __init__(self):
+        self.looks = 0
+
+    def test(self):
+        self.looks += 1
+        return self.looks > 1
+
+
+def moves_for(seconds):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        yield (Soon(),)
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+@pytest.mark.parametrize("waited_for", [True, False])
+def test_a_wait_ends_in_time_whatever_else_moves(threaded, waited_for):
+    setup = Setup(threaded)
+    moving, stuck = setup.submit(moves_for(5)), setup.submit(waits_for(Flag()))
+
+    def wait_for_it():
+        with suppress(TransportError):
+            moving.wait()
+
+    other = threading.Thread(target=wait_for_it)
+    if waited_for:
+        other.start()
+    began = time.monotonic()
+    with pytest.raises(StallError, match="waited 0.05 s for #1 test"):
+        stuck.wait(0.05)
+    # 20 ms on a quiet machine.
+    assert time.monotonic() - began < 2
+    setup.engine.give_up(TransportError("the test is over"))
+    if waited_for:
+        other.join()
+
+
+@pytest.mark.parametrize("threaded", [True, False])
+def test_a_dropped_communicator_is_let_go_of_when_nothing_is_under_way(threaded):
+    setup, flag, called = Setup(threaded), Flag(), []
+    engine, lane, handle = setup.engine, setup.lane, setup.submit(waits_for(flag, result=7))
+    handle.when_done(called.append)
+    lane.dropped = True
+    time.sleep(0.3)
+    assert handle.test() is False and lane in engine._lanes, "an operation is under way"
+    flag.complete = True
+
+    def let_go():
+        handle.test()
+        engine.advance()
+        # Inline, actions are called by who waits.
+        handle.when_done(lambda error: None)
+        return lane not in engine._lanes
+
+    until(let_go)
+    assert handle.wait() == 7 and called == [None]
+    if threaded:
+        until(lambda: not engine._thread.is_alive())
+    # It is closed after all, at the end of the program.
+    engine.take_back(lane)
+    assert setup.run(waits_for(flag, result=8)) == 8
+    engine.leave(lane)
+
+
 def test_a_lane_may_take_any_number():
     setup, flags = Setup(threaded=False, operations_in_flight=1), [Flag() for _ in range(5)]
     lane = setup.engine.join(Blind(), 5)

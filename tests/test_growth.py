@@ -1,4 +1,4 @@
-"""Runs a training of 2,000 steps, and checks that nothing grows."""
+"""Tests that nothing grows: in 2,000 steps, and with communicators that are never closed."""
 
 import re
 
@@ -22,3 +22,8 @@ def test_nothing_grows_in_two_thousand_steps(progress):
     for kind in ("virtual", "resident"):
         before, after = grown[kind]
         assert after < before + (4 << 20), grown
+
+
+def test_dropped_communicators_give_back_what_is_theirs_alone():
+    ended = launch(2, PROGRAMS / "dropped.py")
+    assert ended.status == 0 and ended.output.count("all is well") == 2, ended.output

@@ -5,10 +5,14 @@ the size of /dev/shm does not bound it. A process lets go of it by itself, so th
 garbage collection can do it; MPI_Win_free would be a collective call.
 """
 
+import ctypes
 import errno
+import functools
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -72,5 +76,34 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Arr
     os.ftruncate(descriptor, size * stride)
     # Without this, a shortage would show as a fatal signal at the first touch.
     os.posix_fallocate(descriptor, rank * stride, stride)
-    mapping = mmap.mmap(descriptor, size * stride)
-    return [np.frombuffer(mapping, np.uint8, nbytes, place * stride) for place in range(size)]
+    whole = np.asarray(_Mapping(descriptor, size * stride))
+    return [whole[start:start + nbytes] for start in range(0, size * stride, stride)]
+
+
+class _Mapping:
+    """A file in memory, until the last array that lies there dies.
+
+    Python's own mmap would keep a descriptor open as long: before 3.13 it always does.
+    """
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        system = _system()
+        address = system.mmap(
+            None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
+        if address == ctypes.c_void_p(-1).value:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        weakref.finalize(self, system.munmap, address, nbytes).atexit = False
+        self.__array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+@functools.cache
+def _system() -> Any:
+    """Return the C library, with the types of what is called here."""
+    system = ctypes.CDLL(None, use_errno=True)
+    system.mmap.restype = ctypes.c_void_p
+    system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
+                            ctypes.c_int, ctypes.c_ssize_t]
+    system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return system

@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from ..errors import BufferMismatchError, ConfigError, ProcessFailedError, TransportError
 from ..memory.arrays import as_bytes, pieces_of
-from .base import LANES, Array, Request, Schedule
+from .base import LANES, Array, Request, Schedule, T
+from .opened import Opening
 from .staged import DeviceMessage
 
 # Open MPI refuses messages of 2 GiB and more.
@@ -33,6 +34,24 @@ def failure(what: str, error: MPI.Exception) -> TransportError:
     if error.Get_error_class() in _LOSSES:
         return ProcessFailedError(f"{what}: a rank has died ({error.Get_error_string()})")
     return TransportError(f"{what} failed: {error.Get_error_string()}")
+
+
+def made(comm: MPI.Comm, make: Callable[[], T]) -> T:
+    """Return a communicator that `make` makes out of another one.
+
+    Raises:
+        ProcessFailedError: A rank has died.
+        TransportError: MPI makes no more; says how many there are.
+
+    Collective: as `make`.
+    """
+    try:
+        return make()
+    except MPI.Exception as exc:
+        raise failure(
+            f"rank {comm.rank}: making a communicator ({Opening.census()}; MPI has room for some "
+            f"thousand, MPICH for 2,048: close() those that are not needed any more)",
+            exc) from exc
 
 
 class _Pending:
@@ -125,7 +144,7 @@ class MpiTransport:
     """
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
-        self.comm = comm.Dup()
+        self.comm = made(comm, comm.Dup)
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank = self.comm.rank
         self.size = self.comm.size
@@ -262,7 +281,7 @@ class MpiNode:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._local = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
+        self._local = made(comm, lambda: comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         self.rank, self.size = self._local.rank, self._local.size
         self.ranks: Sequence[int] = self._local.allgather(comm.rank)
 

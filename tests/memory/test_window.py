@@ -1,5 +1,6 @@
 """Tests memory that several processes map, and that nobody else's file is ever touched."""
 
+import gc
 import os
 
 import pytest
@@ -17,6 +18,29 @@ def test_segments_are_shared_and_zero():
     assert all((segment == 0).all() and segment.size == 5000 for each in maps for segment in each)
     maps[0][1][7] = 3
     assert maps[1][1][7] == 3 and maps[1][0][7] == 0
+
+
+def test_memory_holds_no_descriptor_and_goes_with_its_last_view():
+    def maps():
+        with open("/proc/self/maps") as file:
+            return sum("memfd:mpiring" in line for line in file)
+
+    files, before = len(os.listdir("/proc/self/fd")), maps()
+    made = [window.create() for _ in range(10)]
+    views = [window.segments(descriptor, 0, 2, 5000)[0][100:] for descriptor in made]
+    for descriptor in made:
+        os.close(descriptor)
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert maps() == before + 10
+    assert sum(int(view.sum()) for view in views) == 0
+    del views
+    gc.collect()
+    assert maps() == before
+
+
+def test_memory_that_is_not_to_be_had_is_an_error_of_the_system():
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        window._Mapping(10**6, 4096)
 
 
 def test_another_file_is_not_touched(tmp_path):

@@ -1,6 +1,5 @@
 """Tests the communicator's face on real MPI, at any number of ranks."""
 
-import atexit
 import dataclasses
 import mmap
 import os
@@ -379,8 +378,8 @@ def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypat
                 with pytest.raises(mpiring.TransportError, match="Interrupt"):
                     group._engine.raise_failure()
         # Not close(): that waits for what was begun.
-        atexit.unregister(group._close_at_exit)
-        group._disconnect()
+        group.closed = True
+        group._forget()
         group._transport.free()
     comm.barrier()
 
