@@ -1,5 +1,6 @@
 """Averages gradients while backward runs: hooks on parameters, views into buckets."""
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from ..gradients import Gradients
 from ..nonfinite import NonFinite
 from ..reducers.choice import Wish
 from .devices import current, gpu_of, marker_of, seen_as_tensor
+from .passes import adds_to_gradients, leaves_behind
 from .sparse_gradients import SparseGradients
 from .tensors import numpy_dtype, tensors_in
 
@@ -51,6 +53,7 @@ class Averaging:
         self.active = True
         self.weight = 1.0
         self._parameters = dict(parameters)
+        self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
         self._comm = comm
         self._find_unused = find_unused
@@ -123,14 +126,16 @@ class Averaging:
     def watch(self, outputs: object) -> None:
         """Notice the start of the backward pass that these outputs of the model will begin.
 
-        Its end must be known, not that of a pass within, as of reentrant checkpointing.
+        Its end must be known, not that of a pass within, as of reentrant checkpointing, and
+        also if it reaches no parameter.
         """
         if torch._C._current_graph_task_id() < 0:
             # A pass that has raised never came to its end.
             self._pass = -1
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
-                output.register_hook(self._begun)
+                leaves = leaves_behind(output.grad_fn, self._trained)
+                output.register_hook(functools.partial(self._reached_output, leaves))
 
     def wait(self) -> None:
         """Return when all gradients have arrived.
@@ -165,7 +170,12 @@ class Averaging:
             if name in blanks or name not in withheld and name not in unreached:
                 p.grad = None if name in unreached else self._views[name]
 
-    def _begun(self, _: object = None) -> None:
+    def _reached_output(self, leaves: list[Any], _: object) -> None:
+        """Note that a pass has come to an output; one that is no backward pass is no step."""
+        if self._pass < 0 and adds_to_gradients(leaves):
+            self._begun()
+
+    def _begun(self) -> None:
         """Note that a backward pass runs: look at its end whether all is there."""
         if self._pass < 0:
             self.wait()
@@ -223,16 +233,14 @@ class Averaging:
         if not self.active:
             return
         missing = self._missing
-        if missing and self._find_unused:
-            self._contribute_unreached(missing)
-        elif len(missing) == len(self._parameters):
-            # Another derivative, as torch.autograd.grad takes it: not one of the parameters.
-            return
-        elif missing:
+        if missing and not self._find_unused:
             raise GradientError(
                 f"rank {self._comm.rank}: backward did not reach {len(missing)} of "
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
-                f"find_unused_parameters=True, or freeze them with requires_grad_(False)")
+                f"find_unused_parameters=True, or freeze them with requires_grad_(False), or "
+                f"name them in backward(inputs=[...]) if it left them out")
+        if missing:
+            self._contribute_unreached(missing)
         self.under_way = True
         self._note_reached()
         if self._deferred:

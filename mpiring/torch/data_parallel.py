@@ -15,6 +15,7 @@ from ..reducers.choice import Wish
 from ..resilience.replicas import Replicas
 from ..statistics import Statistics
 from .averaging import Averaging
+from .buffers import Buffers
 from .devices import KINDS, described
 from .optimizers import follow_steps, replicated_parts, updates_any
 from .sparse_gradients import sparse_parameters
@@ -35,6 +36,17 @@ class DataParallel(nn.Module):
     the next backward pass overwrites: clone what you keep. After every `digest_steps` steps (see
     Config), backward finds out whether parameters and optimizers' state are equal on all ranks.
 
+    Buffers (BatchNorm's statistics) are those of rank 0 again after each step, when gradients
+    have arrived. So every rank evaluates the same model and has the same `state_dict()`, and a
+    rank may do either alone. What forward passes in training mode change without such a step,
+    under `torch.no_grad()`, in `no_sync()` or without backward, is this rank's own until then.
+
+    A step is a pass of `backward()` through the outputs, or one that reaches a parameter;
+    torch.autograd.grad, and backward(inputs=[...]) of other tensors, are this rank's own affair.
+
+    PyTorch's threads on this rank become its share of the node's cores, unless OMP_NUM_THREADS,
+    MKL_NUM_THREADS or an earlier `torch.set_num_threads` says otherwise; see `share_cores`.
+
     Args:
         module: The same on every rank, its parameters in the same order; they lie on the CPU, or
             all on one GPU, where gradients stay.
@@ -45,8 +57,8 @@ class DataParallel(nn.Module):
             names or patterns to several; a plain mean by default.
         find_unused_parameters: Let backward passes leave parameters out, on some ranks or all.
             Costs a short message in each step.
-        broadcast_buffers: Copy rank 0's buffers (BatchNorm's statistics) to all ranks before
-            each forward pass in training.
+        broadcast_buffers: Copy rank 0's buffers to all ranks after each step; else each rank has
+            its own, from the first step on.
         deterministic: Keep the first order of gradients, so that two runs have equal bits
             even if gradients became ready in different orders.
         defer_wait: Gradients are complete not before `synchronize()`, or the `step()` of an
@@ -63,7 +75,8 @@ class DataParallel(nn.Module):
         BufferMismatchError: The modules differ between ranks; names the first difference.
         ReplicaError: In backward: parameters or optimizers' state differ between ranks.
 
-    Collective: yes, and so are forward and backward in training. Blocking: yes.
+    Collective: yes, and so is each step; of forward passes those in `join()`, and the first
+    after parameters were frozen, thawed or replaced. Blocking: yes.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *, bucket_bytes: int = 25 << 20,
@@ -74,7 +87,7 @@ class DataParallel(nn.Module):
         _refuse(module, comm)
         self.module = module
         self._comm = comm
-        self._broadcasts_buffers = broadcast_buffers
+        self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
         self._options: dict[str, Any] = {
             "bucket_bytes": bucket_bytes, "reducer": reducer, "deterministic": deterministic,
             "order": order, "find_unused": find_unused_parameters, "deferred": defer_wait}
@@ -94,24 +107,19 @@ class DataParallel(nn.Module):
         follow_steps(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module; in training, prepare to average what backward will calculate."""
+        """Call the module, and prepare to average what backward will calculate."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._follow_freezing()
         if self._uneven is not None:
             self._uneven.arrive(args, kwargs, syncs=self._syncs)
-        if self._syncs:
-            self._copy_buffers(root=0 if self._uneven is None else self._uneven.root)
+            self._shared_buffers.root = self._uneven.root
         outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
             self._averaging.active = self._syncs
             self._averaging.weight = 1.0 if self._uneven is None else self._uneven.weight
             self._averaging.watch(outputs)
         return outputs
-
-    def _copy_buffers(self, root: int) -> None:
-        if self.training and self._broadcasts_buffers:
-            broadcast_parameters(self.module.buffers(), self._comm, root=root)
 
     def synchronize(self) -> None:
         """Return when all gradients have arrived; for `defer_wait`.
@@ -157,13 +165,14 @@ class DataParallel(nn.Module):
         try:
             yield
             while uneven.goes_on_without_us():
-                self._copy_buffers(uneven.root)
+                self._shared_buffers.root = uneven.root
                 if self._averaging is not None:
                     self._averaging.step_with_nothing()
             self._replicas.copy_from(uneven.root)
             broadcast_parameters(self.module.buffers(), self._comm, root=uneven.root)
         finally:
             self._uneven = None
+            self._shared_buffers.root = 0
             self._replicas.paused = False
 
     @property
@@ -271,10 +280,12 @@ class DataParallel(nn.Module):
         if self._trained is not None:
             # Some may be new, in place of others.
             broadcast_parameters(parameters.values(), self._comm)
+            self._shared_buffers.copy()
         if parameters:
             self._averaging = Averaging(
                 parameters, sparse_parameters(self.module), self._comm, steps=steps,
-                completed=self._replicas.end_step, **self._options)
+                completed=functools.partial(_end_step, self._shared_buffers, self._replicas),
+                **self._options)
             # Of the parameters that are trained first, not of those after freezing some.
             self._options["order"] = None
         self._trained = trained
@@ -299,6 +310,12 @@ class DataParallel(nn.Module):
         raise ConfigError(
             "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
             "model.state_dict(), or pickle model.module")
+
+
+def _end_step(buffers: Buffers, replicas: Replicas) -> None:
+    """See to it that ranks are equal when all gradients of a step have arrived."""
+    buffers.copy()
+    replicas.end_step()
 
 
 def _refuse(module: nn.Module, comm: Communicator) -> None:

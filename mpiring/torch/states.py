@@ -48,19 +48,19 @@ def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> None:
-    """Copy some tensors as one vector of bytes."""
+    """Copy some tensors as one vector of bytes; of a contiguous one alone there is no copy."""
     with torch.no_grad():
-        flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
+        parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+        flat = torch.cat(parts) if len(parts) > 1 else parts[0]
         comm.broadcast(vector_of(flat), root=root)
         if comm.rank == root:
             return
-        parts = flat.split([tensor.nbytes for tensor in tensors])
+        if len(parts) > 1:
+            for part, received in zip(parts, flat.split([part.nbytes for part in parts])):
+                part.copy_(received)
         for tensor, part in zip(tensors, parts):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+            if part.data_ptr() != tensor.data_ptr():
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicator, *,
@@ -113,5 +113,7 @@ def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
     if isinstance(tree, dict):
         return {key: function(value) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
-        return type(tree)([function(value) for value in tree])
+        values = [function(value) for value in tree]
+        # That of a namedtuple takes them one by one.
+        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
     return tree

@@ -3,6 +3,7 @@
 On the CPU, or on a GPU; see whereabouts.
 """
 
+import collections
 import contextlib
 import copy
 import logging
@@ -10,6 +11,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import tracemalloc
 import warnings
 import weakref
 
@@ -17,12 +19,14 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from whereabouts import CUDA, ON_GPU, SIMULATED, WHERE
 
 import mpiring
 from mpiring.torch import (
-    Checkpoints, DataParallel, DistributedSampler, broadcast_optimizer_state, share_cores)
+    Checkpoints, DataParallel, DistributedSampler, broadcast_optimizer_state,
+    broadcast_parameters, share_cores)
 
 if CUDA:
     torch.set_default_device(WHERE)
@@ -298,34 +302,185 @@ def double_backward_is_refused():
           "create_graph=True", f"rank {r}")
 
 
-@ability
-def other_derivatives_pass():
-    model = DataParallel(net(), comm)
+def take_other_derivatives(model):
+    """Do what must not be a step of all ranks."""
     x, _ = batch(r)
     x.requires_grad_()
-    before = comm.statistics.operations
-    torch.autograd.grad(model(x).sum(), x)
+    out = model(x)
+    for of in (x, out, model.module[0].weight, list(model.parameters())):
+        torch.autograd.grad(out.sum(), of, retain_graph=True)
+    out.sum().backward(inputs=[x], retain_graph=True)
+    fails(lambda: torch.autograd.grad(out.sum(), torch.ones(1, requires_grad=True)),
+          RuntimeError, "not have been used")
+    with model.no_sync():
+        torch.autograd.grad(model(x).sum(), x)
     with torch.no_grad():
         model(x)
-    model.eval()
-    model(x)
-    assert comm.statistics.operations == before
+    model.eval()(x)
+    model.train()
 
 
 @ability
-def buffers_are_kept_equal():
-    model = DataParallel(nn.BatchNorm1d(6), comm)
-    for _ in range(2):
-        model(batch(r)[0]).sum().backward()
-    assert len(set(comm.allgather_object(model.running_mean.sum().item()))) == p
-    first = comm.broadcast_object(model.running_mean.cpu().numpy().copy())
-    model.module.momentum = 0.0
-    model(batch(r)[0]).sum().backward()
-    assert (model.running_mean.cpu().numpy() == first).all()
-    model = DataParallel(nn.BatchNorm1d(6), comm, broadcast_buffers=False)
-    model(batch(r)[0])
-    model(batch(r)[0])
-    assert len(set(comm.allgather_object(model.running_mean.sum().item()))) == p
+def other_derivatives_are_no_steps():
+    """One rank may take them alone, at any time; they do not even wait for gradients."""
+    for settings in ({}, {"find_unused_parameters": True},
+                     {"find_unused_parameters": True, "defer_wait": True}):
+        model = DataParallel(net(), comm, **settings)
+        for number in range(3):
+            before = comm.statistics.operations
+            if r == 0:
+                take_other_derivatives(model)
+            assert comm.statistics.operations == before
+            assert number or model.order is None
+            model.zero_grad()
+            loss_of(model, r).backward()
+            if r == 0:
+                take_other_derivatives(model)
+            comm.barrier()
+            model.synchronize()
+            check(model, expected())
+
+
+def penalized(model, rank):
+    """Return a loss that has the norm of its own derivative in it, as WGAN-GP's."""
+    x, y = batch(rank)
+    x.requires_grad_()
+    out = model(x)
+    slopes, = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return ((out - y) ** 2).mean() + ((slopes.norm(dim=1) - 1) ** 2).mean()
+
+
+@ability
+def a_gradient_can_be_penalized():
+    for settings in ({}, {"find_unused_parameters": True}, {"defer_wait": True}):
+        model = DataParallel(net(), comm, bucket_bytes=64, **settings)
+        for _ in range(3):
+            model.zero_grad()
+            penalized(model, r).backward()
+            model.synchronize()
+            check(model, expected(of=penalized))
+    model = DataParallel(net(), comm)
+    with model.join():
+        for _ in range(1 + r):
+            model.zero_grad()
+            penalized(model, r).backward()
+    if r == p - 1:
+        # The others have nothing in the last step.
+        check(model, expected(of=lambda bare, rank: (rank == p - 1) * p * penalized(bare, rank)))
+
+
+class Detour(nn.Module):
+    """Leaves out all parameters if told so."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x, around=False):
+        return 3 * x[:, :3] if around else self.net(x)
+
+
+@ability
+def a_pass_may_reach_no_parameter_on_some_ranks():
+    for defer_wait in (False, True):
+        model = DataParallel(
+            Detour(), comm, find_unused_parameters=True, defer_wait=defer_wait)
+        for _ in range(3):
+            model.zero_grad()
+            x, _ = batch(r)
+            x.requires_grad_()
+            out = model(x, around=r == 0)
+            # Neither of these is the pass that ranks take together.
+            torch.autograd.grad(out.sum(), x, retain_graph=True)
+            out.sum().backward()
+            model.synchronize()
+            if p == 1:
+                assert all(q.grad is None for q in model.parameters())
+            else:
+                check(model, expected(of=lambda bare, rank: (rank > 0) * bare(
+                    batch(rank)[0]).sum()))
+    model = DataParallel(Detour(), comm)
+    fails(lambda: model(x, around=True).sum().backward(), mpiring.GradientError,
+          f"rank {r}: backward did not reach 4 of 4 parameters", "net.2.bias")
+
+
+@ability
+def backward_can_be_told_which_parameters():
+    model = DataParallel(net(), comm, find_unused_parameters=True)
+    for layer in (0, 2, 0):
+        model.zero_grad()
+        loss_of(model, r).backward(inputs=list(model.module[layer].parameters()))
+        gradients = expected()
+        check(model.module[layer], gradients[layer:layer + 2])
+        assert all(q.grad is None for q in model.module[2 - layer].parameters())
+    model = DataParallel(net(), comm)
+    loss_of(model, r).backward(inputs=list(model.parameters()))
+    check(model, expected())
+    model = DataParallel(net(), comm)
+    fails(lambda: loss_of(model, r).backward(inputs=[model.module[0].weight]),
+          mpiring.GradientError, "did not reach 3 of 4 parameters", "0.bias", "2.weight", "2.bias",
+          "backward(inputs=[...])")
+
+
+def normed():
+    """Return a network in which BatchNorm's statistics will differ between ranks."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+def equal_on_all(*tensors):
+    for x in tensors:
+        assert len(set(comm.allgather_object(x.detach().cpu().numpy().tobytes()))) == 1
+
+
+@ability
+def buffers_are_those_of_the_first_rank_after_each_step():
+    for defer_wait in (False, True):
+        model, bare = DataParallel(normed(), comm, defer_wait=defer_wait), normed()
+        for step in range(3):
+            with model.no_sync() if step == 1 else contextlib.nullcontext():
+                # Two forward passes for one backward, which some do with PyTorch's in vain.
+                (loss_of(model, r) + loss_of(model, r + p)).backward()
+            model.synchronize()
+            loss_of(bare, 0), loss_of(bare, p)
+            if step != 1:
+                equal_on_all(*model.state_dict().values())
+                torch.testing.assert_close(model.module[1].running_var, bare[1].running_var)
+        # A graph that is kept does not mind.
+        loss = loss_of(model, r)
+        loss.backward(retain_graph=True)
+        model.synchronize()
+        loss.backward()
+        model.synchronize()
+    model = DataParallel(normed(), comm, broadcast_buffers=False)
+    loss_of(model, r).backward()
+    assert len(set(comm.allgather_object(model.module[1].running_mean.sum().item()))) == p
+    model = DataParallel(normed(), comm)
+    with model.join():
+        for _ in range(1 + r):
+            loss_of(model, r).backward()
+            # They are of a rank that took part in this step.
+            assert model.module[1].num_batches_tracked > 0
+    equal_on_all(*model.buffers())
+    assert model.module[1].num_batches_tracked == p
+
+
+@ability
+def a_rank_can_evaluate_alone():
+    """As often as it likes, with and without graphs; the others would have got the same."""
+    model = DataParallel(normed(), comm)
+    for _ in range(3):
+        model.zero_grad()
+        loss_of(model.train(), r).backward()
+        before = comm.statistics.operations
+        model.eval()
+        for _ in range(r):
+            model(batch(r)[0])
+            with torch.no_grad():
+                model(batch(r)[0])
+        assert comm.statistics.operations == before
+        with torch.no_grad():
+            equal_on_all(model(batch(0)[0]), *model.state_dict().values())
 
 
 class Mixed(nn.Module):
@@ -547,6 +702,50 @@ def optimizers_can_be_copied():
     assert torch.equal(state["state"][0]["exp_avg"], torch.full((10, 6), 0.2))
 
 
+Moments = collections.namedtuple("Moments", "first second")
+
+
+@ability
+def states_may_hold_tuples_with_names():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    optimizer.param_groups[0]["moments"] = Moments(torch.full((3,), 1.0 + r), (r, [r]))
+    broadcast_optimizer_state(optimizer, comm)
+    moments = optimizer.param_groups[0]["moments"]
+    assert isinstance(moments, Moments) and (moments.first == 1).all()
+    assert moments.second == (0, [0])
+
+
+class Allocations(TorchDispatchMode):
+    """Notes how long the longest tensor is that PyTorch makes meanwhile."""
+
+    longest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **kwargs or {})
+        own = {x.untyped_storage().data_ptr() for x in (*args, *(
+            args[0] if args and isinstance(args[0], list) else ())) if isinstance(x, torch.Tensor)}
+        if isinstance(made, torch.Tensor) and made.untyped_storage().data_ptr() not in own:
+            self.longest = max(self.longest, made.untyped_storage().nbytes())
+        return made
+
+
+@ability
+def what_is_large_is_broadcast_from_where_it_lies():
+    large = torch.full((3 << 20,), r + 1.0)
+    strided = torch.full((3000, 200), r + 1.0).t()
+    small = [torch.full((5,), r + 1, dtype=dtype) for dtype in (torch.int8, torch.bfloat16)]
+    tracemalloc.start()
+    with Allocations() as made:
+        broadcast_parameters([small[0], large, small[1]], comm, root=p - 1)
+        assert made.longest < 1 << 20, made.longest
+        broadcast_parameters([strided], comm, root=p - 1)
+        assert made.longest <= strided.nbytes
+    # Of NumPy's own memory, too.
+    assert ON_GPU or tracemalloc.get_traced_memory()[1] < large.nbytes / 2
+    tracemalloc.stop()
+    assert all((x == p).all() for x in (large, strided, *small))
+
+
 @ability
 def data_is_shared_out():
     for n in (1, 10, 17):
@@ -586,8 +785,15 @@ def data_is_shared_out():
 def cores_are_shared_out():
     before = torch.get_num_threads()
     saved = {name: os.environ.pop(name, None) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    share = share_cores(comm)
-    assert share == torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // p)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(cores)    # as it is by default
+    for _ in range(2):
+        DataParallel(net(), comm)
+        assert share_cores(comm) == torch.get_num_threads() == max(1, cores // p)
+    # What the user has said holds.
+    torch.set_num_threads(os.cpu_count() + 1)
+    DataParallel(net(), comm)
+    assert share_cores(comm) == torch.get_num_threads() == os.cpu_count() + 1
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(before)
     assert share_cores(comm) == before
