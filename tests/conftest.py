@@ -7,6 +7,7 @@ import slurm_cluster
 from launching import default_signals
 
 MPI_FOLDER = "mpi"
+CLIENTS_FOLDER = "clients"
 
 
 def pytest_configure():
@@ -15,8 +16,14 @@ def pytest_configure():
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Collect tests/mpi only under mpiexec; test_real_mpi.py starts it."""
+    """Collect tests/mpi only under mpiexec, and tests/clients only where the command names it.
+
+    test_real_mpi.py starts the one; the other needs wheels that nothing else does.
+    """
     if collection_path.name == MPI_FOLDER and not config.getoption("with_mpi", False):
+        return True
+    # Pytest does not ask for a folder that the command names.
+    if collection_path.name == CLIENTS_FOLDER:
         return True
     return None
 

@@ -55,20 +55,26 @@ def mpiexec():
     return found
 
 
-def needed(module):
-    """Return an optional module; skip, or fail in CI, where it is not installed."""
+def installed(module):
+    """Skip, or fail in CI, where an optional module is not installed."""
     package = module.partition(".")[0]
     found = importlib.util.find_spec(package)
     # A folder of tests that is called like what they test is a module, too, but has no file.
     if found is not None and found.origin is not None:
-        with warnings.catch_warnings():
-            # Those of a package at its import are not about us.
-            warnings.simplefilter("ignore")
-            return importlib.import_module(module)
+        return
     missing = f"no {package}: pip install {package}"
     if os.environ.get("CI") == "true":
         pytest.fail(missing)
     pytest.skip(reason=missing)
+
+
+def needed(module):
+    """Return an optional module; skip, or fail in CI, where it is not installed."""
+    installed(module)
+    with warnings.catch_warnings():
+        # Those of a package at its import are not about us.
+        warnings.simplefilter("ignore")
+        return importlib.import_module(module)
 
 
 def environment(**variables):

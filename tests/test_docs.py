@@ -3,13 +3,14 @@
 A comment before a block says how: `<!-- ranks: 3 -->` starts a Python block as a program on three
 ranks, `<!-- run -->` a shell block as it stands. Both must succeed, unless the comment goes on:
 `<!-- ranks: 2, fails: ConfigError -->` must fail with that text in what it prints. What else is
-needed is named, too: `<!-- ranks: 2, needs: torch -->`.
+needed is named, too: `<!-- ranks: 2, needs: torch -->`. Those of clients.md need the extra
+`clients`, and are run by tests/clients.
 """
 
 import re
 
 import pytest
-from launching import ROOT, launch, needed, shell
+from launching import ROOT, installed, launch, shell
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -18,8 +19,8 @@ _BLOCK = re.compile(
     r"(?:^<!-- ([^\n]*) -->\n)?^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks():
-    for page in PAGES:
+def blocks(pages):
+    for page in pages:
         for number, match in enumerate(_BLOCK.finditer(page.read_text()), 1):
             yield pytest.param(*match.groups(), id=f"{page.relative_to(ROOT)}:{number}")
 
@@ -29,21 +30,26 @@ def options_of(comment):
     return dict(re.match(r"(\w+)(?:: (.*))?$", part).groups() for part in comment.split(", "))
 
 
-@pytest.mark.parametrize("comment, language, text", [*blocks()])
-def test_block(comment, language, text, tmp_path):
+def run(comment, language, text, folder):
     options = options_of(comment)
     assert ("ranks" in options) == (language == "python") and options.keys() <= {
         "ranks", "run", "fails", "needs"}
     for module in options.get("needs", "").split():
-        needed(module)
+        installed(module)
     if language == "python":
-        program = tmp_path / "program.py"
+        program = folder / "program.py"
         program.write_text(text)
         ended = launch(int(options["ranks"]), program)
     else:
         ended = shell(text)
     assert (ended.status == 0) == ("fails" not in options), ended.output
     assert options.get("fails", "") in ended.output
+
+
+@pytest.mark.parametrize(
+    "comment, language, text", [*blocks(page for page in PAGES if page.name != "clients.md")])
+def test_block(comment, language, text, tmp_path):
+    run(comment, language, text, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

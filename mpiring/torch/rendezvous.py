@@ -2,20 +2,27 @@
 
 import contextlib
 import fcntl
+import functools
+import logging
 import secrets
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import register_rendezvous_handler
+from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
 from ..communicator import Communicator, init
 from ..config import set_variables
 from ..errors import ConfigError, TransportError
+
+_log = logging.getLogger("mpiring")
+
+_Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 _LOOPBACK = "127.0.0.1"
 _PROBE_S = 1.0
@@ -31,6 +38,9 @@ def register() -> None:
 def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Serve `init_method="mpi://"`: yield a store, and MPI's rank and size.
 
+    Sets the variables of `export_environment`, too: frameworks that find a default process group
+    take it, but still read from them how many processes there are.
+
     Args:
         url: "mpi://"; rank and world_size, if the user gave them, stand behind it.
         timeout: For the store.
@@ -45,6 +55,7 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
         _refuse_others(url, comm)
         listener = _listener() if comm.rank == 0 else None
         address, port = _meet(comm, listener)
+        export_environment(comm)
         rank, size = comm.rank, comm.size
     if listener is None:
         store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
@@ -71,7 +82,10 @@ def export_environment(comm: Communicator) -> None:
     """Set the variables that frameworks read which insist on `init_method="env://"`.
 
     MASTER_ADDR and MASTER_PORT (an address of rank 0 that all ranks reach, and a port that was
-    free there), RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE.
+    free there), RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; and where PyTorch sees no
+    accelerator ACCELERATE_USE_CPU, without which Hugging Face's Accelerate makes each process a
+    world of its own. A default process group of another back end that is then made of them is
+    warned of, on rank 0.
 
     Args:
         comm: A communicator over all ranks.
@@ -88,7 +102,37 @@ def export_environment(comm: Communicator) -> None:
     set_variables({
         "MASTER_ADDR": address, "MASTER_PORT": str(port),
         "RANK": str(comm.rank), "WORLD_SIZE": str(comm.size),
-        "LOCAL_RANK": str(comm.local_rank), "LOCAL_WORLD_SIZE": str(comm.local_size)})
+        "LOCAL_RANK": str(comm.local_rank), "LOCAL_WORLD_SIZE": str(comm.local_size),
+        **({} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"})})
+    _watch_others()
+
+
+@functools.cache
+def _watch_others() -> None:
+    """From now on, warn of a default process group of another back end by `env://`."""
+    _rendezvous_handlers["env"] = _watched(_rendezvous_handlers["env"])
+
+
+def _watched(handler: _Handler) -> _Handler:
+    def rendezvous_by_environment(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        try:
+            yield from handler(url, **options)
+        finally:
+            # Only init_process_group knows the back end. It lets go of this generator when it
+            # returns, and the group is there then, or when it fails.
+            if dist.is_initialized() and "mpiring" not in dist.get_backend_config():
+                _say_other(dist.get_backend_config())
+
+    return rendezvous_by_environment
+
+
+def _say_other(backend: str) -> None:
+    if dist.get_rank() == 0:
+        _log.warning(
+            "the default process group is of %s, not of mpiring: for mpiring, call "
+            "torch.distributed.init_process_group('mpiring', init_method='mpi://') before a "
+            "framework (Trainer, Accelerate, Lightning) makes one, and name no back end to it",
+            backend)
 
 
 def _listener() -> socket.socket:

@@ -1,5 +1,6 @@
 """Makes groups, shards and saves models, and starts again over the back end; run by mpirun."""
 
+import logging.handlers
 import os
 import sys
 import warnings
@@ -124,6 +125,29 @@ def again_by_environment():
     dist.destroy_process_group()
 
 
+def another_back_end_by_environment():
+    """What was meant for mpiring serves any back end, as frameworks take Gloo unasked: it is said."""
+    with mpiring.init() as comm:
+        mpiring.torch.export_environment(comm)
+    said = logging.handlers.BufferingHandler(99)
+    logging.getLogger("mpiring").addHandler(said)
+    for backend in ("mpiring", None):
+        assert not said.buffer
+        dist.init_process_group(backend)
+        rank = dist.get_rank()
+        dist.destroy_process_group()
+    texts = [record.getMessage() for record in said.buffer]
+    assert len(texts) == (1 if rank == 0 else 0), texts
+    for text in texts:
+        assert "is of cpu:gloo" in text, text
+        assert "init_process_group('mpiring', init_method='mpi://')" in text, text
+    dist.init_process_group("gloo", f"file://{FOLDER}/store", rank=rank,
+                            world_size=int(os.environ["WORLD_SIZE"]))
+    dist.destroy_process_group()
+    assert len(said.buffer) == len(texts), "what uses none of the variables is nobody's mistake"
+    logging.getLogger("mpiring").removeHandler(said)
+
+
 def refused():
     """A rank that is not MPI's is refused, by both doors."""
     size = int(os.environ["WORLD_SIZE"])
@@ -140,6 +164,9 @@ def refused():
 
 
 dist.init_process_group("mpiring", init_method="mpi://")
+# For frameworks that find this group, and ask the environment how many they are.
+assert os.environ["RANK"] == str(dist.get_rank()) and os.environ["ACCELERATE_USE_CPU"] == "true"
+assert os.environ["WORLD_SIZE"] == os.environ["LOCAL_WORLD_SIZE"] == str(dist.get_world_size())
 subgroups()
 mesh = init_device_mesh("cpu", (dist.get_world_size(),))
 sharded_training(mesh)
@@ -148,6 +175,7 @@ if dist.get_world_size() % 2 == 0:
     two_dimensions()
 dist.destroy_process_group()
 again_by_environment()
+another_back_end_by_environment()
 refused()
 dist.init_process_group("mpiring", init_method="mpi://")
 dist.barrier()

@@ -1,0 +1,25 @@
+"""Runs frameworks that users bring over the back end: `python -m pytest tests/clients`.
+
+Their wheels are the extra `clients`.
+"""
+
+import pytest
+from launching import PROGRAMS, ROOT, installed, launch
+from test_docs import blocks, run
+
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
+
+
+@pytest.mark.parametrize(("client", "package"), [
+    ("trainer", "transformers"), ("accelerate", "accelerate"), ("lightning", "lightning")])
+def test_a_client_does_what_it_does_over_gloo(client, package, tmp_path):
+    """Bit by bit: on two ranks there is one order in which to sum."""
+    installed(package)
+    ended = launch(2, PROGRAMS / "torch_clients.py", client, tmp_path)
+    assert ended.status == 0, ended.output
+    assert ended.output.count(f"{client} does over mpiring what it does over Gloo") == 2
+
+
+@pytest.mark.parametrize("comment, language, text", [*blocks([ROOT / "docs" / "clients.md"])])
+def test_what_users_write(comment, language, text, tmp_path):
+    run(comment, language, text, tmp_path)

@@ -1,0 +1,170 @@
+"""Trains with a framework over mpiring and over Gloo, from the same seeds, and compares bit by bit.
+
+On two ranks a sum has one order, so both back ends must return the same bits: every loss, metric,
+gradient norm and weight is equal.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import mpiring.torch
+
+CLIENT, FOLDER = sys.argv[1], Path(sys.argv[2])
+# Those of the frameworks are not about us.
+warnings.simplefilter("ignore")
+
+
+def trainer(folder):
+    """Hugging Face's Trainer: accumulated and clipped steps, evaluation, a checkpoint, going on."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+
+    set_seed(1)
+    texts = [{"input_ids": text, "labels": text} for text in torch.randint(0, 64, (45, 16))]
+    config = GPT2Config(n_layer=2, n_head=2, n_embd=32, vocab_size=64, n_positions=16,
+                        bos_token_id=0, eos_token_id=0)
+    history = []
+    for last, resumed in ((4, None), (6, str(folder / "checkpoint-4"))):
+        set_seed(2)
+        running = Trainer(
+            GPT2LMHeadModel(config),
+            TrainingArguments(
+                str(folder), seed=3, max_steps=last, lr_scheduler_type="constant",
+                per_device_train_batch_size=3, gradient_accumulation_steps=2, max_grad_norm=0.5,
+                logging_steps=1, eval_strategy="steps", eval_steps=2, save_steps=4,
+                disable_tqdm=True, report_to=[]),
+            train_dataset=texts[:32], eval_dataset=texts[32:],
+            compute_metrics=lambda found: {"sum": found.predictions.astype("float64").sum()})
+        running.train(resume_from_checkpoint=resumed)
+        history += [{name: value for name, value in entry.items()
+                     if "runtime" not in name and "per_second" not in name}
+                    for entry in running.state.log_history]
+    assert running.accelerator.num_processes == 2 and running.args.world_size == 2
+    assert sum("eval_sum" in entry for entry in history) == 5, history
+    # Of each passage, since the second one found the first one's history in its checkpoint.
+    assert sum("grad_norm" in entry for entry in history) == 4 + 6, history
+    return history, running.model.state_dict()
+
+
+def accelerate(folder):
+    """Accelerate: accumulate, clip, gather, gather_for_metrics, reduce, pad, objects, its state."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import broadcast, gather_object, set_seed
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    runs = Accelerator(gradient_accumulation_steps=2)
+    rank, size = runs.process_index, runs.num_processes
+    assert size == 2 and rank == dist.get_rank()
+    set_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    x, y = torch.randn(45, 8), torch.randint(0, 3, (45,))
+    model, optimizer, loader, scheduler = runs.prepare(
+        model, optimizer, DataLoader(TensorDataset(x, y), 4, shuffle=True),
+        torch.optim.lr_scheduler.StepLR(optimizer, 3))
+    seen = []
+    for _ in range(2):
+        for inputs, labels in loader:
+            with runs.accumulate(model):
+                loss = F.cross_entropy(model(inputs), labels)
+                runs.backward(loss)
+                if runs.sync_gradients:
+                    seen.append(runs.clip_grad_norm_(model.parameters(), 0.1))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            seen += [runs.gather(loss), runs.reduce(loss, "mean")]
+        right = torch.cat([runs.gather_for_metrics(labels) for _, labels in loader])
+        # Without those samples that were given to both ranks, so that batches are full.
+        assert sorted(right.tolist()) == sorted(y.tolist())
+        seen.append(right)
+        runs.save_state(folder)
+        runs.wait_for_everyone()
+        runs.load_state(folder)
+    rows = runs.pad_across_processes(torch.full((rank + 1, 2), float(rank)))
+    seen += [runs.gather(rows), broadcast(torch.tensor([rank]), 1), gather_object([rank, "text"])]
+    assert seen[-1] == [0, "text", 1, "text"] and seen[-2].tolist() == [1]
+    runs.wait_for_everyone()
+    return seen, runs.get_state_dict(model)
+
+
+def lightning(folder):
+    """Lightning: logged means, a count that is averaged, validation, all_gather, a checkpoint."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
+            self.gathered = []
+
+        def loss_of(self, batch):
+            return F.cross_entropy(self.layers(batch[0]), batch[1])
+
+        def training_step(self, batch, _):
+            loss = self.loss_of(batch)
+            self.gathered.append(self.all_gather(loss.detach()))
+            # A mean of an epoch: weighted by a whole number of samples, which is averaged as well.
+            self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+            return loss
+
+        def validation_step(self, batch, _):
+            self.log("valid", self.loss_of(batch), sync_dist=True)
+            self.log("samples", float(len(batch[1])), sync_dist=True, reduce_fx="sum")
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    lightning.seed_everything(1, verbose=False)
+    x, y = torch.randn(46, 8), torch.randint(0, 3, (46,))
+    module = Module()
+    running = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, gradient_clip_val=0.1,
+        accumulate_grad_batches=2, logger=False, default_root_dir=folder, log_every_n_steps=1,
+        enable_progress_bar=False, enable_model_summary=False)
+    running.fit(module, DataLoader(TensorDataset(x[:32], y[:32]), 4, shuffle=True),
+                DataLoader(TensorDataset(x[32:], y[32:]), 4))
+    assert running.world_size == 2 and running.global_rank == dist.get_rank()
+    assert running.callback_metrics["samples"] == 14
+    assert Path(running.checkpoint_callback.best_model_path).exists()
+    return module.gathered, dict(running.callback_metrics), module.state_dict()
+
+
+def same(ours, theirs, where="the results"):
+    """Compare all numbers bit by bit."""
+    assert type(ours) is type(theirs), (where, ours, theirs)
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), (where, ours, theirs)
+    elif isinstance(ours, dict):
+        assert ours.keys() == theirs.keys(), (where, ours, theirs)
+        for name in ours:
+            same(ours[name], theirs[name], f"{where}, {name}")
+    elif isinstance(ours, list | tuple):
+        assert len(ours) == len(theirs), (where, ours, theirs)
+        for number, (one, other) in enumerate(zip(ours, theirs)):
+            same(one, other, f"{where}, {number}")
+    else:
+        assert ours == theirs, (where, ours, theirs)
+
+
+client = {"trainer": trainer, "accelerate": accelerate, "lightning": lightning}[CLIENT]
+dist.init_process_group("mpiring", init_method="mpi://")
+rank, size = dist.get_rank(), dist.get_world_size()
+ours = client(FOLDER / "mpiring")
+assert dist.get_backend() == "mpiring", "a framework has made a group of its own"
+dist.destroy_process_group()
+
+dist.init_process_group("gloo", f"file://{FOLDER}/store", rank=rank, world_size=size)
+theirs = client(FOLDER / "gloo")
+dist.destroy_process_group()
+
+same(ours, theirs)
+print(f"rank {rank}: {CLIENT} does over mpiring what it does over Gloo", flush=True)
