@@ -15,7 +15,7 @@ from .config import Config
 from .handle import Handle
 from .errors import ConfigError
 from .group import Build, Group
-from .launch import load_mpi, refuse_singleton
+from .launch import mpi_world
 from .memory.arrays import dtype_name
 from .memory.device import Device, device_named, vector_of
 from .statistics import Statistics
@@ -42,10 +42,7 @@ def init(*, config: Config | None = None) -> "Communicator":
     Collective: yes. Blocking: yes.
     """
     config = _settings(config)
-    world = load_mpi().COMM_WORLD
-    if not config.allow_singleton:
-        refuse_singleton(world.Get_size())
-    return Communicator(world, config=config)
+    return Communicator(mpi_world(allow_singleton=config.allow_singleton), config=config)
 
 
 class Communicator:

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from mpiring.config import launcher_of
 from mpiring.doctor.command import SUBJECTS, judged
 from mpiring.doctor.facts import (ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library,
-                                  Memory, Mpirun, Pair, Processors, Rank, Slurm, launcher_of,
-                                  related, vendor_of, version_of)
+                                  Memory, Mpirun, Pair, Processors, Rank, Slurm, related,
+                                  vendor_of, version_of)
 from mpiring.doctor.findings import Finding, merged, place, ranks_text
 from mpiring.doctor.launch import right_launch
 from mpiring.doctor.report import as_json, as_text
