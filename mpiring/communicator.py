@@ -35,7 +35,8 @@ def init(*, config: Config | None = None) -> "Communicator":
         config: Settings; by default the MPIRING_* variables and the defaults.
 
     Raises:
-        LaunchError: The launcher was asked for several ranks, but this process is alone.
+        LaunchError: The launcher was asked for several ranks, but this process is alone; or it
+            is a fork of a rank.
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalised already.
 

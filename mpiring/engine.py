@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import forks
 from .config import Config
 from .errors import ClosedError, ProcessFailedError, StallError, TransportError
 from .flight import Flight, Recorder
@@ -198,7 +199,9 @@ class Engine:
 
         Raises:
             StallError: It is not, after `timeout_s`.
+            ClosedError: This process is a fork.
         """
+        forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
         try:
             self._enter()
@@ -222,11 +225,13 @@ class Engine:
 
     def advance(self) -> None:
         """Progress once, if nobody else is at it, without waiting for anything."""
+        forks.refuse_calls(self.recorder.rank)
         if not self._unless_busy(self._progress):
             _give_way()
 
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
+        forks.refuse_calls(self.recorder.rank)
         handle.lane.actions.append((handle, action))
         self._call_actions()
         # Another thread may just have found nothing to call.
@@ -245,6 +250,7 @@ class Engine:
 
     def poke(self) -> None:
         """Progress once where no thread does it."""
+        forks.refuse_calls(self.recorder.rank)
         if not self.threaded:
             self.advance()
 

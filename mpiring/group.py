@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from . import forks
 from .chrome import TraceFile
 from .collectives.agreement import Call, agreed
 from .collectives.model import Model
@@ -259,6 +260,7 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
+        self.check_open()
         mpi = load_mpi()
         # Their native collectives and MPI's split must come in one order on all ranks.
         self._wait_for_all()
@@ -321,6 +323,9 @@ class Group:
         return self._engine.threaded
 
     def _leave_engine(self) -> None:
+        if forks.is_fork():
+            # Its copies of locks may be held for ever, by threads that it has not.
+            return
         if self._messages is not None:
             self._messages.leave()
         self._engine.leave(self._lane)
@@ -330,9 +335,11 @@ class Group:
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
 
+        In a fork of this process it does nothing.
+
         Collective: yes. Blocking: yes.
         """
-        if self.closed:
+        if self.closed or forks.is_fork():
             return
         self.check_open()
         if self.size > 1:
@@ -359,7 +366,7 @@ class Group:
 
         Groups that were split from this one can be used no more either: calls raise `error`.
         """
-        if not self.closed:
+        if not self.closed and not forks.is_fork():
             self.closed = True
             atexit.unregister(self._close_at_exit)
             self.survivors().leave(self._engine.give_up(error))
@@ -372,7 +379,7 @@ class Group:
 
     def _close_at_exit(self) -> None:
         """Close a group whose program forgot to, or has left early."""
-        if self._is_finalized() or self._engine.given_up:
+        if self._is_finalized() or self._engine.given_up or forks.is_fork():
             return
         try:
             self.close()
@@ -380,7 +387,8 @@ class Group:
             self._end_job(error)
 
     def check_open(self) -> None:
-        """Raise ClosedError unless the group is open and MPI is running."""
+        """Raise ClosedError unless the group is open, and MPI is running in this process."""
+        forks.refuse_calls(self.rank)
         if self.closed:
             raise ClosedError(
                 f"rank {self.rank}: this communicator is closed; call close() last, "

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from . import forks
 from .config import launched_size, launchers
 from .errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from .flight import Recorder
@@ -35,7 +36,9 @@ def load_mpi() -> Any:
     Raises:
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalised already.
+        LaunchError: This process is a fork of one in which MPI runs.
     """
+    forks.refuse_start()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as exc:
@@ -46,6 +49,7 @@ def load_mpi() -> Any:
         raise ClosedError("MPI is finalised; make communicators before MPI.Finalize()")
     if not MPI.Is_initialized():
         MPI.Init_thread()
+    forks.guard(MPI.Is_finalized)
     return MPI
 
 
@@ -62,10 +66,12 @@ def mpi_world(*, allow_singleton: bool) -> Any:
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
 
     Raises:
-        LaunchError: The launcher was asked for several ranks, but this process is alone.
+        LaunchError: The launcher was asked for several ranks, but this process is alone; or it
+            is a fork of a rank.
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalised already.
     """
+    forks.refuse_start()
     wanted, source = launched_size()
     by_mpi, known_by = launched_size(by_mpi=True)
     if not allow_singleton and known_by and wanted > 1 and wanted != by_mpi:
@@ -165,6 +171,10 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException,
                  trace: TracebackType | None) -> None:
+        if forks.is_fork():
+            # Nobody waits for it: it ends alone.
+            self._previous(kind, error, trace)
+            return
         if self._previous is sys.__excepthook__:
             self._ender(error)
         try:
