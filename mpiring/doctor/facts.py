@@ -90,7 +90,7 @@ class Memory:
         shm_bytes, shm_free_bytes: Of /dev/shm.
         locked_bytes: How much may be locked (ulimit -l).
         open_files: How many may be open (ulimit -n).
-        left_files, left_bytes: Of MPI libraries in /dev/shm, more than an hour old.
+        left_files, left_bytes: Of this user's ranks in /dev/shm, which none of them has mapped.
     """
 
     shm_bytes: int | None = None
