@@ -16,7 +16,7 @@ from .config import Config
 from .handle import Handle
 from .errors import ConfigError
 from .group import Build, Group
-from .launch import load_mpi, refuse_singleton
+from .launch import mpi_world
 from .memory.arrays import dtype_name
 from .memory.device import Device, device_named, vector_of
 from .statistics import Statistics
@@ -36,17 +36,15 @@ def init(*, config: Config | None = None) -> "Communicator":
         config: Settings; by default the MPIRING_* variables and the defaults.
 
     Raises:
-        LaunchError: The launcher was asked for several ranks, but this process is alone.
+        LaunchError: The launcher was asked for several ranks, but this process is alone; or it
+            is a fork of a rank.
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalised already.
 
     Collective: yes. Blocking: yes.
     """
     config = _settings(config)
-    world = load_mpi().COMM_WORLD
-    if not config.allow_singleton:
-        refuse_singleton(world.Get_size())
-    return Communicator(world, config=config)
+    return Communicator(mpi_world(allow_singleton=config.allow_singleton), config=config)
 
 
 class Communicator:

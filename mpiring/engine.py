@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from . import forks
 from .config import Config
 from .errors import ClosedError, ProcessFailedError, StallError, TransportError
 from .flight import Flight, Recorder
@@ -209,7 +210,9 @@ class Engine:
         Raises:
             StallError: It is not, after `timeout_s`; some 10 ms late at most, whatever else moves,
                 and by as long as a step of an operation, or an action, takes.
+            ClosedError: This process is a fork.
         """
+        forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
         try:
             self._enter()
@@ -239,11 +242,13 @@ class Engine:
 
     def advance(self) -> None:
         """Progress once, if nobody else is at it, without waiting for anything."""
+        forks.refuse_calls(self.recorder.rank)
         if not self._unless_busy(self._progress):
             _give_way()
 
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
+        forks.refuse_calls(self.recorder.rank)
         handle.lane.actions.append((handle, action))
         self._call_actions(handle.lane)
         # Another thread may just have found nothing to call.
@@ -266,6 +271,7 @@ class Engine:
 
     def poke(self) -> None:
         """Progress once where no thread does it."""
+        forks.refuse_calls(self.recorder.rank)
         if not self.threaded:
             self.advance()
 

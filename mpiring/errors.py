@@ -7,7 +7,7 @@
     ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
     ├── CheckpointError         a checkpoint cannot be written, or none that is there can be used
     ├── ReplicaError            parameters or optimiser state are not the same on all ranks
-    ├── ClosedError             the communicator is closed, or MPI is finalised
+    ├── ClosedError             the communicator is closed, MPI is finalised, or this is a fork
     ├── TransportError          MPI failed, or another rank is gone
     │   ├── StallError          an operation waits for ranks that do not arrive
     │   └── ProcessFailedError  a rank has died, and MPI has survived it
@@ -24,7 +24,7 @@ class ConfigError(MpiringError, ValueError):
 
 
 class LaunchError(MpiringError, RuntimeError):
-    """Several ranks were asked for, but this process is alone in its MPI world."""
+    """Several ranks were asked for, but this process is alone in its MPI world, or a fork."""
 
 
 class BufferMismatchError(MpiringError, ValueError):
@@ -44,7 +44,7 @@ class ReplicaError(MpiringError, RuntimeError):
 
 
 class ClosedError(MpiringError, RuntimeError):
-    """The communicator was closed, or MPI was finalised, before this call."""
+    """The communicator was closed, or MPI was finalised, before this call; or this is a fork."""
 
 
 class TransportError(MpiringError, RuntimeError):

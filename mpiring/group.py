@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from . import forks
 from .chrome import TraceFile
 from .collectives.agreement import Call, agreed
 from .collectives.model import Model
@@ -270,6 +271,7 @@ class Group:
         Collective: yes. Blocking: yes.
         """
         from .transport.mpi import made
+        self.check_open()
         mpi = load_mpi()
         # Their native collectives and MPI's split must come in one order on all ranks.
         self._wait_for_all()
@@ -336,6 +338,9 @@ class Group:
         return self._engine.threaded
 
     def _leave_engine(self) -> None:
+        if forks.is_fork():
+            # Its copies of locks may be held for ever, by threads that it has not.
+            return
         if self._messages is not None:
             self._messages.leave()
         self._engine.leave(self._lane)
@@ -345,9 +350,11 @@ class Group:
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
 
+        In a fork of this process it does nothing.
+
         Collective: yes. Blocking: yes.
         """
-        if self.closed:
+        if self.closed or forks.is_fork():
             return
         self.check_open()
         if self.size > 1:
@@ -373,7 +380,7 @@ class Group:
 
         Groups that were split from this one can be used no more either: calls raise `error`.
         """
-        if not self.closed:
+        if not self.closed and not forks.is_fork():
             self.closed = True
             self.survivors().leave(self._engine.give_up(error))
             self._forget()
@@ -384,7 +391,8 @@ class Group:
         That is local: thread and memory are given back, once nothing is under way. What other
         ranks need to close it stays until the end of the program.
         """
-        if self.closed or self._engine.given_up or self._is_finalized():
+        if (self.closed or self._engine.given_up or self._is_finalized()
+                or forks.is_fork()):
             return
         self._equip()
         self._lane.dropped = True
@@ -402,7 +410,7 @@ class Group:
 
     def _close_at_exit(self) -> None:
         """Close a group whose program forgot to, or has left early."""
-        if self._is_finalized() or self._engine.given_up:
+        if self._is_finalized() or self._engine.given_up or forks.is_fork():
             return
         self._engine.take_back(self._lane)
         try:
@@ -411,7 +419,8 @@ class Group:
             self._end_job(error)
 
     def check_open(self) -> None:
-        """Raise ClosedError unless the group is open and MPI is running."""
+        """Raise ClosedError unless the group is open, and MPI is running in this process."""
+        forks.refuse_calls(self.rank)
         if self.closed:
             raise ClosedError(
                 f"rank {self.rank}: this communicator is closed; call close() last, "

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -12,7 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .config import launched_size
+from . import forks
+from .config import launched_size, launchers
 from .errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from .flight import Recorder
 
@@ -34,7 +36,9 @@ def load_mpi() -> Any:
     Raises:
         MissingDependencyError: There is no MPI library.
         ClosedError: MPI is finalised already.
+        LaunchError: This process is a fork of one in which MPI runs.
     """
+    forks.refuse_start()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as exc:
@@ -45,6 +49,7 @@ def load_mpi() -> Any:
         raise ClosedError("MPI is finalised; make communicators before MPI.Finalize()")
     if not MPI.Is_initialized():
         MPI.Init_thread()
+    forks.guard(MPI.Is_finalized)
     return MPI
 
 
@@ -54,24 +59,59 @@ def find_mpiexec() -> str | None:
     return beside or shutil.which("mpiexec")
 
 
-def refuse_singleton(size: int) -> None:
-    """Raise where the launcher was asked for several ranks but each is a world of its own.
+def mpi_world(*, allow_singleton: bool) -> Any:
+    """Start MPI if nobody has, and return the world of all its ranks.
 
     Args:
-        size: Of the MPI world.
+        allow_singleton: Accept a world of one rank where the launcher was asked for more.
 
     Raises:
-        LaunchError: Says which variable gave it away, and how to launch instead.
+        LaunchError: The launcher was asked for several ranks, but this process is alone; or it
+            is a fork of a rank.
+        MissingDependencyError: There is no MPI library.
+        ClosedError: MPI is finalised already.
     """
+    forks.refuse_start()
     wanted, source = launched_size()
-    if size == 1 and wanted > 1:
-        raise LaunchError(
-            f"{source} says that {wanted} ranks were asked for, but this process on "
-            f"{socket.gethostname()} is alone in its MPI world. Either the script was started "
-            f"without a launcher: use srun or mpirun; or the launcher belongs to another MPI "
-            f"library than mpi4py loads: use the mpirun that came with it, or the matching "
-            f"srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI). If one rank is what you want, "
-            f"set MPIRING_ALLOW_SINGLETON=1.")
+    by_mpi, known_by = launched_size(by_mpi=True)
+    if not allow_singleton and known_by and wanted > 1 and wanted != by_mpi:
+        # MPI's own start may die of this: torchrun closes the files that mpirun has opened.
+        raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but {known_by} "
+                              f"that MPI's world has {by_mpi}")
+    world = load_mpi().COMM_WORLD
+    if not allow_singleton and wanted > 1 and world.Get_size() == 1:
+        raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but this "
+                              f"process on {socket.gethostname()} is alone in its MPI world")
+    return world
+
+
+def refusal(wanted: int, what: str) -> LaunchError:
+    """Return the error of a launch that went wrong, with the command that goes right.
+
+    Args:
+        wanted: How many ranks were asked for.
+        what: What is wrong.
+    """
+    here = launchers()
+    starts = next((one.starts for one in here if one.starts), "mpirun -n")
+    right = f"`{starts} {wanted} {_command()}`"
+    if here and not here[0].starts:
+        why = (f": {here[0].title} starts processes that MPI does not know. Start the ranks by "
+               f"MPI instead: {right}")
+    else:
+        why = (f". Either the script was started without a launcher: use {right}; or the launcher "
+               f"belongs to another MPI library than mpi4py loads: use the mpirun that came with "
+               f"it, or the matching srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)")
+    return LaunchError(f"{what}{why}. If one rank is what you want, "
+                       f"set MPIRING_ALLOW_SINGLETON=1.")
+
+
+def _command() -> str:
+    """Return the words with which this program was started, for a shell."""
+    words = sys.orig_argv[1:]
+    # torchrun's own.
+    words = words[1:] if words[:1] == ["-u"] else words
+    return shlex.join(["python", *words]) if words and words[0] != "-c" else "python train.py"
 
 
 class JobEnder:
@@ -131,6 +171,10 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException,
                  trace: TracebackType | None) -> None:
+        if forks.is_fork():
+            # Nobody waits for it: it ends alone.
+            self._previous(kind, error, trace)
+            return
         if self._previous is sys.__excepthook__:
             self._ender(error)
         try:

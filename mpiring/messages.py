@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from . import forks
 from .collectives.agreement import Call
 from .config import Config
 from .engine import Engine
@@ -102,6 +103,7 @@ class Messages:
         return self._submit(call, then(_received(channel.irecv_any(x))))
 
     def _checked(self, tag: int) -> int:
+        forks.refuse_calls(self._engine.recorder.rank)
         # MPI has no tags below 0; -1 is for callers' own affairs.
         if not -1 <= tag < self._transport.tag_limit:
             raise ConfigError(

@@ -1,12 +1,15 @@
 """Tests launches that went wrong, in processes of their own."""
 
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
-from launching import HANG_S, ROOT, environment
+from launching import HANG_S, ROOT, environment, finish, mpiexec, needed
+from launching import launch as job
 
+from mpiring import LaunchError, launch
 from mpiring.launch import JobEnder
 
 pytestmark = pytest.mark.launch
@@ -20,17 +23,85 @@ def python(code, **variables):
 INIT = "import mpiring; comm = mpiring.init(); print(comm.size, comm.allreduce.__name__)"
 
 
-@pytest.mark.parametrize(("variable", "launcher"), [
-    ("SLURM_NTASKS", "Slurm"), ("SLURM_STEP_NUM_TASKS", "srun"),
-    ("OMPI_COMM_WORLD_SIZE", "Open MPI"),
+@pytest.mark.parametrize(("told", "words"), [
+    ({"OMPI_COMM_WORLD_SIZE": "4"}, ["Open MPI's mpirun", "`mpirun -n 4 python train.py --lr 1`"]),
+    ({"PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}, ["MPICH's mpirun", "`mpirun -n 4 "]),
+    ({"MV2_COMM_WORLD_SIZE": "4"}, ["MVAPICH", "`mpirun_rsh -np 4 "]),
+    ({"PALS_RANKID": "3"}, ["PALS_RANKID=3 (Cray's mpiexec) says that 4", "`mpiexec -n 4 "]),
+    ({"FLUX_JOB_SIZE": "4"}, ["flux run", "`flux run -n 4 "]),
+    ({"JSM_NAMESPACE_SIZE": "4"}, ["IBM's jsrun", "`jsrun -n 4 "]),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, ["(srun)", "srun --mpi=pmi2"]),
+    ({"SLURM_NTASKS": "4"}, ["SLURM_NTASKS=4 (Slurm)", "`srun -n 4 python train.py --lr 1`"]),
+    ({"PMIX_RANK": "3"}, ["prterun", "`mpirun -n 4 "]),
+    ({"WORLD_SIZE": "4"}, ["another launcher than MPI's starts", "`mpirun -n 4 "]),
+    ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "1"}, [
+        "torchrun starts processes", "`mpirun -n 4 python train.py --lr 1`"]),
+    ({"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "1", "SLURM_NTASKS": "4"}, ["`srun -n 4 "]),
 ])
-def test_ranks_that_became_worlds_of_their_own_are_refused(variable, launcher):
-    ended = python(INIT, **{variable: "4"})
-    assert ended.returncode == 1
-    assert "LaunchError" in ended.stderr and f"{variable}=4" in ended.stderr
-    assert launcher in ended.stderr
-    for remedy in ("srun --mpi=pmi2", "mpirun", "MPIRING_ALLOW_SINGLETON=1"):
-        assert remedy in ended.stderr
+def test_ranks_that_became_worlds_of_their_own_are_refused(monkeypatch, told, words):
+    alone = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 1))
+    monkeypatch.setattr(launch, "load_mpi", lambda: alone)
+    monkeypatch.setattr(os, "environ", told)
+    monkeypatch.setattr(sys, "orig_argv", ["/bin/python3", "-u", "train.py", "--lr", "1"])
+    with pytest.raises(LaunchError) as refused:
+        launch.mpi_world(allow_singleton=False)
+    for text in (*words, "says that 4 ranks", "alone in its MPI world", "MPIRING_ALLOW_SINGLETON"):
+        assert text in str(refused.value)
+    assert launch.mpi_world(allow_singleton=True) is alone.COMM_WORLD
+    alone.COMM_WORLD.Get_size = lambda: 4
+    assert launch.mpi_world(allow_singleton=False) is alone.COMM_WORLD
+
+
+def test_the_command_is_the_users_own(monkeypatch):
+    for words, command in [(["-u", "-m", "train", "a b"], "python -m train 'a b'"),
+                           (["-c", "import mpiring"], "python train.py"), ([], "python train.py")]:
+        monkeypatch.setattr(sys, "orig_argv", ["python3", *words])
+        assert f"{command}`" in str(launch.refusal(2, "so it is"))
+
+
+DOORS = """
+import torch.distributed as dist, mpiring, mpiring.torch
+for door in (mpiring.init, lambda: dist.init_process_group("mpiring", init_method="mpi://"),
+             lambda: dist.init_process_group("mpiring")):
+    try: door()
+    except mpiring.LaunchError as error: print(f"refused: {error}")
+"""
+
+
+def torchrun(*command, launcher=()):
+    """Run two processes under torchrun, which needs no network but this host's own."""
+    return finish(subprocess.Popen(
+        [*launcher, sys.executable, "-m", "torch.distributed.run", "--standalone",
+         "--nproc-per-node", "2", "--rdzv-endpoint", "localhost:0", *map(str, command)],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True,
+        env=environment(), cwd=ROOT, start_new_session=True))
+
+
+def test_torchrun_is_refused_at_every_door(tmp_path):
+    needed("torch")
+    program = tmp_path / "train.py"
+    program.write_text(DOORS)
+    right = f"`mpirun -n 2 python {program} --lr 1`"
+    ended = torchrun(program, "--lr", "1")
+    assert ended.status == 0 and ended.output.count("refused: WORLD_SIZE=2 (torchrun)") == 6, (
+        ended.output)
+    assert ended.output.count(right) == 6
+    ended = torchrun(program, "--lr", "1", launcher=(mpiexec(), "-n", "1"))
+    assert ended.output.count("that MPI's world has 1: torchrun starts") == 6, ended.output
+    assert ended.output.count(right) == 6
+    ended = torchrun("-m", "mpiring", "doctor")
+    assert ended.status != 0 and ended.output.count("problem  launcher: torchrun, which") == 1, (
+        ended.output)
+    assert "mpirun -n 2 python -m mpiring doctor" in ended.output
+
+
+def test_torchruns_variables_harm_no_world_of_mpi():
+    """As where srun has started a torchrun per rank; and those that `export_environment` sets."""
+    torchruns = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}
+    ended = job(2, "-c", "import os, mpiring; mpiring.init(); os.environ['WORLD_SIZE'] = '3'\n"
+                "del os.environ['TORCHELASTIC_RUN_ID']; print('size', mpiring.init().size)",
+                **torchruns)
+    assert ended.status == 0 and ended.output.count("size 2") == 2, ended.output
 
 
 def test_one_rank_can_be_meant():

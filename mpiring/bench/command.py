@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..config import launched_size
+from ..config import launched_size, launcher_of
 from ..errors import ConfigError
 from ..progress import Progress
 from . import jobs, results, table
@@ -48,8 +48,7 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
         ConfigError: `--ranks` in a launcher's job of several ranks, or a file cannot be written.
     """
     size, source = launched_size()
-    # In an allocation of Slurm's, but not started by srun, this is one process alone.
-    launched = source != "" and not source.startswith("SLURM_NTASKS=")
+    launched = launcher_of() != "" and (size > 1 or launcher_of() != "WORLD_SIZE")
     if options.part or launched and options.ranks is None:
         return _run_here(benchmark, options)
     if launched and size > 1:

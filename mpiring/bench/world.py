@@ -8,7 +8,7 @@ import numpy as np
 from ..communicator import Communicator
 from ..config import Config
 from ..errors import MpiringError
-from ..launch import load_mpi, refuse_singleton
+from ..launch import load_mpi, mpi_world
 
 
 class World:
@@ -28,8 +28,7 @@ class World:
 
     def __init__(self) -> None:
         self.mpi = load_mpi()
-        world = self.mpi.COMM_WORLD
-        refuse_singleton(world.Get_size())
+        world = mpi_world(allow_singleton=False)
         self.raw: Any = world.Dup()
         self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
         levels = {self.mpi.THREAD_SINGLE: "single", self.mpi.THREAD_FUNNELED: "funneled",

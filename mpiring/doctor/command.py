@@ -6,11 +6,11 @@ import time
 from typing import Any
 
 from ..bench.options import above_zero
-from ..config import launch_variables, launched_rank, launched_size
+from ..config import launched_rank, launched_size, launcher_of
 from . import gather, gpu, launch, library, memory, network, packages, processors, survival
 from .child import examined
 from .examine import examine
-from .facts import ENDING, LOADING, STARTING, Failure, Job, Library, launcher_of
+from .facts import ENDING, LOADING, STARTING, Failure, Job, Library
 from .findings import PROBLEM, Section, merged, worst
 from .report import as_json, as_text
 
@@ -46,8 +46,7 @@ def run(options: argparse.Namespace) -> int:
         return 0
     began = time.monotonic()
     found, failure = examined(options.deadline)
-    launcher = launcher_of(launch_variables())
-    rank = launched_rank() or 0 if launcher else 0
+    rank = launched_rank() or 0 if launcher_of() else 0
     if found.get("size", 0) > 1:
         rank = found["ranks"][0].rank
     if rank > 0:

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..config import launcher_of
+
 # How libraries and launchers name themselves, the more special first: several are MPICH within.
 _VENDORS = {
     "Intel MPI": r"Intel\(R\) MPI", "Cray MPICH": r"CRAY MPICH", "MVAPICH": r"MVAPICH",
@@ -26,6 +28,11 @@ def version_of(text: str) -> str:
 def related(one: str, other: str) -> bool:
     """Return whether the launcher of one vendor starts ranks of the other's library."""
     return one == other or one in _HYDRA and other in _HYDRA
+
+
+def is_foreign(launcher: str, vendor: str) -> bool:
+    """Return whether a launcher came with an MPI library of which `vendor`'s is no relation."""
+    return launcher in _VENDORS and not related(launcher, vendor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +90,7 @@ class Memory:
         shm_bytes, shm_free_bytes: Of /dev/shm.
         locked_bytes: How much may be locked (ulimit -l).
         open_files: How many may be open (ulimit -n).
-        left_files, left_bytes: Of MPI libraries in /dev/shm, more than an hour old.
+        left_files, left_bytes: Of this user's ranks in /dev/shm, which none of them has mapped.
     """
 
     shm_bytes: int | None = None
@@ -309,29 +316,3 @@ class Job:
         hosts = list(names.values())
         return {node: host if hosts.count(host) == 1 else f"{host} (node {node})"
                 for node, host in names.items()}
-
-
-def launcher_of(variables: Mapping[str, str]) -> str:
-    """Return what has started a process as a rank, by the variables that it left.
-
-    Returns:
-        "Open MPI" or "MPICH" (their mpirun, or one that does the same), "MVAPICH", "PALS",
-        "srun", or "". Within a Slurm job, mpirun leaves its own traces beside Slurm's.
-    """
-    if "OMPI_COMM_WORLD_SIZE" in variables:
-        return "Open MPI"
-    if "MV2_COMM_WORLD_SIZE" in variables:
-        return "MVAPICH"
-    if "PALS_RANKID" in variables:
-        return "PALS"
-    if "MPI_LOCALNRANKS" in variables:
-        return "MPICH"
-    # The shell of an interactive step and of a batch script has a step, too, of no tasks' number.
-    step = variables.get("SLURM_STEP_ID", "")
-    if step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in variables:
-        return "srun"
-    return "MPICH" if "PMI_RANK" in variables else ""
-
-
-# Slurm's numbers of steps that srun has not started: batch, interactive, extern (slurm.h).
-_FIRST_SPECIAL_STEP = 0xfffffff0

@@ -30,8 +30,9 @@ _COMMAND_S = 3.0
 # Kernel modules with which networks and GPUs exchange data directly.
 _GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs")
 # What MPICH and Open MPI make in /dev/shm, and leave there when they are killed.
-_SHM_FILES = ("mpich_shm_*", "sm_segment.*", "vader_segment.*")
-_OLD_S = 3600.0
+_SHM_FILES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.)[^/\s]*")
+# One that is newer may not be mapped yet.
+_NEW_S = 60.0
 _ARPHRD_ETHER, _ARPHRD_INFINIBAND = 1, 32
 
 
@@ -130,20 +131,29 @@ def memory(root: Path = _ROOT) -> Memory:
     with contextlib.suppress(OSError):
         shm = os.statvfs(root / "dev/shm")
         total, free = shm.f_blocks * shm.f_frsize, shm.f_bavail * shm.f_frsize
-    left = list(_left_in(root / "dev/shm"))
+    left = list(_left(root))
     return Memory(left_files=len(left), left_bytes=sum(left), shm_bytes=total, shm_free_bytes=free,
                   locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
                   open_files=_limit(resource.RLIMIT_NOFILE))
 
 
-def _left_in(folder: Path) -> Iterator[int]:
-    """Return the sizes of old files that MPI libraries have made there."""
-    for name in _SHM_FILES:
-        for path in folder.glob(name):
+def _left(root: Path) -> Iterator[int]:
+    """Return the sizes of this user's files in /dev/shm that ranks have made and none has mapped.
+
+    Only this user's processes can have them. Those whose maps not even he may read are no ranks.
+    """
+    found = {}
+    for path in (root / "dev/shm").glob("*"):
+        if _SHM_FILES.fullmatch(path.name):
             with contextlib.suppress(OSError):    # it ends while we look
                 status = path.stat()
-                if time.time() - status.st_mtime > _OLD_S:
-                    yield status.st_size
+                if status.st_uid == os.getuid() and time.time() - status.st_mtime > _NEW_S:
+                    found[path.name] = status.st_size
+    if found:
+        for maps in (root / "proc").glob("[0-9]*/maps"):
+            for name in _SHM_FILES.finditer(_text(maps)):
+                found.pop(name[0], None)
+    yield from found.values()
 
 
 def _limit(which: int) -> int | None:

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from .facts import ENDING, STARTING, Failure, Job, Rank, launcher_of, related
+from ..config import launcher_of, launchers
+from .facts import ENDING, STARTING, Failure, Job, Rank, is_foreign
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding, count
 from .memory import shm_is_short
 
@@ -11,6 +12,7 @@ TITLE = "Launch"
 _DOCTOR = "python -m mpiring doctor"
 # The PMI that each vendor's library speaks, as srun calls it; pmi2 is MPICH's.
 _PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
+_STRANGERS = "which starts processes that MPI does not know"
 
 _INTERFACES = {
     "Open MPI": "export OMPI_MCA_btl_tcp_if_include=NAME UCX_NET_DEVICES=NAME",
@@ -64,7 +66,7 @@ def is_mismatched(rank: Rank) -> bool:
         return False
     if launcher == "srun":
         return (_pmi_offered(rank) == "PMIx") != (_PMI.get(vendor) == "pmix")
-    return launcher not in ("", "PALS") and not related(launcher, vendor)
+    return is_foreign(launcher, vendor)
 
 
 def _pmi_offered(rank: Rank) -> str:
@@ -87,12 +89,13 @@ def _launcher(job: Job) -> Finding:
                        right_launch(job) if library.text else "get an MPI library first")
     if launcher == "srun":
         return Finding("launcher", OK, f"srun, with {_pmi_text(job)}")
-    name = {"PALS": "Cray's mpiexec", "MVAPICH": "MVAPICH's mpirun_rsh"}.get(
-        launcher, f"{launcher}'s mpirun")
+    first = launchers(job.here.variables)[0]
     if is_mismatched(job.here):
-        return Finding("launcher", PROBLEM, f"{name} has started ranks that load {library.name}",
-                       right_launch(job))
-    return Finding("launcher", OK, name)
+        return Finding("launcher", PROBLEM, f"{first.title} has started ranks that load "
+                       f"{library.name}", right_launch(job))
+    if job.is_torn and not first.starts:
+        return Finding("launcher", PROBLEM, f"{first.title}, {_STRANGERS}", right_launch(job))
+    return Finding("launcher", OK, first.title)
 
 
 def _pmi_text(job: Job) -> str:
@@ -125,6 +128,9 @@ def _cause(job: Job) -> str:
         return f"srun offers {_pmi_text(job)}, and {library.name} needs {pmi}"
     if is_mismatched(job.here):
         return f"the launcher is {launcher}'s, the library is {library.name}"
+    first = launchers(job.here.variables)[0]
+    if not first.starts:
+        return f"{first.title} has started them, {_STRANGERS}"
     return "launcher and library do not understand each other"
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .facts import Job, Library, Rank, launcher_of, related, vendor_of, version_of
+from ..config import launcher_of
+from .facts import Job, Library, Rank, related, vendor_of, version_of
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 
 TITLE = "Python and MPI"

@@ -15,6 +15,9 @@ _SHM_BYTES_ELSE = 16 * _MIB
 # As Docker makes it; PyTorch's data loaders hand batches on in it.
 _SHM_SMALL = 256 * _MIB
 _FEWEST_FILES = 1024
+# Looks again, since jobs may have begun meanwhile; sh and bash.
+_REMOVE = ("for f in /dev/shm/mpich_shm_* /dev/shm/sm_segment.* /dev/shm/vader_segment.*; do "
+           "[ -O $f ] && ! grep -qsF $f /proc/[0-9]*/maps && rm $f; done")
 # Without them, a fork copies pages that the network device writes into.
 _FORK_VARIABLES = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 
@@ -72,9 +75,8 @@ def _leftovers(ranks: Sequence[Rank]) -> Iterator[Finding]:
     memory = ranks[0].memory
     if memory.left_files:
         yield Finding(
-            "dead jobs", NOTE, f"{count(memory.left_files, 'file')} of MPI in /dev/shm, "
-            f"{_text(memory.left_bytes)}, more than an hour old", "while no job runs: find "
-            "/dev/shm -name 'mpich_shm_*' -mmin +60 -delete",
+            "dead jobs", NOTE, f"{count(memory.left_files, 'file')} of MPI in /dev/shm that no "
+            f"process uses, {_text(memory.left_bytes)}", _REMOVE,
             tuple(rank.rank for rank in ranks))
 
 

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from .facts import Job, launcher_of
+from ..config import launcher_of
+from .facts import Job
 from .findings import NOTE, OK, Finding
 
 TITLE = "After a rank's death"

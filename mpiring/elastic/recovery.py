@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic
 
+from .. import forks
 from ..collectives.agreement import Call
 from ..communicator import Communicator
 from ..config import survives_deaths
@@ -130,6 +131,8 @@ def _leave(state: State, survivors: "Survivors") -> None:
 
     Without MPI_Finalize, which was seen to hang after a death.
     """
+    if forks.is_fork():
+        return
     with contextlib.suppress(MpiringError):
         _wait_for_all(state.comm, "exit")
     survivors.agree(True)

@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 from ..config import Config
 from ..errors import ConfigError, StallError
 from ..group import Group
-from ..launch import load_mpi, refuse_singleton
+from ..launch import mpi_world, refusal
 from ..transport.base import NO_BYTES
 
 # Below those that users have.
@@ -47,10 +47,11 @@ def open_group(options: Any, default: Group | None) -> Group:
 
 def _open_default(options: Any) -> Group:
     config = Config()
-    world = load_mpi().COMM_WORLD
-    if not config.allow_singleton:
-        refuse_singleton(world.Get_size())
+    world = mpi_world(allow_singleton=config.allow_singleton)
     given, real = (options.group_rank, options.group_size), (world.rank, world.size)
+    if world.size == 1 < options.group_size and not config.allow_singleton:
+        raise refusal(options.group_size, f"torch.distributed has a world_size of "
+                      f"{options.group_size}, but this process is alone in its MPI world")
     if given != real:
         raise ConfigError(
             f"torch.distributed calls this rank {given[0]} of {given[1]}, but in MPI it is rank "

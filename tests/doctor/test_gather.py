@@ -1,5 +1,6 @@
 """Lets the doctor look at machines made of files, and at this one."""
 
+import mmap
 import os
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import pytest
 from launching import HANG_S, ROOT, environment
 
 from mpiring.config import launch_variables, launched_rank, unknown_variables
-from mpiring.doctor import child, gather
+from mpiring.doctor import child, gather, memory
 from mpiring.doctor.facts import Device, Library
 from mpiring.doctor.measure import rounds
 
@@ -60,12 +61,37 @@ def test_network_devices(tmp_path):
         Device(name="rdmap0s6", kind="EFA"), Device(name="cxi0", kind="Slingshot", gbit=200)]
 
 
-def test_what_dead_jobs_have_left(tmp_path):
+MAPS = """7fcc00aed000-7fcc00cf3000 rw-s 00000000 00:1b 2640       /dev/shm/{}
+7f74016ed000-7f74018f3000 r--p 00000000 00:1b 2640                       /usr/lib/libm.so.6"""
+
+
+def test_what_dead_jobs_have_left(tmp_path, monkeypatch):
     machine(tmp_path, dev__shm__mpich_shm_1_0="12345", dev__shm__mpich_shm_2_0="running",
-            dev__shm__other="not MPI's")
-    os.utime(tmp_path / "dev/shm/mpich_shm_1_0", (0, 0))
+            dev__shm__mpich_shm_3_0="begins", dev__shm__other="not MPI's",
+            proc__7__maps=MAPS.format("mpich_shm_2_0"), proc__8__maps=MAPS.format("mpich_shm_10_0"),
+            proc__self__maps="", **{"dev__shm__sm_segment.host.0.7.0": "123"})
+    for path in (tmp_path / "dev/shm").glob("*"):
+        if path.name != "mpich_shm_3_0":
+            os.utime(path, (0, 0))
     found = gather.memory(tmp_path)
-    assert (found.left_files, found.left_bytes) == (1, 5)
+    assert (found.left_files, found.left_bytes) == (2, 8)
+    (tmp_path / "proc/9").mkdir()
+    (tmp_path / "proc/9/maps").write_text(MAPS.format("mpich_shm_1_0"))
+    assert gather.memory(tmp_path).left_bytes == 3
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    assert gather.memory(tmp_path).left_files == 0, "another user's are his"
+
+
+def test_the_line_that_removes_what_dead_jobs_have_left(tmp_path):
+    """Run on files elsewhere: it takes those that no process has mapped."""
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    for name in ("mpich_shm_1_0", "mpich_shm_2_0", "other"):
+        (folder / name).write_bytes(bytes(5000))
+    with open(folder / "mpich_shm_2_0", "r+b") as file, mmap.mmap(file.fileno(), 0):
+        line = memory._REMOVE.replace("/dev/shm", str(folder))
+        subprocess.run(["sh", "-c", line], timeout=60)
+    assert sorted(path.name for path in folder.iterdir()) == ["mpich_shm_2_0", "other"]
 
 
 def test_gpus(tmp_path):

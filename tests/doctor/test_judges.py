@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from mpiring.config import launcher_of
 from mpiring.doctor.command import SUBJECTS, judged
 from mpiring.doctor.facts import (ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library,
-                                  Memory, Mpirun, Pair, Processors, Rank, Slurm, launcher_of,
-                                  related, vendor_of, version_of)
+                                  Memory, Mpirun, Pair, Processors, Rank, Slurm, related,
+                                  vendor_of, version_of)
 from mpiring.doctor.findings import Finding, merged, place, ranks_text
 from mpiring.doctor.launch import right_launch
 from mpiring.doctor.report import as_json, as_text
@@ -246,7 +247,8 @@ def test_shared_memory(library, total, free, level, verdict, words):
 
 def test_what_dead_jobs_have_left():
     some = ranks(2, memory=replace(PLENTY, left_files=7, left_bytes=3 << 20))
-    assert "7 files of MPI in /dev/shm, 3 MiB, more" in one(job(some), "dead jobs", "note")
+    text = one(job(some), "dead jobs", "note")
+    assert "7 files of MPI in /dev/shm that no process uses, 3 MiB -> for f in /dev/shm" in text
 
 
 def test_limits_and_forks_beside_a_fast_network():

@@ -38,6 +38,12 @@ def test_works_and_futures(progress):
     assert ended.output.count("all is well") == 3
 
 
+def test_data_loaders_with_forked_workers():
+    ended = launch(2, PROGRAMS / "torch_forks.py")
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 2
+
+
 FAULTS = {
     "shape": ["all_reduce ['sum'] of float32 (999,)", "all_reduce ['sum'] of float32 (1000,)"],
     "splits": ["receiving 4 bytes from rank 1: it sent 8"],

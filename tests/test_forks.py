@@ -1,0 +1,16 @@
+"""Tests that forks of a rank leave MPI alone."""
+
+import pytest
+from launching import PROGRAMS, launch
+
+pytestmark = pytest.mark.launch
+
+
+@pytest.mark.parametrize("progress", ["thread", "inline"])
+def test_forks_end_by_themselves_and_do_no_harm(progress):
+    ended = launch(2, PROGRAMS / "forks.py", MPIRING_PROGRESS=progress)
+    assert ended.status == 0, ended.output
+    assert ended.output.count("all is well") == 2
+    # Each traceback shows it twice; what the two print may mix.
+    assert ended.output.count("a bug in a fork") == 4 and "the job ends" not in ended.output
+    assert ended.output.count("what it says") == 2
