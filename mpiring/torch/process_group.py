@@ -140,11 +140,12 @@ class ProcessGroup(Named):
         loan, vectors, names = Loan(), [], []
         for tensor in tensors:
             op = op_of(opts.reduceOp, tensor.dtype)
-            vectors.append(loan.numbers(tensor, written=True, factor=op.factor))
+            vectors.append((loan.numbers(tensor, written=True, factor=op.factor,
+                                         divisor=op.divisor(self.size())), op.combine))
             names.append(op.name)
         detail = f"{names} of " + ", ".join(map(described, tensors))
         return self._submit(kind, detail, opts, loan, list(tensors), lambda collectives: in_turn(
-            (), [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
+            (), [collectives.allreduce(x, op=combine) for x, combine in vectors]))
 
     def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> Work:
         tensor, op = only(tensors), op_of(opts.reduceOp, only(tensors).dtype)
@@ -157,10 +158,11 @@ class ProcessGroup(Named):
         tensor, root = only(tensors), opts.rootRank
         self._check_root(root)
         op, loan, is_root = op_of(opts.reduceOp, tensor.dtype), Loan(), self.rank() == root
-        x = loan.numbers(tensor, written=is_root, factor=op.factor)
+        x = loan.numbers(tensor, written=is_root, factor=op.factor,
+                         divisor=op.divisor(self.size()) if is_root else None)
         return self._submit(
             "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, loan, list(tensors),
-            lambda collectives: collectives.reduce(x, root, op=op.name))
+            lambda collectives: collectives.reduce(x, root, op=op.combine))
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None,
@@ -175,13 +177,13 @@ class ProcessGroup(Named):
         op = op_of(opts.reduceOp, output.dtype)
         contributions = [
             loan.numbers(one, written=False, factor=op.factor) for one in inputs[0]]
-        own = loan.numbers(output, written=True)
+        own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
         chunks = with_own(contributions, self.rank(), own)
         return self._submit(
             "reduce_scatter", f"{op.name} of {described(output)}", opts, loan, list(outputs),
             lambda collectives: in_turn(
                 [(own, contributions[self.rank()])],
-                [collectives.reduce_scatter_chunks(chunks, op=op.name)]))
+                [collectives.reduce_scatter_chunks(chunks, op=op.combine)]))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
@@ -197,18 +199,20 @@ class ProcessGroup(Named):
 
     def _reduce_scatter(self, kind: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        opts, loan, rows, copies = opts or dist.ReduceScatterOptions(), Loan(), [], []
+        opts, loan = opts or dist.ReduceScatterOptions(), Loan()
+        rows, copies, names = [], [], []
         for output, input in zip(outputs, inputs):
             check_multiple(input, output, self.size(), "input")
             op = op_of(opts.reduceOp, output.dtype)
             contributions = equal_parts(
                 loan.numbers(input, written=False, factor=op.factor), self.size())
-            own = loan.numbers(output, written=True)
+            own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
             copies.append((own, contributions[self.rank()]))
-            rows.append((with_own(contributions, self.rank(), own), op.name))
-        detail = f"{[name for _, name in rows]} of " + ", ".join(map(described, inputs))
+            rows.append((with_own(contributions, self.rank(), own), op.combine))
+            names.append(op.name)
+        detail = f"{names} of " + ", ".join(map(described, inputs))
         return self._submit(kind, detail, opts, loan, list(outputs), lambda collectives: in_turn(
-            copies, [collectives.reduce_scatter_chunks(x, op=name) for x, name in rows]))
+            copies, [collectives.reduce_scatter_chunks(x, op=combine) for x, combine in rows]))
 
     # Copies
 
