@@ -383,4 +383,5 @@ class Engine:
 
 def _give_up_after(timeout_s: float | None, began: float, handle: Handle[Any]) -> None:
     if timeout_s is not None and time.monotonic() - began > timeout_s:
-        raise StallError(f"waited {timeout_s:g} s for {handle}")
+        raise StallError(f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
+                         f"under way, and wait may be called again with a longer timeout")

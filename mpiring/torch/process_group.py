@@ -19,6 +19,7 @@ from ..group import Group
 from ..memory.arrays import Array
 from ..transport.base import Schedule
 from . import sparse
+from .devices import KINDS
 from .groups import monitored_barrier, open_group
 from .names import Named
 from .ops import op_of
@@ -42,7 +43,7 @@ Tensors = Sequence[torch.Tensor]
 
 def register() -> None:
     """Make the back end known to torch.distributed."""
-    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=[*KINDS])
 
 
 def _make(options: Any, _: Any) -> "ProcessGroup":
@@ -98,17 +99,18 @@ class ProcessGroup(Named):
     # Submitting
 
     def _submit(self, kind: str, detail: str, opts: Any, loan: Loan, value: Any,
-                build: Callable[[Collectives], Schedule[Any]]) -> Work:
+                build: Callable[[Collectives], Schedule[Any]],
+                timeout_s: float | None = None) -> Work:
         group, handle = self._group, DONE
         if in_callback():
             # Collective as the calls that lead here are: in the order of the operations.
             group = self._beside = self._beside or group.beside()
         call = _call(kind, detail if loan.stream is None else f"{detail} on a GPU", loan.nbytes)
-        if group is self._beside or getattr(opts, "asyncOp", True):
+        if group is self._beside or timeout_s or getattr(opts, "asyncOp", True):
             handle = group.submit(call, loan.build(group, build))
         else:
             group.run(call, loan.build(group, build))
-        return self._work(Work(handle, value, threaded=group.threaded))
+        return self._work(Work(handle, value, timeout_s, threaded=group.threaded))
 
     def _work(self, work: Work) -> Work:
         if self._coalescing is not None:
@@ -371,9 +373,11 @@ class ProcessGroup(Named):
     # Barriers
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete when every rank has called."""
+        """Complete when every rank has called; a timeout in the options is for this call."""
+        limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
-            "barrier", "", opts, Loan(), [], lambda collectives: collectives.barrier())
+            "barrier", "", opts, Loan(), [], lambda collectives: collectives.barrier(),
+            limit_s if limit_s > 0 else None)
 
     def monitored_barrier(self, timeout: timedelta | None = None,
                           wait_all_ranks: bool = False) -> None:
