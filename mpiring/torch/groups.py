@@ -105,7 +105,7 @@ def monitored_barrier(group: Group, timeout_s: float | None, *, wait_all_ranks: 
             if not wait_all_ranks:
                 break
     if missing:
-        raise StallError(f"monitored_barrier Timed out after {limit:g} s: it was not called by rank "
-                         f"{', '.join(map(str, missing))}")
+        raise StallError(f"rank 0: Timed out after {limit:g} s in monitored_barrier, which was not "
+                         f"called by rank {', '.join(map(str, missing))}")
     for rank in reports:
         messages.isend(NO_BYTES, rank, _TAG)

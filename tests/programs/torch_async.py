@@ -164,8 +164,10 @@ def coalesced_futures():
 
 def a_barrier_with_a_timeout():
     if RANK == 0:
+        options = dist.BarrierOptions()     # as dist.barrier(timeout=...) makes them
+        options.timeout = timedelta(seconds=0.2)
         try:
-            dist.barrier(timeout=timedelta(seconds=0.2))
+            dist.group.WORLD.barrier(options).wait()
             raise AssertionError("nobody came")
         except mpiring.StallError as error:
             assert " Timed out after 0.2 s" in str(error)
@@ -204,8 +206,8 @@ def waits_that_end():
 
 for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain,
              collectives_in_callbacks, messages_in_any_number,
-             every_collective_in_many_rounds, coalesced_futures, a_barrier_with_a_timeout, timeouts_that_change,
-             waits_that_end, barriers_that_name_the_missing):
+             every_collective_in_many_rounds, coalesced_futures, a_barrier_with_a_timeout,
+             timeouts_that_change, waits_that_end, barriers_that_name_the_missing):
     dist.barrier()
     test()
 print("all is well", flush=True)

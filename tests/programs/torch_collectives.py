@@ -311,6 +311,7 @@ CASES = [
     (complex_halves, Op.SUM), (messages,), (any_source,), (batched,), (objects,),
 ]
 
+
 def scaled_halves(factor):
     """What `complex_halves` returns, of a sum times a factor."""
     x, y = ((factor * sum(torch.complex(*parts) for parts in zip(
