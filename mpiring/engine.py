@@ -418,4 +418,5 @@ class Engine:
 
 def _give_up_after(timeout_s: float, began: float, handle: Handle[Any]) -> None:
     if time.monotonic() - began > timeout_s:
-        raise StallError(f"waited {timeout_s:g} s for {handle}")
+        raise StallError(f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
+                         f"under way, and wait may be called again with a longer timeout")

@@ -88,13 +88,13 @@ class StallWatch:
         inquiry = self._inquiry
         if timeout_s and oldest.waited_s >= timeout_s:
             if self._have_answers(inquiry, "timeout"):
-                raise StallError(self._report(inquiry))
+                raise StallError(self._report(inquiry, ": Timed out after"))
         elif warning_s and oldest.waited_s >= warning_s and not inquiry.reported:
             if self._have_answers(inquiry, "warning"):
                 inquiry.reported = True
                 # One report is enough: the lowest of the ranks that wait prints it.
                 if not any(rank < self._rank for rank in inquiry.waiting):
-                    self._say(self._report(inquiry))
+                    self._say(self._report(inquiry, " has waited"))
 
     @property
     def _timeout_s(self) -> float:
@@ -141,9 +141,9 @@ class StallWatch:
         ago = time.monotonic() - self.last.called_s
         return f"has NOT CALLED it; its last call was {self.last}, {ago:.0f} s ago", False
 
-    def _report(self, inquiry: "_Inquiry") -> str:
+    def _report(self, inquiry: "_Inquiry", what: str) -> str:
         handle = inquiry.handle
-        lines = [f"rank {self._rank} has waited {handle.waited_s:.0f} s in {handle}"]
+        lines = [f"rank {self._rank}{what} {handle.waited_s:.0f} s in {handle}"]
         for rank in self._others():
             silent = "does not answer: it is stopped, or outside mpiring without a progress thread"
             lines.append(f"  rank {rank} {inquiry.answers.get(rank, silent)}")

@@ -394,7 +394,7 @@ def test_actions_are_told_of_failures(waiter):
 def test_a_wait_may_end_before_the_operation(threaded):
     setup, flag = Setup(threaded), Flag()
     handle = setup.submit(waits_for(flag, result=7))
-    with pytest.raises(StallError, match="waited 0.05 s for #0 test"):
+    with pytest.raises(StallError, match="wait for #0 test: Timed out after 0.05 s"):
         handle.wait(0.05)
     flag.complete = True
     assert handle.wait(0.05) == 7

@@ -110,6 +110,7 @@ def test_the_timeout_raises_with_fresh_answers():
     with pytest.raises(StallError, match="rank 1 waits in it too") as caught:
         ranks.look(2)
     assert "rank 2 has not called it" in str(caught.value)
+    assert str(caught.value).startswith("rank 0: Timed out after 0 s in #0 allreduce")
 
 
 def test_a_rank_that_waits_in_an_earlier_operation_says_so():

@@ -106,7 +106,7 @@ def monitored_barrier(group: Group, timeout_s: float | None, *, wait_all_ranks: 
             if not wait_all_ranks:
                 break
     if missing:
-        raise StallError(f"rank {', '.join(map(str, missing))} did not call monitored_barrier "
-                         f"within {limit:g} s")
+        raise StallError(f"rank 0: Timed out after {limit:g} s in monitored_barrier, which was not "
+                         f"called by rank {', '.join(map(str, missing))}")
     for rank in reports:
         messages.isend(NO_BYTES, rank, _TAG)

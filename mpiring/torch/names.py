@@ -1,11 +1,14 @@
-"""Keeps what torch.distributed notes of a process group: its name, its purpose, its store.
+"""Tells torch.distributed what it asks of a process group: name, purpose, store, devices.
 
 A ProcessGroup of PyTorch's has these from its back ends, of which a Python class has none.
 """
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from .devices import KINDS
 
 
 class Named(dist.ProcessGroup):
@@ -45,6 +48,11 @@ class Named(dist.ProcessGroup):
     def getGroupDesc(self) -> str:  # noqa: N802
         """Return what the group is for."""
         return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The kinds of device that the group serves; checkpoints ask for one that has the CPU."""
+        return [torch.device(kind) for kind in KINDS]
 
     def _get_backend(self, device: Any) -> "Named":
         """Return the back end for a device: there is one for all."""

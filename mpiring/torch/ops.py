@@ -22,19 +22,34 @@ class Op:
     """A reduction.
 
     Attributes:
-        name: mpiring's name of it.
+        name: What ranks must agree on: mpiring's name of it.
         factor: What every rank's contribution is multiplied by first, if anything.
+        divides: The sum of all is divided at the end, as `quotient` does: a mean of integers.
     """
 
     name: str
     factor: Any = None
+    divides: bool = False
+
+    @property
+    def combine(self) -> str:
+        """The op by which the collective itself combines the contributions."""
+        return "sum" if self.divides else self.name
+
+    def divisor(self, size: int) -> int | None:
+        """Return what the sum over `size` ranks is divided by at the end, if anything."""
+        return size if self.divides else None
 
 
 def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
     """Return what an operator of torch.distributed does to a dtype.
 
+    An average of integers is what NCCL makes of it: a sum in their dtype, which may wrap, then a
+    division that rounds toward zero. It is not a mean to `Communicator.allreduce`, which refuses
+    integers: who knows NumPy expects 2.5 there, and gets an error rather than 2.
+
     Raises:
-        ConfigError: It is not known.
+        ConfigError: The operator is unknown, or undefined for the dtype.
     """
     kind, factor = reduce_op.__getstate__() if isinstance(reduce_op, dist.ReduceOp) else (
         reduce_op, None)
@@ -42,4 +57,21 @@ def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
         known = ", ".join(one.name for one in _NAMES)
         raise ConfigError(f"{reduce_op}: expected one of {known}")
     name = _NAMES[kind]
-    return Op(_ON_BOOL.get(name, name) if dtype is torch.bool else name, factor)
+    if name == "mean" and dtype in (torch.bool, torch.uint64):
+        raise ConfigError(f"AVG is not defined for {dtype}, which PyTorch cannot divide; use SUM, "
+                          f"or convert to another dtype")
+    if dtype is torch.complex32 and name not in ("sum", "mean"):
+        raise ConfigError(f"{kind.name} is not defined for {dtype}; use SUM or AVG, or convert to "
+                          f"torch.complex64")
+    is_integer = not (dtype.is_floating_point or dtype.is_complex)
+    return Op(_ON_BOOL.get(name, name) if dtype is torch.bool else name, factor,
+              divides=is_integer and name == "mean")
+
+
+def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
+    """Return integers divided by a positive number, rounded toward zero, as C and NCCL do.
+
+    Args:
+        x: Of any integer dtype but uint64; int64 in the result, as a divisor may exceed int8.
+    """
+    return x.to(torch.int64).div(divisor, rounding_mode="trunc")

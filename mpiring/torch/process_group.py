@@ -19,6 +19,7 @@ from ..group import Group
 from ..memory.arrays import Array
 from ..transport.base import Schedule
 from . import sparse
+from .devices import KINDS
 from .groups import monitored_barrier, open_group
 from .names import Named
 from .ops import op_of
@@ -42,7 +43,7 @@ Tensors = Sequence[torch.Tensor]
 
 def register() -> None:
     """Make the back end known to torch.distributed."""
-    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=["cpu", "cuda"])
+    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=[*KINDS])
 
 
 def _make(options: Any, _: Any) -> "ProcessGroup":
@@ -98,17 +99,18 @@ class ProcessGroup(Named):
     # Submitting
 
     def _submit(self, kind: str, detail: str, opts: Any, loan: Loan, value: Any,
-                build: Callable[[Collectives], Schedule[Any]]) -> Work:
+                build: Callable[[Collectives], Schedule[Any]],
+                timeout_s: float | None = None) -> Work:
         group, handle = self._group, DONE
         if in_callback():
             # Collective as the calls that lead here are: in the order of the operations.
             group = self._beside = self._beside or group.beside()
         call = _call(kind, detail if loan.stream is None else f"{detail} on a GPU", loan.nbytes)
-        if group is self._beside or getattr(opts, "asyncOp", True):
+        if group is self._beside or timeout_s or getattr(opts, "asyncOp", True):
             handle = group.submit(call, loan.build(group, build))
         else:
             group.run(call, loan.build(group, build))
-        return self._work(Work(handle, value, threaded=group.threaded))
+        return self._work(Work(handle, value, timeout_s, threaded=group.threaded))
 
     def _work(self, work: Work) -> Work:
         if self._coalescing is not None:
@@ -140,11 +142,12 @@ class ProcessGroup(Named):
         loan, vectors, names = Loan(), [], []
         for tensor in tensors:
             op = op_of(opts.reduceOp, tensor.dtype)
-            vectors.append(loan.numbers(tensor, written=True, factor=op.factor))
+            vectors.append((loan.numbers(tensor, written=True, factor=op.factor,
+                                         divisor=op.divisor(self.size())), op.combine))
             names.append(op.name)
         detail = f"{names} of " + ", ".join(map(described, tensors))
         return self._submit(kind, detail, opts, loan, list(tensors), lambda collectives: in_turn(
-            (), [collectives.allreduce(x, op=name) for x, name in zip(vectors, names)]))
+            (), [collectives.allreduce(x, op=combine) for x, combine in vectors]))
 
     def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> Work:
         tensor, op = only(tensors), op_of(opts.reduceOp, only(tensors).dtype)
@@ -157,10 +160,11 @@ class ProcessGroup(Named):
         tensor, root = only(tensors), opts.rootRank
         self._check_root(root)
         op, loan, is_root = op_of(opts.reduceOp, tensor.dtype), Loan(), self.rank() == root
-        x = loan.numbers(tensor, written=is_root, factor=op.factor)
+        x = loan.numbers(tensor, written=is_root, factor=op.factor,
+                         divisor=op.divisor(self.size()) if is_root else None)
         return self._submit(
             "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, loan, list(tensors),
-            lambda collectives: collectives.reduce(x, root, op=op.name))
+            lambda collectives: collectives.reduce(x, root, op=op.combine))
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None,
@@ -175,13 +179,13 @@ class ProcessGroup(Named):
         op = op_of(opts.reduceOp, output.dtype)
         contributions = [
             loan.numbers(one, written=False, factor=op.factor) for one in inputs[0]]
-        own = loan.numbers(output, written=True)
+        own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
         chunks = with_own(contributions, self.rank(), own)
         return self._submit(
             "reduce_scatter", f"{op.name} of {described(output)}", opts, loan, list(outputs),
             lambda collectives: in_turn(
                 [(own, contributions[self.rank()])],
-                [collectives.reduce_scatter_chunks(chunks, op=op.name)]))
+                [collectives.reduce_scatter_chunks(chunks, op=op.combine)]))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
@@ -197,18 +201,20 @@ class ProcessGroup(Named):
 
     def _reduce_scatter(self, kind: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        opts, loan, rows, copies = opts or dist.ReduceScatterOptions(), Loan(), [], []
+        opts, loan = opts or dist.ReduceScatterOptions(), Loan()
+        rows, copies, names = [], [], []
         for output, input in zip(outputs, inputs):
             check_multiple(input, output, self.size(), "input")
             op = op_of(opts.reduceOp, output.dtype)
             contributions = equal_parts(
                 loan.numbers(input, written=False, factor=op.factor), self.size())
-            own = loan.numbers(output, written=True)
+            own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
             copies.append((own, contributions[self.rank()]))
-            rows.append((with_own(contributions, self.rank(), own), op.name))
-        detail = f"{[name for _, name in rows]} of " + ", ".join(map(described, inputs))
+            rows.append((with_own(contributions, self.rank(), own), op.combine))
+            names.append(op.name)
+        detail = f"{names} of " + ", ".join(map(described, inputs))
         return self._submit(kind, detail, opts, loan, list(outputs), lambda collectives: in_turn(
-            copies, [collectives.reduce_scatter_chunks(x, op=name) for x, name in rows]))
+            copies, [collectives.reduce_scatter_chunks(x, op=combine) for x, combine in rows]))
 
     # Copies
 
@@ -367,9 +373,11 @@ class ProcessGroup(Named):
     # Barriers
 
     def barrier(self, opts: Any = None) -> Work:
-        """Complete when every rank has called."""
+        """Complete when every rank has called; a timeout in the options is for this call."""
+        limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
-            "barrier", "", opts, Loan(), [], lambda collectives: collectives.barrier())
+            "barrier", "", opts, Loan(), [], lambda collectives: collectives.barrier(),
+            limit_s if limit_s > 0 else None)
 
     def monitored_barrier(self, timeout: timedelta | None = None,
                           wait_all_ranks: bool = False) -> None:

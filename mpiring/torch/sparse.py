@@ -9,7 +9,7 @@ from ..collectives.operation import Collectives
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..transport.base import Schedule
-from .ops import Op
+from .ops import Op, quotient
 from .vectors import Loan
 
 
@@ -39,7 +39,8 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
             check_invariants=False).coalesce()
         # Not detached: that would keep the news to itself.
         yield from loan.copied_back(
-            [(tensor, total / collectives.size if op.name == "mean" else total)])
+            [(tensor, quotient(total, collectives.size) if op.divides else
+              total / collectives.size if op.name == "mean" else total)])
 
     return schedule
 

@@ -13,6 +13,7 @@ from ..memory.arrays import Array
 from ..memory.vectors import copy_to
 from ..transport.base import Schedule, T
 from . import devices
+from .ops import quotient
 from .tensors import array_of
 
 
@@ -36,29 +37,35 @@ class Loan:
         self._staged = staged
         self._where: torch.device | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._sums: list[tuple[torch.Tensor, int]] = []
 
-    def numbers(self, tensor: torch.Tensor, *, written: bool, factor: Any = None) -> Array:
+    def numbers(self, tensor: torch.Tensor, *, written: bool, factor: Any = None,
+                divisor: int | None = None) -> Array:
         """Return a tensor's elements, to calculate with.
 
         Args:
             tensor: Dense, of any shape and strides.
             written: The operation changes it.
             factor: What they are multiplied by first, if anything; in place if `written`.
+            divisor: What the integers that are there at the end are divided by, if anything.
 
         Raises:
             ConfigError: It is not dense, elsewhere than the others, or of a dtype that one cannot
                 calculate with.
         """
         x = self._contiguous(tensor, written)
+        if x.dtype is torch.complex32:
+            # Their sums are those of the real and imaginary parts: a dtype that NumPy has not.
+            x = _seen_as(x, torch.float16)
         if factor is not None:
             x = torch.mul(x, factor, out=x if written else torch.empty_like(x))
+        if divisor is not None:
+            self._sums.append((x, divisor))
         return self._vector(x)
 
     def raw(self, tensor: torch.Tensor, *, written: bool) -> Array:
         """Return a tensor's bytes; of any dtype, otherwise as `numbers`."""
-        contiguous = self._contiguous(tensor, written)
-        # Where there is one element, PyTorch takes any stride for contiguous, but not here.
-        return self._vector(contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8))
+        return self._vector(_seen_as(self._contiguous(tensor, written), torch.uint8))
 
     def _contiguous(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
         if tensor.layout is not torch.strided or tensor.device.type not in devices.KINDS:
@@ -101,7 +108,7 @@ class Loan:
         return lambda collectives: self.settled(build(collectives))
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Run a schedule, then copy back into the tensors that had to be copied."""
+        """Run a schedule, then divide, and copy back into the tensors that had to be copied."""
         result = yield from schedule
         yield from self.copied_back(self._copies)
         return result
@@ -114,15 +121,23 @@ class Loan:
         Args:
             copies: A tensor on the device of those that were lent, and what it is to hold.
         """
-        if not copies:
+        if not (copies or self._sums):
             return
         # In the user's stream, all of whose earlier work may read what is there now, and whose
         # memory PyTorch then takes it for.
         with torch.no_grad(), nullcontext() if self.stream is None else self.stream.in_use():
+            for x, divisor in self._sums:
+                x.copy_(quotient(x, divisor))
             for tensor, copy in copies:
                 tensor.copy_(copy)
         if self.stream is not None:
             yield (self.stream.mark(),)
+
+
+def _seen_as(contiguous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory of a contiguous tensor as a vector of another dtype."""
+    # Where there is one element, PyTorch takes any stride for contiguous, but not here.
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(dtype)
 
 
 def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

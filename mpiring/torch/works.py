@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ..errors import StallError
 from ..handle import Action, Handle
 from .devices import on_idle_stream
 from .tensors import tensors_in
@@ -145,7 +144,9 @@ class Work(dist.Work):
         self._value = value
         self._timeout_s = timeout_s
         self._threaded = threaded
+        # Of the last wait, and of the operation where `is_completed` has seen it fail.
         self._error: BaseException | None = None
+        self._failure: Exception | None = None
         self._future: Future | None = None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -153,8 +154,10 @@ class Work(dist.Work):
 
         Raises:
             StallError: It is not, in time.
-            MpiringError: As the handle's `wait`.
+            MpiringError: As the handle's `wait`; what `is_completed` has met, if it has.
         """
+        if self._failure is not None:
+            raise self._failure
         try:
             self._handle.wait(timeout.total_seconds() or self._timeout_s)
         except BaseException as error:
@@ -163,11 +166,16 @@ class Work(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the operation is complete, or has failed."""
+        """Return whether the operation is complete, or has failed.
+
+        Raises nothing: where it has failed, `is_success` is False, `exception` returns the error,
+        and `wait` raises it.
+        """
         try:
             return self._handle.test()
-        except StallError as error:
-            self._error = error
+        except Exception as error:
+            if not self._handle.done:
+                self._failure = self._failure or error
             return True
 
     def is_success(self) -> bool:
@@ -175,8 +183,8 @@ class Work(dist.Work):
         return self._handle.done
 
     def exception(self) -> BaseException | None:
-        """Return the error that ended the operation, if any."""
-        return self._error
+        """Return the error that ended the operation, if any, or the last wait for it."""
+        return None if self._handle.done else self._failure or self._error
 
     def synchronize(self) -> None:
         """Wait."""
@@ -234,3 +242,20 @@ class Coalesced(dist.Work):
     def is_completed(self) -> bool:
         """Return whether all are complete."""
         return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Return whether all are complete."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        """Return the error that ended one of them, if any."""
+        return next(filter(None, (work.exception() for work in self._works)), None)
+
+    def result(self) -> Sequence[Any]:
+        """Return the tensors that all leave, when they are complete."""
+        return [x for work in self._works for x in work.result()]
+
+    def get_future(self) -> Any:
+        """Return a future of the tensors that all leave."""
+        all_done = torch.futures.collect_all([work.get_future() for work in self._works])
+        return all_done.then(lambda done: [x for one in done.value() for x in one.value()])

@@ -145,7 +145,37 @@ def barriers_that_name_the_missing():
             group.monitored_barrier(timedelta(seconds=0.3), wait_all_ranks=True)
             raise AssertionError("nobody was missed")
         except mpiring.StallError as error:
+            assert " Timed out " in str(error)
             assert all(str(rank) in str(error) for rank in range(1, SIZE)), error
+
+
+def coalesced_futures():
+    xs = [torch.full((4,), float(RANK + i)) for i in range(3)]
+    with dist.distributed_c10d._coalescing_manager(
+            dist.group.WORLD, xs[0].device, async_ops=True) as manager:
+        for x in xs:
+            dist.group.WORLD.allreduce([x])
+    (work,) = manager.works
+    total = work.get_future().then(lambda future: sum(future.value()))
+    assert work.wait() and (total.wait() == 3 * TOTAL + 3 * SIZE).all()
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert all(map(torch.equal, work.result(), xs))
+
+
+def a_barrier_with_a_timeout():
+    if RANK == 0:
+        options = dist.BarrierOptions()     # as dist.barrier(timeout=...) makes them
+        options.timeout = timedelta(seconds=0.2)
+        try:
+            dist.group.WORLD.barrier(options).wait()
+            raise AssertionError("nobody came")
+        except mpiring.StallError as error:
+            assert " Timed out after 0.2 s" in str(error)
+        for rank in range(1, SIZE):
+            dist.send(torch.zeros(1), rank)
+    else:
+        dist.recv(torch.zeros(1), 0)
+        dist.barrier()
 
 
 def timeouts_that_change():
@@ -164,7 +194,7 @@ def waits_that_end():
             work.wait(timedelta(seconds=0.2))
             raise AssertionError("nothing was sent")
         except mpiring.StallError as error:
-            assert "recv 12 bytes from 1, tag 9" in str(error)
+            assert "recv 12 bytes from 1, tag 9: Timed out after 0.2 s" in str(error)
             assert 0.2 <= time.monotonic() - began < 5 and work.exception() is error
     dist.barrier()
     if RANK == 0:
@@ -176,8 +206,8 @@ def waits_that_end():
 
 for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain,
              collectives_in_callbacks, messages_in_any_number,
-             every_collective_in_many_rounds, timeouts_that_change,
-             waits_that_end, barriers_that_name_the_missing):
+             every_collective_in_many_rounds, coalesced_futures, a_barrier_with_a_timeout,
+             timeouts_that_change, waits_that_end, barriers_that_name_the_missing):
     dist.barrier()
     test()
 print("all is well", flush=True)

@@ -17,6 +17,7 @@ import mpiring.torch  # noqa: F401 (registers the back end)
 
 # Old names are called on purpose, where PyTorch 2.4 has no others.
 warnings.simplefilter("ignore", FutureWarning)
+warnings.filterwarnings("ignore", "ComplexHalf support is experimental")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 dist.init_process_group("mpiring", init_method="mpi://")
@@ -175,6 +176,55 @@ def coalesced_tensors(group):
     return copies
 
 
+def below(dtype, rank=RANK):
+    """A rank's integers, whose sum is no multiple of SIZE, and in 8 bits overflows."""
+    x = torch.tensor([[-7, -1, 0, 1, 5, 100]] * SIZE) + (rank == 0)
+    return x.to(dtype)
+
+
+def toward_zero(dtype):
+    """The sum of them in their dtype, divided as C does, and NCCL."""
+    total = sum(below(torch.int64, rank) for rank in range(SIZE)).to(dtype)
+    return torch.tensor([int(x / SIZE) for x in total.flatten().tolist()]).to(dtype).view_as(total)
+
+
+def integer_averages(group, dtype):
+    """Each collective that reduces, of rank-dependent integers."""
+    x, first, *several = (below(dtype) for _ in range(4))
+    wide = torch.stack([below(dtype)] * 2, -1)[..., 0]
+    dist.all_reduce(x, Op.AVG, group=group)
+    dist.all_reduce(wide, Op.AVG, group=group)
+    dist.all_reduce_coalesced(several, Op.AVG, group=group)
+    before = first.clone()
+    dist.reduce(first, 0, Op.AVG, group=group)
+    assert RANK == 0 or torch.equal(first, before), "another rank's was divided"
+    parts = [torch.empty(1, 6, dtype=dtype) for _ in range(2)]
+    dist.reduce_scatter_tensor(parts[0], below(dtype), Op.AVG, group=group)
+    dist.reduce_scatter(parts[1], [*below(dtype).split(1)], Op.AVG, group=group)
+    return [x, wide, *several, *([first] if RANK == 0 else []), *parts]
+
+
+def sparse_integer_average(group):
+    x = torch.sparse_coo_tensor([[0, 1]], torch.tensor([-8, 2**60 + 1 + RANK]), (3,),
+                                check_invariants=True)
+    dist.all_reduce(x, Op.AVG, group=group)
+    return x.to_dense()
+
+
+def complex_halves(group, op):
+    """What dist.all_reduce does not make real itself."""
+    x, y = (torch.complex(filled((SIZE, 2), seed=seed), filled((SIZE, 2), seed=seed + 1))
+            .to(torch.complex32) for seed in (0, 1))
+    scattered, listed = (torch.empty(1, 2, dtype=torch.complex32) for _ in range(2))
+    dist.reduce_scatter_tensor(scattered, x, op, group=group)
+    dist.reduce_scatter(listed, [*y.split(1)], op, group=group)
+    lone = x[0, 0].clone()
+    dist.reduce(lone, 0, op, group=group)
+    column = x.T if group is OURS else x.T.contiguous()
+    dist.reduce(column, 0, op, group=group)
+    return [scattered, listed, *([lone, column] if RANK == 0 else [])]
+
+
 def slow_coalescing(group):
     x, y = filled((5,)), filled((2,))
     with dist.distributed_c10d._coalescing_manager(group, x.device, async_ops=True) as manager:
@@ -258,20 +308,31 @@ CASES = [
     *((reduce_scatter, *case) for case in itertools.product(NUMBERS, EXACT)),
     *((reduce_scatter_tensor, *case) for case in itertools.product(NUMBERS, EXACT)),
     *((all_to_all_single, dtype) for dtype in NUMBERS), (all_to_all_single_uneven,),
-    (messages,), (any_source,), (batched,), (objects,),
+    (complex_halves, Op.SUM), (messages,), (any_source,), (batched,), (objects,),
 ]
 
+
+def scaled_halves(factor):
+    """What `complex_halves` returns, of a sum times a factor."""
+    x, y = ((factor * sum(torch.complex(*parts) for parts in zip(
+        of_all((SIZE, 2), seed=seed), of_all((SIZE, 2), seed=seed + 1)))).to(torch.complex32)
+        for seed in (0, 1))
+    return [part(x), part(y), *([x[0, 0], x.T] if RANK == 0 else [])]
+
+
 MEAN = [torch.float32, torch.float64, torch.complex64]
+AVERAGED = [torch.int64] if SIMULATED else [
+    torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64]
 OTHER = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64]
 HALF = dist._make_nccl_premul_sum(0.5)
 
 
-def mean(shape, dtype=torch.float32):
-    return sum(of_all(shape, dtype)) / SIZE
-
-
 def part(x):
     return x.chunk(SIZE)[RANK]
+
+
+def mean(shape, dtype=torch.float32):
+    return sum(of_all(shape, dtype)) / SIZE
 
 
 # What Gloo refuses, or gets wrong (strided tensors), and what it must be.
@@ -279,6 +340,10 @@ DOCUMENTED = [
     *((mean((3, 5), dtype), all_reduce, dtype, Op.AVG) for dtype in MEAN),
     (mean((3, 5)) if RANK == LAST else [], reduce, torch.float32, Op.AVG, LAST),
     (part(mean((SIZE * 2, 3))), reduced_part, torch.float32, Op.AVG),
+    *(([toward_zero(dtype)] * (5 if RANK == 0 else 4) + [toward_zero(dtype)[:1]] * 2,
+       integer_averages, dtype) for dtype in AVERAGED),
+    (scaled_halves(1 / SIZE), complex_halves, Op.AVG), (scaled_halves(0.5), complex_halves, HALF),
+    (torch.tensor([-8, 2**60 + 1 + (SIZE - 1) // 2, 0]), sparse_integer_average),
     (sum(of_all((3, 5))) / 2, all_reduce, torch.float32, HALF),
     ([sum(of_all((3, 5))) / 2, sum(of_all((4, 2))).T / 2], all_reduce_strided, torch.float32, HALF),
     (sum(of_all((3, 5))) / 2 if RANK == 1 else [], reduce, torch.float32, HALF, 1),
@@ -341,6 +406,11 @@ ERRORS = {
         torch.empty(SIZE), torch.empty(SIZE), [1] * SIZE, [2] * SIZE, group=group),
     "all_reduce: bits of floats": lambda group: dist.all_reduce(
         torch.empty(2), Op.BAND, group=group),
+    "reduce_scatter_tensor: product of complex32": lambda group: dist.reduce_scatter_tensor(
+        torch.empty(2, dtype=torch.complex32), torch.empty(SIZE * 2, dtype=torch.complex32),
+        Op.PRODUCT, group=group),
+    "all_reduce: mean of bool": lambda group: dist.all_reduce(
+        torch.ones(2, dtype=torch.bool), Op.AVG, group=group),
     "all_reduce: float8": lambda group: dist.all_reduce(
         torch.empty(2, dtype=torch.float8_e4m3fn), group=group),
     "all_reduce_coalesced: devices": lambda group: (
@@ -374,7 +444,9 @@ def by_ours(function, *arguments):
 
 def normal(x):
     # Gloo adds booleans as bytes: 2 is true, too.
-    return x.view(torch.uint8) != 0 if x.dtype is torch.bool else x
+    if x.dtype is torch.bool:
+        return x.view(torch.uint8) != 0
+    return torch.view_as_real(x) if x.dtype is torch.complex32 else x
 
 
 def told(case):

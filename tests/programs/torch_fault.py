@@ -30,7 +30,10 @@ elif fault == "message":
     dist.barrier()
 elif fault == "missing call":
     if rank != 1:
-        dist.all_reduce(x)
+        try:
+            dist.all_reduce(x)
+        finally:
+            dist.destroy_process_group()
     time.sleep(60)
 elif fault == "missing bucket":
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))

@@ -1,0 +1,69 @@
+"""Tests what a Work makes of a handle whose operation fails, as PyTorch's own would."""
+
+import pytest
+
+from mpiring import BufferMismatchError, StallError, TransportError
+
+pytest.importorskip("torch")
+
+
+class Handle:
+    """An operation that fails when it is looked at, as the engine's do."""
+
+    done = False
+    error = None
+
+    def test(self):
+        if self.error is not None and not self.done:
+            raise self.error
+        return self.done
+
+    def wait(self, timeout_s=None):
+        if not self.test():
+            raise StallError("Timed out")
+
+
+@pytest.fixture
+def handle():
+    return Handle()
+
+
+@pytest.fixture
+def work(handle):
+    from mpiring.torch.works import Work
+    return Work(handle, [], threaded=True)
+
+
+@pytest.mark.parametrize("kind", [TransportError, BufferMismatchError, StallError, MemoryError])
+def test_polling_raises_nothing_and_waiting_does(kind, handle, work):
+    assert not work.is_completed() and work.exception() is None
+    handle.error = first = kind("of this operation")
+    assert work.is_completed() and not work.is_success() and work.exception() is first
+    # As the engine: who asks again hears of an earlier operation.
+    handle.error = TransportError("an earlier operation failed")
+    assert work.is_completed() and work.exception() is first
+    for _ in range(2):
+        with pytest.raises(kind) as caught:
+            work.wait()
+        assert caught.value is first and work.exception() is first
+
+
+def test_a_wait_that_timed_out_is_no_end(handle, work):
+    with pytest.raises(StallError):
+        work.wait()
+    assert not work.is_completed() and isinstance(work.exception(), StallError)
+    handle.done = True
+    assert work.is_completed() and work.is_success() and work.exception() is None and work.wait()
+
+
+def test_several_works_as_one(handle, work):
+    from mpiring.torch.works import DONE, Coalesced, Work
+    both = Coalesced([Work(DONE, ["x"], threaded=True), work])
+    assert not both.is_completed() and not both.is_success() and both.exception() is None
+    handle.error = TransportError("of the second")
+    assert both.is_completed() and not both.is_success() and both.exception() is handle.error
+    with pytest.raises(TransportError):
+        both.wait()
+    done = Coalesced([Work(DONE, [name], threaded=True) for name in "xy"])
+    assert done.wait() and done.is_success() and done.result() == ["x", "y"]
+    assert done.get_future().wait() == ["x", "y"]

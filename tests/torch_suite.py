@@ -1,0 +1,172 @@
+"""Runs PyTorch's own tests of torch.distributed over the back end: those that Gloo passes.
+
+    pip install expecttest
+    python tests/torch_suite.py                       # all of them; some ten minutes
+    python tests/torch_suite.py test_broadcast_group  # these
+
+PyTorch's wheel has them: torch.testing._internal.distributed.distributed_test. Each runs on 3
+ranks: over Gloo in processes of its own and, where it passes there, over mpiring in a job of its
+own. They are told at first that they run over Gloo, since they skip what a back end is not known
+to do. `monitored_barrier_gloo` tests are left out, as PyTorch lets no other back end in; those of
+a barrier's timeout end before they would destroy the group, which is broken then, and which only
+Gloo destroys without an error. By hand: this takes long, and depends on the version of PyTorch.
+Ends with 1 if anything failed.
+"""
+
+import argparse
+import importlib
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+import traceback
+import unittest
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from launching import launch
+
+RANKS = 3
+ONLY_GLOO, BREAKING = "monitored_barrier_gloo", "test_barrier_timeout"
+# As PyTorch's own runner does: some tests mean to wait for it.
+TIMEOUT_S, TIMEOUTS_S = 60, {"test_ddp_uneven_inputs": 300, "test_ddp_model_diff_across_ranks": 5,
+                             "test_ddp_has_finalized": 5}
+
+
+def tests_of_pytorch(folder):
+    """Import PyTorch's tests, which read the environment then."""
+    os.environ |= {"BACKEND": "gloo", "WORLD_SIZE": str(RANKS), "TEMP_DIR": str(folder),
+                   "INIT_METHOD": f"file://{folder}/init_dir/shared_init_file",
+                   "GLOO_SOCKET_IFNAME": "lo"}
+    return importlib.import_module("torch.testing._internal.distributed.distributed_test")
+
+
+def names_of(tests):
+    """Return the names of the tests that may run at all."""
+    base = tests.DistributedTest._DistTestBase
+    return [name for name in dir(base) if name.startswith("test_") and ONLY_GLOO not in name
+            and not getattr(getattr(base, name), "__unittest_skip__", False)]
+
+
+def run_rank(tests, name, folder, rank=None):
+    """Run one test as one rank, and write how it ended to the folder.
+
+    Args:
+        rank: Over Gloo; None for over mpiring, which knows it.
+    """
+    import torch.distributed as dist
+    from torch.testing._internal.common_utils import set_rng_seed
+
+    class Tests(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
+        pass
+
+    timeout = timedelta(seconds=TIMEOUTS_S.get(name, TIMEOUT_S))
+    if rank is None:
+        import mpiring.torch  # noqa: F401 (registers the back end)
+        tests.BACKEND, tests.INIT_METHOD = "mpiring", "mpi://"
+        dist.init_process_group("mpiring", init_method="mpi://", timeout=timeout)
+    else:
+        os.environ["TEMP_DIR"] = str(folder)
+        tests.INIT_METHOD = f"file://{folder}/init_dir/shared_init_file"
+        dist.init_process_group("gloo", init_method=f"file://{folder}/first", rank=rank,
+                                world_size=RANKS, timeout=timeout)
+    test = Tests(name)
+    test.rank, test.file_name = dist.get_rank(), f"{folder}/file"
+    test._barrier()
+    set_rng_seed()
+    outcome = "passed"
+    try:
+        getattr(test, name)()
+    except (unittest.SkipTest, SystemExit):
+        outcome = "skipped"
+    except BaseException:
+        outcome = traceback.format_exc()
+    (folder / f"outcome.{test.rank}").write_text(outcome)
+    if outcome != "passed":
+        # The others may wait for ever.
+        os._exit(1)
+    test._barrier()
+    if name.startswith(BREAKING):
+        os._exit(0)
+    dist.destroy_process_group()
+
+
+def new_folder():
+    """Return a folder as PyTorch's tests expect it."""
+    folder = Path(tempfile.mkdtemp(prefix="torch_suite_"))
+    for name in ("barrier", "test_dir", "init_dir"):
+        (folder / name).mkdir()
+    return folder
+
+
+def outcome_in(folder, ended_well, output=""):
+    """Return what all ranks' notes in a folder come to: "passed", "skipped", or an error."""
+    notes = [path.read_text() for path in sorted(folder.glob("outcome.*"))]
+    errors = [note for note in notes if note not in ("passed", "skipped")]
+    if errors or "skipped" in notes:
+        return errors[0] if errors else "skipped"
+    if len(notes) == RANKS and ended_well:
+        return "passed"
+    return f"{output}\n{len(notes)} of {RANKS} ranks passed, but the processes did not end well"
+
+
+def over_gloo(tests, name, limit_s):
+    """Return how a test ends over Gloo, in processes that are forked: none imports PyTorch."""
+    folder, fork = new_folder(), multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=run_rank, args=(tests, name, folder, rank))
+             for rank in range(RANKS)]
+    deadline = time.monotonic() + limit_s
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(max(0, deadline - time.monotonic()))
+    for process in ranks:
+        process.kill()
+        process.join()
+    return outcome_in(folder, not any(process.exitcode for process in ranks))
+
+
+def over_mpiring(name, limit_s):
+    """Return how a test ends over mpiring, in a job of its own."""
+    folder = new_folder()
+    try:
+        ended = launch(RANKS, __file__, "--rank", folder, name, timeout_s=limit_s)
+    except pytest.fail.Exception as late:
+        return f"{outcome_in(folder, False)}\n{late}"
+    return outcome_in(folder, ended.status == 0, ended.output)
+
+
+def main():
+    """Read the command line; run the tests, or be one rank of one."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="tests to run; all by default")
+    parser.add_argument("--limit", type=float, default=240, metavar="S", help="for one test")
+    parser.add_argument("--rank", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.rank:
+        run_rank(tests_of_pytorch(arguments.rank), *arguments.names, arguments.rank)
+        return 0
+    tests = tests_of_pytorch(new_folder())
+    failures, counts = {}, Counter()
+    for name in arguments.names or names_of(tests):
+        if over_gloo(tests, name, arguments.limit) != "passed":
+            counts["not passed by Gloo"] += 1
+            continue
+        began = time.monotonic()
+        outcome = over_mpiring(name, arguments.limit)
+        if outcome != "passed":
+            failures[name] = outcome
+        what = "FAILED" if name in failures else "passed"
+        counts[what] += 1
+        print(f"{what}  {time.monotonic() - began:6.1f} s  {name}", flush=True)
+    for name, text in failures.items():
+        print(f"\n{name}:\n{text[-5000:]}")
+    print(*(f"{count} {what}" for what, count in counts.items()), sep=", ")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
