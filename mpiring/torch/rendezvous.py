@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from ..communicator import Communicator, init
+from ..communicator import Communicator, init, refuse_other_than_communicators
 from ..config import set_variables
 from ..errors import ConfigError, TransportError
 
@@ -81,6 +81,7 @@ def export_environment(comm: Communicator) -> None:
 
     Collective: yes. Blocking: yes.
     """
+    refuse_other_than_communicators(comm)
     listener = _listener() if comm.rank == 0 else None
     address, port = _meet(comm, listener)
     if listener is not None:

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from ..communicator import Communicator
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..config import threads_are_set
 
 
@@ -20,6 +20,7 @@ def share_cores(comm: Communicator) -> int:
 
     Collective: yes. Blocking: yes.
     """
+    refuse_other_than_communicators(comm)
     cores = frozenset(_own_cores())
     others = [theirs for node, theirs in comm.allgather_object((comm.node_rank, cores))
               if node == comm.node_rank and theirs & cores]
