@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .config import whole_number
+from .arguments import whole_number
 from .memory import vectors
 from .memory.arrays import is_finite
 from .memory.device import Device, await_event, vector_of

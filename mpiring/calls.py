@@ -1,14 +1,24 @@
-"""Describes what the face's methods are called with, for comparison across ranks."""
+"""Sees what the face's methods are called with: ops by name, and calls as ranks compare them."""
 
 import functools
 import math
+import sys
 from typing import Any
 
 import numpy as np
 
 from .collectives.agreement import Call
+from .config import ALGORITHMS
+from .errors import ConfigError
 from .memory.arrays import dtype_name
 from .memory.device import DeviceVector, address_of
+from .memory.reduction import OPS
+
+# What mpi4py calls the ops, and what they are here. The logical ones mean the same on bool only:
+# on numbers MPI leaves 0 and 1.
+_OF_MPI = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min",
+           "BAND": "band", "BOR": "bor", "BXOR": "bxor"}
+_LOGICAL_OF_MPI = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
 
 
 def described(x: Any, vector: Any) -> str:
@@ -21,8 +31,34 @@ def described(x: Any, vector: Any) -> str:
     return f"{dtype_name(vector.dtype)} {_shape(x, vector)}{_more(x, vector)}"
 
 
+def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
+    """Return the name of an op that may be one of mpi4py's, such as `MPI.SUM`.
+
+    Args:
+        dtype: Of what is combined.
+
+    Raises:
+        ConfigError: It is neither a text nor an op that has a name here; says what to write.
+    """
+    if isinstance(op, str):
+        return op
+    # Who has such an op has imported mpi4py.
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and isinstance(op, mpi.Op):
+        for theirs, name in (_OF_MPI | _LOGICAL_OF_MPI).items():
+            if op == getattr(mpi, theirs):
+                if theirs in _OF_MPI or dtype.kind == "b":
+                    return name
+                raise ConfigError(f"op=MPI.{theirs} on {dtype_name(dtype)}: it is taken on bool "
+                                  f"only; combine x != 0 with op={name!r}")
+    raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}, or one of mpi4py's "
+                      f"MPI.{', MPI.'.join(_OF_MPI)}")
+
+
 def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
     """Return what an allreduce is compared by."""
+    if not isinstance(algorithm, str):
+        raise ConfigError(f"algorithm={algorithm!r}: expected one of {', '.join(ALGORITHMS)}")
     return _allreduce_call(op, vector.dtype, _shape(x, vector), _more(x, vector), algorithm)
 
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from .calls import allreduce_call, described, part_of
+from .arguments import MOST_OF_MPI, whole_number
+from .calls import allreduce_call, described, op_named, part_of
 from .collectives.agreement import Call
 from .collectives.model import Model
 from .config import Config
@@ -103,14 +104,19 @@ class Communicator:
                 rank's in turn among those that the process sees, or "cuda:1" for GPU 1 of them.
 
         Raises:
-            ConfigError: There is no such device.
+            ConfigError: There is no such shape, dtype or device.
             MissingDependencyError: CuPy is not installed.
 
         Collective: yes. Blocking: yes.
         """
-        like = np.broadcast_to(np.empty((), dtype), shape)
+        try:
+            like = np.broadcast_to(np.empty((), dtype), shape)
+        except (TypeError, ValueError) as exc:
+            raise ConfigError(
+                f"rank {self.rank}: empty({shape!r:.200}, {dtype!r}): {exc}; expected a whole "
+                f"number from 0, or a tuple of them, and a dtype of NumPy's") from exc
         name = f"{dtype_name(like.dtype)} {like.shape}"
-        if device != "cpu":
+        if str(device) != "cpu":
             gpu = device_named(device, self.local_rank)
             call = Call("empty", f"{name} on a GPU", nbytes=like.nbytes)
             vector: Any = self._group.run(call, self._group.places.on(
@@ -133,7 +139,8 @@ class Communicator:
                 memory, or all on GPUs. Bits are equal on all ranks afterwards.
             op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN
                 propagates; on bool: or, and), "prod", or, bit by bit, "band", "bor" or
-                "bxor" (integers, bool).
+                "bxor" (integers, bool). Or one of mpi4py's, as MPI.SUM; of the logical ones
+                on bool only.
             algorithm: "auto", "ring", "direct", "shared" (in a node's memory), "hierarchical"
                 (in the memory of several nodes, then between them), or "native" (MPI's
                 own). Sums in 16 bits are made in float32 and rounded once ("hierarchical":
@@ -167,6 +174,8 @@ class Communicator:
 
     def _allreduce(self, x: Any, op: str, algorithm: str) -> tuple[Call, Build[None]]:
         vector = vector_of(x)
+        if type(op) is not str:
+            op = op_named(op, vector.dtype)
         return allreduce_call(op, x, vector, algorithm), self._group.places.where(
             vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
@@ -186,6 +195,7 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         vector = vector_of(x)
+        op = op_named(op, vector.dtype)
         chunk: Any = self._run("reduce_scatter", f"{op} of {described(x, vector)}", vector,
                                lambda collectives: collectives.reduce_scatter(vector, op=op))
         return cast(A, part_of(x, vector, chunk))
@@ -219,7 +229,7 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
-        self._check_root(root)
+        root = self._root(root)
         vector = vector_of(x, writeable=self.rank != root)
         self._run("broadcast", f"of {described(x, vector)} from root {root}", vector,
                   lambda collectives: collectives.broadcast(vector, root))
@@ -246,13 +256,19 @@ class Communicator:
             obj: Anything that pickles; ignored on ranks other than `root`.
             root: The rank whose object is copied.
 
+        Raises:
+            ConfigError: It does not pickle; on all ranks.
+
         Collective: yes. Blocking: yes.
         """
-        self._check_root(root)
-        mine = _pickled(obj) if self.rank == root else np.empty(0, np.uint8)
+        root = self._root(root)
+        mine, problem = _pickled(obj) if self.rank == root else (np.empty(0, np.uint8), "")
         payload = self._group.run(Call("broadcast_object", f"from root {root}"),
                                   lambda collectives: collectives.broadcast_bytes(mine, root))
-        return obj if self.rank == root else pickle.loads(payload.data)
+        if self.rank != root:
+            obj, problem = pickle.loads(payload.data)
+        _refuse_unpickled(root, problem)
+        return obj
 
     def allgather_object(self, obj: T) -> list[T]:
         """Return the objects that all ranks passed, in rank order.
@@ -260,12 +276,18 @@ class Communicator:
         Args:
             obj: Anything that pickles; types and sizes may differ.
 
+        Raises:
+            ConfigError: A rank's does not pickle; on all ranks.
+
         Collective: yes. Blocking: yes.
         """
-        mine = _pickled(obj)
+        mine, _ = _pickled(obj)
         payloads = self._group.run(
             Call("allgather_object"), lambda collectives: collectives.allgather_bytes(mine))
-        return [pickle.loads(payload.data) for payload in payloads]
+        found = [pickle.loads(payload.data) for payload in payloads]
+        for rank, (_, problem) in enumerate(found):
+            _refuse_unpickled(rank, problem)
+        return [theirs for theirs, _ in found]
 
     # Operations
 
@@ -323,12 +345,12 @@ class Communicator:
         be called at any time, also from a signal's handler.
 
         Args:
-            last: How many are printed.
+            last: How many are printed, from 0.
             file: Where to; standard error by default.
 
         Collective: no. Blocking: no.
         """
-        self.recorder.dump(last, file or sys.stderr)
+        self.recorder.dump(whole_number("last", last, 0), file or sys.stderr)
 
     @property
     def group(self) -> Group:
@@ -343,16 +365,21 @@ class Communicator:
         Waits for the operations under way.
 
         Args:
-            color: Any number from 0, or None to join no communicator.
-            key: Orders the ranks; ties keep their present order.
+            color: A whole number from 0, True or False, or None to join no communicator.
+            key: A whole number that orders the ranks; ties keep their present order.
 
         Returns:
             The new communicator, or None where `color` is None.
 
+        Raises:
+            ConfigError: The color or the key is none.
+
         Collective: yes. Blocking: yes.
         """
-        if color is not None and color < 0:
-            raise ConfigError(f"rank {self.rank}: color={color}: expected 0 or more, or None")
+        if color is not None:
+            color = whole_number(f"rank {self.rank}: color", int(color) if isinstance(
+                color, bool | np.bool_) else color, 0, MOST_OF_MPI)
+        key = whole_number(f"rank {self.rank}: key", key, -MOST_OF_MPI, MOST_OF_MPI)
         group = self._group.split(color, key)
         if group is None:
             return None
@@ -381,10 +408,17 @@ class Communicator:
         if error is None:
             self.close()
 
-    def _check_root(self, root: int) -> None:
-        if not 0 <= root < self.size:
-            raise ConfigError(
-                f"rank {self.rank}: root={root} is no rank; expected 0 to {self.size - 1}")
+    def _root(self, root: int) -> int:
+        return whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)
+
+
+def refuse_other_than_communicators(comm: object) -> None:
+    """Raise ConfigError unless an argument is a Communicator; says how to make one."""
+    # Whatever looks like one will do; an mpi4py communicator does not.
+    if not hasattr(comm, "allgather_object"):
+        raise ConfigError(
+            f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
+            f"mpiring.Communicator(comm) for a communicator of mpi4py's")
 
 
 def _settings(config: Config | None) -> Config:
@@ -400,5 +434,20 @@ def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:
     return value
 
 
-def _pickled(obj: object) -> NDArray[Any]:
-    return np.frombuffer(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL), np.uint8)
+def _pickled(obj: object) -> tuple[NDArray[Any], str]:
+    """Return an object, and why it does not pickle, as bytes; and the latter, or "", once more.
+
+    The other ranks wait for the bytes: so they learn of it.
+    """
+    problem = ""
+    try:
+        data = pickle.dumps((obj, problem), pickle.HIGHEST_PROTOCOL)
+    except Exception as exc:
+        problem = f"a {type(obj).__qualname__} does not pickle: {exc}"
+        data = pickle.dumps((None, problem))
+    return np.frombuffer(data, np.uint8), problem
+
+
+def _refuse_unpickled(rank: int, problem: str) -> None:
+    if problem:
+        raise ConfigError(f"rank {rank}: {problem}; send arrays, numbers, texts, or nests of them")

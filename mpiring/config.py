@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from .errors import ConfigError
 
 PREFIX = "MPIRING_"
@@ -252,18 +250,6 @@ def _check_range(name: str, value: Any, source: str) -> None:
         expected = "0 or more"
     if expected:
         raise ConfigError(f"{source}={value!r}: expected {expected}")
-
-
-def whole_number(name: str, value: Any, least: int) -> int:
-    """Return an argument that is a whole number; also one that NumPy has saved as an array.
-
-    Raises:
-        ConfigError: It is none, or less than `least`.
-    """
-    number = value.item() if isinstance(value, np.ndarray | np.generic) else value
-    if not isinstance(number, numbers.Integral) or number < least:
-        raise ConfigError(f"{name}={value!r}: expected a whole number of at least {least}")
-    return int(number)
 
 
 def relevant_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from .config import whole_number
+from .arguments import whole_number
 from .errors import ConfigError, MissingDependencyError
 from .memory.arrays import dtype_name
 from .memory.device import Device, DeviceVector

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from .communicator import Communicator
+from .communicator import Communicator, refuse_other_than_communicators
 
 _log = logging.getLogger("mpiring")
 
@@ -41,6 +41,7 @@ def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) ->
 
     Collective: yes. Blocking: yes.
     """
+    refuse_other_than_communicators(comm)
     index = comm.local_rank % count
     mine = comm.node_rank, name_of(index)
     everybodys = comm.allgather_object(mine)

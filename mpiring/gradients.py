@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from .arguments import number
 from .buckets import Bucket, BucketPlan, TensorSpec, plan
 from .collectives.agreement import Call
 from .collectives.operation import Collectives
@@ -132,9 +134,9 @@ class Gradients:
 
         Collective: yes, over a step. Blocking: no.
         """
-        bucket = self._home.get(name)
+        bucket = self._home.get(name) if isinstance(name, str) else None
         if bucket is None:
-            close = difflib.get_close_matches(name, self._home, n=1)
+            close = difflib.get_close_matches(str(name), self._home, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._home)}"
             raise GradientError(f"rank {self._comm.rank}: there is no gradient {name!r}; {hint}")
         if name not in bucket.missing:
@@ -218,7 +220,12 @@ class Gradients:
         return all([bucket.is_finite() for bucket in self._buckets])
 
     def rescale(self, factor: float) -> None:
-        """Multiply what reducers remember: the loss is scaled otherwise from now on."""
+        """Multiply what reducers remember: the loss is scaled otherwise from now on.
+
+        Raises:
+            ConfigError: The factor is no finite number above 0.
+        """
+        factor = number("factor", factor, lambda x: 0 < x < math.inf, "a finite number above 0")
         for one in self._compressors:
             one.rescale(factor)
 
@@ -295,6 +302,9 @@ class Gradients:
         Raises:
             ConfigError: It is of another model.
         """
+        if not isinstance(order, Sequence) or not all(isinstance(one, str) for one in order):
+            raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
+                              f"`order` was")
         if sorted(order) != sorted(self._tensors):
             raise ConfigError(
                 f"rank {self._comm.rank}: the state to go on from is of another model: it has "

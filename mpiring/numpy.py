@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import TensorSpec
-from .communicator import Communicator
+from .communicator import Communicator, refuse_other_than_communicators
 from .errors import ConfigError
 from .gradients import Gradients, refuse_different
 from .memory.arrays import COMPLEX, FLOATING, Array, dtype_name
@@ -70,10 +70,7 @@ class DataParallel:
     def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
                  bucket_bytes: int = 25 << 20, reducer: Wish = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
-        if not isinstance(comm, Communicator):
-            raise ConfigError(
-                f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
-                f"mpiring.Communicator(comm) for a communicator of mpi4py's")
+        refuse_other_than_communicators(comm)
         if not isinstance(params, Mapping) or not params:
             raise ConfigError(
                 f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")

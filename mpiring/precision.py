@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from .arguments import whole_number
 from .communicator import Communicator
-from .config import whole_number
 from .errors import ConfigError, GradientError
 from .memory import sixteen
 from .memory.arrays import SIXTEEN_BIT, dtype_name, flat
@@ -287,7 +287,8 @@ class MasterWeights(Mapping[str, Array]):
         """
         _refuse_other_names(self._dp, "state of the MasterWeights", state, self._arrays)
         for name, array in self._arrays.items():
-            mine, theirs = [f"{x.dtype.name} {x.shape}" for x in (array, state[name])]
+            mine, theirs = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
+                            else f"a {type(x).__name__}" for x in (array, state[name])]
             if mine != theirs:
                 raise ConfigError(
                     f"rank {self._dp.comm.rank}: {name!r} is {theirs} in the state of the "
@@ -323,6 +324,9 @@ def _refuse_other_than_wrappers(dp: object) -> None:
 
 def _refuse_other_names(dp: Averaged, what: str, mine: Mapping[str, Any],
                         wanted: Mapping[str, Any]) -> None:
+    if not isinstance(mine, Mapping):
+        raise ConfigError(f"rank {dp.comm.rank}: the {what} is a {type(mine).__name__}; pass what "
+                          f"state_dict() returned")
     missing = [name for name in wanted if name not in mine]
     unknown = [str(name) for name in mine if name not in wanted]
     if missing or unknown:

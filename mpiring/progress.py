@@ -10,6 +10,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from .arguments import number, path, whole_number
+from .errors import ConfigError
+
 
 class Progress:
     """A bar on standard error, above which lines can be printed, and a file of metrics.
@@ -30,21 +33,26 @@ class Progress:
         metrics: A file to which `record` appends lines of JSON; None keeps none. What it has of
             steps after `done` is deleted: these steps are done again.
         lines_every_s: Seconds between lines.
+
+    Raises:
+        ConfigError: A number or path is none.
+        OSError: The metrics cannot be written.
     """
 
     def __init__(self, text: str, total: int, *, shown: bool = True, done: int = 0,
                  metrics: str | os.PathLike[str] | None = None,
                  lines_every_s: float = 30.0) -> None:
-        self._text, self._total, self._shown = text, total, shown
-        self._first = self._done = done
-        self._every_s = lines_every_s
+        self._text, self._total, self._shown = text, whole_number("total", total, 0), shown
+        self._first = self._done = whole_number("done", done, 0)
+        self._every_s = number("lines_every_s", lines_every_s, lambda x: x >= 0,
+                               "seconds, 0 or more")
         self._began = self._told = time.monotonic()
         self._bar: Any = None
         self._metrics: Any = None
         if shown and metrics is not None:
-            path = Path(metrics)
-            _forget(path, done)
-            self._metrics = open(path, "a", encoding="utf-8")
+            file = Path(path("metrics", metrics))
+            _forget(file, done)
+            self._metrics = open(file, "a", encoding="utf-8")
         if shown and sys.stderr is not None and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
@@ -78,12 +86,20 @@ class Progress:
         Args:
             step: Of the training.
             values: Numbers, also of NumPy or PyTorch, and texts; what is not finite becomes null.
+
+        Raises:
+            ConfigError: A value is none of that.
         """
         if self._metrics is not None:
-            line = {"step": step, "time": round(time.time(), 3),
-                    **{name: _plain(value) for name, value in values.items()}}
+            line = {"step": step, "time": round(time.time(), 3)}
+            try:
+                line |= {name: _plain(value) for name, value in values.items()}
+                text = json.dumps(line, allow_nan=False)
+            except (RuntimeError, TypeError, ValueError) as exc:
+                raise ConfigError(f"record({step!r}, {', '.join(values)}): {exc}; pass whole "
+                                  f"numbers as step, and numbers and texts") from exc
             # A whole line at once: who reads along, or kills this process, sees no half.
-            self._metrics.write(json.dumps(line, allow_nan=False) + "\n")
+            self._metrics.write(text + "\n")
             self._metrics.flush()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Imports go to the same or a lower layer, and never in a circle.
 LAYERS = [
-    ["errors", "config"],
+    ["errors", "arguments", "config"],
     ["transport", "memory", "topology"],
     ["codecs"],
     ["collectives"],

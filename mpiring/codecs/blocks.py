@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import whole_number
+from ..arguments import whole_number
 from ..memory import compiled
 from ..memory.arrays import Array
 from ..memory.reduction import quietly

@@ -47,6 +47,8 @@ def run(train: Callable[[State], T], state: State) -> T:
     """
     if not isinstance(state, State):
         raise ConfigError(f"state is a {type(state).__name__}; pass mpiring.elastic.State(comm)")
+    if not callable(train):
+        raise ConfigError(f"train is a {type(train).__name__}; pass a function of the state")
     # All begin at the same place: no barrier is needed, and what cannot be kept shows anywhere.
     commits = Commits()
     commits.add(state._attributes)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..communicator import Communicator
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, TransportError
 
 # What nobody can change, so that it needs no copy.
@@ -39,10 +39,7 @@ class State:
     step: int
 
     def __init__(self, comm: Communicator, **attributes: Any) -> None:
-        if not isinstance(comm, Communicator):
-            raise ConfigError(
-                f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
-                f"mpiring.Communicator(comm) for a communicator of mpi4py's")
+        refuse_other_than_communicators(comm)
         for name in attributes:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ConfigError(f"{name!r} cannot be an attribute's name here; choose another")

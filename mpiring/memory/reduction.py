@@ -20,6 +20,7 @@ BLOCK_BYTES = 256 << 10
 _UFUNCS: dict[str, Callable[..., Any]] = {
     "sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
     "band": np.bitwise_and, "bor": np.bitwise_or, "bxor": np.bitwise_xor}
+OPS = tuple(_UFUNCS)
 _NUMPY_1 = np.__version__.startswith("1.")
 _DTYPES = {
     "sum": (*FLOATING, *COMPLEX, *INTEGER),
@@ -114,7 +115,7 @@ class Reduction:
     def __init__(self, op: str, dtype: DTypeLike, size: float) -> None:
         name = dtype_name(dtype)
         if op not in _UFUNCS:
-            raise ConfigError(f"op={op!r}: expected one of {', '.join(_UFUNCS)}")
+            raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}")
         if name not in _DTYPES[op]:
             remedy = _REMEDIES["bool" if name == "bool" else "mean" if op == "mean" else
                                "bits" if op[0] == "b" else "complex"]

@@ -73,6 +73,9 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Arr
         OSError: There is not so much memory, or a limit (`ulimit -f`, `-v`) forbids it.
     """
     stride = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    # To try would take all there is, before the system kills somebody for it.
+    if size * stride > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+        raise OSError(errno.ENOMEM, f"{size * stride} bytes are more than this node has")
     os.ftruncate(descriptor, size * stride)
     # Without this, a shortage would show as a fatal signal at the first touch.
     os.posix_fallocate(descriptor, rank * stride, stride)

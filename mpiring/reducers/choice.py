@@ -31,6 +31,9 @@ def reducers_of(names: Iterable[str], wish: Wish) -> dict[str, Reducer]:
         return dict.fromkeys(names, wish)
     for pattern, reducer in wish.items():
         _refuse_other_than_reducers(reducer)
+        if not isinstance(pattern, str):
+            raise ConfigError(f"reducer[{pattern!r}]: expected the name of a parameter, or a "
+                              f"pattern, as 'layer1*'")
         if not any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"reducer[{pattern!r}]: no parameter has such a name; there are {', '.join(names)}")

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import refuse_other_state
 from ..buckets import Bucket, BucketPlan
 from ..collectives.operation import Collectives
 from ..errors import ConfigError
@@ -250,9 +251,11 @@ class Compressor(ABC):
             ConfigError: It is no such state, or of a Reducer with other settings. With the
                 next step: it is another rank's, or of another number of ranks or nodes.
         """
-        if state.get("edition") != _EDITION or "buckets" not in state:
+        refuse_other_state(state, ("edition", "buckets", "reducer"), f"of {self!r}")
+        if state["edition"] != _EDITION:
             raise ConfigError(
-                f"this is no state of {self!r}: pass what state_dict() has returned")
+                f"the state of {self!r} has edition {state['edition']!r}, expected {_EDITION}: "
+                f"load it with the mpiring that saved it")
         if state["reducer"] != repr(self):
             raise ConfigError(
                 f"the state is of {state['reducer']}, but this is {self!r}; resume with the "

@@ -1,7 +1,7 @@
 """Sends 8 bits per number between nodes, rounded up or down by chance."""
 
+from ..arguments import whole_number
 from ..codecs.blocks import EightBit
-from ..config import whole_number
 from ..memory.device import Device
 from ..transport.base import Schedule
 from . import two_phase

@@ -1,7 +1,7 @@
 """Sends one bit per number between nodes: its sign."""
 
+from ..arguments import whole_number
 from ..codecs.signs import Sign
-from ..config import whole_number
 from ..memory.device import Device
 from ..transport.base import Schedule
 from . import two_phase

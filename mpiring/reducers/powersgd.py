@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import number, whole_number
 from ..buckets import Bucket
-from ..config import whole_number
 from ..errors import ConfigError
 from ..memory.arrays import is_finite
 from ..memory.device import Device
@@ -57,8 +57,8 @@ class PowerSGD(Compressor):
     def __init__(self, rank: int = 2, *, start_step: int = 10, min_compression: float = 2.0,
                  reducer: Compressor | None = None, seed: int = 0) -> None:
         super().__init__()
-        if not min_compression > 0:
-            raise ConfigError(f"min_compression={min_compression}: expected a factor above 0")
+        self.min_compression = number(
+            "min_compression", min_compression, lambda x: x > 0, "a factor above 0")
         if reducer is not None and (not isinstance(reducer, Compressor) or reducer.feeds_back):
             raise ConfigError(
                 f"PowerSGD(reducer={reducer!r}): expected one that remembers nothing, as Cast() "
@@ -66,7 +66,7 @@ class PowerSGD(Compressor):
         self.rank = whole_number("rank", rank, 1)
         self.start_step, self.seed = whole_number("start_step", start_step, 0), whole_number(
             "seed", seed, 0)
-        self.min_compression, self.reducer = min_compression, reducer
+        self.reducer = reducer
 
     def __repr__(self) -> str:
         inner = "" if self.reducer is None else f", reducer={self.reducer!r}"

@@ -3,11 +3,10 @@
 import math
 import numpy as np
 
+from ..arguments import number, whole_number
 from ..buckets import Bucket
 from ..codecs import largest
 from ..collectives import ring
-from ..config import whole_number
-from ..errors import ConfigError
 from ..memory.arrays import Array, is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
@@ -50,12 +49,12 @@ class TopK(Compressor):
     def __init__(self, density: float = 0.001, *, momentum: float = 0.0,
                  clip_norm: float | None = None, warmup_steps: int = 0) -> None:
         super().__init__()
-        if not 0 < density <= 1 or not 0 <= momentum < 1 or (
-                clip_norm is not None and not clip_norm > 0):
-            raise ConfigError(
-                f"TopK(density={density}, momentum={momentum}, clip_norm={clip_norm}): expected a "
-                f"density above 0 and up to 1, a momentum from 0 to below 1, a norm above 0")
-        self.density, self.momentum, self.clip_norm = density, momentum, clip_norm
+        self.density = number(
+            "density", density, lambda x: 0 < x <= 1, "a number above 0 and up to 1")
+        self.momentum = number(
+            "momentum", momentum, lambda x: 0 <= x < 1, "a number from 0 to below 1")
+        self.clip_norm = None if clip_norm is None else number(
+            "clip_norm", clip_norm, lambda x: x > 0, "a number above 0, or None")
         self.warmup_steps = whole_number("warmup_steps", warmup_steps, 0)
 
     def __repr__(self) -> str:

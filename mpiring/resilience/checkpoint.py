@@ -9,8 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from ..communicator import Communicator
-from ..config import whole_number
+from ..arguments import path, whole_number
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import CheckpointError, ClosedError, ConfigError
 from .folder import WRITING, Lock, remove
 from .part import Copy
@@ -75,7 +75,10 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike[str] | None, comm: Communicator, *, keep: int = 3,
                  seed: int | None = None) -> None:
-        self._comm, self._keep, self._seed = comm, whole_number("keep", keep, 1), seed
+        refuse_other_than_communicators(comm)
+        folder = None if folder is None else path("folder", folder)
+        self._comm, self._keep = comm, whole_number("keep", keep, 1)
+        self._seed = None if seed is None else whole_number("seed", seed)
         self._copies = {name: Copy() for name in (written_name(None), written_name(comm.rank))}
         # One hashes, one writes, one publishes. The process does not end before they are done.
         self._threads = ThreadPoolExecutor(3, "mpiring-checkpoint")
@@ -84,7 +87,7 @@ class Checkpoints:
         self._count = 0
         self._closed = False
         self.save_s = 0.0
-        mine = (None if folder is None else os.fspath(folder), keep, seed)
+        mine = (folder, self._keep, self._seed)
         for rank, theirs in enumerate(comm.allgather_object(mine)):
             if theirs != mine:
                 raise ConfigError(f"rank {comm.rank}: (folder, keep, seed) is {mine}, but rank "
@@ -118,6 +121,8 @@ class Checkpoints:
             raise ClosedError(f"rank {self._comm.rank}: these checkpoints are closed; save before")
         began = time.monotonic()
         found, ranks = self._outlined(step, replicated, own)
+        # Of NumPy's no JSON can be made.
+        step = int(step)
         self.wait()
         for name, one in found.items():
             self._copies[name].take(one)
@@ -150,7 +155,8 @@ class Checkpoints:
                 found[written_name(self._comm.rank)] = outline(own, self.kinds, "own")
         except ConfigError as exc:
             problem = f"{where(self._comm)}: {exc}"
-        everybodys = self._comm.allgather_object((problem, step, own is not None))
+        everybodys = self._comm.allgather_object(
+            (problem, None if problem else step, own is not None))
         for rank, (theirs, its_step, _) in enumerate(everybodys):
             if theirs or its_step != everybodys[0][1]:
                 raise ConfigError(theirs or f"rank {rank} saves step {its_step}, but rank 0 saves "

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..arguments import refuse_other_state
+
 
 def random_state() -> dict[str, Any]:
     """Return the state of `random` and `numpy.random`, as a tree for a checkpoint.
@@ -20,7 +22,11 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Go on with the random numbers that followed when `random_state` was called.
 
+    Raises:
+        ConfigError: It is no such state.
+
     Collective: no.
     """
+    refuse_other_state(state, ("python", "numpy"), "of random numbers")
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

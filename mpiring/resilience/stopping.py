@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..communicator import Communicator
+from ..arguments import number
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..config import job_end
 from ..errors import ConfigError
 from ..handle import Handle
@@ -77,9 +78,12 @@ class Stopping:
     def __init__(self, comm: Communicator, *, time_limit_s: float | None = None,
                  checkpoints: _Saves | None = None, margin_s: float | None = None,
                  signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+        refuse_other_than_communicators(comm)
         for name, value in (("time_limit_s", time_limit_s), ("margin_s", margin_s)):
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{name}={value!r}: expected seconds, 0 or more")
+            if value is not None:
+                number(name, value, lambda x: x >= 0, "seconds, 0 or more")
+        if checkpoints is not None and not hasattr(checkpoints, "save_s"):
+            raise ConfigError(f"checkpoints is a {type(checkpoints).__name__}; pass Checkpoints")
         self._comm, self._checkpoints, self._margin_s = comm, checkpoints, margin_s
         self._process = os.getpid()
         self._mine = ""
@@ -95,8 +99,11 @@ class Stopping:
         try:
             for one in signals:
                 self._before[one] = signal.signal(one, self._arrived)
-        except ValueError as exc:
-            raise ConfigError(f"rank {comm.rank}: {exc}; make Stopping in the main thread") from exc
+        except (OSError, TypeError, ValueError) as exc:
+            self._restore()
+            raise ConfigError(
+                f"rank {comm.rank}: signals={signals!r}: {exc}; pass signals that can be caught, "
+                f"as [signal.SIGUSR1], and make Stopping in the main thread") from exc
 
     def now(self) -> bool:
         """Return whether all ranks stop here; to be called once per step.
@@ -177,9 +184,9 @@ class Stopping:
             self._answered()
 
     def _restore(self) -> None:
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._arrived:
-                signal.signal(number, signal.SIG_DFL if before is None else before)
+        for signum, before in self._before.items():
+            if signal.getsignal(signum) == self._arrived:
+                signal.signal(signum, signal.SIG_DFL if before is None else before)
         self._before = {}
 
     def __enter__(self) -> "Stopping":

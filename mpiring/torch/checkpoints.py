@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .. import resilience
+from ..arguments import refuse_other_state
 from ..errors import ConfigError
 from ..resilience.tree import Bytes
 
@@ -68,8 +69,12 @@ def random_state() -> dict[str, Any]:
 def set_random_state(state: Mapping[str, Any]) -> None:
     """Go on with the random numbers that followed when `random_state` was called.
 
+    Raises:
+        ConfigError: It is no such state.
+
     Collective: no.
     """
+    refuse_other_state(state, ("python", "numpy", "torch"), "of random numbers")
     resilience.set_random_state(state)
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from ..communicator import Communicator
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..gradients import refuse_different
 from ..reducers.choice import Wish
@@ -320,10 +320,7 @@ def _end_step(buffers: Buffers, replicas: Replicas) -> None:
 
 def _refuse(module: nn.Module, comm: Communicator) -> None:
     """Raise where a module cannot be trained across ranks."""
-    if not isinstance(comm, Communicator):
-        raise ConfigError(
-            f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
-            f"mpiring.Communicator(comm) for a communicator of mpi4py's")
+    refuse_other_than_communicators(comm)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
-from ..communicator import Communicator, init
+from ..communicator import Communicator, init, refuse_other_than_communicators
 from ..config import set_variables
 from ..errors import ConfigError, TransportError
 
@@ -95,6 +95,7 @@ def export_environment(comm: Communicator) -> None:
 
     Collective: yes. Blocking: yes.
     """
+    refuse_other_than_communicators(comm)
     listener = _listener() if comm.rank == 0 else None
     address, port = _meet(comm, listener)
     if listener is not None:

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from ..communicator import Communicator
+from ..arguments import refuse_other_state, whole_number
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 
 
@@ -32,15 +33,19 @@ class DistributedSampler(Sampler[int]):
             it, the first ranks get one more than the others.
 
     Raises:
-        ConfigError: The ranks' datasets differ in length, or their settings do.
+        ConfigError: The ranks' datasets differ in length, or their settings do; or one cannot
+            work.
 
     Collective: yes. Blocking: yes.
     """
 
     def __init__(self, dataset: Sized, comm: Communicator, *, shuffle: bool = True, seed: int = 0,
                  drop_last: bool = False, pad: bool = True) -> None:
-        if not 0 <= seed < 1 << 31:
-            raise ConfigError(f"rank {comm.rank}: seed={seed}: expected 0 to {(1 << 31) - 1}")
+        refuse_other_than_communicators(comm)
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(f"rank {comm.rank}: dataset is a {type(dataset).__name__}, which has "
+                              f"no length; pass what DataLoader gets, or range(n)")
+        seed = whole_number(f"rank {comm.rank}: seed", seed, 0, (1 << 31) - 1)
         self._n = len(dataset)
         self._rank, self._size = comm.rank, comm.size
         self._shuffle, self._seed = shuffle, seed
@@ -58,7 +63,12 @@ class DistributedSampler(Sampler[int]):
                     f"rank {rank} has {theirs}; give every rank the same dataset and settings")
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: choose its order, from its first sample on."""
+        """Begin an epoch: choose its order, from its first sample on.
+
+        Raises:
+            ConfigError: The epoch is no whole number from 0.
+        """
+        epoch = whole_number("epoch", epoch, 0)
         if epoch != self._epoch:
             self._epoch, self._position, self._start, self._over = epoch, 0, 0, False
 
@@ -104,7 +114,9 @@ class DistributedSampler(Sampler[int]):
                 default, as many as were drawn, which are more where `mpiring.data.prefetch`, or
                 a DataLoader with workers, fetches ahead.
         """
-        position = self._position if seen is None else self._start + seen * self._size
+        position = self._position
+        if seen is not None:
+            position = self._start + whole_number("seen", seen, 0) * self._size
         return {"epoch": self._epoch, "position": min(position, self._n), "seed": self._seed,
                 "length": self._n}
 
@@ -112,11 +124,15 @@ class DistributedSampler(Sampler[int]):
         """Go on where `state_dict` was taken, also with another number of ranks.
 
         Raises:
-            ConfigError: The dataset's length or the seed was another.
+            ConfigError: The dataset's length or the seed was another, or it is no such state.
         """
+        refuse_other_state(state, ("epoch", "position", "seed", "length"),
+                           "of a DistributedSampler")
+        epoch = whole_number("epoch", state["epoch"], 0)
+        position = whole_number("position", state["position"], 0, self._n)
         if (state["length"], state["seed"]) != (self._n, self._seed):
             raise ConfigError(
                 f"rank {self._rank}: the state is of {state['length']} samples and seed "
                 f"{state['seed']}, but this sampler has {self._n} and {self._seed}")
-        self._epoch, self._over = state["epoch"], False
-        self._start = self._position = state["position"]
+        self._epoch, self._over = epoch, False
+        self._start = self._position = position

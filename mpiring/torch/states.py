@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from ..communicator import Communicator
+from ..communicator import Communicator, refuse_other_than_communicators
+from ..errors import ConfigError
 from .devices import vector_of
 
 # Short tensors travel together; each broadcast costs a message's latency.
@@ -23,12 +24,18 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
         root: Whose values are copied.
 
     Raises:
+        ConfigError: They are no tensors.
         BufferMismatchError: The ranks passed different numbers of bytes.
 
     Collective: yes. Blocking: yes.
     """
+    refuse_other_than_communicators(comm)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in tensors if isinstance(tensors, Iterable) else (tensors,):
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(
+                f"rank {comm.rank}: expected tensors, got a {type(tensor).__name__}; pass a list "
+                f"of them, as model.state_dict().values()")
         by_device.setdefault(tensor.device, []).append(tensor)
     for some in by_device.values():
         for fused in _fused(some):
@@ -72,8 +79,15 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
         comm: The ranks.
         root: Whose state is copied.
 
+    Raises:
+        ConfigError: It is no optimizer.
+
     Collective: yes. Blocking: yes.
     """
+    refuse_other_than_communicators(comm)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"rank {comm.rank}: optimizer is a {type(optimizer).__name__}; pass a "
+                          f"torch.optim.Optimizer")
     state = optimizer.state_dict() if comm.rank == root else None
     # Tensors travel apart: pickled, each would be in memory three times.
     tensors: list[torch.Tensor] = []

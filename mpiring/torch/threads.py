@@ -5,7 +5,7 @@ from collections.abc import Set
 
 import torch
 
-from ..communicator import Communicator
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..config import threads_are_set
 
 # What `share_cores` has set, which is no wish of the user's.
@@ -27,6 +27,7 @@ def share_cores(comm: Communicator) -> int:
 
     Collective: yes. Blocking: yes.
     """
+    refuse_other_than_communicators(comm)
     cores = frozenset(_own_cores())
     others = [theirs for node, theirs in comm.allgather_object((comm.node_rank, cores))
               if node == comm.node_rank and theirs & cores]

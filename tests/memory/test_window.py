@@ -57,3 +57,12 @@ def test_another_file_is_not_touched(tmp_path):
 def test_a_file_that_is_not_there():
     with pytest.raises(OSError):
         window.attach(os.getpid(), 10**6, (1, 1))
+
+
+def test_more_memory_than_there_is_is_not_tried():
+    """It was, and whatever program the system then chose was killed."""
+    descriptor = window.create()
+    with pytest.raises(OSError, match="than this node has"):
+        window.segments(descriptor, 0, 2, 1 << 50)
+    assert os.fstat(descriptor).st_size == 0
+    os.close(descriptor)

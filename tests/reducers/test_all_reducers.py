@@ -161,7 +161,7 @@ def test_states_that_do_not_fit_are_refused():
         Model(lambda: ErrorFeedback(Int8()), [0, 0, 1, 1], states=states)
     with pytest.raises(ConfigError, match="rank 0 of 4.*is of rank 1"):
         Model(lambda: ErrorFeedback(Int8()), [0, 1, 2, 3], states=states[1:] + states[:1])
-    with pytest.raises(ConfigError, match="no state"):
+    with pytest.raises(ConfigError, match="state of ErrorFeedback.*lacks edition"):
         ErrorFeedback(Int8()).load_state_dict({"step": 3})
 
 

@@ -1,0 +1,74 @@
+"""Checks arguments that are numbers or paths, and says what was expected instead."""
+
+import math
+import numbers
+import operator
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from .errors import ConfigError
+
+# The largest of C's int, which MPI takes for ranks, colors and keys.
+MOST_OF_MPI = 2**31 - 1
+
+
+def whole_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
+    """Return an argument that is a whole number; also one that NumPy has saved as an array.
+
+    Raises:
+        ConfigError: It is none (True and False are none either), or out of range.
+    """
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or not least <= number <= most:
+        limits = (f" from {least} to {most}" if math.isfinite(least) and math.isfinite(most)
+                  else f" of at least {least}" if math.isfinite(least) else "")
+        raise ConfigError(f"{name}={value!r:.200}: expected a whole number{limits}")
+    return number
+
+
+def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) -> float:
+    """Return an argument that is a real number.
+
+    Args:
+        fits: Returns whether the number is in range; not True for NaN.
+        expected: What is, for the message.
+
+    Raises:
+        ConfigError: It is none, or out of range.
+    """
+    plain = value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
+    if isinstance(plain, bool) or not isinstance(plain, numbers.Real) or not fits(float(plain)):
+        raise ConfigError(f"{name}={value!r:.200}: expected {expected}")
+    return float(plain)
+
+
+def refuse_other_state(state: Any, names: Iterable[str], whose: str) -> None:
+    """Raise ConfigError unless a state is a mapping that has all these names.
+
+    Args:
+        whose: For the message, as "of a LossScaler".
+    """
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"the state {whose} is a {type(state).__name__}: pass what "
+                          f"state_dict() has returned")
+    missing = [name for name in names if name not in state]
+    if missing:
+        raise ConfigError(f"the state {whose} lacks {', '.join(missing)}: pass what state_dict() "
+                          f"has returned")
+
+
+def path(name: str, value: Any) -> str:
+    """Return an argument that is a path, as text.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise ConfigError(f"{name}={value!r:.200}: expected a path, as text or pathlib.Path")
+    return os.fsdecode(value)
