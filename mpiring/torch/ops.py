@@ -63,9 +63,8 @@ def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
     if dtype is torch.complex32 and name not in ("sum", "mean"):
         raise ConfigError(f"{kind.name} is not defined for {dtype}; use SUM or AVG, or convert to "
                           f"torch.complex64")
-    is_integer = not (dtype.is_floating_point or dtype.is_complex)
-    return Op(_ON_BOOL.get(name, name) if dtype is torch.bool else name, factor,
-              divides=is_integer and name == "mean")
+    divides = name == "mean" and not (dtype.is_floating_point or dtype.is_complex)
+    return Op(_ON_BOOL.get(name, name) if dtype is torch.bool else name, factor, divides)
 
 
 def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
