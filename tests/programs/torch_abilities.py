@@ -439,7 +439,7 @@ def buffers_are_those_of_the_first_rank_after_each_step():
         model, bare = DataParallel(normed(), comm, defer_wait=defer_wait), normed()
         for step in range(3):
             with model.no_sync() if step == 1 else contextlib.nullcontext():
-                # Two forward passes for one backward, which some do with PyTorch's in vain.
+                # Two forward passes for one backward.
                 (loss_of(model, r) + loss_of(model, r + p)).backward()
             model.synchronize()
             loss_of(bare, 0), loss_of(bare, p)
