@@ -456,6 +456,11 @@ def buffers_are_those_of_the_first_rank_after_each_step():
     loss_of(model, r).backward()
     assert len(set(comm.allgather_object(model.module[1].running_mean.sum().item()))) == p
     model = DataParallel(normed(), comm)
+    model.module[1] = nn.BatchNorm1d(4)
+    model.module[1].running_mean += r
+    model.eval()(batch(r)[0])
+    equal_on_all(*model.buffers())
+    model = DataParallel(normed(), comm)
     with model.join():
         for _ in range(1 + r):
             loss_of(model, r).backward()
