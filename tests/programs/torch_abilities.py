@@ -439,7 +439,7 @@ def buffers_are_those_of_the_first_rank_after_each_step():
         model, bare = DataParallel(normed(), comm, defer_wait=defer_wait), normed()
         for step in range(3):
             with model.no_sync() if step == 1 else contextlib.nullcontext():
-                # Two forward passes for one backward, which some do with PyTorch's in vain.
+                # Two forward passes for one backward.
                 (loss_of(model, r) + loss_of(model, r + p)).backward()
             model.synchronize()
             loss_of(bare, 0), loss_of(bare, p)
@@ -455,6 +455,11 @@ def buffers_are_those_of_the_first_rank_after_each_step():
     model = DataParallel(normed(), comm, broadcast_buffers=False)
     loss_of(model, r).backward()
     assert len(set(comm.allgather_object(model.module[1].running_mean.sum().item()))) == p
+    model = DataParallel(normed(), comm)
+    model.module[1] = nn.BatchNorm1d(4)
+    model.module[1].running_mean += r
+    model.eval()(batch(r)[0])
+    equal_on_all(*model.buffers())
     model = DataParallel(normed(), comm)
     with model.join():
         for _ in range(1 + r):
