@@ -325,9 +325,10 @@ class Communicator:
 
     @property
     def statistics(self) -> Statistics:
-        """What communication has cost so far; subtract two to see a stretch of time.
+        """What this communicator's operations have cost so far.
 
-        The seconds are shared with the communicators that were split from this one.
+        Subtract two to see a stretch of time. Communicators that were split from this one count
+        for themselves: seconds in which operations of both are under way count for both.
         """
         return self._group.statistics
 

@@ -56,9 +56,6 @@ class Engine:
 
     Attributes:
         recorder: As above.
-        operations: How many were completed.
-        communication_s: Seconds in which at least one operation was under way.
-        exposed_s: Seconds that callers spent waiting.
         given_up: Nothing is advanced any more, see `give_up`.
     """
 
@@ -67,9 +64,6 @@ class Engine:
         recorder: Recorder | None = None,
     ) -> None:
         self.recorder = recorder or Recorder()
-        self.operations = 0
-        self.communication_s = 0.0
-        self.exposed_s = 0.0
         self.threaded = threaded
         self.given_up = False
         self._config = config
@@ -86,7 +80,6 @@ class Engine:
         self._failure: BaseException | None = None
         self._failure_noticed = False
         self._failed: Task[Any] | None = None
-        self._busy_since: float | None = None
         self._next_look_s = 0.0
         self._wake = threading.Event()
         self._stopping = False
@@ -169,7 +162,7 @@ class Engine:
         self._wake.set()
         return handle
 
-    def run_at_once(self, task: Task[Any], flight: Flight) -> bool:
+    def run_at_once(self, task: Task[Any], flight: Flight, lane: Lane) -> bool:
         """Start an operation, and return whether it is complete after a moment.
 
         Within a node most are: it is not worth while to let anybody else know of them. So it
@@ -185,13 +178,10 @@ class Engine:
                 if task.done:
                     break
             now = time.monotonic()
-            took = now - began
-            self.exposed_s += took
+            lane.at_once_s += now - began
             if task.done:
-                self.operations += 1
+                lane.ended_at_once(now - began)
                 self.recorder.at_once(flight, began, now)
-                if self._busy_since is None:
-                    self.communication_s += took
             else:
                 self.recorder.waited(flight, began, now)
         return task.done
@@ -199,8 +189,7 @@ class Engine:
     def run(self, handle: Handle[T]) -> None:
         """Advance an operation that was started, ahead of the queue, and wait for it."""
         with self._lock:
-            if self._busy_since is None:
-                self._busy_since = time.monotonic()
+            handle.lane.begun(handle.flight.started_s or time.monotonic())
             self._blocking.append(handle)
         self.wait(handle)
 
@@ -235,10 +224,7 @@ class Engine:
                 elif fruitless:
                     _give_way()
         finally:
-            self._leave()
-            now = time.monotonic()
-            self.exposed_s += now - began
-            self.recorder.waited(handle.flight, began, now)
+            self._leave(handle, began)
 
     def advance(self) -> None:
         """Progress once, if nobody else is at it, without waiting for anything."""
@@ -299,8 +285,11 @@ class Engine:
             self._waiting.add(threading.get_ident())
             self._nobody_waits.clear()
 
-    def _leave(self) -> None:
+    def _leave(self, handle: Handle[Any], began: float) -> None:
         with self._waiting_lock:
+            now = time.monotonic()
+            handle.lane.waited_s += now - began
+            self.recorder.waited(handle.flight, began, now)
             self._waiting.discard(threading.get_ident())
             if not self._waiting:
                 self._nobody_waits.set()
@@ -356,8 +345,7 @@ class Engine:
 
     def _start(self, handle: Handle[T], active: list[Handle[Any]]) -> None:
         """Post an operation's first requests. The caller holds the lock."""
-        if self._busy_since is None:
-            self._busy_since = time.monotonic()
+        handle.lane.begun(time.monotonic())
         try:
             handle.start()
         except BaseException as error:
@@ -369,13 +357,10 @@ class Engine:
             active.append(handle)
 
     def _completed(self, handle: Handle[T]) -> None:
-        """Note that an operation is complete, and how long any were under way."""
+        """Note that an operation is complete."""
         now = time.monotonic()
-        self.operations += 1
         self.recorder.ended(handle.flight, now)
-        if self._busy_since is not None and not self._is_busy():
-            self.communication_s += now - self._busy_since
-            self._busy_since = None
+        handle.lane.ended(now)
         # Last: whoever sees it may read the statistics.
         handle.done = True
 

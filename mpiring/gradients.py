@@ -5,7 +5,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from numpy.typing import NDArray
@@ -25,6 +24,7 @@ from .reducers.compressor import Compressor
 from .reducers.meeting import Cost
 from .reducers.through_host import Twin
 from .statistics import Statistics
+from .tally import Tally
 from .transport.base import Schedule
 
 
@@ -79,7 +79,8 @@ class Gradients:
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
-        statistics: Of the last complete step.
+        statistics: What the operations of the last complete step cost; no others.
+        tally: Counts those of a step. (Gradients that lie elsewhere may belong to it as well.)
         steps: How many are complete.
         order: The names in the order in which they are fused; None while that may change.
         nonfinite: Whose own gradients held NaN or Inf.
@@ -116,6 +117,7 @@ class Gradients:
         self._began_s = 0.0
         self._finite: bool | None = True
         self._dense_bytes = 0
+        self.tally = Tally(comm)
         self.nonfinite = NonFinite(comm)
         self.views = Views(self._views)
         self.statistics = Statistics()
@@ -124,7 +126,7 @@ class Gradients:
         if not self._resume():
             self._build(tensors[::-1] if order is None else self._ordered(order))
         comm.prepare()
-        self._before = self._cost
+        self._before = self._reducers_cost
 
     def ready(self, name: str) -> None:
         """Mark a gradient as written; send its bucket if it and all earlier ones are full.
@@ -191,8 +193,8 @@ class Gradients:
         for one in self._compressors:
             one.settle(self._finite is True)
         self._expect_all()
-        now = self._cost
-        self.statistics, self._before = now - self._before, now
+        now = self._reducers_cost
+        self.statistics, self._before = self.tally.take() + (now - self._before), now
         if not self._settled:
             self._settle()
         self._order.clear()
@@ -235,12 +237,11 @@ class Gradients:
             one.release()
 
     @property
-    def _cost(self) -> Statistics:
-        """What communication has cost so far."""
+    def _reducers_cost(self) -> Statistics:
+        """What reducing has cost so far, and would have without compression."""
         costs = [one.cost for one in self._compressors] or [Cost()]
-        return replace(
-            self._comm.statistics, dense_bytes=self._dense_bytes,
-            encode_s=sum(one.encode_s for one in costs),
+        return Statistics(
+            dense_bytes=self._dense_bytes, encode_s=sum(one.encode_s for one in costs),
             wire_s=sum(one.wire_s for one in costs),
             decode_s=sum(one.decode_s for one in costs))
 
@@ -269,7 +270,7 @@ class Gradients:
             return reducer.reduce(collectives, bucket)
 
         device = None if bucket.index in self._twins else self._device
-        return self._comm.submit(
+        return self.tally.submit(
             Call("reduce", detail, bucket.label, bucket.flat.nbytes),
             self._comm.group.places.on(device, bucket.written, reduce) if device else reduce)
 
@@ -281,7 +282,6 @@ class Gradients:
         if self._plan(tensors) != tuple(bucket.plan for bucket in self._buckets):
             self._rebuild(tensors)
         self.order = order
-        self._before = self._cost
 
     def _resume(self) -> bool:
         """Build the buckets as they were when the state was saved that a reducer has loaded."""

@@ -217,7 +217,7 @@ class Group:
         task = Task(schedule)
         try:
             self._sequence += 1
-            if self.size > 1 and not self._engine.run_at_once(task, flight):
+            if self.size > 1 and not self._engine.run_at_once(task, flight, self._lane):
                 handle = Handle(self._lane, flight, task)
                 self._watch.enter(handle, patient=patient)
                 self._engine.run(handle)
@@ -258,10 +258,10 @@ class Group:
 
     @property
     def statistics(self) -> Statistics:
-        """What communication has cost so far."""
-        engine = self._engine
-        return Statistics(engine.operations, self._transport.bytes_sent,
-                          engine.communication_s, engine.exposed_s)
+        """What this group's operations have cost so far."""
+        lane = self._lane
+        return Statistics(lane.operations, self._transport.bytes_sent,
+                          lane.communication_s, lane.exposed_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.

@@ -142,6 +142,10 @@ class Lane:
         actions: What is to be called, in this order, when an operation is complete.
         calling: Held by who calls them.
         dropped: Nobody will submit any more: to be let go of, once nothing is under way.
+        operations: How many were completed.
+        communication_s: Seconds in which at least one of them was under way.
+        at_once_s, waited_s: Seconds that callers spent in blocking calls before these became
+            operations under way, and waiting for such; each is changed under a lock of its own.
     """
 
     engine: Driver
@@ -152,6 +156,36 @@ class Lane:
     actions: deque[tuple[Handle[Any], Action]] = field(default_factory=deque)
     calling: threading.Lock = field(default_factory=threading.Lock)
     dropped: bool = False
+    operations: int = 0
+    communication_s: float = 0.0
+    at_once_s: float = 0.0
+    waited_s: float = 0.0
+    _under_way: int = 0
+    _busy_since: float = 0.0
+
+    def begun(self, now: float) -> None:
+        """Note that an operation is under way, since `now`."""
+        if not self._under_way:
+            self._busy_since = now
+        self._under_way += 1
+
+    def ended(self, now: float) -> None:
+        """Note that one that was under way is complete."""
+        self.operations += 1
+        self._under_way -= 1
+        if not self._under_way:
+            self.communication_s += now - self._busy_since
+
+    def ended_at_once(self, seconds: float) -> None:
+        """Note that one is complete before it was under way."""
+        self.operations += 1
+        if not self._under_way:
+            self.communication_s += seconds
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that callers spent waiting."""
+        return self.at_once_s + self.waited_s
 
     @property
     def in_use(self) -> bool:

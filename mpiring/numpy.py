@@ -166,7 +166,11 @@ class DataParallel:
 
     @property
     def statistics(self) -> Statistics:
-        """What communication cost in the last complete step."""
+        """What averaging gradients cost in the last complete step.
+
+        Other operations on the communicator do not count, be they yours or those that compare
+        replicas.
+        """
         return self._gradients.statistics
 
     @property

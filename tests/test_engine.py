@@ -65,7 +65,7 @@ class Setup:
         """Make a blocking call, as Group does."""
         handle = self.handle(schedule)
         try:
-            if not self.engine.run_at_once(handle.task, handle.flight):
+            if not self.engine.run_at_once(handle.task, handle.flight, self.lane):
                 self.engine.run(handle)
         except BaseException as error:
             self.engine.keep(error)
@@ -103,8 +103,8 @@ def test_the_thread_advances_what_nobody_waits_for(background):
     until(lambda: handle.done)
     assert log == ["mpiring", "mpiring"]
     assert handle.wait() == "sum"
-    assert background.engine.operations == 1
-    assert background.engine.communication_s > 0 and background.engine.exposed_s == 0
+    assert background.lane.operations == 1
+    assert background.lane.communication_s > 0 and background.lane.exposed_s == 0
 
 
 def test_the_thread_looks_less_and_less_often(background):
@@ -162,7 +162,7 @@ def test_who_waits_looks_itself_and_often():
     handle.wait()
     assert log == ["MainThread"]
     assert flag.looks > 50
-    assert setup.engine.exposed_s >= 0.4
+    assert setup.lane.exposed_s >= 0.4
 
 
 def test_inline_progress_is_made_by_calls_only(inline):
@@ -344,7 +344,7 @@ def test_many_threads_wait_for_many_operations(background):
     for thread in threads:
         thread.join(5)
     assert results == {i: i for i in range(20)}
-    assert background.engine.operations == 20
+    assert background.lane.operations == 20
 
 
 @pytest.mark.parametrize("threaded", [True, False])
@@ -438,6 +438,24 @@ def test_a_wait_ends_in_time_whatever_else_moves(threaded, waited_for):
     setup.engine.give_up(TransportError("the test is over"))
     if waited_for:
         other.join()
+
+
+def test_communicators_count_for_themselves():
+    setup, flags = Setup(threaded=False), [Flag() for _ in range(3)]
+    other = setup.engine.join(Blind())
+    handles = [setup.submit(waits_for(flags[0])), setup.submit(waits_for(flags[1]), other)]
+    time.sleep(0.05)
+    flags[1].complete = True
+    handles[1].wait()
+    assert (setup.lane.operations, other.operations) == (0, 1)
+    assert setup.lane.communication_s == 0 and other.communication_s >= 0.05
+    time.sleep(0.05)
+    flags[0].complete = flags[2].complete = True
+    setup.run(waits_for(flags[2]))
+    handles[0].wait()
+    assert (setup.lane.operations, other.operations) == (2, 1)
+    assert setup.lane.communication_s >= 0.1
+    assert 0 < setup.lane.exposed_s and 0 < other.exposed_s < other.communication_s
 
 
 @pytest.mark.parametrize("threaded", [True, False])

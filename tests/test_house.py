@@ -25,7 +25,7 @@ LAYERS = [
      "progress"],
     ["handle", "engine", "watch", "messages", "buckets", "calls", "places", "group",
      "communicator"],
-    ["reducers", "gradients", "nonfinite", "resilience", "data", "gpus"],
+    ["reducers", "gradients", "nonfinite", "resilience", "data", "gpus", "tally"],
     ["precision", "numpy", "torch", "elastic"],
     ["lab", "bench", "doctor", "trace"],
     ["advice", "tune", "simulate"],

@@ -10,7 +10,7 @@ from ..memory.arrays import Array, chunks_of
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
 from . import chain, desks, exchange, ring
-from .resources import Resources
+from .resources import OperationChannel, Resources
 
 
 class Copies:
@@ -23,15 +23,16 @@ class Copies:
         algorithm: Of its last allreduce, if any.
     """
 
-    __slots__ = ("rank", "size", "node", "sequence", "algorithm", "_own", "_net", "_windows")
+    __slots__ = ("rank", "size", "node", "sequence", "algorithm", "_own", "_net", "_windows",
+                 "_native_bytes")
 
     def __init__(self, own: Resources, node: Node | None, sequence: int) -> None:
         self.rank, self.size = own.transport.rank, own.transport.size
         self.node = node
         self.sequence, self.algorithm = sequence, ""
         self._own = own
-        self._net: Channel | None = None
-        self._windows = 0
+        self._net: OperationChannel | None = None
+        self._windows = self._native_bytes = 0
 
     @property
     def net(self) -> Channel:
@@ -39,6 +40,11 @@ class Copies:
         if self._net is None:
             self._net = self._own.transport.channel(self.sequence)
         return self._net
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many this rank has sent in this operation so far; see Statistics."""
+        return self._native_bytes + (0 if self._net is None else self._net.sent[0])
 
     @property
     def ring(self) -> Channel:

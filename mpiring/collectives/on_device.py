@@ -158,7 +158,7 @@ class DeviceCollectives(Collectives):
         place: The GPU.
     """
 
-    __slots__ = ("_place", "_channel")
+    __slots__ = ("_host", "_place", "_channel")
 
     ring_bytes = PIECE_BYTES
     direct_bytes = PIECE_BYTES, PIECE_BYTES
@@ -167,7 +167,7 @@ class DeviceCollectives(Collectives):
         desks = None if place.desks is None else place.desks(host.sequence)
         node = None if host.node is None else DeviceNode(host.node, place.device, desks)
         super().__init__(host._own, node, host.sequence)
-        self._place = place
+        self._host, self._place = host, place
         self._channel: Channel | None = None
 
     @property
@@ -180,7 +180,7 @@ class DeviceCollectives(Collectives):
         """The operation's channel."""
         if self._channel is None:
             self._channel = DeviceChannel(
-                super().net, self._place.device, direct=self._place.direct)
+                self._host.net, self._place.device, direct=self._place.direct)
         return self._channel
 
     def borrow(self, n: int, dtype: DTypeLike) -> Any:

@@ -89,7 +89,9 @@ class Collectives(Copies):
         if algorithm == "native":
             turn = own.turns.join(self.sequence)
             # What MPI really sends, it does not tell.
-            own.transport.bytes_sent += self.dense_bytes(x.nbytes)
+            nbytes = self.dense_bytes(x.nbytes)
+            own.transport.bytes_sent += nbytes
+            self._native_bytes += nbytes
             return native.allreduce(own.transport, turn, x, reduction(op, x.dtype, self.size))
         return self._ring(x, combine)
 

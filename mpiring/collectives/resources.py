@@ -12,6 +12,12 @@ from .model import Model
 from .windows import Windows
 
 
+class OperationChannel(Channel, Protocol):
+    """The channel of an operation, which counts the bytes sent on all of its lanes."""
+
+    sent: list[int]
+
+
 class Transport(native.NativeTransport, Protocol):
     """The part of the MPI transport that is used here."""
 
@@ -19,7 +25,7 @@ class Transport(native.NativeTransport, Protocol):
     size: int
     bytes_sent: int
 
-    def channel(self, sequence: int) -> Channel:
+    def channel(self, sequence: int) -> OperationChannel:
         """Return the channel of operation number `sequence`."""
 
 

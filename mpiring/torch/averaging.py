@@ -77,7 +77,8 @@ class Averaging:
                                         moved=self._move, steps=steps, device=gpu_of(first),
                                         mark=marker_of(first))
         self._sparse = SparseGradients(
-            {name: p for name, p in parameters.items() if p in sparse}, comm)
+            {name: p for name, p in parameters.items() if p in sparse}, comm,
+            self._gradients.tally)
         self._views: dict[str, torch.Tensor] = {}
         for name in self._dense:
             self._move(name)
@@ -89,7 +90,7 @@ class Averaging:
 
     @property
     def statistics(self) -> Any:
-        """What communication cost in the last complete step."""
+        """What averaging gradients cost in the last complete step; see DataParallel."""
         return self._gradients.statistics
 
     @property

@@ -177,7 +177,11 @@ class DataParallel(nn.Module):
 
     @property
     def statistics(self) -> Statistics:
-        """What communication cost in the last complete step."""
+        """What averaging gradients cost in the last complete step.
+
+        Other operations on the communicator do not count, be they yours or those that compare
+        replicas, copy buffers or look for parameters that were not used.
+        """
         return Statistics() if self._averaging is None else self._averaging.statistics
 
     @property

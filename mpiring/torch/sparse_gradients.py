@@ -10,6 +10,7 @@ from ..collectives.agreement import Call
 from ..communicator import Communicator
 from ..errors import GradientError
 from ..memory.arrays import is_finite
+from ..tally import Tally
 from .ops import Op
 from .sparse import allreduce
 from .tensors import array_of
@@ -27,6 +28,7 @@ class SparseGradients:
     Args:
         parameters: By name, in the same order on every rank.
         comm: The ranks to average over.
+        tally: Counts what it costs.
 
     Attributes:
         missing: The names of the gradients that are not ready in this step.
@@ -34,13 +36,14 @@ class SparseGradients:
         nonfinite: The names of this rank's own gradients that were not, in that step.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator,
+                 tally: Tally) -> None:
         self.missing = list(parameters)
         self.finite = True
         self.nonfinite: list[str] = []
         self._parameters = dict(parameters)
         self._weights: dict[str, float] = {}
-        self._comm = comm
+        self._comm, self._tally = comm, tally
 
     def ready(self, name: str, weight: float) -> None:
         """Mark a gradient as complete, or as not there.
@@ -72,7 +75,7 @@ class SparseGradients:
             if not _is_finite(mine):
                 self.nonfinite.append(name)
             call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)
-            handles.append((p, mine, self._comm.submit(call, allreduce(mine, Op("mean")))))
+            handles.append((p, mine, self._tally.submit(call, allreduce(mine, Op("mean")))))
         for p, mine, handle in handles:
             handle.wait()
             self.finite = self.finite and _is_finite(mine)

@@ -187,7 +187,11 @@ class MpiTransport:
 
 
 class MpiChannel:
-    """One operation's lane: a tag of the transport's communicator. See base.Channel."""
+    """One operation's lane: a tag of the transport's communicator. See base.Channel.
+
+    Attributes:
+        sent: How many bytes this rank has sent on all lanes of the operation, one number.
+    """
 
     def __init__(self, transport: MpiTransport, sequence: int, tag: int) -> None:
         self.rank = transport.rank
@@ -197,14 +201,18 @@ class MpiChannel:
         self._comm = transport.comm
         self._sequence = sequence
         self._tag = tag
+        self.sent = [0]
 
     def lane(self, index: int) -> "MpiChannel":
         """Return lane `index` of the same operation."""
-        return self._transport.channel(self._sequence, index)
+        other = self._transport.channel(self._sequence, index)
+        other.sent = self.sent
+        return other
 
     def isend(self, array: Array, dest: int) -> Request:
         """Start sending the bytes of a contiguous vector."""
         self._transport.bytes_sent += array.nbytes
+        self.sent[0] += array.nbytes
         return self._in_pieces(array, lambda piece: self._transport.started(
             lambda: self._comm.Isend([piece, MPI.BYTE], dest, self._tag),
             _SEND, piece.nbytes, dest))

@@ -61,8 +61,7 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, desk_bytes=4
         rank = collectives.rank
         place = Place(Device(gpus[rank]), Exports(collectives._own.windows), direct)
         if direct:
-            net = _Aware(collectives.net)
-            collectives._own.transport.channel = lambda sequence: net
+            collectives._net = _Aware(collectives.net)
         if collectives.node is not None:
             for desk in collectives.node.desks(np.dtype(np.uint8)):
                 gpus[rank].pin(desk)

@@ -154,3 +154,28 @@ def test_statistics_of_a_step(comm):
     one = dp.statistics
     assert one.operations == (4 if comm.size > 1 else 0), "of four buckets"
     assert one.communication_s >= one.hidden_s >= 0
+
+
+def test_statistics_of_a_step_are_of_its_operations_only():
+    config = mpiring.Config(shared_memory=False, tuning=False)
+    with mpiring.init(config=config) as comm, comm.split(0) as part:
+        dp, order, sent = DataParallel(model(0), comm, bucket_bytes=500), list(SHAPES)[::-1], []
+        step(dp, comm, 1, order)
+        for others in (0, 3):
+            before = comm.statistics.bytes_sent
+            dp.ready(order[0])
+            for _ in range(others):
+                comm.allreduce(np.ones(1000))
+                part.allreduce(np.ones(1000))
+            for name in order[1:]:
+                dp.ready(name)
+            for _ in range(others):
+                comm.iallreduce(np.ones(1000)).wait()
+            dp.wait()
+            sent.append(comm.statistics.bytes_sent - before)
+            assert dp.statistics.operations == (4 if comm.size > 1 else 0)
+            assert dp.statistics.bytes_sent == sent[0]
+        assert sent[1] > sent[0] or comm.size == 1
+        before = comm.statistics
+        part.allreduce(np.ones(1000))
+        assert comm.statistics == before, "what was split counts for itself"

@@ -70,13 +70,14 @@ def test_one_check_costs_sixteen_bytes(checked):
     before = pair.statistics.bytes_sent
     pair.barrier()
     call = pair.statistics.bytes_sent - before
-    for _ in range(2 * EVERY + 1):
+    for _ in range(2 * EVERY):
+        before = pair.statistics
         run.step()
-        costs.append((run.dp.statistics.operations, run.dp.statistics.bytes_sent))
-    # What is sent in `wait` after the gradients counts for the next step.
+        cost = pair.statistics - before
+        costs.append((cost.operations, cost.bytes_sent))
     (operations, nbytes), check = costs[1], (1, call + 16) if pair.size == 2 else (0, 0)
-    for number in range(1, 2 * EVERY + 1):
-        more = check if number % EVERY == 0 else (0, 0)
+    for number in range(1, 2 * EVERY):
+        more = check if (number + 1) % EVERY == 0 else (0, 0)
         assert costs[number] == (operations + more[0], nbytes + more[1])
     pair.close()
 

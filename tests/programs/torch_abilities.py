@@ -985,6 +985,7 @@ def sparse_gradients_that_are_not_finite_are_seen():
         hook.remove()
         assert model.finite != bad and model.nonfinite == ({p - 1: ["0.weight"]} if bad else {})
         assert bare[1].weight.grad.isfinite().all()
+        assert model.statistics.operations == (2 if p > 1 else 0), "a bucket and a sparse gradient"
         bare[0].weight.grad = None
 
 
