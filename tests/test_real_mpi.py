@@ -1,7 +1,7 @@
 """Runs tests/mpi under mpiexec, once per number of ranks; 3 catches what powers of two hide."""
 
 import pytest
-from launching import launch
+from launching import HANG_S, launch
 
 pytestmark = pytest.mark.launch
 
@@ -11,7 +11,7 @@ PYTEST = ("-m", "pytest", "--with-mpi", "-m", "mpi", "tests/mpi",
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.any_mpi), 4])
 def test_real_mpi(ranks):
-    ended = launch(ranks, *PYTEST, timeout_s=240)
+    ended = launch(ranks, *PYTEST, timeout_s=2 * HANG_S)
     assert ended.status == 0, ended.output[-20000:]
     assert " passed" in ended.output, ended.output
 
@@ -20,6 +20,6 @@ def test_real_mpi(ranks):
 @pytest.mark.parametrize("ranks", [2])
 def test_without_thread_multiple(ranks):
     """Where MPI offers less, operations advance inside mpiring's calls only."""
-    ended = launch(ranks, *PYTEST, timeout_s=240, MPI4PY_RC_THREAD_LEVEL="funneled")
+    ended = launch(ranks, *PYTEST, timeout_s=2 * HANG_S, MPI4PY_RC_THREAD_LEVEL="funneled")
     assert ended.status == 0, ended.output[-20000:]
     assert " passed" in ended.output, ended.output
