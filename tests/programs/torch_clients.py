@@ -4,6 +4,8 @@ On two ranks a sum has one order, so both back ends must return the same bits: e
 gradient norm and weight is equal.
 """
 
+import logging.handlers
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import mpiring
 import mpiring.torch
 
 CLIENT, FOLDER = sys.argv[1], Path(sys.argv[2])
@@ -138,6 +141,25 @@ def lightning(folder):
     return module.gathered, dict(running.callback_metrics), module.state_dict()
 
 
+def unasked():
+    """Without mpiring's group Accelerate opens one of Gloo, from the same variables: it is said."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    said = logging.handlers.BufferingHandler(9)
+    logging.getLogger("mpiring").addHandler(said)
+    with mpiring.init() as comm:
+        mpiring.torch.export_environment(comm)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    runs = Accelerator()
+    # Gloo fails where a rank leaves while the other still connects to it.
+    runs.wait_for_everyone()
+    assert runs.num_processes == 2 and dist.get_backend() == "gloo"
+    texts = [record.getMessage() for record in said.buffer]
+    assert ["not of mpiring" in text for text in texts] == [True] * (rank == 0), texts
+    dist.destroy_process_group()
+
+
 def same(ours, theirs, where="the results"):
     """Compare all numbers bit by bit."""
     assert type(ours) is type(theirs), (where, ours, theirs)
@@ -155,6 +177,7 @@ def same(ours, theirs, where="the results"):
         assert ours == theirs, (where, ours, theirs)
 
 
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 client = {"trainer": trainer, "accelerate": accelerate, "lightning": lightning}[CLIENT]
 dist.init_process_group("mpiring", init_method="mpi://")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -167,4 +190,6 @@ theirs = client(FOLDER / "gloo")
 dist.destroy_process_group()
 
 same(ours, theirs)
+if CLIENT == "accelerate":
+    unasked()
 print(f"rank {rank}: {CLIENT} does over mpiring what it does over Gloo", flush=True)
