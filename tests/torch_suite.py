@@ -1,7 +1,7 @@
 """Runs PyTorch's own tests of torch.distributed over the back end: those that Gloo passes.
 
     pip install expecttest
-    python tests/torch_suite.py                       # all of them; some ten minutes
+    python tests/torch_suite.py                       # all of them; a quarter of an hour
     python tests/torch_suite.py test_broadcast_group  # these
 
 PyTorch's wheel has them: torch.testing._internal.distributed.distributed_test. Each runs on 3
