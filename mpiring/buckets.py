@@ -90,23 +90,22 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
     whole_number("bucket_bytes", bucket_bytes, 1)
     place = {tensor.name: i for i, tensor in enumerate(tensors)}
     full: list[list[TensorSpec]] = []
-    filling: dict[Hashable, list[TensorSpec]] = {}
+    filling: dict[Hashable, list[TensorSpec]] = collections.defaultdict(list)
     first = min(FIRST_BUCKET_BYTES, bucket_bytes)
     left: dict[Hashable, int] = collections.Counter()
+    used: dict[Hashable, int] = collections.Counter()
     for tensor in tensors:
         left[tensor.dtype, kind_of(tensor)] += tensor.padded_bytes
     growing, limits = dict.fromkeys(left, first), dict.fromkeys(left, first)
     for tensor in tensors:
         kind = tensor.dtype, kind_of(tensor)
-        bucket = filling.setdefault(kind, [])
-        used = sum(other.padded_bytes for other in bucket)
-        if bucket and used + tensor.padded_bytes > limits[kind]:
-            full.append(bucket)
-            bucket = filling[kind] = []
-            left[kind] -= used
+        if filling[kind] and used[kind] + tensor.padded_bytes > limits[kind]:
+            full.append(filling.pop(kind))
+            left[kind] -= used.pop(kind)
             growing[kind] = min(2 * growing[kind], bucket_bytes)
             limits[kind] = min(growing[kind], max(left[kind] // 2, first))
-        bucket.append(tensor)
+        filling[kind].append(tensor)
+        used[kind] += tensor.padded_bytes
     full.extend(filling.values())
     full.sort(key=lambda bucket: place[bucket[-1].name])
     return tuple(BucketPlan(tuple(bucket)) for bucket in full)

@@ -84,7 +84,8 @@ class DataParallel:
             deterministic=deterministic, order=order, device=device)
         self.comm, self.params = comm, dict(params)
         self.grads = self._gradients.views
-        self._asks_for_finite = False
+        # After how many steps the program last asked whether the means are finite.
+        self._asked_at = -1
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
             comm, functools.partial(_parts, self.params, self._watched))
@@ -102,6 +103,8 @@ class DataParallel:
 
         Collective: yes, over a step. Blocking: no.
         """
+        if self._gradients.nonfinite.found and self._asked_at != self.steps:
+            self._gradients.nonfinite.report()
         self._gradients.ready(name)
 
     def wait(self) -> None:
@@ -117,8 +120,6 @@ class DataParallel:
         Collective: yes. Blocking: yes.
         """
         self._gradients.wait()
-        if not self._asks_for_finite:
-            self._gradients.nonfinite.report()
         self._replicas.end_step()
 
     def watch(self, **state: Any) -> None:
@@ -178,9 +179,10 @@ class DataParallel:
         """Whether all means of the last complete step are finite; the same on all ranks.
 
         A NaN or Inf of any rank is in the means of all. Where it is False, take no step:
-        reducers have taken none either. Who has asked once is not warned of them any more.
+        reducers have taken none either. Of a step for which nobody asks, rank 0 warns when the
+        next one begins, once while it goes on.
         """
-        self._asks_for_finite = True
+        self._asked_at = self.steps
         return self._gradients.finite
 
     @property

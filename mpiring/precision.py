@@ -96,8 +96,6 @@ class LossScaler:
         self._skipped_at_smallest = 0
         self._seen = dp.steps               # of dp: the last one that step() was asked about
         self._unscale: float | None = None  # of its gradients, if they are finite
-        # Who has asked once is not warned of gradients that are not: such steps are skipped.
-        _ = dp.finite
         self._refuse_different()
 
     @property

@@ -72,6 +72,14 @@ def test_the_first_and_the_last_buckets_are_short():
             ] == [2] * 4
 
 
+def test_planning_looks_at_each_tensor_a_few_times_only(monkeypatch):
+    looks, padded_bytes = [], TensorSpec.padded_bytes.fget
+    monkeypatch.setattr(TensorSpec, "padded_bytes", property(
+        lambda self: looks.append(self) or padded_bytes(self)))
+    assert len(plan(specs(*[3] * 2000), FIRST_BUCKET_BYTES)) == 1
+    assert len(looks) <= 5 * 2000
+
+
 @pytest.mark.parametrize("bucket_bytes", [0, -1])
 def test_a_bucket_needs_room(bucket_bytes):
     with pytest.raises(ConfigError, match="bucket_bytes=.*expected a whole number of at least 1"):

@@ -29,12 +29,13 @@ def reducers_of(names: Iterable[str], wish: Wish) -> dict[str, Reducer]:
     if not isinstance(wish, Mapping):
         _refuse_other_than_reducers(wish)
         return dict.fromkeys(names, wish)
+    known = set(names)
     for pattern, reducer in wish.items():
         _refuse_other_than_reducers(reducer)
         if not isinstance(pattern, str):
             raise ConfigError(f"reducer[{pattern!r}]: expected the name of a parameter, or a "
                               f"pattern, as 'layer1*'")
-        if not any(name == pattern or fnmatch.fnmatchcase(name, pattern) for name in names):
+        if pattern not in known and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
             raise ConfigError(
                 f"reducer[{pattern!r}]: no parameter has such a name; there are {', '.join(names)}")
 

@@ -10,6 +10,7 @@ from mpiring import ConfigError
 from mpiring.memory.arrays import chunks_of, pieces_of
 from mpiring.memory.device import (
     Device, DeviceVector, await_event, device_named, is_on_gpu, vector_of)
+from mpiring.memory.staging import Staging
 from mpiring.memory.vectors import copy_to
 
 
@@ -100,6 +101,67 @@ def test_staging_memory_is_reused_once_nothing_uses_it(device):
     while (again := staging.take(4097)) is not slot:
         staging.give(again)
     assert staging.take(1).size == 4096
+
+
+class Copy:
+    """An event that says how often it was asked, and whether the pool was locked then."""
+
+    def __init__(self, staging, done):
+        self.staging, self.done, self.looks = staging, done, 0
+
+    def test(self):
+        assert not self.staging._lock.locked(), "CUDA is asked with the pool locked"
+        self.looks += 1
+        return self.done
+
+
+class Plain:
+    """A GPU as far as Staging needs it."""
+
+    def pinned(self, nbytes):
+        return np.empty(nbytes, np.uint8)
+
+
+def test_few_slots_are_looked_at_and_idle_ones_are_freed(monkeypatch):
+    monkeypatch.setattr("mpiring.memory.staging._KEEP_BYTES", 1 << 20)
+    staging = Staging(Plain())
+    copies = [Copy(staging, False) for _ in range(100)]
+    for slot, copy in zip([staging.take(5000) for _ in copies], copies):
+        staging.give(slot, copy)
+    before = sum(copy.looks for copy in copies)
+    staging.take(5000)
+    assert sum(copy.looks for copy in copies) - before <= 4
+    # Of ever new lengths, after the copies are done.
+    for copy in copies:
+        copy.done = True
+    for nbytes in [1 << power for power in range(12, 20)] * 40:
+        slots = [staging.take(nbytes) for _ in range(4)]
+        for slot in slots:
+            staging.give(slot)
+    assert len(staging._idle) <= 16 or sum(slot.size for slot, _ in staging._idle) <= 1 << 20
+    assert staging._idle_bytes == sum(slot.size for slot, _ in staging._idle)
+    last = staging.take(nbytes)
+    assert any(last is slot for slot in slots), "what was used last is not kept"
+
+
+def test_memory_that_a_copy_uses_is_not_freed(monkeypatch):
+    monkeypatch.setattr("mpiring.memory.staging._KEEP_BYTES", 0)
+    monkeypatch.setattr("mpiring.memory.staging._KEEP", 2)
+    staging = Staging(Plain())
+    slots = [staging.take(5000) for _ in range(20)]
+    copies = [Copy(staging, False) for _ in slots]
+    for slot, copy in zip(slots, copies):
+        staging.give(slot, copy)
+    assert {id(slot) for slot, _ in staging._idle} == set(map(id, slots))
+    for copy in copies:
+        copy.done = True
+    for _ in range(20):
+        staging.give(staging.take(5000))
+    assert len(staging._idle) <= 20
+    for _ in range(20):
+        staging.give(staging.take(1 << 20))
+        staging.give(staging.take(1 << 21))
+    assert len(staging._idle) == 2
 
 
 def test_a_device_has_a_name(monkeypatch, device):

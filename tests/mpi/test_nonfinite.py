@@ -42,11 +42,14 @@ def test_the_rank_the_step_and_the_parameter_are_named(dp, comm, caplog, value):
     assert dp.nonfinite == {}
     step(dp, front=(last, value))
     assert dp.nonfinite == {last: ["front"]}
+    assert not logged(caplog), "the program may yet ask"
+    step(dp)
     text = (f"step 1: {WORDS}: rank {last} in front (of those that leave last: others were not "
             f"looked at)")
     assert logged(caplog) == [text] * (comm.rank == 0)
+    assert dp.nonfinite == {}
     step(dp)
-    assert dp.nonfinite == {} and not logged(caplog)
+    assert not logged(caplog)
 
 
 def test_after_one_all_gradients_are_looked_at(dp, comm, caplog):
@@ -57,13 +60,13 @@ def test_after_one_all_gradients_are_looked_at(dp, comm, caplog):
     step(dp, back=0, middle=comm.size - 1)
     assert dp.nonfinite == ({0: ["back"], comm.size - 1: ["middle"]} if comm.size > 1
                             else {0: ["back", "middle"]})
-    assert len(logged(caplog)) == (comm.rank == 0), "it went on, and was told once"
     step(dp)
+    assert len(logged(caplog)) == (comm.rank == 0), "it went on, and was told once"
     step(dp, back=0)
     assert dp.nonfinite == {0: ["back"]}
-    assert logged(caplog) == [f"step 4: {WORDS}: rank 0 in back"] * (comm.rank == 0)
     for _ in range(10):
         step(dp)
+    assert logged(caplog) == [f"step 4: {WORDS}: rank 0 in back"] * (comm.rank == 0)
     step(dp, back=0)
     assert dp.nonfinite == {}, "looked closely for longer than ten steps"
 
@@ -80,6 +83,15 @@ def test_who_asks_is_not_warned(dp, comm, caplog):
     assert not logged(caplog)
     step(dp)
     assert dp.finite
+
+
+def test_who_has_asked_once_is_warned_of_later_steps(dp, comm, caplog):
+    assert dp.finite, "as a program does that looks at everything"
+    for asks in (True, False, True):
+        step(dp, front=0)
+        assert not asks or not dp.finite
+        step(dp)
+        assert len(logged(caplog)) == (comm.rank == 0 and not asks)
 
 
 def test_finite_is_known_of_all_gradients(dp):
