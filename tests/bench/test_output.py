@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import ROOT, environment, launch, needed, shell
+from launching import HANG_S, ROOT, environment, launch, needed, shell
 
 from mpiring.__main__ import main
 
@@ -18,7 +18,7 @@ FULL = "mpiring: standard output: No space left on device\n"
 
 def started(*words, out):
     return subprocess.run([sys.executable, "-m", "mpiring", *words], cwd=ROOT, env=environment(),
-                          stdout=out, stderr=subprocess.PIPE, text=True, timeout=60)
+                          stdout=out, stderr=subprocess.PIPE, text=True, timeout=HANG_S)
 
 
 @pytest.mark.parametrize("words", [
