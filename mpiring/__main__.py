@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from . import __version__, lab, tune
 from .bench import options as bench
+from .bench.output import alone, guarded
 from .doctor import command as doctor
 from .errors import ConfigError, MpiringError
 from .simulate import options as simulate
@@ -18,6 +19,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `python -m mpiring`; by default the process's own.
     """
+    return guarded(lambda: _status(arguments))
+
+
+def _status(arguments: Sequence[str] | None) -> int:
     parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
     # A benchmark may have to start itself again, under mpiexec.
@@ -26,14 +31,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        status: int = options.action(options)
+        return alone(options.action, options)
     except MpiringError as error:
         # In one write: ranks that say it at once would mix up their lines.
         sys.stderr.write(f"mpiring: {error}\n")
         return 2
     except KeyboardInterrupt:
         return 130
-    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ def whole_number(name: str, value: Any, least: float = -math.inf, most: float = 
         ConfigError: It is none (True and False are none either), or out of range.
     """
     try:
-        number = None if isinstance(value, bool) else operator.index(value)
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
         number = None
     if number is None or not least <= number <= most:

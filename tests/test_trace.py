@@ -70,6 +70,9 @@ def test_jobs_are_not_mixed(tmp_path, capsys):
     assert "aaaa (1 of 1 ranks); 20260102-000000-bbbb" in said and "--job NAME" in said
     assert main(["trace", "report", str(tmp_path), "--job", "20260102"]) == 0
     assert "# job 20260102-000000-bbbb: 1 rank on 1 node" in capsys.readouterr().out
+    assert main(["trace", "merge", str(tmp_path), "--job", "20260102", "-o", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["traceEvents"] and "standard output: " in shown.err
     written(tmp_path, job="20260103-000000-cccc", drift=0)
     assert main(["trace", "report", str(tmp_path), "--job", "20260103"]) == 2
     assert "nothing has happened in it" in capsys.readouterr().err

@@ -140,11 +140,15 @@ def check_files(options: Namespace) -> None:
     """Raise before anything is measured if a file that the options ask for cannot be written.
 
     Raises:
-        ConfigError: Its folder is missing or read-only, or a picture's format is unknown.
+        ConfigError: Its folder is missing or read-only, a picture's format is unknown, or two
+            are the same.
         MissingDependencyError: A picture needs matplotlib.
     """
-    for path in filter(None, (options.json, options.csv, options.plot)):
+    paths = [path for path in (options.json, options.csv, options.plot) if path]
+    for path in paths:
         results.refuse_unwritable(path)
+        if paths.count(path) > 1:
+            raise ConfigError(f"{path}: one file cannot take both; give two names")
     if options.plot:
         from .plot import refuse_undrawable
         refuse_undrawable(options.plot)

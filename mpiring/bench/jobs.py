@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..errors import MissingDependencyError
 from ..launch import find_mpiexec
+from .output import OutputError
 from .results import Environment, Measurement
 
 LEVELS = ("multiple", "serialized")
@@ -91,11 +92,16 @@ def _command(mpiexec: str, job: Job, ranks: int, words: Sequence[str], part: Pat
 def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:
     """Run one job to its end; pass on what it prints, except its beats."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
-        for line in job.stdout or ():
-            if line.strip() == BEAT:
-                beat()
-            else:
-                print(line, end="", flush=True)
+        try:
+            for line in job.stdout or ():
+                if line.strip() == BEAT:
+                    beat()
+                else:
+                    print(line, end="", flush=True)
+        except OutputError:
+            # Nobody would see what it measures.
+            job.terminate()
+            raise
     return job.returncode
 
 

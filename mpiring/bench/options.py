@@ -81,9 +81,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     encoders.add_argument("--elements", type=checked(parse_count), default=4_000_000,
                           help="numbers in a vector; default: 4M")
     _declare_device(encoders)
-    encoders.add_argument("--json", metavar="FILE", help="write results")
+    encoders.add_argument("--json", metavar="FILE", help="write results; -: to stdout alone")
     encoders.set_defaults(action=codecs.run)
-    plot.add_argument("json", metavar="FILE.json")
+    plot.add_argument("results", metavar="FILE.json", help="-: standard input")
     plot.add_argument("plot", metavar="FILE.png")
     plot.set_defaults(action=_plot)
 
@@ -108,8 +108,10 @@ def _declare_contenders(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", metavar="FILE", help="write results and environment")
-    parser.add_argument("--csv", metavar="FILE", help="write results and environment")
+    parser.add_argument("--json", metavar="FILE",
+                        help="write results and environment; -: to stdout alone")
+    parser.add_argument("--csv", metavar="FILE",
+                        help="write results and environment; -: to stdout alone")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
     parser.add_argument("--ranks", type=positive,
                         help="of jobs of its own, where there is no launcher; default: 2")
@@ -124,7 +126,8 @@ def _declare_device(parser: argparse.ArgumentParser) -> None:
 def _declare_allreduce(parser: argparse.ArgumentParser) -> None:
     _declare_device(parser)
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
-                        help="a list, 8,1K,64M, or a range in factors of 4; default: 8..64M")
+                        help="a list, 8,1K,64M, or a range in factors of 4, cut to whole "
+                             "numbers, at least one; default: 8..64M")
     parser.add_argument("--algorithms", type=_names(ALGORITHMS), metavar="A,B",
                         help=f"of mpiring; default: {','.join(ALGORITHMS)}; auto always")
     parser.add_argument("--buffers", type=_names(BUFFERS), default=["empty"], metavar="A,B",
@@ -264,7 +267,7 @@ def _of_framework(options: argparse.Namespace) -> Benchmark:
 def _plot(options: argparse.Namespace) -> int:
     from .plot import draw
     from .results import read_json
-    draw(options.plot, *read_json(options.json))
+    draw(options.plot, *read_json(options.results))
     return 0
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from .. import __version__
 from ..config import relevant_variables
@@ -21,6 +21,8 @@ from ..errors import ConfigError
 from .world import World
 
 Row = dict[str, Any]
+# A file, or what is open already, as standard output.
+Target = str | os.PathLike[str] | TextIO
 Environment = dict[str, Any]
 
 _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
@@ -113,7 +115,7 @@ def _cpu() -> str:
 
 
 @contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
     """Make the system's errors ours, while a file is written.
 
     Raises:
@@ -125,12 +127,28 @@ def writing(path: str) -> Iterator[None]:
         raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
 
 
-def refuse_unwritable(path: str) -> None:
+@contextlib.contextmanager
+def opened(path: Target) -> Iterator[TextIO]:
+    """Yield a new file; standard output, where that stands in the place of a path.
+
+    Raises:
+        ConfigError: It cannot be written; says why.
+    """
+    if not isinstance(path, str | os.PathLike):
+        yield path
+        return
+    with writing(path), open(path, "w", newline="") as file:
+        yield file
+
+
+def refuse_unwritable(path: Target) -> None:
     """Raise if a file could not be written later; leave none where there is none.
 
     Raises:
         ConfigError: It cannot be written; says why.
     """
+    if not isinstance(path, str | os.PathLike):
+        return
     with writing(path):
         new = not os.path.lexists(path)
         open(path, "a").close()
@@ -138,22 +156,25 @@ def refuse_unwritable(path: str) -> None:
             os.unlink(path)
 
 
-def write_json(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
+def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
     """Write rows and environment; a value that is missing is null."""
     content = {"benchmark": benchmark, "environment": about,
                "rows": [{key: _finite(value) for key, value in row.items()} for row in rows]}
-    with writing(path):
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    with opened(path) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
 
 
 def read_json(path: str) -> tuple[str, Environment, list[Row]]:
     """Return benchmark, environment and rows as `write_json` has written them.
 
+    Args:
+        path: Of the file; "-" is standard input.
+
     Raises:
         ConfigError: It is no such file.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text())
         rows = [{key: _number(value) for key, value in row.items()} for row in content["rows"]]
         return content["benchmark"], content["environment"], rows
     except OSError as exc:
@@ -162,9 +183,9 @@ def read_json(path: str) -> tuple[str, Environment, list[Row]]:
         raise ConfigError(f"{path}: no file that --json has written ({exc!r})") from exc
 
 
-def write_csv(path: str, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Write rows under a header, and above it the environment in lines that begin with #."""
-    with writing(path), open(path, "w", newline="") as file:
+    with opened(path) as file:
         for key, value in about.items():
             text = value if isinstance(value, str) else json.dumps(value)
             file.write(f"# {key}: {text}\n")

@@ -13,18 +13,21 @@ _SECONDS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0}
 _RANGE_FACTOR = 4
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, least: int = 1) -> int:
     """Return a number of bytes: "64K" and "64KiB" are 65,536; "64KB" is 64,000.
 
     Raises:
-        ConfigError: Not a size.
+        ConfigError: Not a size, or less than `least`.
     """
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"size {text!r}: expected a number of bytes, as 8, 64K, 1MiB or 20MB")
     number, prefix, unit = found.groups()
     base = 1000 if (unit or "").upper() == "B" and prefix else 1024
-    return int(float(number) * base ** _PREFIXES[prefix.upper()])
+    nbytes = int(float(number) * base ** _PREFIXES[prefix.upper()])
+    if nbytes < least:
+        raise ConfigError(f"size {text!r}: expected {least} byte or more")
+    return nbytes
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -42,7 +45,7 @@ def parse_sizes(text: str) -> list[int]:
             sizes.add(parse_size(part))
             continue
         first, size = parse_size(start), parse_size(stop)
-        if not 0 < first <= size:
+        if first > size:
             raise ConfigError(f"sizes {part!r}: expected a range from small to large, as 8..64M")
         sizes.add(first)
         while size > first:

@@ -39,7 +39,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
                          help="of a node's interface, each way; default: 100gbit")
     between.add_argument("--goodput", type=above_zero, default=usual.goodput, metavar="SHARE",
                          help="of it that is data; default: 0.97; TCP on Ethernet: 0.956")
-    between.add_argument("--burst", type=size, default=0, metavar="SIZE",
+    between.add_argument("--burst", type=checked(lambda text: parse_size(text, least=0)),
+                         default=0, metavar="SIZE",
                          help="what passes at once after a pause, where the rate is limited "
                               "on average only: 128KiB in the lab; default: 0")
     ranks = parser.add_argument_group("of each rank, while all are at work")
@@ -59,8 +60,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
                        help="of a barrier in a node's memory; default: 3us")
     parser.add_argument("--against", metavar="FILE.json",
                         help="compare with what `bench allreduce --json` has measured")
-    parser.add_argument("--json", metavar="FILE", help="write the predictions")
-    parser.add_argument("--csv", metavar="FILE", help="write the predictions")
+    parser.add_argument("--json", metavar="FILE", help="write the predictions; -: to stdout alone")
+    parser.add_argument("--csv", metavar="FILE", help="write the predictions; -: to stdout alone")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them (needs matplotlib)")
 
 

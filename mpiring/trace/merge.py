@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..bench.results import writing
+from ..bench.results import opened
 from ..chrome import PROGRAM
 from .files import Event, RankTrace, open_job
 from .report import warn
@@ -24,7 +24,7 @@ def run(options: Namespace) -> int:
     warn(job)
     path = options.output or str(Path(options.folder) / f"merged-{job.name}.json")
     count = 0
-    with writing(path), open(path, "w") as file:
+    with opened(path) as file:
         file.write('{"displayTimeUnit":"ms","otherData":')
         file.write(json.dumps({"job": job.name, "about": job.caption, "warnings": job.warnings}))
         file.write(',"traceEvents":[')

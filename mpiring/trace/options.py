@@ -30,7 +30,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
         command.add_argument("--job", metavar="NAME",
                              help="which job, where the folder has several; its name's beginning")
     merging.add_argument("-o", "--output", metavar="FILE.json",
-                         help="default: merged-JOB.json in the folder")
+                         help="default: merged-JOB.json in the folder; -: standard output")
     merging.set_defaults(action=merge.run)
     reporting.add_argument("--plot", metavar="FILE.png",
                            help="draw it, and one step over time (needs matplotlib)")

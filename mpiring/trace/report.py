@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ..bench import plot, table
-from ..bench.results import Row
+from ..bench.results import Row, refuse_unwritable
 from ..bench.table import Column
 from ..bench.units import size_text
 from ..errors import ConfigError
@@ -41,6 +41,7 @@ def run(options: Namespace) -> int:
     """
     job = open_job(options.folder, options.job)
     if options.plot:
+        refuse_unwritable(options.plot)
         plot.refuse_undrawable(options.plot)
     warn(job)
     last_called = last_calls(job)

@@ -39,6 +39,8 @@ def test_help_needs_no_mpi(capsys, monkeypatch, command):
 
 @pytest.mark.parametrize(("words", "message"), [
     ("allreduce --sizes many", "argument --sizes: size 'many': expected a number of bytes"),
+    ("allreduce --sizes 8,0", "argument --sizes: size '0': expected 1 byte or more"),
+    ("overlap --bucket 0", "argument --bucket: size '0': expected 1 byte or more"),
     ("allreduce --algorithms auto,best", "'best': expected some of auto"),
     ("allreduce --contenders rccl", "'rccl': expected some of mpiring"),
     ("allreduce --ranks 0", "argument --ranks: '0': expected 1 or more"),

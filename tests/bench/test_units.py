@@ -32,6 +32,14 @@ def test_lists_and_ranges():
         parse_sizes("64M..8")
 
 
+@pytest.mark.parametrize("text", ["0", "0KiB", "0.5", "8,0", "0..64"])
+def test_nothing_is_no_size(text):
+    """It was measured as the shortest array that there is."""
+    with pytest.raises(ConfigError, match="expected 1 byte or more"):
+        parse_sizes(text)
+    assert parse_size("0", least=0) == 0
+
+
 def test_rates():
     assert parse_rate("1gbit") == 125e6 and parse_rate("2.5Mbit") == 312500
     with pytest.raises(ConfigError, match="as 1gbit"):

@@ -1,0 +1,121 @@
+"""Guards a command's standard output: results alone on it, and a plain end where it is lost."""
+
+import contextlib
+import errno
+import os
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO, cast
+
+from ..errors import ConfigError
+
+# Of these options, one may be "-".
+_OPTIONS = ("json", "csv", "output")
+_FORWARD_S = 0.2
+
+
+class OutputError(Exception):
+    """Standard output cannot be written to."""
+
+
+class Output:
+    """Standard output, whose errors are not taken for those of a file.
+
+    Args:
+        stream: What it is.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def __str__(self) -> str:
+        return "standard output"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write a text.
+
+        Raises:
+            OutputError: The disk is full, or nobody reads on.
+        """
+        with _lost_as_such():
+            return self._stream.write(text)
+
+    def flush(self) -> None:
+        """Hand over what was written.
+
+        Raises:
+            OutputError: As of `write`.
+        """
+        with _lost_as_such():
+            self._stream.flush()
+
+
+@contextlib.contextmanager
+def _lost_as_such() -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise OutputError from exc
+
+
+def guarded(command: Callable[[], int]) -> int:
+    """Run a command, and return its exit status: 1, and a line of why, if its output is lost.
+
+    Where nobody reads on, as behind `| head`, there is no such line.
+    """
+    if sys.stdout is None:
+        return command()
+    out = Output(sys.stdout)
+    try:
+        with contextlib.redirect_stdout(cast(TextIO, out)):
+            try:
+                return command()
+            finally:
+                out.flush()
+    except OutputError as error:
+        _end(cast(OSError, error.__cause__))
+        return 1
+
+
+def _end(reason: OSError) -> None:
+    """Say why there is no output any more, and end the job if there are other ranks."""
+    if reason.errno != errno.EPIPE:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"mpiring: standard output: {reason.strerror}\n")
+            sys.stderr.flush()
+    # What is left in the buffer would be tried once more when the process ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() > 1:
+        # The others would wait for this rank. The launcher first has to pass on what was said.
+        time.sleep(_FORWARD_S)
+        mpi.COMM_WORLD.Abort(1)
+        # MPICH's MPI_Abort was seen to return.
+        os._exit(1)
+
+
+def alone(command: Callable[[Namespace], int], options: Namespace) -> int:
+    """Run a command; where an option wants results on standard output, print all else elsewhere.
+
+    Args:
+        options: Those that are "-" become what can be written to.
+
+    Raises:
+        ConfigError: Several of them are, or there is no standard output.
+    """
+    wanted = [name for name in _OPTIONS if getattr(options, name, None) == "-"]
+    if len(wanted) > 1:
+        raise ConfigError(f"--{wanted[0]} - and --{wanted[1]} -: standard output takes one of them")
+    if wanted and sys.stdout is None:
+        raise ConfigError(f"--{wanted[0]} -: standard output is closed")
+    # The parts of a benchmark leave results to who has started them.
+    if not wanted or getattr(options, "part", None):
+        return command(options)
+    setattr(options, wanted[0], sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):
+        return command(options)
