@@ -50,8 +50,7 @@ class Averaging:
                  comm: Communicator, *, bucket_bytes: int, reducer: Wish,
                  deterministic: bool, order: Sequence[str] | None, find_unused: bool,
                  deferred: bool, completed: Callable[[], None], steps: int) -> None:
-        self.active = True
-        self.weight = 1.0
+        self.active, self.weight, self.under_way = True, 1.0, False
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
@@ -59,7 +58,6 @@ class Averaging:
         self._find_unused = find_unused
         self._deferred = deferred
         self._completed = completed
-        self.under_way = False
         self._unused: list[str] = []
         # Per gradient, whether this rank has one at the end of backward.
         self._has = np.empty(0, bool)
