@@ -421,7 +421,7 @@ def moves_for(seconds):
 @pytest.mark.parametrize("waited_for", [True, False])
 def test_a_wait_ends_in_time_whatever_else_moves(threaded, waited_for):
     setup = Setup(threaded)
-    moving, stuck = setup.submit(moves_for(5)), setup.submit(waits_for(Flag()))
+    moving, stuck = setup.submit(moves_for(60)), setup.submit(waits_for(Flag()))
 
     def wait_for_it():
         with suppress(TransportError):
@@ -433,8 +433,8 @@ def test_a_wait_ends_in_time_whatever_else_moves(threaded, waited_for):
     began = time.monotonic()
     with pytest.raises(StallError, match="wait for #1 test: Timed out after 0.05 s"):
         stuck.wait(0.05)
-    # 20 ms on a quiet machine.
-    assert time.monotonic() - began < 2
+    # 20 ms late on a quiet machine; what moves does so for 60 s.
+    assert time.monotonic() - began < 20
     setup.engine.give_up(TransportError("the test is over"))
     if waited_for:
         other.join()
