@@ -40,7 +40,7 @@ class NonFinite:
         self._comm = comm
         self._mine: list[str] = []
         self._step = self._steps_in_row = self._close_steps = 0
-        self._is_reported = self._saw_all = False
+        self._is_reported = self._is_known = self._saw_all = False
 
     def look_at(self, bucket: Bucket, *, last: bool) -> None:
         """Look at a bucket that is about to leave, if it is the last one or a closer look is due.
@@ -70,6 +70,7 @@ class NonFinite:
         looked_at = buckets if self._close_steps else buckets[-1:]
         finite = all([finite, *(bucket.is_finite() for bucket in looked_at)])
         mine, self._mine, self._step = [*self._mine, *beside], [], step
+        self._is_known = False
         if finite:
             self.found, self._steps_in_row, self._is_reported = {}, 0, False
             self._close_steps = max(0, self._close_steps - 1)
@@ -83,12 +84,19 @@ class NonFinite:
                       f"explains")
         return False
 
+    def leave_to_user(self) -> None:
+        """Note that the user has asked about the last complete step: no report of it is needed.
+
+        Collective: no.
+        """
+        self._is_known = True
+
     def report(self) -> None:
         """Say that such gradients are used: on rank 0, and once while it goes on.
 
         Collective: no.
         """
-        if self.found and not self._is_reported:
+        if self.found and not (self._is_reported or self._is_known):
             self._say()
 
     def _say(self, more: str = "") -> None:

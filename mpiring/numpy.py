@@ -1,6 +1,7 @@
 """Trains a NumPy model across ranks: parameters in, averaged gradients out."""
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,8 +85,8 @@ class DataParallel:
             deterministic=deterministic, order=order, device=device)
         self.comm, self.params = comm, dict(params)
         self.grads = self._gradients.views
-        # After how many steps the program last asked whether the means are finite.
-        self._asked_at = -1
+        # Of the last step, too, which no other one follows.
+        weakref.finalize(self, self._gradients.nonfinite.report)
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
             comm, functools.partial(_parts, self.params, self._watched))
@@ -103,8 +104,7 @@ class DataParallel:
 
         Collective: yes, over a step. Blocking: no.
         """
-        if self._gradients.nonfinite.found and self._asked_at != self.steps:
-            self._gradients.nonfinite.report()
+        self._gradients.nonfinite.report()
         self._gradients.ready(name)
 
     def wait(self) -> None:
@@ -180,9 +180,9 @@ class DataParallel:
 
         A NaN or Inf of any rank is in the means of all. Where it is False, take no step:
         reducers have taken none either. Of a step for which nobody asks, rank 0 warns when the
-        next one begins, once while it goes on.
+        next one begins, or the program ends; once while it goes on.
         """
-        self._asked_at = self.steps
+        self._gradients.nonfinite.leave_to_user()
         return self._gradients.finite
 
     @property
