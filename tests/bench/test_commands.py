@@ -69,6 +69,7 @@ def test_allreduce_in_a_launchers_job(tmp_path):
 
 
 @pytest.mark.launch
+@pytest.mark.any_mpi
 def test_allreduce_in_jobs_of_its_own():
     mpiexec()
     ended = subprocess.run(
