@@ -1,4 +1,4 @@
-"""Is the command `python -m mpiring`; works without any MPI library."""
+"""The command `python -m mpiring`; works without any MPI library."""
 
 import argparse
 import sys

@@ -1,4 +1,4 @@
-"""Is the face of the library: ranks, collectives on arrays and objects, handles."""
+"""The face of the library: ranks, collectives on arrays and objects, handles."""
 
 import pickle
 import sys

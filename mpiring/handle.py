@@ -1,4 +1,4 @@
-"""Is what a caller holds of an operation under way, and the lane in which it queues."""
+"""Handles of operations under way, and the lanes in which these queue."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""Is the command `python -m mpiring tune`: shows what was measured, and what follows from it."""
+"""The command `python -m mpiring tune`: shows what was measured, and what follows from it."""
 
 import argparse
 import time

@@ -1,4 +1,4 @@
-"""Is the command `python -m mpiring doctor`: examines, judges, and lets one process report."""
+"""The command `python -m mpiring doctor`: examines, judges, and lets one process report."""
 
 import argparse
 import sys

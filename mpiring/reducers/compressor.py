@@ -1,4 +1,4 @@
-"""Is what all compressing Reducers share: compression between nodes only, memory, its state."""
+"""Base of all compressing Reducers: compression between nodes only, memory, its state."""
 
 import time
 import weakref

@@ -1,4 +1,4 @@
-"""Is the back end `mpiring` of torch.distributed: every collective, over a group of MPI ranks.
+"""The back end `mpiring` of torch.distributed: every collective, over a group of MPI ranks.
 
 PyTorch's Python functions call these methods directly, with lists of one tensor, because a
 rank has one device; DistributedDataParallel and DTensor reach some of them from C++.

@@ -1,4 +1,4 @@
-"""Is what a collective of torch.distributed returns: a Work, and its Future.
+"""What a collective of torch.distributed returns: a Work, and its Future.
 
 DistributedDataParallel waits for futures in C++, where nobody can make progress: the engine's
 thread completes them. Callbacks of futures may begin collectives of their own. Those would take

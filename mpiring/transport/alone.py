@@ -1,4 +1,4 @@
-"""Is the meeting place of a rank that shares its node's memory with nobody."""
+"""The meeting place of a rank that shares its node's memory with nobody."""
 
 from collections.abc import Sequence
 from typing import Any
