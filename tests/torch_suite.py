@@ -144,7 +144,10 @@ def over_mpiring(name, limit_s):
         ended = launch(RANKS, __file__, "--rank", folder, name, timeout_s=limit_s)
     except pytest.fail.Exception as late:
         return f"{outcome_in(folder, False)}\n{late}"
-    return outcome_in(folder, ended.status == 0, ended.output)
+    # Those end without MPI_Finalize, which a launcher may take for a death; all ranks must have
+    # noted that they passed.
+    ended_well = ended.status == 0 or name.startswith(BREAKING)
+    return outcome_in(folder, ended_well, ended.output)
 
 
 def main():
