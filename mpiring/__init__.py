@@ -2,7 +2,7 @@
 
 from .communicator import Communicator, init
 from .config import Config
-from .handle import Handle
+from .engine.handle import Handle
 from .errors import (
     BufferMismatchError,
     CheckpointError,
@@ -17,7 +17,7 @@ from .errors import (
     StallError,
     TransportError,
 )
-from .statistics import Statistics
+from .record.statistics import Statistics
 
 __version__ = "0.1.0"
 

@@ -4,13 +4,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from . import __version__, lab, tune
-from .bench import options as bench
-from .bench.output import alone, guarded
-from .doctor import command as doctor
+from . import __version__
 from .errors import ConfigError, MpiringError
-from .simulate import options as simulate
-from .trace import options as trace
+from .tools.bench import options as bench
+from .tools.bench.output import alone, guarded
+from .tools.doctor import command as doctor
+from .tools.lab import lab
+from .tools.simulate import options as simulate
+from .tools.trace import options as trace
+from .tools.tune import command as tune
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,17 +10,18 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from .arguments import MOST_OF_MPI, whole_number
-from .calls import allreduce_call, described, op_named, part_of
-from .collectives.agreement import Call
-from .collectives.model import Model
 from .config import Config
-from .handle import Handle
+from .engine.group import Build, Group
+from .engine.handle import Handle
 from .errors import ConfigError
-from .group import Build, Group
-from .launch import mpi_world
+from .gpu.arrays import device_named, vector_of
+from .gpu.device import Device
+from .launch.start import mpi_world
 from .memory.arrays import dtype_name
-from .memory.device import Device, device_named, vector_of
-from .statistics import Statistics
+from .operations.agreement import Call
+from .operations.calls import allreduce_call, described, op_named, part_of
+from .operations.model import Model
+from .record.statistics import Statistics
 from .transport.base import Schedule, T
 
 if TYPE_CHECKING:

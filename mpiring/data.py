@@ -13,10 +13,10 @@ import numpy as np
 
 from .arguments import whole_number
 from .errors import ConfigError, MissingDependencyError
+from .gpu.base import DeviceVector, Event
+from .gpu.device import Device
+from .gpu.staging import Staging
 from .memory.arrays import dtype_name
-from .memory.device import Device, DeviceVector
-from .memory.gpu import Event
-from .memory.staging import Staging
 
 # As CUDA aligns its own allocations; all dtypes and vector loads are content with it.
 _ALIGNMENT = 256
@@ -191,12 +191,12 @@ class Arrays:
 
     def current(self) -> int:
         """Return the GPU that this thread has in use."""
-        from .memory import cuda
+        from .gpu import cuda
         return int(cuda.cupy().cuda.runtime.getDevice())
 
     def carrier(self, index: int) -> Carrier:
         """Return what brings arrays to a GPU."""
-        from .memory import cuda
+        from .gpu import cuda
         return ArrayCarrier(cuda.device(index))
 
 

@@ -22,7 +22,7 @@ def cupy_for(comm: Communicator) -> Any:
 
     Collective: yes. Blocking: yes.
     """
-    from .memory import cuda
+    from .gpu import cuda
     package = cuda.cupy()
     index = take_turns(comm, int(package.cuda.runtime.getDeviceCount()),
                        lambda index: str(package.cuda.Device(index).pci_bus_id))

@@ -1,14 +1,14 @@
 """Runs programs on a simulated cluster of nodes, composed as the communicator composes them."""
 
-from mpiring.collectives.agreement import Call, agreed
+from mpiring.operations.agreement import Call, agreed
 from mpiring.collectives.native import Turns
-from mpiring.collectives.operation import Collectives
-from mpiring.collectives.resources import Resources
-from mpiring.collectives.windows import Windows
+from mpiring.operations.operation import Collectives
+from mpiring.operations.resources import Resources
+from mpiring.operations.windows import Windows
 from mpiring.memory.scratch import Scratch
-from mpiring.topology import neighbours, node_order, ranks_of_nodes
-from mpiring.transport.simulated import SimulatedNetwork
-from mpiring.transport.simulated_node import SimulatedMemory
+from mpiring.launch.topology import neighbours, node_order, ranks_of_nodes
+from mpiring.simulated.network import SimulatedNetwork
+from mpiring.simulated.node import SimulatedMemory
 
 
 class Transport:

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mpiring.memory import kernels
-from mpiring.memory.cuda import CudaStream
-from mpiring.memory.device import DeviceVector
+from mpiring.gpu import kernels
+from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.cuda import CudaStream
 
 _SHIM = Path(__file__).with_suffix(".cpp")
 # Not the numbers of a launch on a GPU: here, loops over the grid go round more than once.

@@ -11,12 +11,12 @@ import ml_dtypes
 import numpy as np
 from host_kernels import same
 
-from mpiring.codecs import kernels as coding
-from mpiring.codecs.blocks import EightBit
-from mpiring.codecs.halves import Halves
-from mpiring.codecs.signs import Sign
+from mpiring.reducers.codecs import kernels as coding
+from mpiring.reducers.codecs.blocks import EightBit
+from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.signs import Sign
 from mpiring.errors import ConfigError
-from mpiring.memory import kernels
+from mpiring.gpu import kernels
 from mpiring.memory.arrays import COMPLEX, FLOATING, INTEGER
 from mpiring.memory.reduction import reduction
 

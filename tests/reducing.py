@@ -4,13 +4,13 @@ import numpy as np
 from cluster import run
 from simulated_gpu import SimulatedGpu
 
-from mpiring.buckets import Bucket, TensorSpec, plan
-from mpiring.collectives.agreement import Call
-from mpiring.collectives.exports import Exports
-from mpiring.collectives.on_device import Place, placed
-from mpiring.memory.device import Device
+from mpiring.buckets.bucket import Bucket, TensorSpec, plan
+from mpiring.gpu.device import Device
+from mpiring.operations.agreement import Call
+from mpiring.operations.exports import Exports
+from mpiring.operations.on_device import Place, placed
 from mpiring.reducers import Compressor
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.simulated.network import SimulatedNetwork
 
 SHAPES = {"momentum": (40, 30), "b1": (30,), "conv": (8, 3, 5, 5), "residual": (7,), "scale": ()}
 

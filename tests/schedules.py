@@ -3,7 +3,7 @@
 import numpy as np
 
 from mpiring.collectives import direct, ring
-from mpiring.collectives.agreement import Call, agreed
+from mpiring.operations.agreement import Call, agreed
 from mpiring.memory.arrays import chunks_of
 from mpiring.memory.reduction import Reduction
 from mpiring.transport.base import together

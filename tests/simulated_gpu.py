@@ -21,9 +21,11 @@ import host_kernels
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-import mpiring.memory
+import mpiring.gpu
+from mpiring.gpu import arrays
+from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.device import Device
 from mpiring.memory.arrays import flat
-from mpiring.memory.device import Device, DeviceVector
 from mpiring.memory.reduction import reduction
 
 _JUNK = 0xA5
@@ -422,7 +424,7 @@ class Cupy:
 
 
 class Installed:
-    """Is in place of the module mpiring.memory.cuda: one simulated GPU, of which all is."""
+    """Is in place of the module mpiring.gpu.cuda: one simulated GPU, of which all is."""
 
     def __init__(self):
         self.gpu = SimulatedGpu()
@@ -438,7 +440,7 @@ class Installed:
         """Return what stands for the package."""
         return Cupy(self.gpu)
 
-    def vector_of(self, x, *, writeable=True):
+    def vector_on_gpu(self, x, *, writeable=True):
         plain = flat(x.inside, writeable=writeable)
         # Where the simulation has the memory, and the address that stands for it.
         inside = plain.ctypes.data - x.base.bytes.ctypes.data if plain.size else 0
@@ -462,7 +464,8 @@ class Installed:
 def installed(monkeypatch):
     """Let arrays on a simulated GPU be taken for CuPy's; return what makes them."""
     module = Installed()
-    for name in ("cuda", "cuda_arrays"):
-        monkeypatch.setitem(sys.modules, f"mpiring.memory.{name}", module)
-        monkeypatch.setattr(mpiring.memory, name, module, raising=False)
+    monkeypatch.setitem(sys.modules, "mpiring.gpu.cuda", module)
+    monkeypatch.setattr(mpiring.gpu, "cuda", module, raising=False)
+    for name in ("vector_on_gpu", "vector_at"):
+        monkeypatch.setattr(arrays, name, getattr(module, name))
     return module

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .arguments import whole_number
-from .memory import vectors
-from .memory.arrays import is_finite
-from .memory.device import Device, await_event, vector_of
-from .memory.gpu import Event
+from ..arguments import whole_number
+from ..gpu import vectors
+from ..gpu.arrays import vector_of
+from ..gpu.base import Event, await_event
+from ..gpu.device import Device
+from ..memory.arrays import is_finite
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..buckets import Bucket
 from ..errors import ConfigError
-from ..memory import vectors
-from ..memory.device import Device
+from ..gpu import vectors
+from ..gpu.device import Device
+from .bucket import Bucket
 
 Wide = NDArray[np.float32]
 

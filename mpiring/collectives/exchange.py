@@ -3,8 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
-from ..memory.vectors import copy_to
 from ..transport.base import Channel, Request, Schedule
 
 # With how many ranks a rank exchanges at a time: one message is copied while the next travels,

@@ -17,9 +17,9 @@ from typing import Protocol
 
 import numpy as np
 
+from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine, widens
-from ..memory.vectors import copy_to
 from ..transport.base import Channel, Node, Schedule, T, together
 from ..transport.members import Members
 from . import direct, ring, shared

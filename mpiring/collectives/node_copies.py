@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from ..errors import BufferMismatchError
+from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, as_bytes
 from ..memory.reduction import Combine
-from ..memory.vectors import copy_to
 from ..transport.base import Node, Schedule
 
 # The pieces of two ranks stay in a core's cache. Measured.

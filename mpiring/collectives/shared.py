@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, chunks_of, slice_of
 from ..memory.reduction import Combine
-from ..memory.vectors import copy_to
 from ..transport.base import Node, Schedule
 
 # Where all ranks' vectors together are not longer, everybody combines everything: one

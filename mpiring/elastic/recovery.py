@@ -11,11 +11,11 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic
 
-from .. import forks
-from ..collectives.agreement import Call
 from ..communicator import Communicator
 from ..config import survives_deaths
 from ..errors import ConfigError, MpiringError, ProcessFailedError
+from ..launch import forks
+from ..operations.agreement import Call
 from ..transport.base import T
 from .state import Commits, State
 

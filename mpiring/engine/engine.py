@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from . import forks
-from .config import Config
-from .errors import ClosedError, ProcessFailedError, StallError, TransportError
-from .flight import Flight, Recorder
+from ..config import Config
+from ..errors import ClosedError, ProcessFailedError, StallError, TransportError
+from ..launch import forks
+from ..record.recorder import Flight, Recorder
+from ..transport.base import T, Task
 from .handle import Action, Handle, Lane, Watch
 from .pause import Pause
-from .transport.base import T, Task
 
 # The thread looks several times before it sleeps: between hosts, one look moved at
 # most some 100 KiB (MPICH over TCP), the wire 250 KB in a pause of 2 ms. With one

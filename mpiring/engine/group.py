@@ -6,36 +6,36 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from . import forks
-from .chrome import TraceFile
-from .collectives.agreement import Call, agreed
-from .collectives.model import Model
-from .collectives.native import Turns
-from .collectives.operation import Collectives
-from .collectives.resources import Resources
-from .collectives.select import candidates
-from .collectives.windows import Windows, mapped
-from .config import AGREED, Config
+from ..collectives.native import Turns
+from ..config import AGREED, Config
+from ..errors import ClosedError, ConfigError, MpiringError
+from ..launch import forks
+from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
+from ..launch.topology import neighbours, node_order, ranks_of_nodes, topology
+from ..memory.scratch import Scratch
+from ..operations.agreement import Call, agreed
+from ..operations.gpus import Places
+from ..operations.model import Model
+from ..operations.operation import Collectives
+from ..operations.resources import Resources
+from ..operations.select import candidates
+from ..operations.windows import Windows, mapped
+from ..record.recorder import Flight, Recorder
+from ..record.statistics import Statistics
+from ..record.trace_file import TraceFile
+from ..transport.base import Schedule, T, Task, run_to_end
+from ..transport.board import BOARD_BYTES, Board
+from ..transport.opened import Opening
 from .engine import Engine
-from .errors import ClosedError, ConfigError, MpiringError
-from .flight import Flight, Recorder
 from .handle import Handle
-from .launch import JobEnder, end_job_on_exceptions, load_mpi
-from .memory.scratch import Scratch
 from .messages import Messages
-from .places import Places
-from .statistics import Statistics
-from .topology import neighbours, node_order, ranks_of_nodes, topology
-from .transport.base import Schedule, T, Task, run_to_end
-from .transport.board import BOARD_BYTES, Board
-from .transport.opened import Opening
-from .tuning import folder_of, tuner_over
-from .watch import StallWatch
+from .stalls import StallWatch
+from .tuning import tuner_over
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from .transport.survivors import Survivors
+    from ..transport.survivors import Survivors
 
 Build = Callable[[Collectives], Schedule[T]]
 
@@ -60,12 +60,12 @@ class Group:
         mpi = load_mpi()
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ConfigError(f"expected an mpi4py intracommunicator, got {mpi_comm!r}")
-        from .transport.mpi import Mailbox, MpiTransport, abort, before_finalize
+        from ..transport.mpi import Mailbox, MpiTransport, abort, before_finalize
         self.config = config
         self._transport = MpiTransport(mpi_comm)
         self.rank, self.size = self._transport.rank, self._transport.size
         self.recorder = engine.recorder if engine else Recorder(self.rank)
-        self._end_job = JobEnder(self.rank, self.size, abort, self.recorder)
+        self._end_job = JobEnder(self.rank, self.size, abort, self.recorder.report)
         if self.size > 1 and config.abort_on_exception:
             end_job_on_exceptions(self._end_job)
         try:
@@ -103,7 +103,7 @@ class Group:
 
     def _open_board(self) -> None:
         """Find out who shares this node, and open the memory in which those ranks meet."""
-        from .transport.mpi import MpiNode
+        from ..transport.mpi import MpiNode
         comm = self._transport.comm
         node = MpiNode(comm)
         leaders = comm.allgather(node.ranks[0])
@@ -154,9 +154,9 @@ class Group:
         Collective: yes. Blocking: yes.
         """
         tuner = tuner_over(
-            self._tuning, rank=self.rank, key=self._cluster,
+            self._tuning, rank=self.rank, cluster=self._cluster,
             candidates=candidates(self.size, len(self._resources.nodes)),
-            folder=folder_of(self.config.tuning_folder))
+            folder=self.config.tuning_folder)
         self._resources = replace(self._resources, model=tuner.find(fresh=fresh))
         self._is_tuned = True
         return self._resources.model  # type: ignore[return-value]
@@ -270,7 +270,7 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        from .transport.mpi import made
+        from ..transport.mpi import made
         self.check_open()
         mpi = load_mpi()
         # Their native collectives and MPI's split must come in one order on all ranks.
@@ -298,7 +298,7 @@ class Group:
 
         Collective: yes, among those ranks. Blocking: yes.
         """
-        from .transport.mpi import made
+        from ..transport.mpi import made
         self.check_open()
         comm = self._transport.comm
         everybody = comm.Get_group()
@@ -315,7 +315,7 @@ class Group:
         """
         if self._messages is None:
             self.check_open()
-            from .transport.mpi import MpiTransport
+            from ..transport.mpi import MpiTransport
             self._messages = Messages(
                 MpiTransport(self._transport.comm), self._engine, self.config)
         return self._messages
@@ -372,7 +372,7 @@ class Group:
 
     def survivors(self) -> "Survivors":
         """Return what lets these ranks go on when one of them dies."""
-        from .transport.survivors import Survivors
+        from ..transport.survivors import Survivors
         return Survivors(self._transport.comm)
 
     def abandon(self, error: BaseException) -> None:

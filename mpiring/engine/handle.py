@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
-from .flight import Flight
-from .transport.base import T, Task
+from ..record.recorder import Flight
+from ..transport.base import T, Task
 
 # Called with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]

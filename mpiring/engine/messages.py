@@ -5,18 +5,18 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from . import forks
-from .collectives.agreement import Call
-from .config import Config
+from ..config import Config
+from ..errors import ConfigError
+from ..launch import forks
+from ..memory.arrays import Array
+from ..operations.agreement import Call
+from ..record.recorder import Flight
+from ..transport.base import Request, Schedule, Task
 from .engine import Engine
-from .errors import ConfigError
-from .flight import Flight
 from .handle import Handle
-from .memory.arrays import Array
-from .transport.base import Request, Schedule, Task
 
 if TYPE_CHECKING:
-    from .transport.mpi import MpiTransport
+    from ..transport.mpi import MpiTransport
 
 _log = logging.getLogger("mpiring")
 # What MPI may yet write into, or read, although nobody waits for it any more.

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from .config import Config
-from .errors import StallError
-from .flight import Flight, Recorder
+from ..config import Config
+from ..errors import StallError
+from ..record.recorder import Flight, Recorder
 from .handle import Handle
 
 # How long a stalled rank waits for the others' answers before it reports.

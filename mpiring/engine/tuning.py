@@ -1,22 +1,17 @@
 """Measures the algorithms on this cluster, once, and keeps what it found for the next job."""
 
-import contextlib
-import hashlib
-import json
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from .collectives.model import Curve, Model
-from .collectives.operation import Collectives
-from .memory.arrays import Array
-from .transport.base import Schedule, T
+from ..launch.cache import Cache
+from ..memory.arrays import Array
+from ..operations.model import Curve, Model
+from ..operations.operation import Collectives
+from ..transport.base import Schedule, T
 
 _log = logging.getLogger("mpiring")
 
@@ -44,21 +39,18 @@ class Tuner:
         broadcast: Returns rank 0's text on all ranks.
         rank: This rank.
         candidates: The algorithms to try.
-        key: Describes the cluster; models are kept by it.
-        folder: Where models are kept; None keeps none.
+        cache: Keeps the model of such a cluster for the next job.
     """
 
     def __init__(self, *, empty: Callable[[int], Array],
                  allreduce: Callable[[Array, str], object], slowest: Callable[[float], float],
-                 broadcast: Callable[[str], str], rank: int, candidates: Sequence[str], key: str,
-                 folder: Path | None) -> None:
+                 broadcast: Callable[[str], str], rank: int, candidates: Sequence[str],
+                 cache: Cache) -> None:
         self._allreduce, self._slowest, self._broadcast = allreduce, slowest, broadcast
         self._empty = empty
         self._rank = rank
         self._candidates = candidates
-        name = hashlib.blake2b(f"{_EDITION} {key}".encode(), digest_size=12).hexdigest()
-        self._file = None if folder is None else folder / f"{name}.json"
-        self._key = key
+        self._cache = cache
 
     def find(self, *, fresh: bool = False) -> Model:
         """Return the kept model if one call confirms it, else measure and keep a new one.
@@ -124,29 +116,25 @@ class Tuner:
 
     def _kept(self) -> Model | None:
         """Return the model that rank 0 finds on its disk."""
-        text = ""
-        if self._rank == 0 and self._file is not None:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                text = Model.from_json(json.loads(self._file.read_text())["model"]).to_json()
+        text = self._cache.read("model") if self._rank == 0 else ""
+        try:
+            text = Model.from_json(text).to_json() if text else ""
+        except (ValueError, KeyError, TypeError):
+            text = ""
         text = self._broadcast(text)
         return Model.from_json(text) if text else None
 
     def _keep(self, model: Model) -> None:
         """Write the model on rank 0; a folder that cannot be written to is no reason to fail."""
-        if self._rank or self._file is None:
+        if self._rank:
             return
         try:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            # Other jobs may write the same file at the same time.
-            handle, name = tempfile.mkstemp(dir=self._file.parent)
-            with os.fdopen(handle, "w") as file:
-                json.dump({"cluster": self._key, "model": model.to_json()}, file, indent=1)
-            os.replace(name, self._file)
+            self._cache.write("model", model.to_json())
         except OSError as exc:
             _log.warning(
                 "what was measured cannot be kept in %s (%s), so each job measures anew; set "
                 "MPIRING_TUNING_FOLDER to a folder that rank 0 can write to, or to nothing",
-                self._file.parent, exc.strerror or exc)
+                self._cache.folder, exc.strerror or exc)
 
 
 class Run(Protocol):
@@ -159,13 +147,15 @@ class Run(Protocol):
         """
 
 
-def tuner_over(run: Run, *, rank: int, candidates: Sequence[str], key: str,
-               folder: Path | None) -> Tuner:
+def tuner_over(run: Run, *, rank: int, candidates: Sequence[str], cluster: str,
+               folder: str) -> Tuner:
     """Return a Tuner that measures the operations of a communicator.
 
     Args:
         run: Runs them.
-        rank, candidates, key, folder: As for Tuner.
+        rank, candidates: As for Tuner.
+        cluster: Describes it; models are kept by that.
+        folder: The setting `tuning_folder`.
     """
     def slowest(seconds: float) -> float:
         x = np.array([seconds])
@@ -183,19 +173,10 @@ def tuner_over(run: Run, *, rank: int, candidates: Sequence[str], key: str,
                             lambda collectives: collectives.empty((n,), np.float32)),
         allreduce=lambda x, name: run(f"{name} of {x.nbytes} bytes", lambda collectives: (
             collectives.allreduce(x, algorithm=name))),
-        slowest=slowest, broadcast=broadcast, rank=rank, candidates=candidates, key=key,
-        folder=folder)
+        slowest=slowest, broadcast=broadcast, rank=rank, candidates=candidates,
+        cache=Cache(folder, "", f"{_EDITION} {cluster}"))
 
 
 def _calls(expected_s: float) -> int:
     """Return how often to time a call."""
     return _LONG_CALLS if expected_s > _LONG_S else _CALLS
-
-
-def folder_of(setting: str) -> Path | None:
-    """Return the folder of the setting `tuning_folder`; None for "", or without a home."""
-    try:
-        return Path(setting).expanduser() if setting else None
-    except RuntimeError:
-        # A container's user may have neither HOME nor an entry in the list of users.
-        return None

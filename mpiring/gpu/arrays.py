@@ -1,19 +1,84 @@
-"""Sees arrays and tensors on NVIDIA's GPUs as vectors."""
+"""Sees arrays and tensors, in host memory and on GPUs, as vectors."""
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from .arrays import dtype_name
-from .cuda import Cuda, CudaEvent, cupy, device
-from .device import DeviceVector
+from ..memory.arrays import dtype_name, flat
+from .base import DeviceVector
+from .device import Device
+
+if TYPE_CHECKING:
+    from .cuda import Cuda
+
+# What sees the arrays of a package as vectors, of NumPy's or DeviceVectors: each returns one, or
+# None for what is not its own.
+VIEWS: list[Callable[[Any], Any]] = []
 
 
-def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
+def device_named(wish: "str | Device", place: int) -> Device:
+    """Return the GPU that a text names.
+
+    Args:
+        wish: "cuda", or "cuda:" and a number; or the device itself.
+        place: Of this rank among those of its node, who take GPUs in turn.
+
+    Raises:
+        ConfigError: There is none.
+        MissingDependencyError: CuPy is not installed.
+    """
+    if isinstance(wish, Device):
+        return wish
+    found = re.fullmatch(r"cuda(?::(\d+))?", str(wish), re.ASCII)
+    if found is None:
+        raise ConfigError(f"device={wish!r}: expected cpu, cuda, or cuda: and a number")
+    from . import cuda
+    return cuda.device(int(found[1]) if found[1] else place % cuda.count())
+
+
+def vector_of(x: Any, *, writeable: bool = True) -> Any:
+    """Return the elements of an array as a vector that shares its memory, wherever that is.
+
+    Args:
+        x: A NumPy array, a tensor of PyTorch where mpiring.torch is imported, an array on a GPU
+            (of CuPy, or any with `__cuda_array_interface__`), or a DeviceVector; of any shape,
+            contiguous.
+        writeable: Refuse arrays that cannot be written to.
+
+    Returns:
+        A NumPy vector, or a DeviceVector, which is ready when its user's stream has come so far.
+
+    Raises:
+        ConfigError: As `arrays.flat`.
+        MissingDependencyError: It is on a GPU, and CuPy is not installed.
+    """
+    # The first look is there for speed: on a node, an allreduce takes some 10 µs.
+    if type(x) is not np.ndarray:
+        if isinstance(x, DeviceVector):
+            return x
+        for view in VIEWS:
+            if (vector := view(x)) is not None:
+                return vector
+        if is_on_gpu(x):
+            return vector_on_gpu(x, writeable=writeable)
+    return flat(x, writeable=writeable)
+
+
+def is_on_gpu(x: Any) -> bool:
+    """Return whether something is an array on a GPU: of CuPy, or whatever can be seen as one."""
+    try:
+        return hasattr(x, "__cuda_array_interface__")
+    except RuntimeError:
+        # PyTorch's way to say that such a tensor must be detached first.
+        return True
+
+
+def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     """Return the elements of an array on a GPU as a vector that shares its memory.
 
     It is ready when what is now queued on the producer's stream is done: on the current one for
@@ -30,7 +95,8 @@ def vector_of(x: Any, *, writeable: bool = True) -> DeviceVector:
 
     Source: CUDA Array Interface, version 3 (Numba's documentation).
     """
-    package = cupy()
+    from . import cuda
+    package = cuda.cupy()
     if isinstance(x, package.ndarray):
         _refuse_gaps(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
         stream = package.cuda.get_current_stream(x.device.id).ptr
@@ -84,12 +150,13 @@ def vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | 
         MissingDependencyError: There is no CuPy or no GPU.
     """
     dtype_name(dtype)
-    on = device(index)
+    from . import cuda
+    on = cuda.device(index)
     ready = None
     if stream is not None and n:
-        cuda = cast(Cuda, on.gpu)
-        with cuda.current():
-            ready = CudaEvent(cuda, stream)
+        gpu = cast("Cuda", on.gpu)
+        with gpu.current():
+            ready = cuda.CudaEvent(gpu, stream)
     return DeviceVector(on, address, n, np.dtype(dtype), owner, ready)
 
 

@@ -1,13 +1,22 @@
-"""Says what a GPU offers: its memory, streams and events."""
+"""Says what a GPU offers: its memory, streams and events, and vectors that lie there."""
 
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .arrays import Array
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..errors import ConfigError
+from ..memory.arrays import Array, dtype_name
 from .kernels import Kernel
 
 if TYPE_CHECKING:
-    from .device import Device, DeviceVector
+    from .device import Device
+
+# Between two looks at an event that a caller waits for.
+_PAUSE_S = 20e-6
 
 
 class Event(Protocol):
@@ -114,3 +123,80 @@ class Gpu(Protocol):
 
     def close(self, x: "DeviceVector") -> None:
         """Give back what `open` returned, before whoever has exported it frees it."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceVector:
+    """A contiguous vector in a GPU's memory; schedules cut it as they do a NumPy vector.
+
+    Nothing here touches its elements: only `Device` does, and MPI, where it can.
+
+    Attributes:
+        device: What copies and combines it.
+        address: Of its first element.
+        size: How many there are.
+        dtype: Of NumPy's, or bfloat16 of ml_dtypes.
+        owner: Keeps the memory alive.
+        ready: When whoever wrote it last has done so; None for now.
+    """
+
+    device: "Device"
+    address: int
+    size: int
+    dtype: np.dtype[Any]
+    owner: object = None
+    ready: Event | None = None
+
+    def __post_init__(self) -> None:
+        if dtype_name(self.dtype) in ("longdouble", "clongdouble"):
+            raise ConfigError(f"a GPU has no {self.dtype.name}; use float64 or complex128")
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> "DeviceVector":
+        start, stop, _ = part.indices(self.size)
+        return replace(self, address=self.address + start * self.itemsize,
+                       size=max(stop - start, 0))
+
+    @property
+    def shape(self) -> tuple[int]:
+        """As of a NumPy array."""
+        return (self.size,)
+
+    @property
+    def base(self) -> object:
+        """What the memory is a part of, as of a NumPy array."""
+        return self.owner
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    def view(self, dtype: DTypeLike) -> "DeviceVector":
+        """Return the same bytes as elements of another dtype."""
+        new = np.dtype(dtype)
+        return replace(self, dtype=new, size=self.nbytes // new.itemsize)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """What mpi4py wants to know; it is asked for bytes only, once they are there."""
+        return {"shape": (self.size,), "typestr": self.dtype.str, "version": 3, "strides": None,
+                "data": (self.address if self.size else 0, False), "stream": None}
+
+
+def address_of(x: Any) -> int:
+    """Return where a vector's first element is; no address is both on a GPU and in host memory."""
+    return x.address if isinstance(x, DeviceVector) else int(x.ctypes.data)
+
+
+def await_event(event: Event) -> None:
+    """Return when what was queued before an event is done."""
+    while not event.test():
+        time.sleep(_PAUSE_S)

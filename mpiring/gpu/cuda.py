@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError, TransportError
+from ..memory.arrays import Array, dtype_name
+from ..memory.window import PAGE_BYTES
 from . import kernels
-from .arrays import Array, dtype_name
-from .device import Device, DeviceVector
-from .gpu import Event
+from .base import DeviceVector, Event
+from .device import Device
 from .kernels import Kernel
-from .window import PAGE_BYTES
 
 # What CUDA's runtime calls cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and
 # cudaHostRegisterPortable; CuPy has no names for them.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .arrays import COMPLEX, FLOATING, SIXTEEN_BIT, dtype_name
+from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, dtype_name
 
 OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256

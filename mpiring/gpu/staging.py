@@ -2,8 +2,8 @@
 
 import threading
 
-from .arrays import Array
-from .gpu import Event, Gpu
+from ..memory.arrays import Array
+from .base import Event, Gpu
 
 # Idle memory beyond both is freed, what was used last the last: pinning a page again costs some
 # ten times as much as copying it, but what is pinned is lost to everybody else.

@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from . import kernels, sixteen
-from .arrays import Array
-from .device import Device, DeviceVector, await_event
-from .reduction import quietly
+from ..memory import sixteen
+from ..memory.arrays import Array
+from ..memory.reduction import quietly
+from . import kernels
+from .base import DeviceVector, await_event
+from .device import Device
 
 
 def copy_to(out: Any, x: Any) -> None:

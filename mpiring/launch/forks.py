@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable
 
-from .errors import ClosedError, LaunchError
+from ..errors import ClosedError, LaunchError
 
 # The process in which MPI was started, and whether this one is a fork of it.
 _home = 0

@@ -6,7 +6,6 @@ run as a module, this file is what they do.
 """
 
 import faulthandler
-import hashlib
 import json
 import logging
 import os
@@ -17,18 +16,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .config import Config, relevant_variables, variables_for_another_job
-from .errors import MissingDependencyError, MpiringError
-from .launch import find_mpiexec
-from .memory import cuda
-from .memory.device import Device
-from .memory.gpu import Event
-from .tuning import folder_of
+from ..config import Config, relevant_variables, variables_for_another_job
+from ..errors import MissingDependencyError, MpiringError
+from ..gpu import cuda
+from ..gpu.base import Event
+from ..gpu.device import Device
+from .cache import Cache
+from .start import find_mpiexec
 
 _log = logging.getLogger("mpiring")
 
@@ -61,15 +59,16 @@ def takes_pointers(config: Config, library: str, index: int) -> bool:
         key = _key(library, cuda.versions())
     except MissingDependencyError as error:
         return _said(str(error))
-    folder = folder_of(config.tuning_folder)
-    file = None if folder is None else folder / f"gpu-aware-{_name(key)}.json"
-    problem = _kept(file)
-    if problem is None:
+    cache = Cache(config.tuning_folder, "gpu-aware-", key)
+    problem = cache.read("problem")
+    if not isinstance(problem, str):
         mpiexec = find_mpiexec()
         if mpiexec is None:
             return _said("there is no mpiexec to try it with")
         problem = tried([mpiexec, "-n", "2", sys.executable, "-m", __name__, str(index)])
-        _keep(file, key, problem)
+        # A folder that cannot be written to costs a trial each time, no more.
+        with suppress(OSError):
+            cache.write("problem", problem)
     return _said(problem)
 
 
@@ -119,34 +118,6 @@ def _key(library: str, versions: str) -> str:
     variables = {name: value for name, value in relevant_variables().items()
                  if not name.startswith(("MPIRING_", "OMP_"))}
     return f"{library} {versions} {socket.gethostname()} {json.dumps(variables)}"
-
-
-def _name(key: str) -> str:
-    return hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
-
-
-def _kept(file: Path | None) -> str | None:
-    """Return the problem that an earlier job has found, "" for none; None where nothing is kept."""
-    if file is None:
-        return None
-    try:
-        problem = json.loads(file.read_text())["problem"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return problem if isinstance(problem, str) else None
-
-
-def _keep(file: Path | None, key: str, problem: str) -> None:
-    """Keep a result; a folder that cannot be written to costs a trial each time, no more."""
-    if file is None:
-        return
-    with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Other jobs may write the same file at the same time.
-        handle, name = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "w") as opened:
-            json.dump({"about": key, "problem": problem}, opened, indent=1)
-        os.replace(name, file)
 
 
 def _exchange(device: Device) -> None:

@@ -13,10 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..config import launched_size, launchers
+from ..errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from . import forks
-from .config import launched_size, launchers
-from .errors import ClosedError, LaunchError, MissingDependencyError, StallError
-from .flight import Recorder
 
 # What a shell reports for a process that Ctrl-C ended.
 _INTERRUPTED = 130
@@ -120,12 +119,12 @@ class JobEnder:
     Args:
         rank, size: Printed, so that one finds the rank among many.
         abort: MPI_Abort; takes the exit status.
-        recorder: Tells what this rank did last; nothing by default.
+        report: Tells what this rank did last, given how many operations; nothing by default.
     """
 
     def __init__(self, rank: int, size: int, abort: Abort,
-                 recorder: Recorder | None = None) -> None:
-        self._recorder = recorder or Recorder(rank)
+                 report: Callable[[int], str] = lambda last: "") -> None:
+        self._report = report
         self._where = f"rank {rank} of {size} on {socket.gethostname()}"
         self._abort = abort
 
@@ -158,7 +157,7 @@ class JobEnder:
         # Nothing that goes wrong here may keep the job from ending.
         with contextlib.suppress(Exception):
             # A stall's report has told of them.
-            told = self._recorder.report(0 if isinstance(error, StallError) else _LAST)
+            told = self._report(0 if isinstance(error, StallError) else _LAST)
         return "\n".join(filter(None, [told, last]))
 
 

@@ -8,20 +8,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .buckets import TensorSpec
-from .communicator import Communicator, refuse_other_than_communicators
-from .errors import ConfigError
-from .gradients import Gradients, refuse_different
-from .memory.arrays import COMPLEX, FLOATING, Array, dtype_name
-from .memory.device import Device, is_on_gpu, vector_of
-from .memory.digest import bytes_of
-from .precision import LossScaler, MasterWeights
-from .reducers.choice import Wish
-from .resilience import Checkpoints
-from .resilience.replicas import Part, Replicas, parts_of
-from .statistics import Statistics
-
-__all__ = ["Checkpoints", "DataParallel", "LossScaler", "MasterWeights"]
+from ..buckets.bucket import TensorSpec
+from ..communicator import Communicator, refuse_other_than_communicators
+from ..errors import ConfigError
+from ..gpu.arrays import is_on_gpu, vector_of
+from ..gpu.device import Device
+from ..memory.arrays import COMPLEX, FLOATING, Array, dtype_name
+from ..memory.digest import bytes_of
+from ..record.statistics import Statistics
+from ..reducers.choice import Wish
+from ..training.gradients import Gradients, refuse_different
+from ..training.replicas import Part, Replicas, parts_of
 
 
 class DataParallel:

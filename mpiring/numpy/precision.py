@@ -7,13 +7,13 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .arguments import whole_number
-from .communicator import Communicator
-from .errors import ConfigError, GradientError
-from .memory import sixteen
-from .memory.arrays import SIXTEEN_BIT, dtype_name, flat
-from .memory.device import is_on_gpu
-from .nonfinite import HOPELESS_STEPS
+from ..arguments import whole_number
+from ..communicator import Communicator
+from ..errors import ConfigError, GradientError
+from ..gpu.arrays import is_on_gpu
+from ..memory import sixteen
+from ..memory.arrays import SIXTEEN_BIT, dtype_name, flat
+from ..training.nonfinite import HOPELESS_STEPS
 
 Array = NDArray[Any]
 

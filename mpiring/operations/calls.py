@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from .collectives.agreement import Call
-from .config import ALGORITHMS
-from .errors import ConfigError
-from .memory.arrays import dtype_name
-from .memory.device import DeviceVector, address_of
-from .memory.reduction import OPS
+from ..config import ALGORITHMS
+from ..errors import ConfigError
+from ..gpu.base import DeviceVector, address_of
+from ..memory.arrays import dtype_name
+from ..memory.reduction import OPS
+from .agreement import Call
 
 # What mpi4py calls the ops, and what they are here. The logical ones mean the same on bool only:
 # on numbers MPI leaves 0 and 1.

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..collectives import chain, node_copies as desks, exchange, ring
 from ..memory.arrays import Array, chunks_of
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
-from . import chain, desks, exchange, ring
 from .resources import OperationChannel, Resources
 
 

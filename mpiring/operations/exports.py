@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..memory.device import Device, DeviceVector
+from ..gpu.base import DeviceVector
+from ..gpu.device import Device
 from ..transport.base import Node, Schedule
 from .windows import Windows
 

@@ -5,20 +5,20 @@ from typing import Any
 
 import numpy as np
 
-from .collectives.agreement import Call
-from .collectives.exports import Exports
-from .collectives.on_device import DESK_BYTES, Desks, Place, placed
-from .collectives.operation import Collectives
-from .collectives.windows import Windows, mapped
-from .config import Config
-from .errors import TransportError
-from .gpu_aware import takes_pointers
-from .launch import load_mpi
-from .memory.arrays import Array
-from .memory.device import Device, DeviceVector
-from .memory.gpu import Event
-from .transport.base import Schedule, T
-from .transport.board import SLOTS
+from ..config import Config
+from ..errors import TransportError
+from ..gpu.base import DeviceVector, Event
+from ..gpu.device import Device
+from ..launch.gpu_aware import takes_pointers
+from ..launch.start import load_mpi
+from ..memory.arrays import Array
+from ..transport.base import Schedule, T
+from ..transport.board import SLOTS
+from .agreement import Call
+from .exports import Exports
+from .on_device import DESK_BYTES, Desks, Place, placed
+from .operation import Collectives
+from .windows import Windows, mapped
 
 Build = Callable[[Collectives], Schedule[T]]
 # Runs an operation among all ranks of the communicator.

@@ -13,14 +13,14 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..collectives import hierarchical, shared
 from ..errors import ConfigError
+from ..gpu.base import DeviceVector, Event
+from ..gpu.device import Device
 from ..memory.arrays import Array
-from ..memory.device import Device, DeviceVector
-from ..memory.gpu import Event
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
 from ..transport.staged import DeviceChannel
-from . import hierarchical, shared
 from .exports import Exports
 from .operation import Collectives
 

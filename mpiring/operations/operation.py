@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from ..collectives import node_copies as desks, direct, hierarchical, native, ring, shared
 from ..errors import ConfigError
+from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine, reduction, widens
-from ..memory.vectors import copy_to
 from ..transport.alone import Alone
 from ..transport.base import Node, Schedule
-from . import desks, direct, hierarchical, native, ring, shared
 from .copies import Copies
 from .select import choose, say_fallback
 from .windows import NOWHERE

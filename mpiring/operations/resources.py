@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..collectives import native
 from ..memory.scratch import Scratch
 from ..transport.base import Channel
-from . import native
 from .model import Model
 from .windows import Windows
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from ..collectives import hierarchical, native, shared
 from ..config import ALGORITHMS
 from ..errors import ConfigError
 from ..memory.arrays import dtype_name
 from ..memory.reduction import widens
-from . import hierarchical, native, shared
 from .model import Model
 
 # Where nothing was measured: MPI's own call needs fewer messages, ours fewer bytes.

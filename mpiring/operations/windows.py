@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..gpu.base import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
-from ..memory.device import address_of
 from ..transport.base import Node, Schedule
 
 _log = logging.getLogger("mpiring")

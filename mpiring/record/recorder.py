@@ -6,7 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
-from .collectives.agreement import Call
+from ..operations.agreement import Call
 
 # Some steps of a large model; a megabyte at most.
 CAPACITY = 1024

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .flight import Flight
-from .transport.clocks import ClockReading, compare_clocks
+from .clocks import ClockReading, compare_clocks
+from .recorder import Flight
 
 _log = logging.getLogger("mpiring")
 

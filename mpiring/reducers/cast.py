@@ -1,12 +1,12 @@
 """Sends 16 bits per number between nodes, and adds in float32."""
 
-from ..codecs.halves import Halves
-from ..memory.device import Device
+from ..buckets.state import Wide
+from ..gpu.device import Device
 from ..transport.base import Schedule
 from . import two_phase
+from .codecs.halves import Halves
 from .compressor import Compressor
-from .kept import Wide
-from .meeting import Meeting
+from .exchange import Meeting
 
 
 class Cast(Compressor):

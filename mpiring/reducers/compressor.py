@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 
 from ..arguments import refuse_other_state
-from ..buckets import Bucket, BucketPlan
-from ..collectives.operation import Collectives
+from ..buckets.bucket import Bucket, BucketPlan
+from ..buckets.state import Kept, Wide
 from ..errors import ConfigError
-from ..memory import vectors
+from ..gpu import vectors
+from ..gpu.device import Device
 from ..memory.arrays import Array, dtype_name
-from ..memory.device import Device
+from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
-from .kept import Kept, Wide
-from .meeting import Cost, Meeting
+from .exchange import Cost, Meeting
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _EDITION = 1

@@ -1,10 +1,10 @@
 """Averages float32 vectors between nodes as they are, for methods that need it within."""
 
+from ..buckets.state import Wide
 from ..collectives import direct
 from ..memory.reduction import reduction
 from ..transport.base import Schedule
-from .kept import Wide
-from .meeting import Meeting
+from .exchange import Meeting
 
 
 def average(meeting: Meeting, x: Wide) -> Schedule[None]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..buckets.state import Part
 from ..memory.arrays import Array
 from ..transport.base import Channel
-from .kept import Part
 
 _LINE = 64
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from ..buckets import Bucket
+from ..buckets.bucket import Bucket
+from ..buckets.state import Wide
 from ..errors import ConfigError
-from ..memory import vectors
-from ..memory.device import Device
+from ..gpu import vectors
+from ..gpu.device import Device
 from ..transport.base import Schedule
 from .compressor import Compressor
-from .kept import Wide
-from .meeting import Meeting
+from .exchange import Meeting
 
 Between = Callable[[Meeting, Wide, Wide | None], Schedule[bool]]
 

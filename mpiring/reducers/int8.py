@@ -1,13 +1,13 @@
 """Sends 8 bits per number between nodes, rounded up or down by chance."""
 
 from ..arguments import whole_number
-from ..codecs.blocks import EightBit
-from ..memory.device import Device
+from ..buckets.state import Wide
+from ..gpu.device import Device
 from ..transport.base import Schedule
 from . import two_phase
+from .codecs.blocks import EightBit
 from .compressor import Compressor
-from .kept import Wide
-from .meeting import Meeting
+from .exchange import Meeting
 
 
 class Int8(Compressor):

@@ -1,7 +1,7 @@
 """Averages a bucket as it is: what all other Reducers are compared with."""
 
-from ..buckets import Bucket
-from ..collectives.operation import Collectives
+from ..buckets.bucket import Bucket
+from ..operations.operation import Collectives
 from ..transport.base import Schedule
 
 

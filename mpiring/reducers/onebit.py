@@ -1,14 +1,14 @@
 """Sends one bit per number between nodes: its sign."""
 
 from ..arguments import whole_number
-from ..codecs.signs import Sign
-from ..memory.device import Device
+from ..buckets.state import Wide
+from ..gpu.device import Device
 from ..transport.base import Schedule
 from . import two_phase
+from .codecs.signs import Sign
 from .compressor import Compressor
+from .exchange import Meeting
 from .feedback import with_feedback
-from .kept import Wide
-from .meeting import Meeting
 
 
 class OneBit(Compressor):

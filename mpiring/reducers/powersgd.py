@@ -9,17 +9,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import number, whole_number
-from ..buckets import Bucket
+from ..buckets.bucket import Bucket
+from ..buckets.state import Part, Segment, Wide
 from ..errors import ConfigError
+from ..gpu.device import Device
 from ..memory.arrays import is_finite
-from ..memory.device import Device
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import dense
 from .compressor import Compressor, bounds_by_tensor
+from .exchange import Meeting
 from .feedback import with_feedback
-from .kept import Part, Segment, Wide
-from .meeting import Meeting
 
 # Rows of a matrix that are decompressed at a time: their values stay in the cache.
 _BLOCK_BYTES = 256 << 10

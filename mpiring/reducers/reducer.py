@@ -2,8 +2,8 @@
 
 from typing import Protocol
 
-from ..buckets import Bucket
-from ..collectives.operation import Collectives
+from ..buckets.bucket import Bucket
+from ..operations.operation import Collectives
 from ..transport.base import Schedule
 
 

@@ -4,16 +4,16 @@ import math
 import numpy as np
 
 from ..arguments import number, whole_number
-from ..buckets import Bucket
-from ..codecs import largest
+from ..buckets.bucket import Bucket
+from ..buckets.state import Segment, Wide
 from ..collectives import ring
 from ..memory.arrays import Array, is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import dense
+from .codecs import largest
 from .compressor import Compressor, bounds_by_tensor
-from .kept import Segment, Wide
-from .meeting import Meeting
+from .exchange import Meeting
 
 # The densities of the paper's warm-up, an epoch each: 1 - 75, 93.75, 98.4375, 99.6 %.
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..codecs import kernels
-from ..codecs.base import Codec
+from ..buckets.state import Wide
 from ..collectives import ring
-from ..memory import vectors
+from ..gpu import vectors
+from ..gpu.device import Device
 from ..memory.arrays import Array
-from ..memory.device import Device
 from ..transport.base import Request, Schedule, together
-from .kept import Wide
-from .meeting import Meeting
+from .codecs import kernels
+from .codecs.base import Codec
+from .exchange import Meeting
 
 # How many strips are under way at once, each in a lane of its own; and how long their messages
 # are: long enough to be worth their latency, short enough that MPI sends both ways at once.

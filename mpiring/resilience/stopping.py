@@ -13,8 +13,8 @@ import numpy as np
 from ..arguments import number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..config import job_end
+from ..engine.handle import Handle
 from ..errors import ConfigError
-from ..handle import Handle
 
 _log = logging.getLogger("mpiring")
 

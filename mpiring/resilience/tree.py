@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import ConfigError, MissingDependencyError
+from ..gpu.arrays import is_on_gpu
 from ..memory.arrays import dtype_name
-from ..memory.device import is_on_gpu
 
 Bytes = NDArray[np.uint8]
 
@@ -107,7 +107,7 @@ class DeviceArrays(Arrays):
         Raises:
             MissingDependencyError: There is no CuPy, or no GPU.
         """
-        from ..memory import cuda
+        from ..gpu import cuda
         return cuda.cupy().asarray(super().build(dtype, shape, data))
 
 

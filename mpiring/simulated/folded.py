@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from .simulated import SimulatedNetwork
+from .network import SimulatedNetwork
 
 _LONGEST_ELEMENT = 32
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError, StallError
-from .base import LANES, Array, Channel, Schedule, Task
+from ..transport.base import LANES, Array, Channel, Schedule, Task
 from .prices import Cores, Link
 from .wires import Wires
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Schedule
-from .simulated import SimulatedNetwork
+from ..transport.base import Array, Schedule
+from .network import SimulatedNetwork
 
 
 class _Barrier:

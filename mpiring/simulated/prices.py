@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
-from .base import Array
+from ..transport.base import Array
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ import torch
 from torch.autograd import Variable
 from torch.nn import Parameter
 
-from ..buckets import TensorSpec
+from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import GradientError
-from ..gradients import Gradients
-from ..nonfinite import NonFinite
 from ..reducers.choice import Wish
+from ..training.gradients import Gradients
+from ..training.nonfinite import NonFinite
 from .devices import current, gpu_of, marker_of, seen_as_tensor
 from .passes import adds_to_gradients, leaves_behind
 from .sparse_gradients import SparseGradients

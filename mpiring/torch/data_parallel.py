@@ -10,10 +10,10 @@ from torch import nn
 
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
-from ..gradients import refuse_different
+from ..record.statistics import Statistics
 from ..reducers.choice import Wish
-from ..resilience.replicas import Replicas
-from ..statistics import Statistics
+from ..training.gradients import refuse_different
+from ..training.replicas import Replicas
 from .averaging import Averaging
 from .buffers import Buffers
 from .devices import KINDS, described

@@ -15,8 +15,9 @@ import numpy as np
 import torch
 
 from ..errors import ConfigError
-from ..memory.device import VIEWS, Device, DeviceVector
-from ..memory.gpu import Event
+from ..gpu.arrays import VIEWS
+from ..gpu.base import DeviceVector, Event
+from ..gpu.device import Device
 from .tensors import array_of, numpy_dtype, tensor_of
 
 KINDS = ("cpu", "cuda")
@@ -56,13 +57,13 @@ class UserStream:
 
     def device(self) -> Device:
         """Return the GPU."""
-        from ..memory import cuda
+        from ..gpu import cuda
         return cuda.device(self._where.index)
 
     def vector(self, x: torch.Tensor) -> DeviceVector:
         """Return a contiguous tensor's elements; they are ready when a `mark` is done."""
-        from ..memory import cuda_arrays
-        return cuda_arrays.vector_at(
+        from ..gpu import arrays
+        return arrays.vector_at(
             x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self._where.index, None, x)
 
     def mark(self) -> Event:

@@ -11,9 +11,9 @@ import numpy as np
 from torch.distributed.constants import default_pg_timeout
 
 from ..config import Config
+from ..engine.group import Group
 from ..errors import ConfigError, StallError
-from ..group import Group
-from ..launch import mpi_world, refusal
+from ..launch.start import mpi_world, refusal
 from ..transport.base import NO_BYTES
 
 # Below those that users have.

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..resilience.replicas import Part, parts_of
+from ..training.replicas import Part, parts_of
 from .devices import KINDS
 from .vectors import Loan
 

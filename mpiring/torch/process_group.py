@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..collectives.agreement import Call
-from ..collectives.operation import Collectives
+from ..engine.group import Group
 from ..errors import ConfigError
-from ..group import Group
 from ..memory.arrays import Array
+from ..operations.agreement import Call
+from ..operations.operation import Collectives
 from ..transport.base import Schedule
 from . import sparse
 from .devices import KINDS

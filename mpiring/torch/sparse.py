@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from ..collectives.operation import Collectives
 from ..errors import ConfigError
 from ..memory.arrays import Array
+from ..operations.operation import Collectives
 from ..transport.base import Schedule
 from .ops import Op, quotient
 from .vectors import Loan

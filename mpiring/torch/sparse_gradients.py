@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from ..collectives.agreement import Call
 from ..communicator import Communicator
 from ..errors import GradientError
 from ..memory.arrays import is_finite
-from ..tally import Tally
+from ..operations.agreement import Call
+from ..training.tally import Tally
 from .ops import Op
 from .sparse import allreduce
 from .tensors import array_of

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..engine.group import Build, Group
 from ..errors import ConfigError
-from ..group import Build, Group
+from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
-from ..memory.vectors import copy_to
 from ..transport.base import Schedule, T
 from . import devices
 from .ops import quotient

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ..handle import Action, Handle
+from ..engine.handle import Action, Handle
 from .devices import on_idle_stream
 from .tensors import tensors_in
 

@@ -9,23 +9,23 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from .arguments import number
-from .buckets import Bucket, BucketPlan, TensorSpec, plan
-from .collectives.agreement import Call
-from .collectives.operation import Collectives
-from .communicator import Communicator
-from .errors import BufferMismatchError, ConfigError, GradientError
-from .handle import Handle
-from .memory.device import Device, await_event
-from .memory.gpu import Event
+from ..arguments import number
+from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan
+from ..communicator import Communicator
+from ..engine.handle import Handle
+from ..errors import BufferMismatchError, ConfigError, GradientError
+from ..gpu.base import Event, await_event
+from ..gpu.device import Device
+from ..operations.agreement import Call
+from ..operations.operation import Collectives
+from ..record.statistics import Statistics
+from ..reducers.choice import Wish, compressors, reducers_of
+from ..reducers.compressor import Compressor
+from ..reducers.exchange import Cost
+from ..transport.base import Schedule
+from .host_copy import Twin
 from .nonfinite import NonFinite
-from .reducers.choice import Wish, compressors, reducers_of
-from .reducers.compressor import Compressor
-from .reducers.meeting import Cost
-from .reducers.through_host import Twin
-from .statistics import Statistics
 from .tally import Tally
-from .transport.base import Schedule
 
 
 class Views(Mapping[str, NDArray[Any]]):

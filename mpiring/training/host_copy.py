@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from ..buckets import Bucket
-from ..collectives.operation import Collectives
+from ..buckets.bucket import Bucket
 from ..communicator import Communicator
+from ..gpu.base import DeviceVector
+from ..gpu.device import Device
 from ..memory.arrays import Array
-from ..memory.device import Device, DeviceVector
+from ..operations.operation import Collectives
+from ..reducers.reducer import Reducer
 from ..transport.base import Schedule
-from .reducer import Reducer
 
 
 class Twin:

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives.agreement import Call
 from ..communicator import Communicator
 from ..errors import ReplicaError
 from ..memory.arrays import Array
 from ..memory.digest import digest
-from ..nonfinite import some
+from ..operations.agreement import Call
+from .nonfinite import some
 
 _log = logging.getLogger("mpiring")
 

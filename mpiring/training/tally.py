@@ -1,13 +1,13 @@
 """Adds up what some operations of a communicator cost: those of a training step."""
 
-from .collectives.agreement import Call
-from .collectives.operation import Collectives
-from .communicator import Communicator
-from .flight import Flight
-from .group import Build
-from .handle import Handle
-from .statistics import Statistics
-from .transport.base import Schedule, T
+from ..communicator import Communicator
+from ..engine.group import Build
+from ..engine.handle import Handle
+from ..operations.agreement import Call
+from ..operations.operation import Collectives
+from ..record.recorder import Flight
+from ..record.statistics import Statistics
+from ..transport.base import Schedule, T
 
 
 class Tally:

@@ -9,8 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..memory.device import Device, DeviceVector
-from ..memory.gpu import Event
+from ..gpu.base import DeviceVector, Event
+from ..gpu.device import Device
 from .base import Array, Channel, Request
 
 

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.buckets import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
-from mpiring.memory.device import Device, await_event
+from mpiring.buckets.bucket import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
+from mpiring.gpu.base import await_event
+from mpiring.gpu.device import Device
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float16", "float32", "float64", "complex128"]).map(np.dtype)

@@ -5,7 +5,7 @@ import numpy as np
 from schedules import by_agreed_ring, by_direct_pieces, by_members, by_pieces, sent
 
 from mpiring.collectives import chain, exchange, ring
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.simulated.network import SimulatedNetwork
 
 
 class Deliveries:

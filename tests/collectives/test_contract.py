@@ -10,9 +10,9 @@ from schedules import ALGORITHMS, sent
 
 from mpiring import BufferMismatchError
 from mpiring.collectives import chain, exchange, shared
-from mpiring.collectives.select import choose
+from mpiring.operations.select import choose
 from mpiring.memory import reduction
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.simulated.network import SimulatedNetwork
 
 SIZES = [*range(1, 9), 13]
 

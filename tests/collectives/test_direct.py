@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiring.collectives import direct
-from mpiring.collectives.agreement import Call
-from mpiring.collectives.select import choose
+from mpiring.operations.agreement import Call
+from mpiring.operations.select import choose
 from mpiring.errors import BufferMismatchError
-from mpiring.transport.prices import Link, NoCombine, ghost
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.simulated.prices import Link, NoCombine, ghost
+from mpiring.simulated.network import SimulatedNetwork
 
 SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
 

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiring.collectives import hierarchical
-from mpiring.collectives.agreement import Call
-from mpiring.collectives.select import choose
+from mpiring.operations.agreement import Call
+from mpiring.operations.select import choose
 from mpiring.errors import BufferMismatchError
 from mpiring.memory.reduction import reduction
-from mpiring.topology import ranks_of_nodes
-from mpiring.transport.simulated import Link, SimulatedNetwork
+from mpiring.launch.topology import ranks_of_nodes
+from mpiring.simulated.network import Link, SimulatedNetwork
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpiring.collectives import hierarchical, native, shared
-from mpiring.collectives.select import OWN_FROM_BYTES, choose
+from mpiring.operations.select import OWN_FROM_BYTES, choose
 from mpiring.errors import ConfigError
 
 

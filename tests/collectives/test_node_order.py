@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from cluster import order_of, run
 
-from mpiring.topology import neighbours, ranks_of_nodes
+from mpiring.launch.topology import neighbours, ranks_of_nodes
 
 ROUND_ROBIN = [0, 1, 2, 3, 0, 1, 2, 3]
 UNEVEN = [0, 1, 0, 2, 1, 0]

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from mpiring.collectives import ring
 from mpiring.memory.reduction import Reduction
-from mpiring.transport.prices import Link, NoCombine, ghost
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.simulated.prices import Link, NoCombine, ghost
+from mpiring.simulated.network import SimulatedNetwork
 
 ALPHA, BETA = 5e-6, 1 / 1e9
 

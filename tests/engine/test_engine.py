@@ -10,11 +10,11 @@ import pytest
 from launching import SOON_S
 
 from mpiring import ClosedError, Config, ProcessFailedError, StallError, TransportError
-from mpiring.collectives.agreement import Call
-from mpiring.engine import Engine
-from mpiring.flight import Flight
-from mpiring.handle import Handle
-from mpiring.pause import Pause
+from mpiring.operations.agreement import Call
+from mpiring.engine.engine import Engine
+from mpiring.record.recorder import Flight
+from mpiring.engine.handle import Handle
+from mpiring.engine.pause import Pause
 from mpiring.transport.base import Task, together
 
 
@@ -269,7 +269,7 @@ def test_an_error_of_the_thread_is_raised_in_the_main_thread(background):
 
 
 def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monkeypatch):
-    monkeypatch.setattr("mpiring.engine._GRACE_S", 0.1)
+    monkeypatch.setattr("mpiring.engine.engine._GRACE_S", 0.1)
     flag = Flag()
     background.submit(breaks(flag))
     flag.complete = True
@@ -278,7 +278,7 @@ def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monke
 
 
 def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, monkeypatch):
-    monkeypatch.setattr("mpiring.engine._GRACE_S", 0.1)
+    monkeypatch.setattr("mpiring.engine.engine._GRACE_S", 0.1)
 
     def dies(flag):
         yield (flag,)

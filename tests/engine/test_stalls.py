@@ -5,12 +5,12 @@ import time
 import pytest
 
 from mpiring import Config, StallError
-from mpiring.collectives.agreement import Call
-from mpiring.engine import Engine
-from mpiring.flight import Flight, Recorder
-from mpiring.handle import Handle
+from mpiring.operations.agreement import Call
+from mpiring.engine.engine import Engine
+from mpiring.record.recorder import Flight, Recorder
+from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
-from mpiring.watch import StallWatch
+from mpiring.engine.stalls import StallWatch
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from mpiring import Config, ConfigError, tuning
-from mpiring.tuning import Tuner, folder_of
+from mpiring import Config, ConfigError
+from mpiring.engine import tuning
+from mpiring.engine.tuning import Tuner
+from mpiring.launch.cache import Cache, folder_of
 
 LATENCY_S = {"native": 1e-5, "ring": 1e-4}
 BANDWIDTH = {"native": 1e8, "ring": 1e9}
@@ -29,7 +31,7 @@ class Cluster:
         return Tuner(empty=lambda n: np.empty(n, np.float32), allreduce=self.allreduce,
                      slowest=lambda value: value, rank=rank,
                      broadcast=lambda text: text or others, candidates=("native", "ring"),
-                     key=key, folder=folder)
+                     cache=Cache(str(folder or ""), "", key))
 
 
 @pytest.fixture
@@ -57,7 +59,7 @@ def test_what_was_found_is_kept_and_checked_by_few_calls(cluster, tmp_path):
     folder = tmp_path / "new" / "folder"
     first = cluster.tuner(folder).find()
     (file,) = folder.iterdir()
-    assert json.loads(file.read_text())["cluster"] == "4 nodes"
+    assert json.loads(file.read_text())["about"] == "4 nodes"
     cluster.calls.clear()
     assert cluster.tuner(folder).find() == first
     assert set(cluster.calls) == {("native", 512 << 10)}

@@ -14,10 +14,10 @@ import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 from gpu_memory import GpuMemory  # noqa: E402
 
-from mpiring.codecs import kernels  # noqa: E402
-from mpiring.codecs.blocks import EightBit  # noqa: E402
-from mpiring.codecs.halves import Halves  # noqa: E402
-from mpiring.codecs.signs import Sign  # noqa: E402
+from mpiring.reducers.codecs import kernels  # noqa: E402
+from mpiring.reducers.codecs.blocks import EightBit  # noqa: E402
+from mpiring.reducers.codecs.halves import Halves  # noqa: E402
+from mpiring.reducers.codecs.signs import Sign  # noqa: E402
 from mpiring.memory import cuda  # noqa: E402
 
 # Far more than a GPU's cache.

@@ -84,7 +84,7 @@ def ranks_tests(out: Path) -> Iterator[Step]:
 
 def torch_tests(out: Path) -> Iterator[Step]:
     """Run those that start programs: with PyTorch, and the examples."""
-    yield _tests("torch_cuda", 500)
+    yield _tests("torch_on_gpu", 500)
     yield _tests("training_on_gpu", 300)
 
 

@@ -8,14 +8,15 @@ import pytest
 from cluster import run
 from gpu_memory import GpuMemory
 
-from mpiring.collectives.exports import Exports
-from mpiring.collectives.on_device import DESK_BYTES, Place, placed
-from mpiring.memory import cuda
-from mpiring.memory.cuda import Cuda, CudaStream
-from mpiring.memory.cuda_arrays import vector_of
-from mpiring.memory.device import Device, DeviceVector
-from mpiring.memory.vectors import copy_to
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.gpu import cuda
+from mpiring.gpu.arrays import vector_of
+from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.cuda import Cuda, CudaStream
+from mpiring.gpu.device import Device
+from mpiring.gpu.vectors import copy_to
+from mpiring.operations.exports import Exports
+from mpiring.operations.on_device import DESK_BYTES, Place, placed
+from mpiring.simulated.network import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 4, "nodes of 2": [0, 0, 1, 1], "own nodes": [0, 1, 2]}
 # The simulated network looks at events this often, in its own time.

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpiring.calls import allreduce_call, described
+from mpiring.operations.calls import allreduce_call, described
 from mpiring.errors import ConfigError, MissingDependencyError, TransportError
-from mpiring.memory import cuda, cuda_arrays, kernels
+from mpiring.gpu import arrays, cuda, kernels
 
 
 class CudaError(RuntimeError):
@@ -154,7 +154,7 @@ def test_without_cupy_the_error_names_the_package(monkeypatch):
         return real(name, *args)
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    for ask in (lambda: cuda.device(0), cuda.versions, lambda: cuda_arrays.vector_of(1)):
+    for ask in (lambda: cuda.device(0), cuda.versions, lambda: arrays.vector_on_gpu(1)):
         with pytest.raises(MissingDependencyError, match=r"cupy-cuda13x \(or cupy-cuda12x\)"):
             ask()
 
@@ -296,12 +296,12 @@ def test_pages_are_locked_as_long_as_somebody_has_them(runtime, caplog):
 
 
 def test_cupy_arrays_are_ready_when_their_stream_is(runtime):
-    x = cuda_arrays.vector_of(FakeArray(np.zeros((3, 4), np.float32)))
+    x = arrays.vector_on_gpu(FakeArray(np.zeros((3, 4), np.float32)))
     assert (x.address, x.size, x.dtype) == (0x1000, 12, np.float32)
     assert x.device is cuda.device(1) and x.owner.shape == (3, 4)
     assert runtime.calls[-1] == ("eventRecord", 1, x.ready.pointer, 7)
     with pytest.raises(ConfigError, match="cupy.ascontiguousarray"):
-        cuda_arrays.vector_of(FakeArray(np.zeros((3, 4)), dense=False))
+        arrays.vector_on_gpu(FakeArray(np.zeros((3, 4)), dense=False))
 
 
 class Foreign:
@@ -315,13 +315,13 @@ class Foreign:
 @pytest.mark.parametrize("changed", [
     {}, {"strides": None}, {"strides": (16, 4)}, {"shape": (3, 1, 4), "strides": (16, 7, 4)}])
 def test_the_interface_of_others_is_honoured(runtime, changed):
-    x = cuda_arrays.vector_of(Foreign(**changed))
+    x = arrays.vector_on_gpu(Foreign(**changed))
     assert (x.address, x.size, x.dtype, x.ready) == (0x2000, 12, np.float32, None)
-    x = cuda_arrays.vector_of(Foreign(**changed, stream=1))
+    x = arrays.vector_on_gpu(Foreign(**changed, stream=1))
     assert runtime.calls[-1] == ("eventRecord", 1, x.ready.pointer, 1)
     with pytest.raises(ConfigError, match="on which stream .* import mpiring.torch"):
-        cuda_arrays.vector_of(Foreign(**changed, version=2))
-    empty = cuda_arrays.vector_of(Foreign(
+        arrays.vector_on_gpu(Foreign(**changed, version=2))
+    empty = arrays.vector_on_gpu(Foreign(
         shape=(0, 4), data=(0, False), strides=(0, 0), stream=1))
     assert empty.size == 0 and empty.ready is None
 
@@ -333,7 +333,7 @@ def test_arrays_of_others_are_described_without_flags_and_shape(cupy, flags):
     if flags is not None:
         x.flags, x.shape = flags, (3, 4)
     shape = "(12,)" if flags is None else "(3, 4)"
-    vector = cuda_arrays.vector_of(x)
+    vector = arrays.vector_on_gpu(x)
     assert described(x, vector) == f"float32 {shape} on a GPU"
     assert f"sum of float32 {shape} on a GPU" in allreduce_call("sum", x, vector, "auto").detail
 
@@ -344,18 +344,18 @@ def test_arrays_of_others_are_described_without_flags_and_shape(cupy, flags):
     ({"typestr": ">f4"}, "foreign byte order"), ({"typestr": "|O"}, "cannot travel")])
 def test_what_is_refused_is_told_as_on_the_host(cupy, changed, message):
     with pytest.raises(ConfigError, match=message):
-        cuda_arrays.vector_of(Foreign(**changed))
+        arrays.vector_on_gpu(Foreign(**changed))
     with pytest.raises(ConfigError, match="expected a cupy.ndarray, got builtins.list"):
-        cuda_arrays.vector_of([1])
+        arrays.vector_on_gpu([1])
 
 
 def test_read_only_arrays_may_be_sent(cupy):
-    assert cuda_arrays.vector_of(Foreign(data=(0x2000, True)), writeable=False).size == 12
+    assert arrays.vector_on_gpu(Foreign(data=(0x2000, True)), writeable=False).size == 12
 
 
 def test_an_older_cupy_has_no_bfloat16(cupy):
     import ml_dtypes
     cupy.__version__ = "13.6.0"
-    x = cuda_arrays.vector_at(0x3000, 4, ml_dtypes.bfloat16, 0, None, None)
+    x = arrays.vector_at(0x3000, 4, ml_dtypes.bfloat16, 0, None, None)
     with pytest.raises(ConfigError, match="13.6.0 has no bfloat16"):
         x.device.gpu.array(x, (4,))

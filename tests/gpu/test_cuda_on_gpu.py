@@ -11,9 +11,8 @@ from gpu_memory import GpuMemory, wait
 from launching import PROGRAMS, launch, needed
 
 from mpiring import ConfigError
-from mpiring.memory import cuda
-from mpiring.memory.cuda_arrays import vector_at, vector_of
-from mpiring.memory.device import vector_of as vector_of_any
+from mpiring.gpu import cuda
+from mpiring.gpu.arrays import vector_at, vector_of
 
 N = 1 << 22
 
@@ -122,7 +121,7 @@ def test_tensors_are_seen_without_cupy_arrays(device):
     with pytest.raises(ConfigError, match="import mpiring.torch"):
         vector_of(torch.ones(5, device="cuda"))
     import mpiring.torch  # noqa: F401 (sees tensors on PyTorch's stream)
-    seen = vector_of_any(torch.ones(5, device="cuda"))
+    seen = vector_of(torch.ones(5, device="cuda"))
     assert seen.size == 5 and seen.dtype == np.float32 and seen.ready is not None
 
 
@@ -184,7 +183,8 @@ def test_mpi_is_handed_pointers_only_if_it_takes_them():
     """Whatever this MPI can do, nothing dies here, and the answer comes in time."""
     ended = launch(2, "-c", """
 from mpi4py import MPI
-from mpiring import Config, gpu_aware
+from mpiring import Config
+from mpiring.launch import gpu_aware
 if MPI.COMM_WORLD.rank == 0:
     library = MPI.Get_library_version()
     print("takes", gpu_aware.takes_pointers(Config(tuning_folder=""), library, 0))

@@ -8,8 +8,9 @@ import time
 import pytest
 from launching import PROGRAMS, SOON_S, environment, launch, mpiexec
 
-from mpiring import Config, gpu_aware
-from mpiring.memory import cuda
+from mpiring import Config
+from mpiring.gpu import cuda
+from mpiring.launch import gpu_aware
 
 LIBRARY = "some MPI 1.0"
 
@@ -43,8 +44,8 @@ def test_a_trial_can_be_made_inside_a_job():
     ended = launch(2, "-c", f"""
 import sys
 from mpi4py import MPI
-from mpiring import gpu_aware
-from mpiring.launch import find_mpiexec
+from mpiring.launch import gpu_aware
+from mpiring.launch.start import find_mpiexec
 if MPI.COMM_WORLD.rank == 0:
     command = [find_mpiexec(), "-n", "2", sys.executable, {str(PROGRAMS / "gpu_trial.py")!r}]
     print("problem", repr(gpu_aware.tried([*command, "well"])))
@@ -82,7 +83,8 @@ def test_a_result_is_kept_for_the_same_libraries(monkeypatch, tmp_path, caplog):
         assert not gpu_aware.takes_pointers(config, LIBRARY, 0)
         assert not gpu_aware.takes_pointers(config, LIBRARY, 0)
     assert len(trials) == 1 and "it died" in caplog.text
-    assert trials[0][:3] == ["mpiexec", "-n", "2"] and trials[0][-2:] == ["mpiring.gpu_aware", "0"]
+    assert trials[0][:3] == ["mpiexec", "-n", "2"]
+    assert trials[0][-2:] == ["mpiring.launch.gpu_aware", "0"]
     # Another library has to prove it anew; so has one whose file nobody can read.
     assert gpu_aware.takes_pointers(config, "another MPI", 0) and len(trials) == 2
     assert gpu_aware.takes_pointers(config, "another MPI", 0) and len(trials) == 2

@@ -9,8 +9,9 @@ import pytest
 from launching import HANG_S, ROOT, environment, finish, mpiexec, needed
 from launching import launch as job
 
-from mpiring import LaunchError, launch
-from mpiring.launch import JobEnder
+from mpiring import LaunchError
+from mpiring.launch import start as launch
+from mpiring.launch.start import JobEnder
 
 pytestmark = pytest.mark.launch
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.calls import described
+from mpiring.operations.calls import described
 from mpiring.memory.arrays import (
     COMPLEX, FLOATING, as_bytes, chunks_of, dtype_name, flat, is_finite, pieces_of)
 

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring.collectives import chain, native, ring
-from mpiring.collectives.agreement import Call
+from mpiring.operations.agreement import Call
 from mpiring.memory.arrays import chunks_of
 from mpiring.transport.base import LANES, together
 from mpiring.transport.mpi import MpiTransport
@@ -364,7 +364,7 @@ def interrupted(call, entries):
 @pytest.mark.parametrize("background", [False, True])
 def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypatch, background):
     """Else this rank's next call would meet what is the last call of the others, and hang."""
-    monkeypatch.setattr("mpiring.engine._TRIES", 1)
+    monkeypatch.setattr("mpiring.engine.engine._TRIES", 1)
     if comm.size == 1:
         pytest.skip(reason="there is no other rank")
     for entries in range(30):

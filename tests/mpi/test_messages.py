@@ -6,8 +6,8 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring import Config, ConfigError
-from mpiring.collectives.agreement import Call
-from mpiring.group import Group
+from mpiring.operations.agreement import Call
+from mpiring.engine.group import Group
 
 pytestmark = pytest.mark.mpi
 

@@ -5,7 +5,7 @@ import gc
 import numpy as np
 import pytest
 
-from mpiring.nonfinite import HOPELESS_STEPS
+from mpiring.training.nonfinite import HOPELESS_STEPS
 from mpiring.numpy import DataParallel, LossScaler
 
 pytestmark = pytest.mark.mpi

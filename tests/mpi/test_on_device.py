@@ -11,14 +11,14 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring import ConfigError, MissingDependencyError, ReplicaError, reducers
-from mpiring.codecs import kernels
-from mpiring.codecs.blocks import EightBit
-from mpiring.codecs.halves import Halves
-from mpiring.codecs.signs import Sign
+from mpiring.gpu.arrays import vector_of
 from mpiring.gpus import cupy_for
 from mpiring.memory import compiled
-from mpiring.memory.device import vector_of
 from mpiring.numpy import DataParallel
+from mpiring.reducers.codecs import kernels
+from mpiring.reducers.codecs.blocks import EightBit
+from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.signs import Sign
 
 pytestmark = pytest.mark.mpi
 

@@ -9,7 +9,7 @@ from contract import same_bits
 
 import mpiring
 from mpiring.numpy import LossScaler, MasterWeights
-from mpiring.precision import HOPELESS_STEPS
+from mpiring.numpy.precision import HOPELESS_STEPS
 
 SIXTEEN = [np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiring.collectives import chain, ring
-from mpiring.collectives.agreement import HEADER_BYTES, Call, agreed
+from mpiring.operations.agreement import HEADER_BYTES, Call, agreed
 from mpiring.errors import BufferMismatchError, StallError
 from mpiring.memory.reduction import Reduction
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.simulated.network import SimulatedNetwork
 
 
 def compared(net, call, schedule):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpiring.collectives.model import Curve, Model
+from mpiring.operations.model import Curve, Model
 
 LINE = Curve(((100, 1e-3), (10_000, 1e-3), (1_000_000, 1e-1)))
 FAST = Curve(((100, 2e-3), (1_000_000, 3e-2)))

@@ -8,13 +8,14 @@ from schedules import sent
 from simulated_gpu import Later, SimulatedGpu, content
 
 from mpiring.collectives import hierarchical, shared
-from mpiring.collectives.exports import Exports
-from mpiring.collectives.on_device import DeviceCollectives, Place, placed
-from mpiring.collectives.select import choose
+from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.device import Device
+from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of
-from mpiring.memory.device import Device, DeviceVector
-from mpiring.memory.vectors import copy_to
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.operations.exports import Exports
+from mpiring.operations.on_device import DeviceCollectives, Place, placed
+from mpiring.operations.select import choose
+from mpiring.simulated.network import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 3, "four": [0] * 4, "nodes of 2": [0, 0, 1, 1],
          "uneven": [0, 1, 0, 1, 1], "own nodes": [0, 1, 2, 3]}

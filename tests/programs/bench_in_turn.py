@@ -12,8 +12,8 @@ from mpiring.__main__ import main
 
 def spoil_sums():
     """On the last rank, spoil one element."""
-    from mpiring.bench import allreduce, overlap, steps
-    from mpiring.bench.contenders import Contender, chosen, mpi
+    from mpiring.tools.bench import allreduce, overlap, steps
+    from mpiring.tools.bench.contenders import Contender, chosen, mpi
 
     def with_a_wrong_one(world, *asked):
         right = mpi(world)
@@ -35,7 +35,7 @@ def spoil_sums():
 
 def spoil_training():
     """Spoil a gradient of a transformer, or what one learns later, which only the end shows."""
-    from mpiring.bench import torch_models
+    from mpiring.tools.bench import torch_models
     right = torch_models.contenders
 
     def with_a_wrong_one(world, options, place):
@@ -65,7 +65,7 @@ def spoil_training():
 
 def spoil_a_reducer():
     """Turn the means of one around on rank 0."""
-    from mpiring.bench import reducers
+    from mpiring.tools.bench import reducers
     from mpiring.reducers import Cast
 
     class Wrong(Cast):
@@ -85,5 +85,5 @@ for ends, words in itertools.groupby(sys.argv[1:], ",".__eq__):
         words = list(words)
         print(f"{words[0]} ended with status {main(['bench', *words])}", flush=True)
         if "torch" in words:
-            from mpiring.bench import torch_models
+            from mpiring.tools.bench import torch_models
             torch_models.close()

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from mpiring import gpu_aware
+from mpiring.launch import gpu_aware
 
 
 class Done:

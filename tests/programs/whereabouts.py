@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import torch
 
-from mpiring.launch import load_mpi
+from mpiring.launch.start import load_mpi
 from mpiring.memory import compiled
 from mpiring.torch import devices
 from mpiring.torch.tensors import tensor_of

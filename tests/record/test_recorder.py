@@ -11,12 +11,13 @@ import weakref
 import numpy as np
 import pytest
 
-from mpiring import Config, chrome
-from mpiring.chrome import OPERATIONS, PROGRAM, STEPS, TraceFile
-from mpiring.collectives.agreement import Call
-from mpiring.engine import Engine
-from mpiring.flight import CAPACITY, Flight, Recorder
-from mpiring.handle import Handle
+from mpiring import Config
+from mpiring.record import trace_file as chrome
+from mpiring.record.trace_file import OPERATIONS, PROGRAM, STEPS, TraceFile
+from mpiring.operations.agreement import Call
+from mpiring.engine.engine import Engine
+from mpiring.record.recorder import CAPACITY, Flight, Recorder
+from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
 
 

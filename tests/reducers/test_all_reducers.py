@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from reducing import SHAPES, Model, count
 
-from mpiring.buckets import TensorSpec
+from mpiring.buckets.bucket import TensorSpec
 from mpiring.errors import ConfigError
 from mpiring.reducers import Cast, ErrorFeedback, Int8, Mean, OneBit, PowerSGD, TopK
 

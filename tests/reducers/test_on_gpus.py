@@ -7,11 +7,11 @@ import pytest
 import simulated_gpu
 from reducing import SHAPES, Model, ModelOnGpus, count
 
-from mpiring.buckets import TensorSpec
-from mpiring.codecs import kernels
-from mpiring.codecs.blocks import EightBit
-from mpiring.codecs.halves import Halves
-from mpiring.codecs.signs import Sign
+from mpiring.buckets.bucket import TensorSpec
+from mpiring.reducers.codecs import kernels
+from mpiring.reducers.codecs.blocks import EightBit
+from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.signs import Sign
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit
 
 MAKERS = {

@@ -6,8 +6,8 @@ import pytest
 from mpiring.collectives import chain, ring
 from mpiring.errors import BufferMismatchError, StallError
 from mpiring.memory.reduction import Reduction
-from mpiring.transport.prices import Link, PricedCombine, ghost
-from mpiring.transport.simulated import Dead, Lost, SimulatedNetwork, Slow
+from mpiring.simulated.prices import Link, PricedCombine, ghost
+from mpiring.simulated.network import Dead, Lost, SimulatedNetwork, Slow
 
 
 def allreduce(net, n=8):

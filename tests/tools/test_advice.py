@@ -6,7 +6,7 @@ import pytest
 from launching import launch
 
 from mpiring import ConfigError
-from mpiring.advice import Method, Wire, Workload, parse_matrix, predict, report, verdict
+from mpiring.tools.tune.advice import Method, Wire, Workload, parse_matrix, predict, report, verdict
 
 # 10 MB/s.
 WIRE = Wire(latency_s=1e-3, s_per_byte=1e-7)

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from launching import HANG_S, PROGRAMS, ROOT, SOON_S, environment, needed
 
-from mpiring import ConfigError, LaunchError, MissingDependencyError, lab
+from mpiring import ConfigError, LaunchError, MissingDependencyError
+from mpiring.tools.lab import lab
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 

@@ -15,11 +15,11 @@ from mpiring.__main__ import main
 from mpiring.collectives import hierarchical
 from mpiring.errors import StallError
 from mpiring.memory.reduction import Reduction
-from mpiring.simulate import mpich
-from mpiring.simulate.algorithms import ALGORITHMS, predict, selected
-from mpiring.simulate.cluster import Cluster
-from mpiring.transport.folded import FoldedNetwork, cyclic
-from mpiring.transport.simulated import SimulatedNetwork
+from mpiring.tools.simulate import mpich
+from mpiring.tools.simulate.algorithms import ALGORITHMS, predict, selected
+from mpiring.tools.simulate.cluster import Cluster
+from mpiring.simulated.folded import FoldedNetwork, cyclic
+from mpiring.simulated.network import SimulatedNetwork
 
 # Numbers with which everything matters a little.
 CLUSTER = Cluster(latency_s=1e-4, bandwidth=1e9, goodput=0.9, overhead_s=1e-5,

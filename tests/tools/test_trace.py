@@ -7,9 +7,9 @@ import pytest
 from launching import PROGRAMS, launch, needed
 
 from mpiring.__main__ import main
-from mpiring.trace.budget import (
+from mpiring.tools.trace.budget import (
     Activity, Operation, Step, Wait, budget_of, last_calls, typical, union)
-from mpiring.trace.files import open_job
+from mpiring.tools.trace.files import open_job
 
 TRACED = PROGRAMS / "traced.py"
 

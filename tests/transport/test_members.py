@@ -6,8 +6,8 @@ import pytest
 from mpiring.errors import BufferMismatchError, ConfigError, StallError
 from mpiring.transport.base import LANES, NO_BYTES, together
 from mpiring.transport.members import Members
-from mpiring.transport.prices import Link
-from mpiring.transport.simulated import Lost, SimulatedNetwork
+from mpiring.simulated.prices import Link
+from mpiring.simulated.network import Lost, SimulatedNetwork
 
 
 def exchange(net, mine):

@@ -2,7 +2,7 @@
 
 from typing import Protocol
 
-from ..memory.arrays import Array
+from ...memory.arrays import Array
 
 
 class Codec(Protocol):

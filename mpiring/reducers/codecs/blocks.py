@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arguments import whole_number
-from ..memory import compiled
-from ..memory.arrays import Array
-from ..memory.reduction import quietly
+from ...arguments import whole_number
+from ...memory import compiled
+from ...memory.arrays import Array
+from ...memory.reduction import quietly
 from . import pieces
 from .pieces import APART, NOWHERE
 

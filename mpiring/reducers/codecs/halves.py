@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..errors import ConfigError
-from ..memory import compiled, sixteen
-from ..memory.arrays import SIXTEEN_BIT, Array
-from ..memory.reduction import quietly
+from ...errors import ConfigError
+from ...memory import compiled, sixteen
+from ...memory.arrays import SIXTEEN_BIT, Array
+from ...memory.reduction import quietly
 from . import pieces
 from .pieces import APART, NOWHERE
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from ..memory.device import DeviceVector
-from ..memory.kernels import PACK_BYTES, SIXTEEN, THREADS, Kernel
+from ...gpu.base import DeviceVector
+from ...gpu.kernels import PACK_BYTES, SIXTEEN, THREADS, Kernel
 from . import base, blocks, pieces
 from .blocks import EightBit
 from .halves import Halves

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ..memory.arrays import Array
+from ...memory.arrays import Array
 from . import pieces
 
 # Elements whose places fit in 16 bits.

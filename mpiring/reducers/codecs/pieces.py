@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
-from ..memory.arrays import Array
+from ...errors import ConfigError
+from ...memory.arrays import Array
 
 # Elements in a piece: few enough for a level-2 cache of 1 MiB to hold a piece, its scratch memory
 # and its payload, and so many that NumPy's calls, half a microsecond each, cost little.

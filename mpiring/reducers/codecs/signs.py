@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..arguments import whole_number
-from ..errors import ConfigError
-from ..memory import compiled
-from ..memory.arrays import Array
-from ..memory.reduction import quietly
+from ...arguments import whole_number
+from ...errors import ConfigError
+from ...memory import compiled
+from ...memory.arrays import Array
+from ...memory.reduction import quietly
 from . import pieces
 from .pieces import APART, NOWHERE
 

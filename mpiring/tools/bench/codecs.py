@@ -8,16 +8,16 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from ..codecs.base import Codec
-from ..codecs.blocks import EightBit
-from ..codecs.halves import Halves
-from ..codecs.largest import select_largest
-from ..codecs.signs import Sign
-from ..memory.arrays import Array
-from ..reducers import Int8, OneBit
+from ...memory.arrays import Array
+from ...reducers import Int8, OneBit
+from ...reducers.codecs.base import Codec
+from ...reducers.codecs.blocks import EightBit
+from ...reducers.codecs.halves import Halves
+from ...reducers.codecs.largest import select_largest
+from ...reducers.codecs.signs import Sign
+from ..table import Column, head, line
 from . import codecs_on_device
 from .results import Row, machine, refuse_unwritable, write_json
-from .table import Column, head, line
 
 DENSITY = 0.001
 

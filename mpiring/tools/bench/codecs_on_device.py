@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..codecs.base import Codec
-from ..memory.arrays import Array
-from ..memory.device import Device, DeviceVector, device_named
+from ...gpu.arrays import device_named
+from ...gpu.base import DeviceVector
+from ...gpu.device import Device
+from ...memory.arrays import Array
+from ...reducers.codecs.base import Codec
 from .results import Row
 from .timing import finish
 
@@ -30,7 +32,7 @@ def shares(n: int, named: tuple[tuple[str, Codec], ...]) -> tuple[dict[str, Any]
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
     """
-    from ..codecs import kernels
+    from ...reducers.codecs import kernels
     device = device_named("cuda", 0)
     x = _put(device, np.random.default_rng(0).standard_normal(n, np.float32))
     other = device.allocate(x.nbytes).view(np.float32)

@@ -5,13 +5,14 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..config import launched_size, launcher_of
-from ..errors import ConfigError
-from ..progress import Progress
-from . import jobs, results, table
+from ...config import launched_size, launcher_of
+from ...errors import ConfigError
+from ...progress import Progress
+from .. import table
+from ..table import Column
+from . import jobs, results
 from .inputs import WrongAnswerError
 from .results import Environment, Measurement, Row
-from .table import Column
 from .world import World
 
 _DEFAULT_RANKS = 2

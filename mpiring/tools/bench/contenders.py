@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..collectives import native
-from ..config import ALGORITHMS
-from ..errors import ConfigError
-from ..memory.arrays import Array
+from ...collectives import native
+from ...config import ALGORITHMS
+from ...errors import ConfigError
+from ...memory.arrays import Array
 from . import peers
 from .world import World
 

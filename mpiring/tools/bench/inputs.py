@@ -15,9 +15,9 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ..errors import ConfigError, MissingDependencyError
-from ..memory.arrays import Array
-from ..memory.device import is_on_gpu
+from ...errors import ConfigError, MissingDependencyError
+from ...gpu.arrays import is_on_gpu
+from ...memory.arrays import Array
 from .world import World
 
 

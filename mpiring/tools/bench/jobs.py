@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import MissingDependencyError
-from ..launch import find_mpiexec
+from ...errors import MissingDependencyError
+from ...launch.start import find_mpiexec
 from .output import OutputError
 from .results import Environment, Measurement
 

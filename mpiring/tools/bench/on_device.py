@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import native
-from ..errors import ConfigError
-from ..gpus import cupy_for
-from ..memory.device import Device, DeviceVector, device_named, vector_of
+from ...collectives import native
+from ...errors import ConfigError
+from ...gpu.arrays import device_named, vector_of
+from ...gpu.base import DeviceVector
+from ...gpu.device import Device
+from ...gpus import cupy_for
 from . import peers
 from .contenders import DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, own
 from .timing import finish
@@ -29,7 +31,7 @@ class OnDevice:
     """
 
     def __init__(self, world: World) -> None:
-        from ..memory import cuda
+        from ...gpu import cuda
         self._world = world
         # Ranks that have a GPU would wait for one that has none.
         world.everywhere(cuda.cupy)

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..config import ALGORITHMS
-from ..errors import ConfigError
+from ...config import ALGORITHMS
+from ...errors import ConfigError
+from ..units import parse_count, parse_rate, parse_size, parse_sizes
 from . import codecs, peers
 from .allreduce import ALLREDUCE, BUFFERS
 from .command import Benchmark, run
@@ -17,7 +18,6 @@ from .prefetch import PREFETCH
 from .reducers import LEARNING_RATES, NAMES, REDUCERS, complete
 from .steps import STEPS
 from .torch_steps import MODELS, TORCH_STEPS
-from .units import parse_count, parse_rate, parse_size, parse_sizes
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import Any
 
 
-from ..errors import ConfigError, MissingDependencyError
-from ..memory.arrays import Array
+from ...errors import ConfigError, MissingDependencyError
+from ...memory.arrays import Array
 from .world import World
 
 NAMES = ("gloo", "horovod")
@@ -83,7 +83,7 @@ def tensor_of(x: Array) -> Any:
     Raises:
         ConfigError: PyTorch has no such dtype.
     """
-    from ..torch.devices import seen_as_tensor
+    from ...torch.devices import seen_as_tensor
     try:
         return seen_as_tensor(x)
     except TypeError as exc:

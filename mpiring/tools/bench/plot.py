@@ -5,11 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ConfigError, MissingDependencyError
+from ...errors import ConfigError, MissingDependencyError
+from ..table import ranks_text
+from ..units import size_text
 from .contenders import LIMITS
 from .results import Environment, Row, writing
-from .table import ranks_text
-from .units import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

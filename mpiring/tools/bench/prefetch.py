@@ -5,13 +5,13 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ..data import prefetch
+from ...data import prefetch
+from ..table import Column
 from . import timing
 from .command import Benchmark
 from .peers import refuse_missing_torch
 from .results import Environment, Measurement, Row
 from .steps import ALONE, Readings, in_turns
-from .table import Column
 from .world import World
 
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..collectives.agreement import Call
-from ..collectives.operation import Collectives
-from ..errors import ConfigError
-from ..reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
-from ..statistics import Statistics
-from ..transport.base import Schedule
+from ...errors import ConfigError
+from ...operations.agreement import Call
+from ...operations.operation import Collectives
+from ...record.statistics import Statistics
+from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
+from ...transport.base import Schedule
 from . import timing
 from .command import Benchmark
 from .peers import refuse_missing_torch

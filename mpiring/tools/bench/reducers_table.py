@@ -5,9 +5,9 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..table import Column
 from . import timing
 from .results import Environment, Measurement, Row
-from .table import Column
 
 ALONE = "alone"
 DENSE = "dense"

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from .. import __version__
-from ..config import relevant_variables
-from ..errors import ConfigError
+from ... import __version__
+from ...config import relevant_variables
+from ...errors import ConfigError
 from .world import World
 
 Row = dict[str, Any]

@@ -7,15 +7,15 @@ from functools import partial
 
 import numpy as np
 
-from ..memory.arrays import Array
-from ..numpy import DataParallel
+from ...memory.arrays import Array
+from ...numpy import DataParallel
+from ..table import Column
 from . import timing
 from .command import Benchmark
 from .contenders import Contender, chosen
 from .inputs import WrongAnswerError
 from .memory import Growth
 from .results import Environment, Measurement, Row
-from .table import Column
 from .world import World
 
 ALONE = "compute only"

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..memory.gpu import Event
+from ...gpu.base import Event
 
 # So many calls per case and round are measured at least, and at most.
 _FEWEST, _MOST = 2, 200

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from ..memory.arrays import Array
-from ..torch import DataParallel, device_for, share_cores
-from ..torch.prefetching import refuse_missing
+from ...memory.arrays import Array
+from ...torch import DataParallel, device_for, share_cores
+from ...torch.prefetching import refuse_missing
 from . import peers, timing
 from .steps import ALONE, OURS
 from .torch_steps import GLOO

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..memory.arrays import Array
+from ...memory.arrays import Array
+from ..table import Column
 from . import timing
 from .command import Benchmark
 from .inputs import WrongAnswerError
@@ -17,7 +18,6 @@ from .memory import Growth
 from .peers import refuse_missing_torch
 from .results import Environment, Measurement, Row
 from .steps import ALONE, Readings, check, first_wrong, in_turns, means_over_ranks, warm_up
-from .table import Column
 from .world import World
 
 if TYPE_CHECKING:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..errors import ConfigError
-from ..memory.arrays import Array
-from ..reducers import Reducer
-from ..statistics import Statistics
-from ..torch import DataParallel, share_cores
+from ...errors import ConfigError
+from ...memory.arrays import Array
+from ...record.statistics import Statistics
+from ...reducers import Reducer
+from ...torch import DataParallel, share_cores
 from .torch_models import TEXT_LENGTH, Transformer, size_of, width_for
 from .world import World
 

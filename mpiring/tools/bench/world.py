@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
-from ..config import Config
-from ..errors import MpiringError
-from ..launch import load_mpi, mpi_world
+from ...communicator import Communicator
+from ...config import Config
+from ...errors import MpiringError
+from ...launch.start import load_mpi, mpi_world
 
 
 class World:

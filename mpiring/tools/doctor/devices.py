@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..errors import MpiringError
+from ...errors import MpiringError
 from .facts import Gpus
 
 # Processes share whole blocks of this size.
@@ -19,7 +19,7 @@ def usable(gpus: Gpus, place: int) -> Gpus:
     if gpus.kind != "NVIDIA":
         return gpus
     try:
-        from ..memory import cuda
+        from ...gpu import cuda
         package = cuda.cupy()
         count = package.cuda.runtime.getDeviceCount()
         seen = tuple(str(package.cuda.Device(index).pci_bus_id) for index in range(count))

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from ..communicator import Communicator
-from ..config import Config
-from ..errors import MpiringError
+from ...communicator import Communicator
+from ...config import Config
+from ...errors import MpiringError
 from . import gather
 from .devices import usable
-from .facts import (ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank)
+from .facts import ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank
 from .measure import measured
 
 # Long enough for every algorithm to be itself, too short to be noticed.

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..config import launcher_of
+from ...config import launcher_of
 
 # How libraries and launchers name themselves, the more special first: several are MPICH within.
 _VENDORS = {

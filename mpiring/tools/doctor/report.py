@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Sequence
 
-from .. import __version__
+from ... import __version__
 from .facts import Job
 from .findings import OK, VERDICTS, Section, count, place, worst
 

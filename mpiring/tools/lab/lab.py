@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .errors import ConfigError, LaunchError, MissingDependencyError
-from .launch import find_mpiexec
+from ...errors import ConfigError, LaunchError, MissingDependencyError
+from ...launch.start import find_mpiexec
 
 PLACEMENTS = ("block", "round-robin")
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..collectives import direct, hierarchical, ring, shared
-from ..collectives.model import Curve, Model
-from ..collectives.select import choose
-from ..memory.arrays import Array, slice_of
-from ..transport.base import HEADER_BYTES, Channel, Schedule
-from ..transport.folded import cyclic, pairwise
-from ..transport.prices import PricedCombine, ghost
-from ..transport.simulated import SimulatedNetwork
-from ..transport.simulated_node import SimulatedMemory
+from ...collectives import direct, hierarchical, ring, shared
+from ...memory.arrays import Array, slice_of
+from ...operations.model import Curve, Model
+from ...operations.select import choose
+from ...simulated.folded import cyclic, pairwise
+from ...simulated.network import SimulatedNetwork
+from ...simulated.node import SimulatedMemory
+from ...simulated.prices import PricedCombine, ghost
+from ...transport.base import HEADER_BYTES, Channel, Schedule
 from . import mpich
 from .cluster import Cluster, Symmetry
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ..transport.folded import FoldedNetwork
-from ..transport.prices import Link
-from ..transport.simulated import SimulatedNetwork
+from ...simulated.folded import FoldedNetwork
+from ...simulated.network import SimulatedNetwork
+from ...simulated.prices import Link
 
 Symmetry = Callable[[int, int], int]
 

@@ -5,13 +5,14 @@ import sys
 from argparse import Namespace
 from dataclasses import replace
 
-from .. import __version__
-from ..bench import results, table
+from ... import __version__
+from ...errors import ConfigError
+from .. import table
+from ..bench import results
 from ..bench.command import check_files, report
 from ..bench.results import Environment, Row
-from ..bench.table import Column
-from ..bench.units import size_text
-from ..errors import ConfigError
+from ..table import Column
+from ..units import size_text
 from .algorithms import ALGORITHMS, predict, selected
 from .cluster import Cluster
 

@@ -16,10 +16,10 @@ operations in MPICH", IJHPCA 19(1), 2005; MPICH's MPIR_Allreduce_intra_auto.
 
 from collections.abc import Sequence
 
-from ..memory.arrays import Array, chunks_of
-from ..memory.reduction import Combine
-from ..transport.base import Channel, Schedule
-from ..transport.members import Members
+from ...memory.arrays import Array, chunks_of
+from ...memory.reduction import Combine
+from ...transport.base import Channel, Schedule
+from ...transport.members import Members
 
 # MPIR_CVAR_ALLREDUCE_SHORT_MSG_SIZE.
 SHORT_BYTES = 2048

@@ -3,7 +3,7 @@
 import argparse
 
 from ..bench.options import above_zero, checked, positive
-from ..bench.units import parse_rate, parse_size, parse_time
+from ..units import parse_rate, parse_size, parse_time
 from .cluster import Cluster
 from .command import run
 

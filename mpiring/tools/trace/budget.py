@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
 
-from ..chrome import OPERATIONS
+from ...record.trace_file import OPERATIONS
 from .files import Event, JobTrace, RankTrace
 
 # A step that takes so many times the median one has something else in it, as a validation.

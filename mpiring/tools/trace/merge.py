@@ -5,8 +5,8 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...record.trace_file import PROGRAM
 from ..bench.results import opened
-from ..chrome import PROGRAM
 from .files import Event, RankTrace, open_job
 from .report import warn
 

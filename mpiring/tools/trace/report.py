@@ -6,15 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from ..bench import plot, table
+from ...errors import ConfigError
+from .. import table
+from ..bench import plot
 from ..bench.results import Row, refuse_unwritable
-from ..bench.table import Column
-from ..bench.units import size_text
-from ..errors import ConfigError
+from ..table import Column
+from ..units import size_text
 from . import picture
 from .budget import (
     Activity, Budget, Key, Operation, Step, Wait, activity_of, budget_of, idle_part, last_calls,
-    is_in, mean, typical)
+    is_in, mean, typical,
+)
 from .files import JobTrace, open_job
 
 _BUDGET = [

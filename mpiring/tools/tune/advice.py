@@ -9,16 +9,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .bench.table import Column, head, line, significant
-from .bench.units import size_text
-from .buckets import Bucket, BucketPlan, TensorSpec, plan
-from .collectives.agreement import Call
-from .collectives.model import Model
-from .collectives.operation import Collectives
-from .communicator import Communicator
-from .errors import ConfigError
-from .reducers import Cast, Compressor, Int8, Mean, OneBit, PowerSGD, Reducer, TopK
-from .transport.base import Schedule
+from ...buckets.bucket import Bucket, BucketPlan, TensorSpec, plan
+from ...communicator import Communicator
+from ...errors import ConfigError
+from ...operations.agreement import Call
+from ...operations.model import Model
+from ...operations.operation import Collectives
+from ...reducers import Cast, Compressor, Int8, Mean, OneBit, PowerSGD, Reducer, TopK
+from ...transport.base import Schedule
+from ..table import Column, head, line, significant
+from ..units import size_text
 
 # A step computes forward and backward, and the latter about twice as long. Gradients travel then.
 BACKWARD_SHARE = 2 / 3

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ...communicator import Communicator, init
+from ...errors import ConfigError
+from ...operations.model import Model
+from ..bench.options import above_zero, checked
+from ..units import parse_size, size_text
 from .advice import Workload, advise, parse_matrix
-from .bench.options import above_zero, checked
-from .bench.units import parse_size, size_text
-from .collectives.model import Model
-from .communicator import Communicator, init
-from .errors import ConfigError
 
 _SMALLEST, _LARGEST = 8, 1 << 30
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from host_kernels import HostMemory, HostStream, compiled, complaints
 
-from mpiring.codecs import kernels
-from mpiring.codecs.blocks import EightBit
+from mpiring.reducers.codecs import kernels
+from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.errors import ConfigError
 
 MEMORY = HostMemory()

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from launching import needed
 
 from mpiring import ConfigError
-from mpiring.codecs import pieces
-from mpiring.codecs.base import Codec
-from mpiring.codecs.blocks import EightBit
-from mpiring.codecs.halves import Halves
-from mpiring.codecs.signs import Sign
+from mpiring.reducers.codecs import pieces
+from mpiring.reducers.codecs.base import Codec
+from mpiring.reducers.codecs.blocks import EightBit
+from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.signs import Sign
 from mpiring.memory import compiled
 
 CODECS: list[Codec] = [

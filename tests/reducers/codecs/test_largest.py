@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.codecs import largest
-from mpiring.codecs.largest import pack, packed_size, select_largest, unpack
+from mpiring.reducers.codecs import largest
+from mpiring.reducers.codecs.largest import pack, packed_size, select_largest, unpack
 
 N = 300_000                                     # sampled, and several blocks
 

@@ -6,8 +6,8 @@ from argparse import Namespace
 import host_kernels
 import simulated_gpu
 
-from mpiring.bench import codecs
-from mpiring.codecs import kernels
+from mpiring.tools.bench import codecs
+from mpiring.reducers.codecs import kernels
 
 
 def test_what_is_measured(monkeypatch, tmp_path, capsys):

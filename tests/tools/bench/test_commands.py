@@ -11,7 +11,7 @@ import pytest
 from launching import HANG_S, PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
 from mpiring.__main__ import main
-from mpiring.bench import inputs, jobs, peers, reducers
+from mpiring.tools.bench import inputs, jobs, peers, reducers
 from mpiring.config import ALGORITHMS
 from mpiring.errors import ConfigError
 from mpiring.transport.base import run_to_end

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from mpiring import ConfigError
-from mpiring.bench import inputs
+from mpiring.tools.bench import inputs
 
 
 def arrays(name, n, size):

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from mpiring.bench.memory import Growth
+from mpiring.tools.bench.memory import Growth
 
 MIB = 1 << 20
 # The system counts pages in batches, and Python allocates a little meanwhile.

@@ -8,9 +8,9 @@ import pytest
 from launching import PROGRAMS, launch, needed
 
 from mpiring.__main__ import main
-from mpiring.bench import jobs
-from mpiring.bench.jobs import Job
-from mpiring.bench.world import World
+from mpiring.tools.bench import jobs
+from mpiring.tools.bench.jobs import Job
+from mpiring.tools.bench.world import World
 from mpiring.errors import ConfigError, MissingDependencyError
 
 UNWRITABLE = {

@@ -11,11 +11,13 @@ import pytest
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.bench import (
-    allreduce, overlap, plot, reducers_table, results, steps, table, torch_steps, wire)
-from mpiring.bench.contenders import NATIVE
-from mpiring.bench.results import Measurement
-from mpiring.bench.table import Column
+from mpiring.tools import table
+from mpiring.tools.bench import (
+    allreduce, overlap, plot, reducers_table, results, steps, torch_steps, wire,
+)
+from mpiring.tools.bench.contenders import NATIVE
+from mpiring.tools.bench.results import Measurement
+from mpiring.tools.table import Column
 from mpiring.config import ALGORITHMS
 
 ABOUT = {

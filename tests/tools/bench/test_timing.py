@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from mpiring.bench import overlap
-from mpiring.bench.timing import calls_within, median, overlap_percentage, p95, timed
+from mpiring.tools.bench import overlap
+from mpiring.tools.bench.timing import calls_within, median, overlap_percentage, p95, timed
 
 
 class Ranks:

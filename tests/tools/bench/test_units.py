@@ -3,7 +3,7 @@
 import pytest
 
 from mpiring import ConfigError
-from mpiring.bench.units import (
+from mpiring.tools.units import (
     parse_count, parse_rate, parse_size, parse_sizes, parse_time, size_text)
 
 

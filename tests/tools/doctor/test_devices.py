@@ -3,8 +3,8 @@
 import simulated_gpu
 
 from mpiring import MissingDependencyError
-from mpiring.doctor.devices import usable
-from mpiring.doctor.facts import Gpus
+from mpiring.tools.doctor.devices import usable
+from mpiring.tools.doctor.facts import Gpus
 
 NODE = Gpus(kind="NVIDIA", count=1, driver="570.1")
 

@@ -9,9 +9,9 @@ import pytest
 from launching import HANG_S, ROOT, environment
 
 from mpiring.config import launch_variables, launched_rank, unknown_variables
-from mpiring.doctor import child, gather, memory
-from mpiring.doctor.facts import Device, Library
-from mpiring.doctor.measure import rounds
+from mpiring.tools.doctor import child, gather, memory
+from mpiring.tools.doctor.facts import Device, Library
+from mpiring.tools.doctor.measure import rounds
 
 
 def machine(root, **files):

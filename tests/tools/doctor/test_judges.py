@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from mpiring.config import launcher_of
-from mpiring.doctor.command import SUBJECTS, judged
-from mpiring.doctor.facts import (ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library,
-                                  Memory, Mpirun, Pair, Processors, Rank, Slurm, related,
-                                  vendor_of, version_of)
-from mpiring.doctor.findings import Finding, merged, place, ranks_text
-from mpiring.doctor.launch import right_launch
-from mpiring.doctor.report import as_json, as_text
+from mpiring.tools.doctor.command import SUBJECTS, judged
+from mpiring.tools.doctor.facts import (
+    ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library, Memory, Mpirun, Pair,
+    Processors, Rank, Slurm, related, vendor_of, version_of)
+from mpiring.tools.doctor.findings import Finding, merged, place, ranks_text
+from mpiring.tools.doctor.launch import right_launch
+from mpiring.tools.doctor.report import as_json, as_text
 
 MPICH = Library(path="/m/lib/libmpi.so.12", standard="5.0",
                 text="MPICH Version: 5.0.2 MPICH Release date: 2026")

@@ -1,0 +1,1 @@
+"""Flat memory for tensors, and what is remembered about slices of it."""

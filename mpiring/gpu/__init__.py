@@ -1,0 +1,1 @@
+"""Vectors in the memory of GPUs, and what copies and combines them."""

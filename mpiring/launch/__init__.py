@@ -1,0 +1,1 @@
+"""How a process was launched: MPI's start, the job's end, nodes, what the disk remembers."""

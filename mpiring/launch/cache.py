@@ -1,0 +1,65 @@
+"""Keeps on disk what was measured or tried, for the next job: one small JSON file per question."""
+
+import hashlib
+import json
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+
+class Cache:
+    """A file that holds the answer to one question.
+
+    Args:
+        setting: Its folder, as the setting `tuning_folder`; "" keeps nothing.
+        prefix: The file's name begins so.
+        key: Describes all that the answer depends on.
+
+    Attributes:
+        folder: Its folder; None where nothing is kept.
+    """
+
+    def __init__(self, setting: str, prefix: str, key: str) -> None:
+        self.folder, self._key = folder_of(setting), key
+        name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+        self._file = None if self.folder is None else self.folder / f"{prefix}{name}.json"
+
+    def read(self, name: str) -> Any:
+        """Return a value that an earlier job has kept; None if there is none that can be read."""
+        if self._file is None:
+            return None
+        try:
+            return json.loads(self._file.read_text())[name]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def write(self, name: str, value: Any) -> None:
+        """Keep a value, in the place of what was kept.
+
+        Raises:
+            OSError: The folder cannot be written to.
+        """
+        if self._file is None:
+            return
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        # Other jobs may write the same file at the same time.
+        handle, scratch = tempfile.mkstemp(dir=self._file.parent)
+        try:
+            with os.fdopen(handle, "w") as opened:
+                json.dump({"about": self._key, name: value}, opened, indent=1)
+            os.replace(scratch, self._file)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(scratch)
+            raise
+
+
+def folder_of(setting: str) -> Path | None:
+    """Return the folder of the setting `tuning_folder`; None for "", or without a home."""
+    try:
+        return Path(setting).expanduser() if setting else None
+    except RuntimeError:
+        # A container's user may have neither HOME nor an entry in the list of users.
+        return None

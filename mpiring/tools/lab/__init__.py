@@ -1,0 +1,1 @@
+"""A cluster in one machine, with slow links: `python -m mpiring lab`."""

@@ -1,0 +1,1 @@
+"""Averages what a training step computes, and keeps replicas equal."""
