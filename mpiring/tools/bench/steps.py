@@ -20,6 +20,7 @@ from .world import World
 
 ALONE = "compute only"
 OURS = "mpiring DataParallel"
+GLOO = "Gloo + PyTorch's DDP"
 
 _LEARNING_RATE = np.float32(1e-3)
 # Gradients come from sums of float32 in another order.

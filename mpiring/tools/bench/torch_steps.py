@@ -17,14 +17,13 @@ from .inputs import WrongAnswerError
 from .memory import Growth
 from .peers import refuse_missing_torch
 from .results import Environment, Measurement, Row
-from .steps import ALONE, Readings, check, first_wrong, in_turns, means_over_ranks, warm_up
+from .steps import ALONE, GLOO, Readings, check, first_wrong, in_turns, means_over_ranks, warm_up
 from .world import World
 
 if TYPE_CHECKING:
     from .torch_models import Contender, Place, Training
 
 MODELS = ("transformer", "convnet", "mlp")
-GLOO = "Gloo + PyTorch's DDP"
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:

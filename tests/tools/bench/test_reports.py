@@ -94,7 +94,7 @@ def of_torch(contender, step, communication=(0.1,), peak=0, model="mlp"):
 
 TORCH = [of_torch(steps.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
          of_torch(steps.OURS, [0.11, 0.11, 0.24, 0.24], [0.05, 0.05], peak=6 << 20),
-         of_torch(torch_steps.GLOO, [0.2, 0.2, 0.32, 0.32], [0.1], peak=9 << 20)]
+         of_torch(steps.GLOO, [0.2, 0.2, 0.32, 0.32], [0.1], peak=9 << 20)]
 
 
 def test_rows_of_training_with_pytorch():
