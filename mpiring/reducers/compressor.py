@@ -17,7 +17,7 @@ from ..gpu.device import Device
 from ..memory.arrays import Array, dtype_name
 from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
-from .exchange import Cost, Meeting
+from .exchange import Cost, SliceExchange
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _EDITION = 1
@@ -59,11 +59,11 @@ class Compressor(ABC):
     # What subclasses define
 
     @abstractmethod
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes.
 
         Args:
-            meeting: The ranks, and what is remembered.
+            exchange: The ranks, and what is remembered.
             x: Shape (n,); may be empty. Overwritten by the same bits on all nodes.
             lost: Shape (n,), overwritten by what of this rank's `x` is not in the result: the
                 mean over nodes of result + lost is that of `x`. None where nobody asks.
@@ -100,26 +100,26 @@ class Compressor(ABC):
         return self._reduce(collectives, bucket, kept)
 
     def _reduce(self, collectives: Collectives, bucket: Bucket, kept: Kept) -> Schedule[None]:
-        def exchange(net: Channel, x: Array, j: int) -> Schedule[bool]:
-            meeting = Meeting(net, kept.parts[j], collectives.borrow, kept.steps,
-                              (kept.index, j), self.cost)
-            return self._in_float32(meeting, x)
+        def average(net: Channel, x: Array, j: int) -> Schedule[bool]:
+            exchange = SliceExchange(net, kept.parts[j], collectives.borrow, kept.steps,
+                                     (kept.index, j), self.cost)
+            return self._in_float32(exchange, x)
 
         bucket.clear_padding()
-        finite = yield from collectives.between_nodes(bucket.vector, kept.bounds, exchange)
+        finite = yield from collectives.between_nodes(bucket.vector, kept.bounds, average)
         # On a GPU nobody has looked.
         bucket.finite = finite if bucket.device is None else None
 
-    def _in_float32(self, meeting: Meeting, x: Array) -> Schedule[bool]:
+    def _in_float32(self, exchange: SliceExchange, x: Array) -> Schedule[bool]:
         """Let `between` have a slice in float32, and count its time."""
-        cost, began = meeting.cost, time.perf_counter()
+        cost, began = exchange.cost, time.perf_counter()
         computed_s = cost.encode_s + cost.decode_s
         if x.dtype == np.float32:
-            finite = yield from self.between(meeting, x, None)
+            finite = yield from self.between(exchange, x, None)
         else:
-            with meeting.borrow(x.size, np.float32) as wide:
+            with exchange.borrow(x.size, np.float32) as wide:
                 vectors.convert(wide, x)
-                finite = yield from self.between(meeting, wide, None)
+                finite = yield from self.between(exchange, wide, None)
                 vectors.convert(x, wide)
         computed_s = cost.encode_s + cost.decode_s - computed_s
         cost.wire_s += time.perf_counter() - began - computed_s

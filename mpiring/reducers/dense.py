@@ -4,16 +4,16 @@ from ..buckets.state import Wide
 from ..collectives import direct
 from ..memory.reduction import reduction
 from ..transport.base import Schedule
-from .exchange import Meeting
+from .exchange import SliceExchange
 
 
-def average(meeting: Meeting, x: Wide) -> Schedule[None]:
+def average(exchange: SliceExchange, x: Wide) -> Schedule[None]:
     """Return the schedule that replaces `x` by its mean over ranks, in place.
 
     Args:
-        meeting: The ranks.
+        exchange: The ranks.
         x: Shape (n,).
     """
-    p = meeting.net.size
-    with meeting.borrow(direct.inbox_size(x.size, p, x.itemsize), x.dtype) as inbox:
-        yield from direct.allreduce(meeting.net, x, inbox, reduction("mean", x.dtype, p))
+    p = exchange.net.size
+    with exchange.borrow(direct.inbox_size(x.size, p, x.itemsize), x.dtype) as inbox:
+        yield from direct.allreduce(exchange.net, x, inbox, reduction("mean", x.dtype, p))

@@ -33,7 +33,7 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SliceExchange:
     """What a method has in its hands while the nodes exchange one slice.
 
     Attributes:
@@ -52,8 +52,8 @@ class Meeting:
     place: tuple[int, ...]
     cost: Cost = field(default_factory=Cost)
 
-    def seeded(self, seed: int) -> "Meeting":
-        """Return the same meeting, with another chance."""
+    def seeded(self, seed: int) -> "SliceExchange":
+        """Return the same exchange, with another chance."""
         return replace(self, place=(*self.place, seed))
 
     def key(self, *numbers: int) -> int:

@@ -64,8 +64,8 @@ def test_what_a_reducer_keeps_is_rescaled(comm):
         def rescale(self, factor):
             self.scale *= factor
 
-        def between(self, meeting, x, lost):
-            yield from dense.average(meeting, x)
+        def between(self, exchange, x, lost):
+            yield from dense.average(exchange, x)
             return is_finite(x)
 
     reducer = Residual()
