@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..buckets.state import Part
+from ..buckets.state import SliceState
 from ..memory.arrays import Array
 from ..transport.base import Channel
 
@@ -46,7 +46,7 @@ class SliceExchange:
     """
 
     net: Channel
-    part: Part
+    part: SliceState
     borrow: Callable[[int, DTypeLike], AbstractContextManager[Array]]
     step: int
     place: tuple[int, ...]

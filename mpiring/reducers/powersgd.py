@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ..arguments import number, whole_number
 from ..buckets.bucket import Bucket
-from ..buckets.state import Part, Segment, Wide
+from ..buckets.state import SliceState, Segment, Wide
 from ..errors import ConfigError
 from ..gpu.device import Device
 from ..memory.arrays import is_finite
@@ -140,7 +140,7 @@ class PowerSGD(Compressor):
         r = min(self.rank, n, m)
         return r if r * (n + m) * self.min_compression <= n * m else 0
 
-    def _matrix(self, part: Part, one: Segment, x: Wide) -> "_Matrix":
+    def _matrix(self, part: SliceState, one: Segment, x: Wide) -> "_Matrix":
         n, m = one.shape[0], math.prod(one.shape[1:])
         m_view = x[one.start:one.stop].reshape(n, m)
         q = part.other(f"Q of {one.name}", lambda: self._random(one.name, self._rank_of(one), m))
