@@ -16,7 +16,7 @@ from ..gpu.device import Device
 from ..memory.arrays import COMPLEX, FLOATING, Array, dtype_name
 from ..memory.digest import bytes_of
 from ..record.statistics import Statistics
-from ..reducers.choice import Wish
+from ..reducers.by_name import Wish
 from ..training.gradients import Gradients, refuse_different
 from ..training.replicas import Part, Replicas, parts_of
 

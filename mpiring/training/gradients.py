@@ -19,7 +19,7 @@ from ..gpu.device import Device
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..record.statistics import Statistics
-from ..reducers.choice import Wish, compressors, reducers_of
+from ..reducers.by_name import Wish, compressors, reducers_of
 from ..reducers.compressor import Compressor
 from ..reducers.exchange import Cost
 from ..transport.base import Schedule
