@@ -16,7 +16,7 @@ from ..gpu.device import Device
 from ..memory.arrays import is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
-from . import dense
+from . import two_phase
 from .compressor import Compressor, bounds_by_tensor
 from .exchange import SliceExchange
 from .feedback import with_feedback
@@ -127,7 +127,7 @@ class PowerSGD(Compressor):
         """Average a vector; return what this rank's contribution has lost."""
         lost = np.zeros_like(x)
         if self.reducer is None:
-            yield from dense.average(exchange, x)
+            yield from two_phase.average_dense(exchange, x)
         else:
             yield from self.reducer.between(exchange, x, lost)
         return lost

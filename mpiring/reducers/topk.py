@@ -10,7 +10,7 @@ from ..collectives import ring
 from ..memory.arrays import Array, is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
-from . import dense
+from . import two_phase
 from .codecs import largest
 from .compressor import Compressor, bounds_by_tensor
 from .exchange import SliceExchange
@@ -108,7 +108,7 @@ class TopK(Compressor):
             # Around a ring, all of it takes no more bytes.
             x[...] = 0
             x[indices] = values
-            yield from dense.average(exchange, x)
+            yield from two_phase.average_dense(exchange, x)
             return is_finite(x)
         return (yield from _average_sparse(exchange, x, values, indices))
 

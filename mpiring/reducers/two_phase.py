@@ -11,10 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from ..buckets.state import Wide
-from ..collectives import ring
+from ..collectives import direct, ring
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..memory.arrays import Array
+from ..memory.reduction import reduction
 from ..transport.base import Request, Schedule, together
 from .codecs import kernels
 from .codecs.base import Codec
@@ -61,6 +62,18 @@ def average(
         return finite
 
     return all((yield from together(map(lane, range(_IN_FLIGHT)), _IN_FLIGHT)))
+
+
+def average_dense(exchange: SliceExchange, x: Wide) -> Schedule[None]:
+    """Return the schedule that replaces `x` by its mean over ranks, in place.
+
+    Args:
+        exchange: The ranks.
+        x: Shape (n,).
+    """
+    p = exchange.net.size
+    with exchange.borrow(direct.inbox_size(x.size, p, x.itemsize), x.dtype) as inbox:
+        yield from direct.allreduce(exchange.net, x, inbox, reduction("mean", x.dtype, p))
 
 
 def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) -> Schedule[bool]:
