@@ -120,7 +120,7 @@ class Communicator:
         if str(device) != "cpu":
             gpu = device_named(device, self.local_rank)
             call = Call("empty", f"{name} on a GPU", nbytes=like.nbytes)
-            vector: Any = self._group.run(call, self._group.places.on(
+            vector: Any = self._group.run(call, self._group.gpus.on(
                 gpu, (), lambda collectives: collectives.empty(like.shape, like.dtype)))
             return gpu.gpu.array(vector, like.shape)
         if like.nbytes == 0:
@@ -177,7 +177,7 @@ class Communicator:
         vector = vector_of(x)
         if type(op) is not str:
             op = op_named(op, vector.dtype)
-        return allreduce_call(op, x, vector, algorithm), self._group.places.where(
+        return allreduce_call(op, x, vector, algorithm), self._group.gpus.where(
             vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
@@ -239,7 +239,7 @@ class Communicator:
     def _run(self, kind: str, detail: str, vector: Any, build: Build[T]) -> T:
         """Run an operation on a vector, where that lies."""
         return self._group.run(Call(kind, detail, nbytes=vector.nbytes),
-                               self._group.places.where(vector, build))
+                               self._group.gpus.where(vector, build))
 
     def barrier(self) -> None:
         """Return after every rank has called.
