@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .part import sync_folder
+from .checkpoint_file import sync_folder
 
 _log = logging.getLogger("mpiring")
 

@@ -17,12 +17,12 @@ from ..training.replicas import Replicas
 from .averaging import Averaging
 from .buffers import Buffers
 from .devices import KINDS, described
+from .join import Uneven
 from .optimizers import follow_steps, replicated_parts, updates_any
 from .sparse_gradients import sparse_parameters
 from .states import broadcast_parameters
 from .tensors import numpy_dtype, tensors_in
 from .threads import share_cores
-from .uneven import Uneven
 
 
 class DataParallel(nn.Module):
