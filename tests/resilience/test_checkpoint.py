@@ -20,7 +20,7 @@ from threads import on_ranks, state
 from mpiring.errors import CheckpointError, ClosedError, ConfigError
 from mpiring.numpy import Checkpoints
 from mpiring.resilience import checkpoint_file, folder, publisher
-from mpiring.resilience.sharing import open_folder
+from mpiring.resilience.folder import open_folder
 
 
 def save(folder, steps, size=2, **options):
