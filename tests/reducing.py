@@ -88,9 +88,9 @@ class Model:
         nodes = len(set(self.node_of))
         total = np.zeros(self.buckets[0][index].plan.size)
         for reducer, buckets in zip(self.reducers, self.buckets):
-            kept = reducer._kept[buckets[index].plan]
-            total += kept.whole("residual") / nodes
-        return np.concatenate([total[one.start:one.stop] for one in kept._whole])
+            state = reducer._states[buckets[index].plan]
+            total += state.whole("residual") / nodes
+        return np.concatenate([total[one.start:one.stop] for one in state._whole])
 
     def states(self):
         return [reducer.state_dict() for reducer in self.reducers]
