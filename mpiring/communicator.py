@@ -70,9 +70,8 @@ class Communicator:
         rank, size: This rank, and how many there are.
         local_rank, local_size: The same within this node.
         node_rank, num_nodes: This node, and how many there are.
-        memory_groups: The ranks that share a memory, for each memory; collectives within a group
-            send no messages. The same lists on all ranks: a group is a node's ranks, or a single
-            rank where there is no shared memory (see the setting `shared_memory`).
+        memory_groups: The ranks that share a memory, for each memory: those of a node, or a
+            single rank where there is no shared memory (see the setting `shared_memory`).
         config: The settings.
         recorder: What this rank did last; `recorder.end_step()` marks the end of a training
             step in the trace, as `DataParallel` does by itself.
@@ -172,8 +171,8 @@ class Communicator:
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
         """Begin to combine `x` over all ranks, and return a handle at once.
 
-        The operation advances in the background. `x` must be left alone until
-        `wait()` returns it. Many may be under way; they can be waited for in any order.
+        The operation advances in the background; leave `x` alone until `wait()` returns it.
+        Many may be under way, and be waited for in any order.
 
         Args: see `allreduce`.
 
@@ -304,9 +303,8 @@ class Communicator:
     def tune(self, *, fresh: bool = False) -> Model:
         """Measure what each algorithm costs here, and return it; "auto" goes by it from now on.
 
-        Done by itself before the first blocking allreduce between nodes, and by
-        `DataParallel`, unless the setting `tuning` forbids it; takes less than half a
-        second on usual networks. Nonblocking operations never wait for it.
+        Done by itself before the first blocking allreduce between nodes, and by `DataParallel`,
+        unless the setting `tuning` forbids it; takes less than half a second on usual networks.
 
         Args:
             fresh: Measure, even if an earlier job on such a cluster has.
@@ -364,8 +362,7 @@ class Communicator:
     def statistics(self) -> Statistics:
         """What this communicator's operations have cost so far.
 
-        Subtract two to see a stretch of time. Communicators that were split from this one count
-        for themselves: seconds in which operations of both are under way count for both.
+        Subtract two to see a stretch of time. Communicators split from this one count their own.
         """
         return self._group.statistics
 
