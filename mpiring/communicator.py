@@ -185,7 +185,7 @@ class Communicator:
         vector = vector_of(x)
         if type(op) is not str:
             op = op_named(op, vector.dtype)
-        return allreduce_call(op, x, vector, algorithm), self._group.places.where(
+        return allreduce_call(op, x, vector, algorithm), self._group.gpus.where(
             vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
@@ -247,7 +247,7 @@ class Communicator:
     def _run(self, kind: str, detail: str, vector: Any, build: Build[T]) -> T:
         """Run an operation on a vector, where that lies."""
         return self._group.run(Call(kind, detail, nbytes=vector.nbytes),
-                               self._group.places.where(vector, build))
+                               self._group.gpus.where(vector, build))
 
     def barrier(self) -> None:
         """Return after every rank has called.
@@ -349,7 +349,7 @@ class Communicator:
         return self._group.run(call, self._built(build, device, ready), patient=patient)
 
     def _built(self, build: Build[T], device: Device | None, ready: Sequence[Event]) -> Build[T]:
-        return build if device is None else self._group.places.on(device, ready, build)
+        return build if device is None else self._group.gpus.on(device, ready, build)
 
     def messages(self) -> Messages:
         """Return single messages between these ranks, beside the collectives.

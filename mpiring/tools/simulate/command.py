@@ -19,7 +19,7 @@ from .cluster import Cluster
 _COLUMNS = [
     Column("nodes", "nodes", 6), Column("ranks", "ranks", 7), Column("algorithm", "algorithm", -12),
     Column("ms", "time ms", 10, 4), Column("limit_ms", "limit ms", 10, 4),
-    Column("efficiency_percent", "efficiency %", 12, 3), Column("how", "how", -7),
+    Column("efficiency_percent", "efficiency %", 12, 3), Column("how", "how", -8),
     Column("choice", "", -4)]
 _AGAINST = [
     Column("nodes", "nodes", 6), Column("ranks", "ranks", 7), Column("size", "size", 9),
