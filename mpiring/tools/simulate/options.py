@@ -2,7 +2,7 @@
 
 import argparse
 
-from ..bench.options import above_zero, checked, positive
+from ..arguments import above_zero, checked, positive
 from ..units import parse_rate, parse_size, parse_time
 from .cluster import Cluster
 from .command import run
