@@ -331,7 +331,7 @@ class Communicator:
                 in host memory.
             ready: Events of that GPU after which the vectors may be used.
 
-        Collective: yes. Blocking: no, but for the first time with each GPU.
+        Collective: yes. Blocking: no. (The first time with a GPU: yes.)
         """
         return self._group.submit(call, self._built(build, device, ready))
 
@@ -354,7 +354,7 @@ class Communicator:
     def messages(self) -> Messages:
         """Return single messages between these ranks, beside the collectives.
 
-        Collective: yes, the first time. Blocking: yes, then.
+        Collective: yes, the first time. Blocking: yes.
         """
         return self._group.messages()
 
