@@ -37,7 +37,7 @@ class Segment:
         return self.stop - self.start
 
 
-class Part:
+class SliceState:
     """What a Reducer remembers of one slice of a bucket.
 
     Arrays are replaced, not changed: a new one counts when `commit` is called, and `drop`
@@ -97,7 +97,7 @@ class Part:
         self._next.clear()
 
 
-class Kept:
+class BucketState:
     """What a Reducer remembers of one bucket: the slices that this rank has, and the steps.
 
     Args:
@@ -116,8 +116,8 @@ class Kept:
         self.bounds = tuple(bounds)
         self.steps = 0
         self.parts = {
-            j: Part(segments_of(bucket, bounds[j], bounds[j + 1]), bounds[j + 1] - bounds[j],
-                    bucket.device)
+            j: SliceState(segments_of(bucket, bounds[j], bounds[j + 1]), bounds[j + 1] - bounds[j],
+                          bucket.device)
             for j in mine}
         self._whole = segments_of(bucket, 0, self.size)
 

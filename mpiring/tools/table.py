@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .bench.results import Environment, Row
+from .files import Environment, Row
 
 
 @dataclass(frozen=True)

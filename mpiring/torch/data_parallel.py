@@ -11,7 +11,7 @@ from torch import nn
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..record.statistics import Statistics
-from ..reducers.choice import Wish
+from ..reducers.by_name import Wish
 from ..training.gradients import refuse_different
 from ..training.replicas import Replicas
 from .averaging import Averaging

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ...config import launched_rank, launched_size, launcher_of
-from ..bench.options import above_zero
+from ..arguments import above_zero
 from . import gather, gpu, launch, library, memory, network, packages, processors, survival
 from .child import examined
 from .examine import examine
