@@ -148,7 +148,7 @@ def test_collectives_say_whether_they_block():
     from mpiring import Communicator
     for name in ("empty", "allreduce", "iallreduce", "reduce_scatter", "allgather", "broadcast",
                  "barrier", "broadcast_object", "allgather_object", "split", "close", "submit",
-                 "tune", "prepare"):
+                 "run", "messages", "survivors", "abandon", "tune", "prepare"):
         text = inspect.getdoc(getattr(Communicator, name))
         assert re.search(r"^Collective: .*Blocking: (yes|no)\.", text, re.MULTILINE), name
 

@@ -50,6 +50,9 @@ class Group:
         config: Settings.
         engine: The engine of the group that this one was split from; a new one by default.
 
+    Attributes:
+        nodes: The ranks that share a memory, for each memory.
+
     Raises: as Communicator.
 
     Collective: yes. Blocking: yes.
@@ -83,7 +86,7 @@ class Group:
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
         self._equip()
-        self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
+        self._is_tuned = len(self.nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
         self._watch = StallWatch(
             self.rank, self.size, Mailbox(self._transport), config, self.recorder)
@@ -99,7 +102,7 @@ class Group:
         self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
-            self._order, self._nodes, self.config.algorithm)
+            self._order, self.nodes, self.config.algorithm)
 
     def _open_node_memory(self) -> None:
         """Find out who shares this node, and open the memory in which those ranks meet."""
@@ -114,8 +117,8 @@ class Group:
         self._memory = None if segments is None else NodeMemory(segments, node.rank, node.ranks)
         # Without common memory, each rank is a node of its own.
         leader = self.rank if segments is None else node.ranks[0]
-        self._nodes = ranks_of_nodes(comm.allgather(leader), self._order)
-        self._neighbours = neighbours(self.rank, self._nodes)
+        self.nodes = ranks_of_nodes(comm.allgather(leader), self._order)
+        self._neighbours = neighbours(self.rank, self.nodes)
         node.free()
 
     def _refuse_different_settings(self) -> None:
@@ -315,9 +318,9 @@ class Group:
         """
         if self._messages is None:
             self.check_open()
-            from ..transport.mpi import MpiTransport
-            self._messages = Messages(
-                MpiTransport(self._transport.comm), self._engine, self.config)
+            from ..transport.mpi import Mailbox, MpiTransport
+            transport = MpiTransport(self._transport.comm)
+            self._messages = Messages(transport, Mailbox(transport), self._engine, self.config)
         return self._messages
 
     def beside(self) -> "Group":
@@ -331,6 +334,8 @@ class Group:
     def set_stall_timeout(self, seconds: float) -> None:
         """Change `stall_timeout_s` for this group."""
         self.config = self._watch.config = replace(self.config, stall_timeout_s=seconds)
+        if self._messages is not None:
+            self._messages.config = self.config
 
     @property
     def threaded(self) -> bool:
