@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .bench.results import Environment, Row
+from ..text import ranks_on_nodes
+from .files import Environment, Row
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,11 @@ def significant(value: float, digits: int) -> str:
     return f"{value:,.{max(0, digits - 1 - exponent)}f}"
 
 
-def ranks_text(environment: Environment) -> str:
-    """Return how many ranks there were on how many nodes."""
-    ranks, nodes = environment["ranks"], environment["nodes"]
-    return f"{ranks} rank{'s' * (ranks != 1)} on {nodes} node{'s' * (nodes != 1)}"
-
-
 def about(benchmark: str, environment: Environment) -> str:
     """Return the lines that stand above a table: where and with what it was measured."""
+    where = ranks_on_nodes(environment["ranks"], environment["nodes"])
     return "\n".join([
-        f"# mpiring {environment['mpiring']} bench {benchmark}: {ranks_text(environment)}, "
+        f"# mpiring {environment['mpiring']} bench {benchmark}: {where}, "
         f"thread level {environment['thread_level']}",
         f"# {environment['cpu']}, {environment['cores']} cores; {environment['mpi_library']}; "
         f"mpi4py {environment['mpi4py']}, NumPy {environment['numpy']}, "

@@ -18,7 +18,7 @@ from ..training.gradients import Gradients
 from ..training.nonfinite import NonFinite
 from .devices import current, gpu_of, marker_of, seen_as_tensor
 from .passes import adds_to_gradients, leaves_behind
-from .sparse_gradients import SparseGradients
+from .sparse import SparseGradients
 from .tensors import numpy_dtype, tensors_in
 
 

@@ -271,8 +271,8 @@ class Gradients:
 
         device = None if bucket.index in self._host_copies else self._device
         return self.tally.submit(
-            Call("reduce", detail, bucket.label, bucket.flat.nbytes),
-            self._comm.group.places.on(device, bucket.written, reduce) if device else reduce)
+            Call("reduce", detail, bucket.label, bucket.flat.nbytes), reduce,
+            device=device, ready=bucket.written)
 
     def _settle(self) -> None:
         """Build the buckets anew in the order in which rank 0's gradients became ready."""

@@ -10,13 +10,14 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...memory.arrays import Array
+from ..files import Environment, Row
 from ..table import Column
 from ..units import size_text
 from . import inputs, timing
 from .command import Benchmark
 from .contenders import LIMITS, REFERENCES, Contender, chosen, memory_copy
 from .on_device import OnDevice
-from .results import Environment, Measurement, Row
+from .results import Measurement
 from .world import World
 
 BUFFERS = ("empty", "private")

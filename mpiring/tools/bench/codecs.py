@@ -15,9 +15,9 @@ from ...reducers.codecs.blocks import EightBit
 from ...reducers.codecs.halves import Halves
 from ...reducers.codecs.largest import select_largest
 from ...reducers.codecs.signs import Sign
+from ..files import Row, machine, refuse_unwritable, write_json
 from ..table import Column, head, line
 from . import codecs_on_device
-from .results import Row, machine, refuse_unwritable, write_json
 
 DENSITY = 0.001
 

@@ -12,7 +12,7 @@ from ...gpu.base import DeviceVector
 from ...gpu.device import Device
 from ...memory.arrays import Array
 from ...reducers.codecs.base import Codec
-from .results import Row
+from ..files import Row
 from .timing import finish
 
 # What is done: with what is lost in encoding as well, and what was decoded added to a sum.

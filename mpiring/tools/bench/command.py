@@ -5,14 +5,16 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...config import launched_size, launcher_of
 from ...errors import ConfigError
+from ...launch.environment import launched_size, launcher_of
 from ...progress import Progress
 from .. import table
+from ..files import Environment, Row
+from ..reporting import check_files, report
 from ..table import Column
 from . import jobs, results
 from .inputs import WrongAnswerError
-from .results import Environment, Measurement, Row
+from .results import Measurement
 from .world import World
 
 _DEFAULT_RANKS = 2
@@ -135,32 +137,3 @@ class _Reporter:
     def close(self) -> None:
         """Take the bar away."""
         self._progress.close()
-
-
-def check_files(options: Namespace) -> None:
-    """Raise before anything is measured if a file that the options ask for cannot be written.
-
-    Raises:
-        ConfigError: Its folder is missing or read-only, a picture's format is unknown, or two
-            are the same.
-        MissingDependencyError: A picture needs matplotlib.
-    """
-    paths = [path for path in (options.json, options.csv, options.plot) if path]
-    for path in paths:
-        results.refuse_unwritable(path)
-        if paths.count(path) > 1:
-            raise ConfigError(f"{path}: one file cannot take both; give two names")
-    if options.plot:
-        from .plot import refuse_undrawable
-        refuse_undrawable(options.plot)
-
-
-def report(name: str, about: Environment, rows: Sequence[Row], options: Namespace) -> None:
-    """Write the files that the options ask for."""
-    if options.json:
-        results.write_json(options.json, name, about, rows)
-    if options.csv:
-        results.write_csv(options.csv, about, rows)
-    if options.plot:
-        from .plot import draw
-        draw(options.plot, name, about, rows)

@@ -1,11 +1,10 @@
 """Declares the command lines of `python -m mpiring bench`; works without any MPI library."""
 
 import argparse
-from collections.abc import Callable
-from typing import TypeVar
 
 from ...config import ALGORITHMS
 from ...errors import ConfigError
+from ..arguments import above_zero, checked, counts, names, not_negative, positive, seeds
 from ..units import parse_count, parse_rate, parse_size, parse_sizes
 from . import codecs, peers
 from .allreduce import ALLREDUCE, BUFFERS
@@ -18,8 +17,6 @@ from .prefetch import PREFETCH
 from .reducers import LEARNING_RATES, NAMES, REDUCERS, complete
 from .steps import STEPS
 from .torch_steps import MODELS, TORCH_STEPS
-
-T = TypeVar("T")
 
 _DESCRIPTION = """\
 Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
@@ -95,14 +92,14 @@ def _declare_turns(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
     levels = LEVELS if benchmark is ALLREDUCE else LEVELS[:1]
     parser.add_argument("--rounds", type=positive, default=6, help="default: 6")
     parser.add_argument("--seed", type=int, default=1, help="of the random orders")
-    parser.add_argument("--levels", type=_names(LEVELS), default=list(levels), metavar="A,B",
+    parser.add_argument("--levels", type=names(LEVELS), default=list(levels), metavar="A,B",
                         help=f"MPI's thread levels, in jobs of its own; default: "
                              f"{','.join(levels)}")
     parser.add_argument("--without-peers", action="store_true", help=argparse.SUPPRESS)
 
 
 def _declare_contenders(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--contenders", type=_names(KINDS), metavar="A,B",
+    parser.add_argument("--contenders", type=names(KINDS), metavar="A,B",
                         help=f"of {', '.join(KINDS)}; default: all that are installed")
     parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
 
@@ -128,12 +125,12 @@ def _declare_allreduce(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
                         help="a list, 8,1K,64M, or a range in factors of 4, cut to whole "
                              "numbers, at least one; default: 8..64M")
-    parser.add_argument("--algorithms", type=_names(ALGORITHMS), metavar="A,B",
+    parser.add_argument("--algorithms", type=names(ALGORITHMS), metavar="A,B",
                         help=f"of mpiring; default: {','.join(ALGORITHMS)}; auto always")
-    parser.add_argument("--buffers", type=_names(BUFFERS), default=["empty"], metavar="A,B",
+    parser.add_argument("--buffers", type=names(BUFFERS), default=["empty"], metavar="A,B",
                         help="empty (comm.empty) or private (numpy.empty); on a GPU, ranks open "
                              "the former to each other, and stage the latter; default: empty")
-    parser.add_argument("--dtypes", type=_names(DTYPES), default=["float32"], metavar="A,B",
+    parser.add_argument("--dtypes", type=names(DTYPES), default=["float32"], metavar="A,B",
                         help=f"of {', '.join(DTYPES)}; default: float32")
     parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
                         help="per contender and case, over all rounds; default: 0.3")
@@ -154,7 +151,7 @@ def _declare_overlap(parser: argparse.ArgumentParser) -> None:
                         help="of one bucket; default: 5MB")
     parser.add_argument("--ratio", type=above_zero, default=1.8,
                         help="compute / communication; default: 1.8")
-    parser.add_argument("--computes", type=_names(COMPUTES), default=list(COMPUTES),
+    parser.add_argument("--computes", type=names(COMPUTES), default=list(COMPUTES),
                         metavar="A,B", help=f"default: {','.join(COMPUTES)}")
 
 
@@ -177,9 +174,9 @@ def _declare_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _declare_models(parser: argparse._ActionsContainer) -> None:
-    parser.add_argument("--models", type=_names(MODELS), default=[MODELS[0]], metavar="A,B",
+    parser.add_argument("--models", type=names(MODELS), default=[MODELS[0]], metavar="A,B",
                         help=f"of {', '.join(MODELS)}; default: {MODELS[0]}")
-    parser.add_argument("--parameters", type=_counts, default=[13_000_000], metavar="N,M",
+    parser.add_argument("--parameters", type=counts, default=[13_000_000], metavar="N,M",
                         help="about how many each model has, as 3M,13M,50M; default: 13M")
 
 
@@ -197,7 +194,7 @@ def _declare_reducers(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)),
                         rounds=None, levels=list(LEVELS[:1]))
-    parser.add_argument("--reducers", type=_names(NAMES), default=list(NAMES), metavar="A,B",
+    parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
                         metavar="N", help="about how many the transformer has; default: 13M")
@@ -209,10 +206,10 @@ def _declare_reducers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
                         help="default: " + ", ".join(
                             f"{rate:g} with {name}" for name, rate in LEARNING_RATES.items()))
-    parser.add_argument("--warmup-steps", type=_not_negative, metavar="N",
+    parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
                         help="for reducers that begin gently; not timed with any; "
                              "default: a tenth of the steps")
-    parser.add_argument("--seeds", type=_seeds, default=[1], metavar="A,B",
+    parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
                         help="of the choice of texts, a training each; default: 1")
     parser.add_argument("--validate-every", type=positive, metavar="STEPS",
                         help="default: a twentieth of the steps")
@@ -265,59 +262,7 @@ def _of_framework(options: argparse.Namespace) -> Benchmark:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    from .plot import draw
-    from .results import read_json
+    from ..plot import draw
+    from ..files import read_json
     draw(options.plot, *read_json(options.results))
     return 0
-
-
-def checked(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Make our error argparse's, which prints it with the option's name."""
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ConfigError as exc:
-            raise argparse.ArgumentTypeError(str(exc)) from exc
-    return parsed
-
-
-def _counts(text: str) -> list[int]:
-    return list(dict.fromkeys(checked(parse_count)(part.strip()) for part in text.split(",")))
-
-
-def _seeds(text: str) -> list[int]:
-    return list(dict.fromkeys(_not_negative(part.strip()) for part in text.split(",")))
-
-
-def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    def parsed(text: str) -> list[str]:
-        names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-        for name in names:
-            if name not in known:
-                raise argparse.ArgumentTypeError(f"{name!r}: expected some of {', '.join(known)}")
-        return names
-    return parsed
-
-
-def positive(text: str) -> int:
-    """Return a whole number from 1, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected 1 or more")
-    return int(text)
-
-
-def _not_negative(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}: expected 0 or more")
-    return int(text)
-
-
-def above_zero(text: str) -> float:
-    """Return a number above 0, for argparse."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0")
-    return value

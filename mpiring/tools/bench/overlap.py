@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from ...memory.arrays import Array
+from ..files import Environment, Row
 from ..table import Column
 from ..units import size_text
 from . import inputs, timing
 from .command import Benchmark
 from .contenders import NATIVE, Contender, chosen
-from .results import Environment, Measurement, Row
+from .results import Measurement
 from .world import World
 
 # Compute is calibrated on stretches of at least this length.

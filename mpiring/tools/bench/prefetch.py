@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ...data import prefetch
+from ..files import Environment, Row
 from ..table import Column
 from . import timing
 from .command import Benchmark
 from .peers import refuse_missing_torch
-from .results import Environment, Measurement, Row
+from .results import Measurement
 from .steps import ALONE, Readings, in_turns
 from .world import World
 

@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...errors import ConfigError
-from ...operations.agreement import Call
-from ...operations.operation import Collectives
 from ...record.statistics import Statistics
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
-from ...transport.base import Schedule
 from . import timing
 from .command import Benchmark
 from .peers import refuse_missing_torch
@@ -98,12 +95,8 @@ def _cases(options: Namespace) -> int:
 
 
 def _warn_where_nothing_is_compressed(world: World) -> None:
-    def nodes(collectives: Collectives) -> Schedule[int]:
-        yield from ()
-        return len(collectives.nodes)
-
     # Not comm.num_nodes: without shared memory, each rank of a host is a node.
-    if world.comm.submit(Call("count nodes", ""), nodes).wait() == 1 and world.rank == 0:
+    if len(world.comm.memory_groups) == 1 and world.rank == 0:
         _log.warning(
             "all %d ranks share one node's memory, where nothing is sent, and NOTHING IS "
             "COMPRESSED: all methods are one. Take several hosts, `python -m mpiring lab run "

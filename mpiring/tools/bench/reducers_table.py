@@ -5,9 +5,10 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ..files import Environment, Row
 from ..table import Column
 from . import timing
-from .results import Environment, Measurement, Row
+from .results import Measurement
 
 ALONE = "alone"
 DENSE = "dense"

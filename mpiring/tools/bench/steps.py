@@ -9,13 +9,14 @@ import numpy as np
 
 from ...memory.arrays import Array
 from ...numpy import DataParallel
+from ..files import Environment, Row
 from ..table import Column
 from . import timing
 from .command import Benchmark
 from .contenders import Contender, chosen
 from .inputs import WrongAnswerError
 from .memory import Growth
-from .results import Environment, Measurement, Row
+from .results import Measurement
 from .world import World
 
 ALONE = "compute only"

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...memory.arrays import Array
+from ..files import Environment, Row
 from ..table import Column
 from . import timing
 from .command import Benchmark
 from .inputs import WrongAnswerError
 from .memory import Growth
 from .peers import refuse_missing_torch
-from .results import Environment, Measurement, Row
+from .results import Measurement
 from .steps import ALONE, GLOO, Readings, check, first_wrong, in_turns, means_over_ranks, warm_up
 from .world import World
 

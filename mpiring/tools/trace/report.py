@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import ConfigError
 from .. import table
-from ..bench import plot
-from ..bench.results import Row, refuse_unwritable
+from ..files import Row, refuse_unwritable
+from ..picture import refuse_undrawable
 from ..table import Column
 from ..units import size_text
 from . import picture
@@ -44,7 +44,7 @@ def run(options: Namespace) -> int:
     job = open_job(options.folder, options.job)
     if options.plot:
         refuse_unwritable(options.plot)
-        plot.refuse_undrawable(options.plot)
+        refuse_undrawable(options.plot)
     warn(job)
     last_called = last_calls(job)
     kept = _Kept(options.step)

@@ -14,9 +14,7 @@ from ...communicator import Communicator
 from ...errors import ConfigError
 from ...operations.agreement import Call
 from ...operations.model import Model
-from ...operations.operation import Collectives
 from ...reducers import Cast, Compressor, Int8, Mean, OneBit, PowerSGD, Reducer, TopK
-from ...transport.base import Schedule
 from ..table import Column, head, line, significant
 from ..units import size_text
 
@@ -226,7 +224,7 @@ def advise(comm: Communicator, model: Model, work: Workload) -> str:
 
     Collective: yes. Blocking: yes.
     """
-    nodes = _nodes_of(comm)
+    nodes = comm.memory_groups
     if len(nodes) == 1:
         return ("All ranks share one node's memory: nothing is sent between nodes, so Reducers "
                 "have nothing to compress, and take the plain mean.")
@@ -332,15 +330,6 @@ def _codec_s(reducer: Reducer) -> float:
     if not isinstance(reducer, Compressor):
         return 0.0
     return reducer.cost.encode_s + reducer.cost.decode_s
-
-
-def _nodes_of(comm: Communicator) -> Sequence[Sequence[int]]:
-    """Return the ranks that share a memory, for each memory."""
-    def found(collectives: Collectives) -> Schedule[Sequence[Sequence[int]]]:
-        yield from collectives.barrier()
-        return collectives.nodes
-
-    return comm.submit(Call("nodes"), found).wait()
 
 
 def _ms(seconds: float) -> str:

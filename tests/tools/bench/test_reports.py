@@ -11,14 +11,14 @@ import pytest
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.tools import table
+from mpiring.config import ALGORITHMS
+from mpiring.tools import files, plot, table
 from mpiring.tools.bench import (
-    allreduce, overlap, plot, reducers_table, results, steps, torch_steps, wire,
+    allreduce, contenders, overlap, reducers_table, results, steps, torch_steps, wire,
 )
 from mpiring.tools.bench.contenders import NATIVE
 from mpiring.tools.bench.results import Measurement
 from mpiring.tools.table import Column
-from mpiring.config import ALGORITHMS
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
@@ -237,25 +237,25 @@ def test_readings_of_several_jobs_are_pooled():
 def test_json_comes_back_as_it_went(tmp_path):
     path = tmp_path / "result.json"
     rows = allreduce.rows(FOUND, ABOUT, OPTIONS)
-    results.write_json(path, "allreduce", ABOUT, rows)
+    files.write_json(path, "allreduce", ABOUT, rows)
     assert json.loads(path.read_text())["rows"][2]["median_us"] is None
-    benchmark, about, again = results.read_json(path)
+    benchmark, about, again = files.read_json(path)
     assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(rows))
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):
     missing = str(tmp_path / "missing" / "out.json")
     with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
-        results.read_json(missing)
-    for write in (lambda: results.write_json(missing, "allreduce", ABOUT, []),
-                  lambda: results.write_csv(missing, ABOUT, []),
-                  lambda: results.refuse_unwritable(missing)):
+        files.read_json(missing)
+    for write in (lambda: files.write_json(missing, "allreduce", ABOUT, []),
+                  lambda: files.write_csv(missing, ABOUT, []),
+                  lambda: files.refuse_unwritable(missing)):
         with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
             write()
     kept = tmp_path / "kept.json"
     kept.write_text("1")
-    results.refuse_unwritable(str(kept))
-    results.refuse_unwritable(str(tmp_path / "new.json"))
+    files.refuse_unwritable(str(kept))
+    files.refuse_unwritable(str(tmp_path / "new.json"))
     assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
 
 
@@ -264,12 +264,12 @@ def test_bad_json(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
-        results.read_json(path)
+        files.read_json(path)
 
 
 def test_csv(tmp_path):
     path = tmp_path / "result.csv"
-    results.write_csv(path, ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS))
+    files.write_csv(path, ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS))
     lines = path.read_text().splitlines()
     above = [line for line in lines if line.startswith("#")]
     assert "# cpu: A CPU" in above and len(above) == len(ABOUT)
@@ -307,6 +307,7 @@ def test_pictures(tmp_path, benchmark):
 
 
 def test_what_a_picture_shows():
+    assert set(plot.LIMITS) == contenders.LIMITS.keys()
     figure = needed("matplotlib.figure")
     time, bandwidth = axes = figure.Figure().subplots(1, 2)
     plot._curves(axes, rows_of("allreduce"))
@@ -348,9 +349,9 @@ def test_a_picture_of_reducers_tells_when_the_target_was_reached():
 
 def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
     path = tmp_path / "result.json"
-    results.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
+    files.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
     assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
-    _, _, (row,) = results.read_json(path)
+    _, _, (row,) = files.read_json(path)
     assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
 
 
