@@ -33,7 +33,7 @@ LAYERS = [
     ["tools"],
     ["__main__", "__init__"],
 ]
-ENVIRONMENT_READERS = {"config.py"}
+ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "engine/group.py",
              "communicator.py", "launch/gpu_aware.py", "tools/doctor/examine.py"}
 

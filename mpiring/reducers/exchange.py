@@ -38,7 +38,7 @@ class SliceExchange:
 
     Attributes:
         net: The channel of the ranks that have the slice, one of each node.
-        part: What this rank remembers of the slice.
+        state: What this rank remembers of the slice.
         borrow: Lends scratch memory, given the number of elements and their dtype.
         step: How many steps have counted.
         place: Tells slices apart: numbers that are the same on all nodes.
@@ -46,7 +46,7 @@ class SliceExchange:
     """
 
     net: Channel
-    part: SliceState
+    state: SliceState
     borrow: Callable[[int, DTypeLike], AbstractContextManager[Array]]
     step: int
     place: tuple[int, ...]

@@ -5,8 +5,8 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...config import launched_size, launcher_of
 from ...errors import ConfigError
+from ...launch.environment import launched_size, launcher_of
 from ...progress import Progress
 from .. import table
 from ..files import Environment, Row

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ...config import launcher_of, launchers
+from ...launch.environment import launcher_of, launchers
 from ...text import ranks_on_nodes
 from .facts import ENDING, STARTING, Failure, Job, Rank, is_foreign
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding

@@ -11,6 +11,7 @@ import pytest
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
+from mpiring.config import ALGORITHMS
 from mpiring.tools import files, plot, table
 from mpiring.tools.bench import (
     allreduce, contenders, overlap, reducers, results, steps, torch_steps, wire,
@@ -18,7 +19,6 @@ from mpiring.tools.bench import (
 from mpiring.tools.bench.contenders import NATIVE
 from mpiring.tools.bench.results import Measurement
 from mpiring.tools.table import Column
-from mpiring.config import ALGORITHMS
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",

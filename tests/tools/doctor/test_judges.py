@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpiring.config import launcher_of
+from mpiring.launch.environment import launcher_of
 from mpiring.tools.doctor.command import SUBJECTS, judged
 from mpiring.tools.doctor.facts import (
     ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library, Memory, Mpirun, Pair,
