@@ -12,7 +12,7 @@ from ..errors import ConfigError, GradientError
 from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..training.tally import Tally
+from ..training.gradients import Tally
 from ..transport.base import Schedule
 from .ops import Op, quotient
 from .tensors import array_of
