@@ -2,7 +2,6 @@
 
 import functools
 import math
-import sys
 from typing import Any
 
 import numpy as np
@@ -75,10 +74,6 @@ def flat(x: Any, *, writeable: bool = True) -> Array:
 
 def _refuse_other_than_arrays(x: Any) -> None:
     if not isinstance(x, np.ndarray):
-        torch = sys.modules.get("torch")
-        if torch is not None and isinstance(x, torch.Tensor):
-            raise ConfigError("PyTorch's tensors are taken once mpiring.torch is imported; add "
-                              "import mpiring.torch")
         raise ConfigError(
             f"expected a numpy.ndarray, got {type(x).__module__}.{type(x).__qualname__}; "
             f"convert it with numpy.asarray, or send it with broadcast_object")
