@@ -93,10 +93,3 @@ def combine(
         if divisor != 1:
             np.divide(total, np.float32(divisor), out=total)
         np.copyto(out[here], total, casting="unsafe")
-
-
-def peak(x: Array) -> int:
-    """Return the bits of the largest magnitude in a vector of 16-bit floats that is not empty."""
-    positive = np.maximum.reduce(x.view(np.int16))
-    negative = np.maximum.reduce(x.view(np.uint16))
-    return max(int(positive), int(negative) - 0x8000)
