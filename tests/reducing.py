@@ -86,11 +86,16 @@ class Model:
     def residual(self, index=0):
         """Return what has not been sent yet, as a part of the mean over ranks."""
         nodes = len(set(self.node_of))
-        total = np.zeros(self.buckets[0][index].plan.size)
-        for reducer, buckets in zip(self.reducers, self.buckets):
-            state = reducer._states[buckets[index].plan]
-            total += state.whole("residual") / nodes
-        return np.concatenate([total[one.start:one.stop] for one in state._whole])
+        sizes = {tensor.name: tensor.size for tensor in self.buckets[0][index].plan.tensors}
+        totals = {name: np.zeros(size) for name, size in sizes.items()}
+        for state in self.states():
+            for name, total in totals.items():
+                for piece in state["tensors"][name]["pieces"]:
+                    # Behind a tensor is its padding.
+                    here = total[piece["start"]:piece["stop"]]
+                    if "residual" in piece["vectors"]:
+                        here += piece["vectors"]["residual"][:here.size] / nodes
+        return np.concatenate([*totals.values()])
 
     def states(self):
         return [reducer.state_dict() for reducer in self.reducers]

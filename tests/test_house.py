@@ -18,7 +18,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Rooms are the package's folders, and the files beside them. Imports go to the same or a lower
 # layer, and files make no circle.
 LAYERS = [
-    ["errors", "arguments"],
+    ["errors", "arguments", "text"],
     ["config", "memory"],
     ["gpu", "progress"],
     ["launch", "transport", "buckets"],
@@ -33,7 +33,7 @@ LAYERS = [
     ["tools"],
     ["__main__", "__init__"],
 ]
-ENVIRONMENT_READERS = {"config.py"}
+ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "engine/group.py",
              "communicator.py", "launch/gpu_aware.py", "tools/doctor/examine.py"}
 

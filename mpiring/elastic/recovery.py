@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic
 
 from ..communicator import Communicator
-from ..config import survives_deaths
 from ..errors import ConfigError, MpiringError, ProcessFailedError
 from ..launch import forks
+from ..launch.environment import survives_deaths
 from ..operations.agreement import Call
 from ..transport.base import T
 from .state import Commits, State

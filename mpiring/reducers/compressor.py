@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from ..arguments import refuse_other_state
-from ..buckets.bucket import Bucket, BucketPlan
-from ..buckets.state import BucketState, Wide
+from ..buckets.bucket import Bucket
+from ..buckets.state import BucketState, BucketStates, Wide
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
@@ -20,7 +20,7 @@ from ..transport.base import Channel, Schedule
 from .exchange import Cost, SliceExchange
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
-_EDITION = 1
+_EDITION = 2
 
 
 class Compressor(ABC):
@@ -40,17 +40,14 @@ class Compressor(ABC):
         feeds_back: What is not sent is remembered, and added to the next gradients.
         on_gpus: Gradients on a GPU are compressed there, and what is remembered lies there; else
             in host memory.
-        cost: What it has cost so far.
+        cost: What it has cost since `take_cost` was called.
     """
 
     feeds_back = on_gpus = False
 
     def __init__(self) -> None:
         self.cost = Cost()
-        self._states: dict[BucketPlan, BucketState] = {}
-        # Vectors of tensors that are in no bucket now, and how many steps they are old.
-        self._aside: dict[str, dict[str, Wide]] = {}
-        self._steps_aside: dict[str, int] = {}
+        self._states = BucketStates()
         self._loaded: Mapping[str, Any] | None = None
         self._order: list[str] = []
         self._world: tuple[int, int, Sequence[Sequence[int]]] = (0, 1, ((0,),))
@@ -92,7 +89,7 @@ class Compressor(ABC):
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule that replaces a bucket by its mean over ranks."""
-        state = self._states.get(bucket.plan)
+        state = self._states.of(bucket)
         if state is None:
             raise ConfigError(f"{self!r} does not know {bucket.label}; call take_over before")
         if not self.compresses(len(collectives.nodes), state.steps):
@@ -102,8 +99,8 @@ class Compressor(ABC):
     def _reduce(self, collectives: Collectives, bucket: Bucket,
                 state: BucketState) -> Schedule[None]:
         def average(net: Channel, x: Array, j: int) -> Schedule[bool]:
-            exchange = SliceExchange(net, state.parts[j], collectives.borrow, state.steps,
-                                     (state.index, j), self.cost)
+            exchange = SliceExchange(net, state.slices[j], collectives.borrow, state.steps,
+                                     (bucket.index, j), self.cost)
             return self._in_float32(exchange, x)
 
         bucket.clear_padding()
@@ -139,12 +136,17 @@ class Compressor(ABC):
                 f"Reducer for each model")
         if self._user is not None and served is None:
             # The model is gone: what was not sent of its gradients is nothing to the next one.
-            self._states, self._aside, self._steps_aside = {}, {}, {}
+            self._states = BucketStates()
         self._user = weakref.ref(user)
 
     def release(self) -> None:
         """Cease to serve a model; another one, or new buckets of the same, may follow."""
         self._user = None
+
+    def take_cost(self) -> Cost:
+        """Return what it has cost since the last call."""
+        cost, self.cost = self.cost, Cost()
+        return cost
 
     @property
     def loaded_order(self) -> Sequence[str] | None:
@@ -168,50 +170,23 @@ class Compressor(ABC):
         if len(nodes) > 1 and buckets:
             self.prepare(buckets[0].device)
         self._world, self._order = (collectives.rank, collectives.size, nodes), list(order)
-        if self._loaded is None:
-            for state in self._states.values():
-                yield from self._set_aside(collectives, state)
-        self._states = {
-            bucket.plan: BucketState(bucket, self.bounds(bucket, collectives.slices),
-                                     collectives.own_slices)
-            for bucket in buckets}
-        if self._loaded is None:
-            self._fill_from_aside()
-        else:
-            self._fill_from_loaded()
-
-    def _set_aside(self, collectives: Collectives, state: BucketState) -> Schedule[None]:
-        """Collect a bucket's vectors from the ranks of this node, and cut them into tensors."""
-        if state.steps == 0:
-            return
-        for name in self.vector_names:
-            x = state.whole(name)
-            yield from collectives.handed_out(x, state.bounds)
-            for tensor, vector in state.by_tensor(x).items():
-                self._aside.setdefault(tensor, {})[name] = vector
-        self._steps_aside.update(dict.fromkeys(state.names, state.steps))
+        if self._loaded is not None:
+            self._refuse_other_ranks(self._loaded)
+            self._refuse_other_tensors(self._loaded, buckets)
+            self._states.load_state_dict(self._loaded["tensors"])
+            self._loaded = None
+        yield from self._states.rebuild(
+            buckets, self.vector_names, lambda bucket: self.bounds(bucket, collectives.slices),
+            collectives.own_slices, collectives.handed_out)
 
     @property
     def vector_names(self) -> tuple[str, ...]:
         """The names of the vectors that are remembered; the same on all ranks."""
         return ("residual",) if self.feeds_back else ()
 
-    def _fill_from_aside(self) -> None:
-        for state in self._states.values():
-            here = [name for name in state.names if name in self._steps_aside]
-            if not here:
-                continue
-            state.steps = max(self._steps_aside[name] for name in here)
-            for name in self.vector_names:
-                state.fill(name, {tensor: self._aside[tensor][name] for tensor in here})
-            for tensor in here:
-                self._aside.pop(tensor, None)
-                self._steps_aside.pop(tensor)
-
     def settle(self, taken: bool) -> None:
         """End a step; if it was not taken on all ranks, nothing that is remembered changes."""
-        for state in self._states.values():
-            state.settle(taken)
+        self._states.settle(taken)
 
     def rescale(self, factor: float) -> None:
         """Multiply what is remembered, because the scale of the loss has changed.
@@ -219,11 +194,7 @@ class Compressor(ABC):
         Args:
             factor: New scale / old scale.
         """
-        for state in self._states.values():
-            state.rescale(factor)
-        for of_tensor in self._aside.values():
-            for vector in of_tensor.values():
-                vectors.multiply(vector, factor)
+        self._states.multiply(factor)
 
     # State
 
@@ -237,10 +208,7 @@ class Compressor(ABC):
         return {
             "edition": _EDITION, "reducer": repr(self), "rank": rank, "size": size,
             "nodes": [list(ranks) for ranks in nodes], "order": list(self._order),
-            "buckets": [state.state() for state in self._states.values()],
-            "aside": {tensor: {name: x.copy() for name, x in of_tensor.items()}
-                      for tensor, of_tensor in self._aside.items()},
-            "steps_aside": dict(self._steps_aside)}
+            "tensors": self._states.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` has returned on this rank; on all ranks.
@@ -252,7 +220,7 @@ class Compressor(ABC):
             ConfigError: It is no such state, or of a Reducer with other settings. With the
                 next step: it is another rank's, or of another number of ranks or nodes.
         """
-        refuse_other_state(state, ("edition", "buckets", "reducer"), f"of {self!r}")
+        refuse_other_state(state, ("edition", "tensors", "reducer"), f"of {self!r}")
         if state["edition"] != _EDITION:
             raise ConfigError(
                 f"the state of {self!r} has edition {state['edition']!r}, expected {_EDITION}: "
@@ -263,10 +231,9 @@ class Compressor(ABC):
                 f"settings that it was saved with")
         self._loaded = state
 
-    def _fill_from_loaded(self) -> None:
-        """Become what was loaded, after it was found to fit."""
-        loaded, (rank, size, nodes) = self._loaded or {}, self._world
-        theirs = loaded["rank"], loaded["size"], tuple(map(tuple, loaded["nodes"]))
+    def _refuse_other_ranks(self, state: Mapping[str, Any]) -> None:
+        rank, size, nodes = self._world
+        theirs = state["rank"], state["size"], tuple(map(tuple, state["nodes"]))
         if theirs != (rank, size, nodes):
             raise ConfigError(
                 f"rank {rank} of {size} on {len(nodes)} node(s): the state that was loaded is of "
@@ -274,16 +241,16 @@ class Compressor(ABC):
                 f"residuals are what it has not yet sent of its own gradients and cannot be "
                 f"divided anew; resume on the same ranks and nodes, or begin with a fresh "
                 f"Reducer, which loses at most what is not yet sent")
-        if len(loaded["buckets"]) != len(self._states):
+
+    def _refuse_other_tensors(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
+        mine = {name for bucket in buckets for name in bucket.views}
+        # It also has tensors that were not trained at the time.
+        theirs = {name for name in state["order"] if name in state["tensors"]}
+        if mine != theirs:
             raise ConfigError(
-                f"rank {rank}: the state that was loaded has {len(loaded['buckets'])} buckets, "
-                f"but here are {len(self._states)}; resume with the same model and bucket_bytes")
-        for state, saved in zip(self._states.values(), loaded["buckets"]):
-            state.load(saved)
-        self._aside = {tensor: {name: np.array(x, np.float32) for name, x in of_tensor.items()}
-                       for tensor, of_tensor in loaded["aside"].items()}
-        self._steps_aside = {name: int(steps) for name, steps in loaded["steps_aside"].items()}
-        self._loaded = None
+                f"rank {self._world[0]}: {self!r} is to reduce {', '.join(sorted(mine))}, but the "
+                f"state that was loaded is of {', '.join(sorted(theirs))}; resume with the same "
+                f"model and reducers")
 
 
 def bounds_by_tensor(bucket: Bucket, slices: int) -> list[int]:

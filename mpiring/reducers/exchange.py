@@ -31,6 +31,10 @@ class Cost:
     wire_s: float = 0.0
     decode_s: float = 0.0
 
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.encode_s + other.encode_s, self.wire_s + other.wire_s,
+                    self.decode_s + other.decode_s)
+
 
 @dataclass(frozen=True)
 class SliceExchange:
@@ -38,7 +42,7 @@ class SliceExchange:
 
     Attributes:
         net: The channel of the ranks that have the slice, one of each node.
-        part: What this rank remembers of the slice.
+        state: What this rank remembers of the slice.
         borrow: Lends scratch memory, given the number of elements and their dtype.
         step: How many steps have counted.
         place: Tells slices apart: numbers that are the same on all nodes.
@@ -46,7 +50,7 @@ class SliceExchange:
     """
 
     net: Channel
-    part: SliceState
+    state: SliceState
     borrow: Callable[[int, DTypeLike], AbstractContextManager[Array]]
     step: int
     place: tuple[int, ...]

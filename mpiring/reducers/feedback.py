@@ -25,12 +25,12 @@ def with_feedback(
 
     Source: Karimireddy et al., ICML 2019, algorithm 2.
     """
-    part = exchange.part
+    state = exchange.state
     if lost is not None:
         vectors.clear(lost)
     with exchange.encoding():
-        vectors.add(x, part.vector("residual"))
-    return between(exchange, x, part.next("residual"))
+        vectors.add(x, state.vector("residual"))
+    return between(exchange, x, state.next("residual"))
 
 
 class ErrorFeedback(Compressor):

@@ -95,9 +95,9 @@ class PowerSGD(Compressor):
         residual = np.empty_like(x) if lost is None else lost
         residual[...] = 0
         with exchange.encoding():
-            matrices = [self._matrix(exchange.part, one, x)
-                        for one in exchange.part.segments if self._rank_of(one)]
-            others = [one for one in exchange.part.segments if not self._rank_of(one)]
+            matrices = [self._matrix(exchange.state, one, x)
+                        for one in exchange.state.segments if self._rank_of(one)]
+            others = [one for one in exchange.state.segments if not self._rank_of(one)]
             # 1. P ← M Q, and its mean.
             first = _packed([*(_product(one.q, one.m.T) for one in matrices),
                              *(x[one.start:one.stop] for one in others)])
@@ -140,10 +140,10 @@ class PowerSGD(Compressor):
         r = min(self.rank, n, m)
         return r if r * (n + m) * self.min_compression <= n * m else 0
 
-    def _matrix(self, part: SliceState, one: Segment, x: Wide) -> "_Matrix":
+    def _matrix(self, state: SliceState, one: Segment, x: Wide) -> "_Matrix":
         n, m = one.shape[0], math.prod(one.shape[1:])
         m_view = x[one.start:one.stop].reshape(n, m)
-        q = part.other(f"Q of {one.name}", lambda: self._random(one.name, self._rank_of(one), m))
+        q = state.array("Q", one.name, lambda: self._random(one.name, self._rank_of(one), m))
         return _Matrix(one, m_view, q)
 
     def _random(self, name: str, r: int, m: int) -> Wide:
@@ -153,7 +153,7 @@ class PowerSGD(Compressor):
 
     def _remember(self, exchange: SliceExchange, one: "_Matrix", q: Wide) -> None:
         """Let Q be what the next step starts from."""
-        start = exchange.part.next(f"Q of {one.segment.name}")
+        start = exchange.state.next("Q", one.segment.name)
         start[...] = q
         empty = ~q.any(axis=1)
         if empty.any():

@@ -118,19 +118,19 @@ class TopK(Compressor):
         Returns:
             What has been gathered; not yet remembered.
         """
-        part = exchange.part
+        state = exchange.state
         if self.clip_norm is not None:
             limit = self.clip_norm / math.sqrt(exchange.net.size)
-            for one in part.segments:
+            for one in state.segments:
                 quietly(_clip, x[one.start:one.stop], limit)
         addend = x
         if self.momentum:
-            addend = part.vector("momentum")
-            addend, before = part.next("momentum"), addend
+            addend = state.vector("momentum")
+            addend, before = state.next("momentum"), addend
             quietly(np.multiply, before, np.float32(self.momentum), addend)
             quietly(np.add, addend, x, addend)
-        before = part.vector("residual")
-        gathered = part.next("residual")
+        before = state.vector("residual")
+        gathered: Wide = state.next("residual")
         quietly(np.add, before, addend, gathered)
         return gathered
 
@@ -138,7 +138,7 @@ class TopK(Compressor):
         """Return the indices of what is to be sent, ascending, and whether all is finite."""
         density = self.density_at(exchange.step)
         found, finite = [np.empty(0, np.int64)], True
-        for place, one in enumerate(exchange.part.segments):
+        for place, one in enumerate(exchange.state.segments):
             indices, ok = largest.select_largest(
                 gathered[one.start:one.stop], _count(one, density), exchange.key(place))
             found.append(indices + one.start)
@@ -149,7 +149,7 @@ class TopK(Compressor):
         """Forget what is sent, and its momentum (momentum factor masking)."""
         gathered[indices] = 0
         if self.momentum:
-            exchange.part.next("momentum")[indices] = 0
+            exchange.state.next("momentum")[indices] = 0
 
 
 def _average_sparse(

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .. import __version__
-from ..config import relevant_variables
 from ..errors import ConfigError
+from ..launch.environment import relevant_variables
 
 Row = dict[str, Any]
 # A file, or what is open already, as standard output.

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError
+from ..text import count, ranks_on_nodes
 from .files import Environment, Row
 from .picture import COLOURS, GREY, INCHES, curve_style, picture
-from .table import ranks_text
 from .units import size_text
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
     if benchmark == "reducers":
         return _grouped(rows, lambda row: (
             f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, "
-            f"{row['seeds']} seed{'s' * (row['seeds'] != 1)}"))
+            f"{count(row['seeds'], 'seed')}"))
     if benchmark != "allreduce":
         return {"": list(rows)}
     memory = {"empty": "comm.empty", "private": "private memory"}
@@ -66,7 +66,8 @@ def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list
 def _caption(about: Environment) -> str:
     if "cluster" in about:
         return str(about["cluster"])
-    return f"{ranks_text(about)} · {about['cpu']} · {about['mpi_library'].split(',')[0]}"
+    ranks = ranks_on_nodes(about["ranks"], about["nodes"])
+    return f"{ranks} · {about['cpu']} · {about['mpi_library'].split(',')[0]}"
 
 
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:

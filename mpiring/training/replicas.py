@@ -17,7 +17,7 @@ from ..memory.arrays import Array
 from ..memory.digest import digest
 from ..memory.nests import leaves
 from ..operations.agreement import Call
-from .nonfinite import some
+from ..text import first_few
 
 _log = logging.getLogger("mpiring")
 
@@ -172,16 +172,16 @@ def _described(different: Sequence[_Different], hosts: Sequence[str]) -> str:
         f"{_ranks(who.odd, hosts)} "
         + (f"differ{'s' * (len(who.odd) == 1)} from ranks {_list(who.majority)}"
            if who.majority else "differ from each other, without a majority,")
-        + f" in {some(those, 5)}" for who, those in names.items())
+        + f" in {first_few(those, 5)}" for who, those in names.items())
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return ("ranks " if len(ranks) > 1 else "rank ") + some(
+    return ("ranks " if len(ranks) > 1 else "rank ") + first_few(
         [f"{rank} on {hosts[rank]}" for rank in ranks], 8)
 
 
 def _list(ranks: Sequence[int]) -> str:
-    return some([str(rank) for rank in ranks], 8)
+    return first_few([str(rank) for rank in ranks], 8)
 
 
 def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | None],

@@ -16,7 +16,7 @@ from ...gpu.carriers import torch_cuda
 from ...memory.arrays import Array
 from ...torch import DataParallel, device_for, share_cores
 from . import peers, timing
-from .steps import ALONE, GLOO, OURS
+from .contenders import ALONE, GLOO, OURS
 from .world import World
 
 BACK_END = "mpiring + PyTorch's DDP"

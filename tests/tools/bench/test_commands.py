@@ -11,9 +11,9 @@ import pytest
 from launching import HANG_S, PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
 from mpiring.__main__ import main
-from mpiring.tools.bench import inputs, jobs, peers, reducers
 from mpiring.config import ALGORITHMS
 from mpiring.errors import ConfigError
+from mpiring.tools.bench import inputs, jobs, peers, reducers
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)

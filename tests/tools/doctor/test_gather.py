@@ -8,8 +8,9 @@ import sys
 import pytest
 from launching import HANG_S, ROOT, environment
 
-from mpiring.config import launch_variables, launched_rank, unknown_variables
-from mpiring.tools.doctor import child, gather, memory
+from mpiring.config import unknown_variables
+from mpiring.launch.environment import launch_variables, launched_rank
+from mpiring.tools.doctor import gather, memory
 from mpiring.tools.doctor.facts import Device, Library
 from mpiring.tools.doctor.measure import rounds
 
@@ -146,11 +147,6 @@ def test_launchers_variables():
 ])
 def test_who_is_measured_with_whom(leaders, expected):
     assert rounds(leaders) == expected
-
-
-def test_what_mpi_prints_is_told_without_noise_and_traces():
-    assert child._told(["-----", "", "MPI_Init failed ", "Timeout (0:00:30)!", "File"]) == [
-        "MPI_Init failed"]
 
 
 def test_a_child_that_dies_is_told(monkeypatch, tmp_path):
