@@ -1,6 +1,6 @@
-"""Writes the files that a command's options ask for: --json, --csv and --plot."""
+"""Options for the files that results are written to: --json, --csv and --plot."""
 
-from argparse import Namespace
+import argparse
 from collections.abc import Sequence
 
 from ..errors import ConfigError
@@ -9,12 +9,23 @@ from .picture import refuse_undrawable
 from .plot import draw
 
 
-def check_files(options: Namespace) -> None:
-    """Raise before anything is measured if a file that the options ask for cannot be written.
+def declare(parser: argparse.ArgumentParser, what: str) -> None:
+    """Declare the options.
+
+    Args:
+        what: Is written, for the help.
+    """
+    for name in "--json", "--csv":
+        parser.add_argument(name, metavar="FILE", help=f"write {what}; -: to stdout alone")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before anything is measured.
 
     Raises:
-        ConfigError: Its folder is missing or read-only, a picture's format is unknown, or two
-            are the same.
+        ConfigError: A folder is missing or read-only, a picture's format is unknown, or two
+            files are the same.
         MissingDependencyError: A picture needs matplotlib.
     """
     paths = [path for path in (options.json, options.csv, options.plot) if path]
@@ -26,7 +37,8 @@ def check_files(options: Namespace) -> None:
         refuse_undrawable(options.plot)
 
 
-def report(name: str, about: Environment, rows: Sequence[Row], options: Namespace) -> None:
+def report(name: str, about: Environment, rows: Sequence[Row], options: argparse.Namespace,
+           ) -> None:
     """Write the files that the options ask for."""
     if options.json:
         write_json(options.json, name, about, rows)

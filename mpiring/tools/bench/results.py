@@ -3,7 +3,7 @@
 import json
 import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,23 @@ def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
         for name, values in measurement.readings.items():
             known.readings.setdefault(name, []).extend(values)
     return list(found.values())
+
+
+def beside(found: Sequence[Measurement], *keys: str,
+           ) -> Iterator[tuple[Measurement, dict[str, Measurement]]]:
+    """Yield each measurement, with those of its case by contender.
+
+    Args:
+        keys: Of the labels that are equal in a case.
+    """
+    def case(measurement: Measurement) -> tuple[Any, ...]:
+        return tuple(measurement.labels[key] for key in keys)
+
+    cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
+    for measurement in found:
+        cases.setdefault(case(measurement), {})[measurement.labels["contender"]] = measurement
+    for measurement in found:
+        yield measurement, cases[case(measurement)]
 
 
 def environment(world: World) -> Environment:

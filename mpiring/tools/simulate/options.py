@@ -2,6 +2,7 @@
 
 import argparse
 
+from .. import reporting
 from ..arguments import above_zero, checked, positive
 from ..units import parse_rate, parse_size, parse_time
 from .cluster import Cluster
@@ -60,9 +61,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
                        help="of a barrier in a node's memory; default: 3us")
     parser.add_argument("--against", metavar="FILE.json",
                         help="compare with what `bench allreduce --json` has measured")
-    parser.add_argument("--json", metavar="FILE", help="write the predictions; -: to stdout alone")
-    parser.add_argument("--csv", metavar="FILE", help="write the predictions; -: to stdout alone")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw them (needs matplotlib)")
+    reporting.declare(parser, "the predictions")
 
 
 def _counts(text: str) -> list[int]:
