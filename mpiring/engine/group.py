@@ -18,7 +18,7 @@ from ..operations.gpus import GpuOperations
 from ..operations.model import Model
 from ..operations.operation import Collectives
 from ..operations.resources import Resources
-from ..operations.select import candidates
+from ..operations.algorithms import candidates, named
 from ..operations.windows import Windows, mapped
 from ..record.recorder import Flight, Recorder
 from ..record.statistics import Statistics
@@ -63,6 +63,7 @@ class Group:
         mpi = load_mpi()
         if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
             raise ConfigError(f"expected an mpi4py intracommunicator, got {mpi_comm!r}")
+        named(config.algorithm)
         from ..transport.mpi import Mailbox, MpiTransport, abort, before_finalize
         self.config = config
         self._transport = MpiTransport(mpi_comm)

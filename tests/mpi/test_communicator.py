@@ -16,7 +16,8 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring.collectives import chain, native, ring
+from mpiring.collectives import chain, native
+from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call
 from mpiring.memory.arrays import chunks_of
 from mpiring.transport.base import LANES, together
@@ -447,7 +448,7 @@ def test_long_messages_travel_in_pieces():
 
 def test_a_ring_in_many_pieces(comm):
     """Longer than a piece per chunk, so that several messages are under way each way."""
-    n = comm.size * 3 * ring.PIECE_BYTES // 4 + 5
+    n = comm.size * 3 * Tuning.ring_bytes // 4 + 5
     x = contract.contribution(comm.rank, n, "float32")
     sent = comm.statistics.bytes_sent
     comm.allreduce(x, algorithm="ring")
