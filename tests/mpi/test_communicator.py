@@ -208,6 +208,8 @@ def test_unknown_words_are_refused(comm):
         comm.allreduce(x, op="avg")
     with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected"):
         comm.allreduce(x, algorithm="tree")
+    with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected one of auto, sha"):
+        mpiring.init(config=mpiring.Config(algorithm="tree"))
     with pytest.raises(mpiring.ConfigError, match="root=.*expected a whole number from 0 to"):
         comm.broadcast(x, root=comm.size)
     # A refused call uses no number: the ranks are still in step.
@@ -365,7 +367,7 @@ def interrupted(call, entries):
 @pytest.mark.parametrize("background", [False, True])
 def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypatch, background):
     """Else this rank's next call would meet what is the last call of the others, and hang."""
-    monkeypatch.setattr("mpiring.engine.engine._TRIES", 1)
+    monkeypatch.setattr("mpiring.engine.group._TRIES", 1)
     if comm.size == 1:
         pytest.skip(reason="there is no other rank")
     for entries in range(30):

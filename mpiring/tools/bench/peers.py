@@ -80,7 +80,7 @@ def tensor_of(x: Array) -> Any:
     Raises:
         ConfigError: PyTorch has no such dtype.
     """
-    from ...torch.devices import seen_as_tensor
+    from ...torch.tensors import seen_as_tensor
     try:
         return seen_as_tensor(x)
     except TypeError as exc:
