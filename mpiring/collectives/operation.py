@@ -1,15 +1,11 @@
 """What an algorithm is given: the operation it works for, and the lengths in which it cuts."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from ..memory.arrays import Array
-from ..memory.reduction import Combine
-from ..transport.base import Channel, Node
+from ..transport.base import Node
 
 
 # Compared by identity: the choice of an algorithm is looked up by it at each call.
@@ -81,10 +77,7 @@ class Operation(Protocol):
 
     Attributes:
         rank, size: This rank, and how many there are.
-        nodes: The ranks that share a memory, for each memory, in the same order on all ranks.
         node: The meeting place of this rank's node; of a rank alone there, its own.
-        net, ring: The channel, in rank order and node after node.
-        windows: Finds vectors in node-shared memory.
         tuning: Lengths and counts.
     """
 
@@ -94,19 +87,10 @@ class Operation(Protocol):
     tuning: Tuning
 
     @property
-    def windows(self) -> Windows: ...
+    def windows(self) -> Windows:
+        """What finds vectors in node-shared memory."""
 
     @property
-    def nodes(self) -> Sequence[Sequence[int]]: ...
+    def nodes(self) -> Sequence[Sequence[int]]:
+        """The ranks that share a memory, for each memory, in the same order on all ranks."""
 
-    @property
-    def net(self) -> Channel: ...
-
-    @property
-    def ring(self) -> Channel: ...
-
-    def borrow(self, n: int, dtype: "np.dtype[Any]") -> AbstractContextManager[Array]:
-        """Lend scratch memory for n elements, where the operation's vectors lie."""
-
-    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        """Return what combines vectors where they lie; see Reduction."""
