@@ -93,4 +93,3 @@ class Operation(Protocol):
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
         """The ranks that share a memory, for each memory, in the same order on all ranks."""
-

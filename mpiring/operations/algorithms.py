@@ -53,6 +53,10 @@ ReduceScatter = Callable[["Collectives", Array, Sequence[int], str, Combine], Sc
 Allgather = Callable[["Collectives", Array, Sequence[int]], Schedule[None]]
 
 
+def _not_halved(*arguments: Any) -> Schedule[None]:
+    raise NotImplementedError("this algorithm cannot be halved")
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """One way to combine vectors over all ranks; a row of the table.
@@ -61,7 +65,7 @@ class Algorithm:
         name: What users and reports call it.
         allreduce: Builds the schedule of an allreduce, in place.
         reduce_scatter, allgather: Build the two halves of it, where each rank is to have its
-            own slice; None where it cannot be halved.
+            own slice, if it can be halved.
         refusal: Returns why it cannot do a case; "" if it can.
         is_measured: Returns whether it is worth measuring, on so many nodes.
         keeps_float32: It adds up 16 bits in float32, and rounds at most once on each level.
@@ -72,8 +76,8 @@ class Algorithm:
 
     name: str
     allreduce: Allreduce
-    reduce_scatter: ReduceScatter | None = None
-    allgather: Allgather | None = None
+    reduce_scatter: ReduceScatter = _not_halved
+    allgather: Allgather = _not_halved
     refusal: Callable[[Case], str] = lambda case: ""
     is_measured: Callable[[int], bool] = lambda nodes: False
     keeps_float32: bool = False
@@ -267,9 +271,9 @@ def choose(
     """
     case = Case(nbytes, dtype, op, ranks, nodes, tuning, gpu)
     row = named(wish)
-    if row is None:
+    if row is None or halved and row.allgather is _not_halved:
         row = _best(case, model, [row for row in TABLE if not row.refusal(case)
-                                  and (row.reduce_scatter is not None or not halved)])
+                                  and (row.allgather is not _not_halved or not halved)])
     elif problem := row.refusal(case):
         raise ConfigError(f"algorithm={wish!r}: {problem}; use algorithm='auto'")
     return row if halved else row.variant(case)

@@ -164,10 +164,9 @@ class Collectives:
             ConfigError: The op does not suit the dtype.
         """
         combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal(x)
-        reduce_scatter = self._choose(x, op, "auto", halved=True).reduce_scatter
-        assert reduce_scatter is not None
+        row = self._choose(x, op, "auto", halved=True)
         schedule = (_nothing() if self.size == 1 else
-                    reduce_scatter(self, x, bounds, op, combine))
+                    row.reduce_scatter(self, x, bounds, op, combine))
         return _returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
 
     def allgather(self, x: Array, *, bounds: Sequence[int] | None = None) -> Schedule[None]:
@@ -178,9 +177,8 @@ class Collectives:
             bounds: As for `reduce_scatter`.
         """
         bounds = bounds or self._equal(x)
-        allgather = self._choose(x, "sum", "auto", halved=True).allgather
-        assert allgather is not None
-        return _nothing() if self.size == 1 else allgather(self, x, bounds)
+        row = self._choose(x, "sum", "auto", halved=True)
+        return _nothing() if self.size == 1 else row.allgather(self, x, bounds)
 
     def _equal(self, x: Array) -> list[int]:
         return equal_bounds(x.size, self.size)
