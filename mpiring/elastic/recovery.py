@@ -133,7 +133,7 @@ def _leave(state: State, survivors: "Survivors") -> None:
 
     Without MPI_Finalize, which was seen to hang after a death.
     """
-    if forks.is_fork():
+    if forks.in_fork:
         return
     with contextlib.suppress(MpiringError):
         _wait_for_all(state.comm, "exit")

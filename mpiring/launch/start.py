@@ -170,7 +170,7 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException,
                  trace: TracebackType | None) -> None:
-        if forks.is_fork():
+        if forks.in_fork:
             # Nobody waits for it: it ends alone.
             self._previous(kind, error, trace)
             return

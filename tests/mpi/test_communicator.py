@@ -364,7 +364,7 @@ def interrupted(call, entries):
 @pytest.mark.parametrize("background", [False, True])
 def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypatch, background):
     """Else this rank's next call would meet what is the last call of the others, and hang."""
-    monkeypatch.setattr("mpiring.engine.engine._TRIES", 1)
+    monkeypatch.setattr("mpiring.engine.group._TRIES", 1)
     if comm.size == 1:
         pytest.skip(reason="there is no other rank")
     for entries in range(30):
