@@ -13,7 +13,6 @@ from typing import Any
 from .errors import ConfigError
 
 PREFIX = "MPIRING_"
-ALGORITHMS = ("auto", "ring", "direct", "shared", "hierarchical", "native")
 PROGRESS = ("auto", "thread", "inline")
 DIGEST_ACTIONS = ("stop", "restore")
 GPU_AWARE = ("auto", "yes", "no")
@@ -71,7 +70,7 @@ class Config:
         ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
     """
 
-    algorithm: str = _setting("auto", *ALGORITHMS)
+    algorithm: str = _setting("auto")
     shared_memory: bool = _setting(True)
     tuning: bool = _setting(True)
     tuning_folder: str = _setting("~/.cache/mpiring")

@@ -13,11 +13,11 @@ from ..launch import forks
 from ..launch.start import load_mpi
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
+from ..operations.algorithms import candidates
 from ..operations.gpus import GpuOperations
 from ..operations.model import Model
 from ..operations.operation import Collectives
 from ..operations.resources import Resources
-from ..operations.select import candidates
 from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics

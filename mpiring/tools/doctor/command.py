@@ -7,15 +7,19 @@ from typing import Any
 
 from ...launch.environment import launched_rank, launched_size, launcher_of
 from ..arguments import above_zero
-from . import gather, gpu, launch, library, memory, network, packages, processors, survival
+from . import gather, gpu, launch, library, memory, network, processors
 from .child import examined
 from .examine import examine
 from .facts import ENDING, LOADING, STARTING, Failure, Job, Library
 from .findings import PROBLEM, Section, merged, worst
 from .report import as_json, as_text
 
-# The subjects, in the order of the report; each has TITLE and findings(job).
-SUBJECTS = (library, launch, processors, memory, network, gpu, survival, packages)
+# The subjects, in the order of the report.
+SUBJECTS = (
+    ("Python and MPI", library.findings), ("Launch", launch.findings),
+    ("Processors", processors.findings), ("Memory and processes", memory.findings),
+    ("Network", network.findings), ("GPUs", gpu.findings),
+    ("After a rank's death", launch.survival), ("Packages", library.packages))
 
 # How much longer than the reporting rank one stays that has failed: mpirun ends all ranks when
 # one ends that was in MPI, and nobody would report; srun does not.
@@ -74,8 +78,7 @@ def _job(found: dict[str, Any], failure: Failure | None) -> Job:
 
 def judged(job: Job) -> list[Section]:
     """Return all findings, by subject; a pure function of what was found."""
-    return [Section(subject.TITLE, merged(subject.findings(job), len(job.ranks)))
-            for subject in SUBJECTS]
+    return [Section(title, merged(findings(job), len(job.ranks))) for title, findings in SUBJECTS]
 
 
 def _stand_by(rank: int, failure: Failure, found: dict[str, Any], until: float) -> None:

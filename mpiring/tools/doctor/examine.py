@@ -19,10 +19,11 @@ from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
 from . import gather
-from .devices import usable
 from .facts import ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank
 from .measure import measured
 
+# Processes share whole blocks of this size of GPU memory.
+_BLOCK_BYTES = 2 << 20
 # Long enough for every algorithm to be itself, too short to be noticed.
 _TRIED_SIZE = 1 << 18
 
@@ -171,3 +172,29 @@ def _asked(gpus: Gpus, library: Path) -> Gpus:
          if re.search("cuda|rocm|gdr", path.name)})) if homes else None
     return replace(gpus, aware=aware, transports=transports,
                    gtl=any(path.name.startswith("libmpi_gtl") for path in loaded))
+
+
+def usable(gpus: Gpus, turn: int) -> Gpus:
+    """Return what CuPy sees, beside what the node has, and whether memory can be shared.
+
+    Args:
+        gpus: Of the node.
+        turn: Number of this rank among those of its node, which take GPUs in turn.
+    """
+    if gpus.kind != "NVIDIA":
+        return gpus
+    try:
+        from ...gpu import cuda
+        package = cuda.cupy()
+        count = package.cuda.runtime.getDeviceCount()
+        seen = tuple(str(package.cuda.Device(index).pci_bus_id) for index in range(count))
+        device = cuda.device(turn % count)
+        unshared = ""
+        try:
+            device.gpu.export(device.allocate(_BLOCK_BYTES))
+        except OSError as error:
+            unshared = str(error)
+    # A look must not end the examination: CUDA's own errors are RuntimeErrors.
+    except (MpiringError, RuntimeError, ImportError, MemoryError) as error:
+        return replace(gpus, problem=" ".join(str(error).split()) or type(error).__name__)
+    return replace(gpus, seen=seen, own=seen[turn % count], unshared=unshared)

@@ -1,10 +1,10 @@
-"""Says what a finding is, and joins what is the same on many ranks."""
+"""Defines findings, and joins those that are the same on many ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...text import ranks_text
-from .facts import Job
+from .facts import Job, Rank
 
 VERDICTS = OK, NOTE, WARNING, PROBLEM = ("ok", "note", "warning", "problem")
 
@@ -17,11 +17,11 @@ class Finding:
 
     Attributes:
         name: What was looked at, in a word or two.
-        verdict: "ok"; "note": nothing is wrong, but better is possible; "warning": slow, or at
-            risk; "problem": does not work.
+        verdict: "ok"; "note": works, but could be better; "warning": slow, or at risk;
+            "problem": does not work.
         value: What was found.
-        remedy: The line that mends it; "" where nothing needs mending.
-        ranks: Of which ranks this is true; () of the job as a whole.
+        remedy: What to do about it; "" where nothing needs to be done.
+        ranks: Those that it is about; () for the job as a whole.
     """
 
     name: str
@@ -37,6 +37,21 @@ class Section:
 
     title: str
     findings: Sequence[Finding]
+
+
+def each_rank(job: Job, judge: Callable[[Rank], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield what a judge finds about each rank."""
+    for rank in job.ranks:
+        for finding in judge(rank):
+            yield replace(finding, ranks=(rank.rank,))
+
+
+def each_node(job: Job, judge: Callable[[Sequence[Rank]], Iterable[Finding]],
+              ) -> Iterator[Finding]:
+    """Yield what a judge finds about the ranks of each node."""
+    for ranks in job.nodes().values():
+        for finding in judge(ranks):
+            yield replace(finding, ranks=tuple(rank.rank for rank in ranks))
 
 
 def merged(findings: Iterable[Finding], size: int) -> list[Finding]:

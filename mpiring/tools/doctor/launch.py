@@ -8,11 +8,10 @@ from .facts import ENDING, STARTING, Failure, Job, Rank, is_foreign
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 from .memory import shm_is_short
 
-TITLE = "Launch"
-
 _DOCTOR = "python -m mpiring doctor"
 # The PMI that each vendor's library speaks, as srun calls it; pmi2 is MPICH's.
 _PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
+_CHECKPOINTS = "save checkpoints, and start again from the last (slurm/preemptible.sbatch)"
 _STRANGERS = "which starts processes that MPI does not know"
 
 _INTERFACES = {
@@ -186,19 +185,37 @@ def _slurm(job: Job) -> Iterator[Finding]:
 
 
 def _settings(job: Job) -> Iterator[Finding]:
-    mine = [{name: value for name, value in rank.variables.items() if name.startswith("MPIRING_")}
-            for rank in job.ranks]
+    mine = [" ".join(f"{name}={value}" for name, value in sorted(rank.variables.items())
+                     if name.startswith("MPIRING_")) or "none" for rank in job.ranks]
+    name = "MPIRING_* variables"
     for rank in job.ranks:
         if rank.settings_error:
-            yield Finding("MPIRING_* variables", PROBLEM, rank.settings_error,
+            yield Finding(name, PROBLEM, rank.settings_error,
                           "unset or correct it; README.md lists the settings", (rank.rank,))
-    if any(other != mine[0] for other in mine):
+    if len(set(mine)) > 1:
         for rank, settings in zip(job.ranks, mine):
-            yield Finding("MPIRING_* variables", PROBLEM, _listed(settings), "give all ranks the "
-                          "same, as with mpirun -genv (MPICH) or -x (Open MPI)", (rank.rank,))
+            yield Finding(name, PROBLEM, settings, "give all ranks the same, as with mpirun -genv "
+                          "(MPICH) or -x (Open MPI)", (rank.rank,))
     elif not any(rank.settings_error for rank in job.ranks):
-        yield Finding("MPIRING_* variables", OK, _listed(mine[0]))
+        yield Finding(name, OK, mine[0])
 
 
-def _listed(settings: dict[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items()) or "none"
+def survival(job: Job) -> Iterator[Finding]:
+    """Judge whether this MPI, as it was launched, lets other ranks go on after a rank's death."""
+    library, variables = job.here.library, job.here.variables
+    if not library.text:
+        return
+    value, remedy = f"{library.name} ends the job when a rank dies", _CHECKPOINTS
+    if library.vendor == "Open MPI":
+        if int(library.name.split()[-1].partition(".")[0] or 0) < 5:
+            value += "; since 5.0 the others can go on"
+        elif launcher_of(variables) == "srun":
+            value = "under srun the job ends when a rank dies"
+            remedy += "; or mpirun --with-ft ulfm within the batch script"
+        elif variables.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true"):
+            yield Finding("survival", OK, "the other ranks can go on (ULFM): mpiring.elastic")
+            return
+        else:
+            value = f"{library.name} can let the other ranks go on, but was not launched so"
+            remedy = "mpirun --with-ft ulfm; or " + remedy
+    yield Finding("survival", NOTE, value, remedy)

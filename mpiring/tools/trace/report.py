@@ -36,7 +36,7 @@ def run(options: Namespace) -> int:
     """Print the budget of a job's steps, and draw it if asked to; return the exit status.
 
     Args:
-        options: As `options.declare` has declared them.
+        options: As `command.declare` has declared them.
 
     Raises:
         ConfigError: There are no traces, or of several jobs, or nothing happened in them.

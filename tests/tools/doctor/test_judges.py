@@ -426,4 +426,4 @@ def test_places():
 
 
 def test_the_subjects_have_titles_of_their_own():
-    assert len({subject.TITLE for subject in SUBJECTS}) == len(SUBJECTS)
+    assert len({title for title, _ in SUBJECTS}) == len(SUBJECTS)
