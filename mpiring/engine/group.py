@@ -22,7 +22,6 @@ from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
 from ..transport.base import Schedule, T, Task
-from ..transport.opened import Opening
 from .engine import Engine, give_way
 from .handle import Handle
 from .messages import Messages
@@ -84,7 +83,6 @@ class Group:
         self._lane = self._engine.join(self._watch.look)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
-        self._opening = Opening()
         atexit.register(self._close_at_exit)
 
     def _equip(self) -> None:
@@ -373,11 +371,10 @@ class Group:
             return
         self._equip()
         self._lane.dropped = True
-        self._opening.drop(f"rank {self.rank}: a communicator of {self.size} ranks")
+        self._transport.drop()
 
     def _forget(self) -> None:
         atexit.unregister(self._close_at_exit)
-        self._opening.close()
         self._disconnect()
 
     def _wait_for_all(self) -> None:
