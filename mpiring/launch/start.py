@@ -50,6 +50,13 @@ def load_mpi() -> Any:
     return MPI
 
 
+def thread_level(mpi: Any) -> str:
+    """Return the thread level of a started MPI, as "multiple"; `mpi` is mpi4py.MPI."""
+    names = ("single", "funneled", "serialized", "multiple")
+    return next(name for name in names
+                if getattr(mpi, f"THREAD_{name.upper()}") == mpi.Query_thread())
+
+
 def find_mpiexec() -> str | None:
     """Return the mpiexec beside this Python, else the first on the path, else None."""
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
