@@ -89,7 +89,7 @@ class Messages:
         self.comm = transport.comm
         self.config = config
         self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
-        self.lane = engine.join(self.watch, math.inf)
+        self.lane = engine.join(self.watch.look, math.inf)
         self._transport = transport
         self._engine = engine
         # The numbers of two ranks' messages have nothing to do with each other.
