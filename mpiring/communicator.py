@@ -21,8 +21,7 @@ from .gpu.base import Event
 from .gpu.device import Device
 from .launch.start import mpi_world
 from .memory.arrays import dtype_name, flat
-from .operations.agreement import Call
-from .operations.calls import allreduce_call, described, op_named, part_of
+from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.model import Model
 from .record.statistics import Statistics
 from .transport.base import Schedule, T

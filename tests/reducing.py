@@ -118,10 +118,10 @@ class ModelOnGpus(Model):
 
     def reduce(self, collectives, index):
         rank, device = collectives.rank, self.devices[collectives.rank]
-        if collectives.node is not None:
+        if collectives.node.size > 1:
             for slot in collectives.node.slots(np.dtype(np.uint8)):
                 device.gpu.pin(slot)
-        context = GpuContext(device, Exports(collectives._own.windows))
+        context = GpuContext(device, Exports(collectives.windows))
         with device.gpu.on(self.network, rank):
             yield from in_context(collectives, context, [], lambda on_gpu: super(
                 ModelOnGpus, self).reduce(on_gpu, index))

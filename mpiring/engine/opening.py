@@ -8,6 +8,7 @@ from ..config import AGREED, Config
 from ..errors import ConfigError, MpiringError
 from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
 from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
+from ..operations.algorithms import named
 from ..operations.windows import mapped
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
@@ -79,6 +80,7 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
     mpi = load_mpi()
     if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
         raise ConfigError(f"expected an mpi4py intracommunicator, got {mpi_comm!r}")
+    named(config.algorithm)
     from ..transport.mpi import MpiTransport, abort
     transport = MpiTransport(mpi_comm)
     comm, recorder = transport.comm, engine.recorder if engine else Recorder(transport.rank)

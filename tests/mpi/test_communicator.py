@@ -16,7 +16,8 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring.collectives import chain, native, ring
+from mpiring.collectives import chain, native
+from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call
 from mpiring.memory.arrays import chunks_of
 from mpiring.transport.base import LANES, together
@@ -207,6 +208,8 @@ def test_unknown_words_are_refused(comm):
         comm.allreduce(x, op="avg")
     with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected"):
         comm.allreduce(x, algorithm="tree")
+    with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected one of auto, sha"):
+        mpiring.init(config=mpiring.Config(algorithm="tree"))
     with pytest.raises(mpiring.ConfigError, match="root=.*expected a whole number from 0 to"):
         comm.broadcast(x, root=comm.size)
     # A refused call uses no number: the ranks are still in step.
@@ -447,7 +450,7 @@ def test_long_messages_travel_in_pieces():
 
 def test_a_ring_in_many_pieces(comm):
     """Longer than a piece per chunk, so that several messages are under way each way."""
-    n = comm.size * 3 * ring.PIECE_BYTES // 4 + 5
+    n = comm.size * 3 * Tuning.ring_bytes // 4 + 5
     x = contract.contribution(comm.rank, n, "float32")
     sent = comm.statistics.bytes_sent
     comm.allreduce(x, algorithm="ring")

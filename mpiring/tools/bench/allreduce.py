@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...config import ALGORITHMS
 from ...errors import ConfigError
 from ...memory.arrays import Array
+from ...operations.algorithms import NAMES
 from ..arguments import above_zero, checked, names
 from ..files import Environment, Row
 from ..table import Column
@@ -37,8 +37,8 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
                         help="a list, 8,1K,64M, or a range in factors of 4, cut to whole "
                              "numbers, at least one; default: 8..64M")
-    parser.add_argument("--algorithms", type=names(ALGORITHMS), metavar="A,B",
-                        help=f"of mpiring; default: {','.join(ALGORITHMS)}; auto always")
+    parser.add_argument("--algorithms", type=names(NAMES), metavar="A,B",
+                        help=f"of mpiring; default: {','.join(NAMES)}; auto always")
     parser.add_argument("--buffers", type=names(BUFFERS), default=["empty"], metavar="A,B",
                         help="empty (comm.empty) or private (numpy.empty); on a GPU, ranks open "
                              "the former to each other, and stage the latter; default: empty")

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from ...collectives import native
-from ...config import ALGORITHMS
 from ...errors import ConfigError
 from ...memory.arrays import Array
+from ...operations.algorithms import NAMES
 from . import peers
 from .world import World
 
@@ -56,7 +56,7 @@ class Contender:
 
 
 def mpiring(world: World, algorithm: str) -> Contender:
-    """Return mpiring with an algorithm of `config.ALGORITHMS`."""
+    """Return mpiring with an algorithm of `the table`."""
     comm = world.comm
     return Contender(
         f"mpiring {algorithm}",
@@ -124,7 +124,7 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
 def own(world: World, kinds: Sequence[str] | None,
         algorithms: Sequence[str] | None) -> list[Contender]:
     """Return mpiring with those algorithms that a command line asks for; see `chosen`."""
-    wanted = ALGORITHMS if algorithms is None else algorithms
+    wanted = NAMES if algorithms is None else algorithms
     ours = kinds is None or "mpiring" in kinds
-    return [mpiring(world, name) for name in ALGORITHMS
+    return [mpiring(world, name) for name in NAMES
             if name == "auto" or ours and name in wanted]

@@ -11,7 +11,7 @@ import pytest
 from launching import HANG_S, PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
 from mpiring.__main__ import main
-from mpiring.config import ALGORITHMS
+from mpiring.operations.algorithms import NAMES
 from mpiring.errors import ConfigError
 from mpiring.tools.bench import inputs, jobs, peers, reducers
 
@@ -50,7 +50,7 @@ def test_allreduce_in_a_launchers_job(tmp_path):
     assert EVERYTHING <= about.keys() and about["ranks"] == 3 and about["nodes"] == 1
     assert [place["rank"] for place in about["placement"]] == [0, 1, 2]
     assert "bench allreduce --sizes 8,64K" in about["command"]
-    names = ["MPI_Allreduce", *(f"mpiring {name}" for name in ALGORITHMS), "memory copy"]
+    names = ["MPI_Allreduce", *(f"mpiring {name}" for name in NAMES), "memory copy"]
     rows = content["rows"]
     assert [row["contender"] for row in rows] == names * 8
     assert {(row["dtype"], row["buffer"], row["bytes"]) for row in rows} == {
