@@ -22,13 +22,12 @@ from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
 from ..transport.base import Schedule, T, Task
-from ..transport.opened import Opening
 from .engine import Engine, give_way
 from .handle import Handle
 from .messages import Messages
 from .opening import opened
 from .stalls import StallWatch
-from .tuning import tuner_over
+from .tuning import Tuner
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -84,7 +83,6 @@ class Group:
         self._lane = self._engine.join(self._watch.look)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
-        self._opening = Opening()
         atexit.register(self._close_at_exit)
 
     def _equip(self) -> None:
@@ -103,13 +101,17 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        tuner = tuner_over(
-            self._tuning, rank=self.rank, cluster=self._cluster,
-            candidates=candidates(self.size, len(self._resources.nodes)),
+        shape = [len(ranks) for ranks in self._resources.nodes]
+        library = " ".join(load_mpi().Get_library_version().split()[:4])
+        tuner = Tuner(
+            self._run_tuning, rank=self.rank, candidates=candidates(self.size, len(shape)),
+            cluster=(f"{library}, ranks per node {shape}, "
+                     f"{'thread' if self._engine.threaded else 'inline'} progress"),
             folder=self.config.tuning_folder)
-        self._resources = replace(self._resources, model=tuner.find(fresh=fresh))
+        model = tuner.find(fresh=fresh)
+        self._resources = replace(self._resources, model=model)
         self._is_tuned = True
-        return self._resources.model  # type: ignore[return-value]
+        return model
 
     def tune_once(self) -> None:
         """Tune before the first allreduce whose algorithm depends on it.
@@ -119,15 +121,7 @@ class Group:
         if not self._is_tuned:
             self.tune()
 
-    @property
-    def _cluster(self) -> str:
-        """Text of what the speed of collectives depends on."""
-        shape = [len(ranks) for ranks in self._resources.nodes]
-        library = " ".join(load_mpi().Get_library_version().split()[:4])
-        return (f"{library}, ranks per node {shape}, "
-                f"{'thread' if self._engine.threaded else 'inline'} progress")
-
-    def _tuning(self, step: str, build: Build[T]) -> T:
+    def _run_tuning(self, step: str, build: Build[T]) -> T:
         return self.run(Call("tune", f"(before the first allreduce between nodes): {step}"), build)
 
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
@@ -377,11 +371,10 @@ class Group:
             return
         self._equip()
         self._lane.dropped = True
-        self._opening.drop(f"rank {self.rank}: a communicator of {self.size} ranks")
+        self._transport.drop()
 
     def _forget(self) -> None:
         atexit.unregister(self._close_at_exit)
-        self._opening.close()
         self._disconnect()
 
     def _wait_for_all(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
-from ...launch.start import load_mpi, mpi_world
+from ...launch.start import load_mpi, mpi_world, thread_level
 
 _WARM_BYTES = 1 << 20
 
@@ -33,9 +33,7 @@ class World:
         world = mpi_world(allow_singleton=False)
         self.raw: Any = world.Dup()
         self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
-        levels = {self.mpi.THREAD_SINGLE: "single", self.mpi.THREAD_FUNNELED: "funneled",
-                  self.mpi.THREAD_SERIALIZED: "serialized", self.mpi.THREAD_MULTIPLE: "multiple"}
-        self.thread_level = levels[self.mpi.Query_thread()]
+        self.thread_level = thread_level(self.mpi)
         # What "auto" comes to anyway, but without its warning: here it is the subject.
         config = Config() if self.thread_level == "multiple" else Config(progress="inline")
         self.comm = Communicator(world, config=config)

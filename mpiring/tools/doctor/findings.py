@@ -13,10 +13,10 @@ _MOST_HOSTS = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """A property that was examined.
 
     Attributes:
-        name: What was looked at, in a word or two.
+        name: The property, in a word or two.
         verdict: "ok"; "note": works, but could be better; "warning": slow, or at risk;
             "problem": does not work.
         value: What was found.
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """The findings about one subject."""
+    """The findings on a subject."""
 
     title: str
     findings: Sequence[Finding]
@@ -55,7 +55,7 @@ def each_node(job: Job, judge: Callable[[Sequence[Rank]], Iterable[Finding]],
 
 
 def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
-    """Join findings that differ in nothing but their ranks; of all ranks is of the job.
+    """Join findings that differ in nothing but their ranks; a finding on all ranks is on the job.
 
     Args:
         size: How many ranks there are.
@@ -67,8 +67,8 @@ def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
             for finding, ranks in joined.items()]
 
 
-def place(ranks: Sequence[int], job: Job) -> str:
-    """Return a text such as "ranks 4-7 on n2"; "" for the job as a whole."""
+def where(ranks: Sequence[int], job: Job) -> str:
+    """Return "ranks 4-7 on n2"; "" for the job as a whole."""
     if not ranks:
         return ""
     names, chosen = job.node_names(), set(ranks)
@@ -79,5 +79,5 @@ def place(ranks: Sequence[int], job: Job) -> str:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """Return the gravest verdict; "ok" where there is none."""
+    """Return the gravest verdict; "ok" without findings."""
     return max((finding.verdict for finding in findings), key=VERDICTS.index, default=OK)

@@ -1,4 +1,4 @@
-"""Judges GPUs, and what lies between them, MPI and the network."""
+"""Judges GPUs, and how MPI and the network reach their memory."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from ...text import count
 from .facts import Gpus, Job, Rank
 from .findings import NOTE, OK, WARNING, Finding, each_rank
 
-# What lets each vendor's library take GPU memory.
+# How to make each vendor's library take GPU memory.
 _AWARE = {
     "Open MPI": "use an Open MPI and a UCX built with CUDA (the cluster's module); PyPI's is not",
     "MPICH": "use an MPICH built with CUDA (the cluster's module), with MPIR_CVAR_ENABLE_GPU=1; "
@@ -14,7 +14,7 @@ _AWARE = {
     "Cray MPICH": "load the module craype-accel-*, and export MPICH_GPU_SUPPORT_ENABLED=1",
     "Intel MPI": "export I_MPI_OFFLOAD=1",
     "MVAPICH": "export MV2_USE_CUDA=1 (MVAPICH 3 and Plus: MVP_USE_CUDA=1)"}
-# Where the switch is a variable, and there is no function to ask.
+# Libraries that are switched by a variable, and have no function to ask.
 _SWITCHES = {"Cray MPICH": ("MPICH_GPU_SUPPORT_ENABLED",), "Intel MPI": ("I_MPI_OFFLOAD",),
              "MVAPICH": ("MV2_USE_CUDA", "MVP_USE_CUDA")}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -63,18 +63,18 @@ def _awareness(rank: Rank) -> Finding:
                        "LD_PRELOAD the libmpi_gtl_* of your GPUs, or build mpi4py with "
                        "craype-accel-* loaded")
     if gpus.aware or switch:
-        said = f"{name} says that it takes GPU memory" if gpus.aware else f"{switch} is set"
-        return Finding("GPU-aware MPI", OK, said)
-    said = (f"{name} says that it takes no GPU memory" if gpus.aware is False else
+        return Finding("GPU-aware MPI", OK, f"{name} says that it takes GPU memory"
+                       if gpus.aware else f"{switch} is set")
+    text = (f"{name} says that it takes no GPU memory" if gpus.aware is False else
             f"nothing shows that {name} takes GPU memory")
-    return Finding("GPU-aware MPI", NOTE, f"{said}: data goes through the host's", remedy)
+    return Finding("GPU-aware MPI", NOTE, f"{text}: data goes through the host's", remedy)
 
 
 def _use(rank: Rank, job: Job) -> Iterator[Finding]:
     """Judge what mpiring itself does with a rank's GPU."""
     gpus, neighbours = rank.gpus, job.nodes()[rank.node]
     if gpus.problem:
-        # The problem tells its own remedy: to install CuPy, its compiler, or a driver.
+        # The problem names its remedy: to install CuPy, its compiler, or a driver.
         yield Finding("mpiring's GPU", NOTE, f"none: {gpus.problem}",
                       "do so for models on GPUs; those on the CPU need none")
         return

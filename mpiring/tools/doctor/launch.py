@@ -1,4 +1,4 @@
-"""Judges how ranks were launched, whether they became one world, and what is set for them."""
+"""Judges how ranks were launched, whether they became one world, and their settings."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 from .memory import shm_is_short
 
 _DOCTOR = "python -m mpiring doctor"
-# The PMI that each vendor's library speaks, as srun calls it; pmi2 is MPICH's.
+# The PMI that each vendor's library needs, as srun names it; MPICH's is pmi2.
 _PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
 _CHECKPOINTS = "save checkpoints, and start again from the last (slurm/preemptible.sbatch)"
 _STRANGERS = "which starts processes that MPI does not know"
@@ -35,8 +35,8 @@ def findings(job: Job) -> Iterator[Finding]:
         yield Finding("mpiring", PROBLEM, error, "see Troubleshooting in README.md")
     for warning in job.warnings:
         yield Finding("mpiring", WARNING, warning, "see Troubleshooting in README.md")
-    if job.said and job.failure is None:
-        yield Finding("what MPI prints", NOTE, "\n".join(job.said),
+    if job.printed and job.failure is None:
+        yield Finding("what MPI prints", NOTE, "\n".join(job.printed),
                       "mend what it speaks of, where that matters to you")
     yield from _slurm(job)
     yield from _settings(job)
@@ -49,7 +49,7 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
     mpirun = f"{job.mpirun.beside or f'the mpirun of {vendor}'} -n {size} {command}"
     if not _uses_srun(job):
         return mpirun
-    if job.slurm.mpi_types and not any(one.startswith(pmi) for one in job.slurm.mpi_types):
+    if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
         return (f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {mpirun}")
     # Intel's library finds Slurm's PMI by this variable alone.
     library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
@@ -57,9 +57,9 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
 
 
 def is_mismatched(rank: Rank) -> bool:
-    """Return whether what launched a rank speaks another language than the library that it loads.
+    """Return whether a rank's launcher belongs to another MPI library than the rank loads.
 
-    Where it was srun: whether it offers another PMI than the vendor's usual one.
+    For srun: whether it offers another PMI than the library needs.
     """
     launcher, vendor = launcher_of(rank.variables), rank.library.vendor
     if not vendor:
@@ -104,7 +104,7 @@ def _pmi_text(job: Job) -> str:
 
 
 def _world(job: Job) -> Finding:
-    """Tell whether the processes became one world."""
+    """Judge whether the processes became one world."""
     if job.is_torn:
         return Finding(
             "ranks", PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
@@ -121,7 +121,7 @@ def _world(job: Job) -> Finding:
 
 
 def _cause(job: Job) -> str:
-    """Say why ranks did not find each other."""
+    """Return why ranks did not find each other."""
     launcher, library = launcher_of(job.here.variables), job.here.library
     if launcher == "srun":
         pmi = _PMI.get(library.vendor, "pmi2")
@@ -135,22 +135,22 @@ def _cause(job: Job) -> str:
 
 
 def _failed(job: Job, failure: Failure) -> Finding:
-    """Report a part of the examination that did not end well."""
-    told = [f"{failure.how}; it printed:", *failure.said] if failure.said else [failure.how]
+    """Report a stage of the examination that failed."""
+    lines = [f"{failure.how}; it printed:", *failure.printed] if failure.printed else [failure.how]
     verdict = WARNING if failure.stage == ENDING else PROBLEM
-    return Finding(failure.stage, verdict, "\n".join(told), _remedy(job, failure))
+    return Finding(failure.stage, verdict, "\n".join(lines), _remedy(job, failure))
 
 
 def _remedy(job: Job, failure: Failure) -> str:
-    """Return what mends a failure, by its likeliest cause."""
-    here, text = job.here, " ".join(failure.said)
+    """Return the remedy for the likeliest cause of a failure."""
+    here, text = job.here, " ".join(failure.printed)
     vendor = here.library.vendor
     if not vendor:
         return "ask mpi4py itself: python -c 'from mpi4py import MPI'"
     if failure.stage == STARTING and is_mismatched(here):
         return right_launch(job)
     if launcher_of(here.variables) == "srun" and "UCX_comm_addr_exchange" in text:
-        # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than a request may be.
+        # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than PMI allows.
         return "export MPIR_CVAR_CH4_NETMOD=ofi; UCX's addresses do not pass through Slurm's PMI"
     if shm_is_short(job):
         return "give /dev/shm more memory, as said below"
@@ -172,7 +172,7 @@ def _slurm(job: Job) -> Iterator[Finding]:
     pmi = _PMI.get(vendor, "pmi2")
     types = ", ".join(slurm.mpi_types) or "unknown"
     default = f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
-    if vendor and not any(one.startswith(pmi) for one in slurm.mpi_types):
+    if vendor and not any(kind.startswith(pmi) for kind in slurm.mpi_types):
         yield Finding("srun --mpi", WARNING, f"{types}{default}", right_launch(job))
     elif vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi):
         yield Finding("srun --mpi", NOTE, f"{types}{default}, and {vendor} needs {pmi}",

@@ -64,7 +64,7 @@ def _described(library: Library) -> str:
 
 
 def _mpirun(job: Job) -> Finding:
-    """Tell whether a shell's mpirun is the library's own."""
+    """Judge whether a shell's mpirun is the library's own."""
     path, library = job.mpirun.path, job.here.library
     vendor = vendor_of(job.mpirun.text)
     name = f"{vendor or 'of unknown make'} {version_of(job.mpirun.text)}".strip()
@@ -80,7 +80,7 @@ def _mpirun(job: Job) -> Finding:
     remedy = (f"use {own}" if own else
               f"use the mpirun that came with {library.path or library.name}: load its module")
     if vendor and library.vendor and not related(vendor, library.vendor):
-        # Whoever has come here by another way does not need it.
+        # A job that was launched in another way does not need it.
         works = job.size > 1 or launcher_of(job.here.variables) == "srun"
         return Finding("mpirun", WARNING if works else PROBLEM, f"{shown}, but mpi4py loads "
                        f"{library.name}: each rank would be alone, or not start", remedy)
@@ -115,7 +115,7 @@ def _thread_level(rank: Rank) -> Iterator[Finding]:
 
 
 def packages(job: Job) -> Iterator[Finding]:
-    """Judge the packages of each rank, and say what those that are missing would bring."""
+    """Judge the packages of each rank, and what missing ones are for."""
     agreed = len({rank.versions.get("numpy", "") for rank in job.ranks}) == 1
 
     def judge(rank: Rank) -> Iterator[Finding]:

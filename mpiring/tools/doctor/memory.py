@@ -8,7 +8,7 @@ from .findings import NOTE, OK, PROBLEM, WARNING, Finding, each_node, each_rank
 
 _MIB = 1 << 20
 # What each rank of a node takes of /dev/shm when it starts: measured with MPICH 5.0.2, which
-# dies of a signal where there is less; Open MPI 5.0.11 says that it wants so much free.
+# dies of a signal where there is less; Open MPI 5.0.11 asks for so much free memory.
 _SHM_BYTES = {"MPICH": 5.3 * _MIB, "Open MPI": 16 * _MIB}
 _SHM_BYTES_ELSE = 16 * _MIB
 # As Docker makes it; PyTorch's data loaders hand batches on in it.
@@ -67,7 +67,7 @@ def _shm(ranks: Sequence[Rank], ranks_here: int) -> Finding:
 
 
 def _leftovers(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    """MPICH names its files by the job: one that Slurm gives an old number may trip on them."""
+    """MPICH names its files by the job: a new job with an old Slurm number may trip over them."""
     memory = ranks[0].memory
     if memory.left_files:
         yield Finding(
@@ -93,7 +93,7 @@ def _limits(rank: Rank) -> Iterator[Finding]:
 
 
 def _forks(rank: Rank) -> Finding:
-    """Judge data loaders' processes: a fork shares the network's memory with its parent."""
+    """Judge forks, as of data loaders: a child shares the network's memory with its parent."""
     method = rank.start_method
     text = f"Python starts processes by {method}"
     fast = [device.name for device in rank.devices
@@ -103,5 +103,6 @@ def _forks(rank: Rank) -> Finding:
         return Finding("fork", WARNING, f"{text}, beside {', '.join(fast)}: a forked data loader "
                        f"can crash, or spoil messages", "multiprocessing.set_start_method("
                        "'forkserver') before mpiring.init(), or export RDMAV_FORK_SAFE=1")
-    beside = ", beside no device that minds" if method == "fork" and not fast else ""
-    return Finding("fork", OK, text + beside)
+    if method == "fork" and not fast:
+        text += ", beside no device that minds"
+    return Finding("fork", OK, text)

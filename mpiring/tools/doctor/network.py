@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from .facts import Device, Job, Pair, Rank
-from .findings import NOTE, OK, WARNING, Finding, each_rank, place
+from .findings import NOTE, OK, WARNING, Finding, each_rank, where
 from .processors import is_busy, is_oversubscribed
 
 # Below these, messages take a way that they should not take: on a node, not its memory.
@@ -116,6 +116,6 @@ def _slow_links(job: Job, pairs: Sequence[Pair]) -> Iterator[Finding]:
     for pair in pairs:
         if pair.bytes_per_s < _OF_MEDIAN * median:
             yield Finding(
-                "slow link", WARNING, f"{place(pair.ranks, job)}: {8e-9 * pair.bytes_per_s:.2f} "
+                "slow link", WARNING, f"{where(pair.ranks, job)}: {8e-9 * pair.bytes_per_s:.2f} "
                 f"Gbit/s, where the median is {8e-9 * median:.2f}",
                 "leave out the node whose links are all slow: srun --exclude")

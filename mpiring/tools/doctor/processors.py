@@ -111,7 +111,7 @@ def _threads(ranks: Sequence[Rank]) -> Finding:
 
 
 def _threads_of(rank: Rank) -> int:
-    """Return how many threads a rank's BLAS takes: as a variable says, else all it may use."""
+    """Return how many threads a rank's BLAS takes: as a variable says, or one per processor."""
     for name in _THREAD_VARIABLES:
         # OMP_NUM_THREADS may be a list, of which the first is the outermost level's.
         first = rank.variables.get(name, "").partition(",")[0]
