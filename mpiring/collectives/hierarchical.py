@@ -114,11 +114,9 @@ def allreduce(
 
     Collective: yes. Blocking: no (a schedule).
     """
-    pieces = pieces_of(x.size, x.itemsize, nodes, tuning)
     inboxes = chunks_of(inbox, len(inside))
 
-    def lane(index: int) -> Schedule[None]:
-        """Combine every third piece, one after the other."""
+    def lane(index: int, piece: Piece) -> Schedule[object]:
         def exchange(members: Channel, part: Array, j: int) -> Schedule[None]:
             if levels.direct:
                 return direct.allreduce(members, part, inboxes[index], levels.between,
@@ -126,10 +124,9 @@ def allreduce(
             return ring.allreduce(
                 members, part, inboxes[index], levels.between, tuning.ring_bytes)
 
-        for piece in pieces[index::len(inside)]:
-            yield from by_slices(net.lane(index), nodes, inside[index], node, x, piece, exchange)
+        return by_slices(net.lane(index), nodes, inside[index], node, x, piece, exchange)
 
-    yield from _in_lanes(node, len(inside), lane)
+    return _in_lanes(node, pieces_of(x.size, x.itemsize, nodes, tuning), len(inside), lane)
 
 
 def reduce_scatter(
@@ -144,27 +141,27 @@ def reduce_scatter(
     Args:
         x: Shape (n,), contiguous. Overwritten; this rank's slice holds the result.
         bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-        net, nodes, inside, node, inbox, levels, tuning: As for `allreduce`.
+        inbox: Scratch vector of at least `inbox_size_of_slices` elements.
+        net, nodes, inside, node, levels, tuning: As for `allreduce`.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    pieces = pieces_of_slices(bounds, x.itemsize, nodes, tuning)
     inboxes = chunks_of(inbox, len(inside))
 
-    def lane(index: int) -> Schedule[None]:
-        for rows in pieces[index::len(inside)]:
-            for row in rows:
-                yield from inside[index].collect(row)
-            for j in range(node.rank, len(rows[0]), node.size):
-                members, chunks = _ring(net.lane(index), nodes, j), [x[row[j]] for row in rows]
-                if levels.direct:
-                    yield from direct.reduce_scatter(
-                        members, chunks, inboxes[index], levels.between, tuning.direct_bytes)
-                else:
-                    yield from ring.reduce_scatter(
-                        members, chunks, inboxes[index], levels.between, tuning.ring_bytes)
+    def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
+        for row in rows:
+            yield from inside[index].collect(row)
+        for j in range(node.rank, len(rows[0]), node.size):
+            members, chunks = _ring(net.lane(index), nodes, j), [x[row[j]] for row in rows]
+            if levels.direct:
+                yield from direct.reduce_scatter(
+                    members, chunks, inboxes[index], levels.between, tuning.direct_bytes)
+            else:
+                yield from ring.reduce_scatter(
+                    members, chunks, inboxes[index], levels.between, tuning.ring_bytes)
 
-    yield from _in_lanes(node, len(inside), lane)
+    return _in_lanes(
+        node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
 
 
 def allgather(
@@ -179,21 +176,25 @@ def allgather(
 
     Collective: yes. Blocking: no (a schedule).
     """
-    pieces = pieces_of_slices(bounds, x.itemsize, nodes, tuning)
+    def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
+        for j in range(node.rank, len(rows[0]), node.size):
+            yield from ring.allgather(_ring(net.lane(index), nodes, j),
+                                      [x[row[j]] for row in rows], tuning.ring_bytes)
+        for row in rows:
+            yield from inside[index].spread(row)
 
-    def lane(index: int) -> Schedule[None]:
-        for rows in pieces[index::len(inside)]:
-            for j in range(node.rank, len(rows[0]), node.size):
-                yield from ring.allgather(_ring(net.lane(index), nodes, j),
-                                          [x[row[j]] for row in rows], tuning.ring_bytes)
-            for row in rows:
-                yield from inside[index].spread(row)
-
-    yield from _in_lanes(node, len(inside), lane)
+    return _in_lanes(
+        node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
 
 
-def _in_lanes(node: Node, count: int, lane: Callable[[int], Schedule[None]]) -> Schedule[None]:
-    yield from together(map(lane, range(count)), count)
+def _in_lanes(node: Node, pieces: Sequence[T], count: int,
+              lane: Callable[[int, T], Schedule[object]]) -> Schedule[None]:
+    """Deal the pieces out to a few lanes, each of which takes its own one after the other."""
+    def run(index: int) -> Schedule[None]:
+        for piece in pieces[index::count]:
+            yield from lane(index, piece)
+
+    yield from together(map(run, range(count)), count)
     # No rank's vector is complete before. And a rank that does not agree with another node is
     # not here: no result leaves its node.
     yield (node.barrier(),)

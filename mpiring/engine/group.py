@@ -22,7 +22,6 @@ from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
 from ..transport.base import Schedule, T, Task
-from ..transport.opened import Opening
 from .engine import Engine, give_way
 from .handle import Handle
 from .messages import Messages
@@ -84,7 +83,6 @@ class Group:
         self._lane = self._engine.join(self._watch.look)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
-        self._opening = Opening()
         atexit.register(self._close_at_exit)
 
     def _equip(self) -> None:
@@ -141,7 +139,7 @@ class Group:
             handle = Handle(self._lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
-            elif handle.step() and handle.finished:
+            elif handle.step() and handle.task.done:
                 handle.done = True
                 return handle
             # Also a rank that is alone may have to wait: for its GPU.
@@ -227,8 +225,10 @@ class Group:
             raise
 
     def poke(self) -> None:
-        """Make some progress, where no background thread makes it."""
-        self._engine.poke()
+        """Make some progress, where no background thread does."""
+        forks.refuse_calls(self.rank)
+        if not self._engine.threaded:
+            self._engine.advance()
 
     @property
     def statistics(self) -> Statistics:
@@ -372,12 +372,12 @@ class Group:
         if self._is_beyond_closing:
             return
         self._equip()
-        self._lane.dropped = True
-        self._opening.drop(f"rank {self.rank}: a communicator of {self.size} ranks")
+        for lane in (self._lane, *([self._messages.lane] if self._messages else ())):
+            lane.dropped = True
+        self._transport.drop()
 
     def _forget(self) -> None:
         atexit.unregister(self._close_at_exit)
-        self._opening.close()
         self._disconnect()
 
     def _wait_for_all(self) -> None:

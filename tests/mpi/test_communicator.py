@@ -19,7 +19,7 @@ import mpiring
 from mpiring.collectives import chain, native
 from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call
-from mpiring.memory.arrays import chunks_of
+from mpiring.memory.arrays import aligned_bounds, chunks_of
 from mpiring.transport.base import LANES, together
 from mpiring.transport.mpi import MpiTransport
 
@@ -237,6 +237,22 @@ def test_reduce_scatter_then_allgather_is_allreduce(comm):
         assert np.array_equal(chunk, want[start:stop])
         assert comm.allgather(x) is x
         assert np.array_equal(x, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_slices_of_any_bounds(comm, dtype):
+    for n in (1, 1001, 300_000):
+        for bounds in (aligned_bounds(n, np.dtype(dtype).itemsize, comm.size),
+                       [0] * comm.size + [n]):
+            for x in (np.empty(n, dtype), comm.empty(n, dtype)):
+                x[...] = contract.contribution(comm.rank, n, dtype)
+                mine = comm.run(Call("reduce_scatter", "of slices"), lambda collectives: (
+                    collectives.reduce_scatter(x, bounds=bounds)))
+                want = contract.expected(comm.size, n, dtype, "sum")
+                assert np.array_equal(mine, want[bounds[comm.rank]:bounds[comm.rank + 1]])
+                comm.run(Call("allgather", "of slices"), lambda collectives: (
+                    collectives.allgather(x, bounds=bounds)))
+                assert np.array_equal(x, want)
 
 
 def test_broadcast(comm):

@@ -122,6 +122,30 @@ def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
                 check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
 
 
+@pytest.mark.parametrize("place", NODES)
+@pytest.mark.parametrize("which", ["all", "some"])
+def test_slices(place, which):
+    node_of = NODES[place]
+    p = len(node_of)
+    for seed, (op, dtype) in enumerate([("sum", "float32"), ("mean", "float16"), ("max", "int8")]):
+        n = (0, 129, 301)[seed]
+        bounds = [0, *(n // 2 * (rank > 1) for rank in range(1, p)), n]
+
+        def program(collectives, put):
+            rank = collectives.rank
+            x = put(contract.contribution(rank, n, dtype))
+            y = yield from collectives.empty((n,), dtype)
+            if which == "all" or rank % 2:
+                copy_to(y, x)
+                x = y
+            mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
+            assert mine.size == bounds[rank + 1] - bounds[rank]
+            yield from collectives.allgather(x, bounds=bounds)
+            return [x]
+
+        check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
+
+
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize("place", NODES)
 def test_other_collectives(place, direct):
