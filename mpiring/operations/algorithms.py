@@ -1,4 +1,4 @@
-"""The table of algorithms: what each can do, how to build its schedules, and which "auto" takes."""
+"""The table of algorithms: what each can do, how its schedules are built, which "auto" takes."""
 
 import functools
 import logging
@@ -71,7 +71,7 @@ class Algorithm:
         keeps_float32: It adds up 16 bits in float32, and rounds at most once on each level.
         on_gpus: Takes the place of `allreduce` there.
         short: Takes its place for few bytes …
-        is_short: … which this tells.
+        is_short: … so few.
     """
 
     name: str
@@ -132,7 +132,7 @@ def _direct_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], 
 def _native(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
     resources = own.resources
     turn = resources.turns.join(own.sequence)
-    # What MPI really sends, it does not tell.
+    # The least: MPI does not report what it sends.
     own.count_sent(own.dense_bytes(x.nbytes))
     return native.allreduce(resources.transport, turn, x, reduction(op, x.dtype, own.size))
 
@@ -213,8 +213,8 @@ def _unless_mpi_can(case: Case) -> str:
         f"MPI's own {case.op} is wrong or missing for {dtype_name(case.dtype)}")
 
 
-# Of those that are measured, the one that sends the fewest bytes stands last. For 16 bits, the
-# first one that keeps float32 is taken.
+# Of those that are measured, the last sends the fewest bytes. For 16 bits, "auto" takes the first
+# that keeps float32.
 TABLE = (
     Algorithm("shared", shared.allreduce, shared.reduce_scatter, shared.allgather,
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
@@ -280,7 +280,7 @@ def choose(
 
 
 def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
-    """Return the one of the rows, which can all do the case, that "auto" takes."""
+    """Return which of the rows, all able to do the case, "auto" takes."""
     if case.nodes == 1:
         return rows[0]
     if widens(case.dtype, case.op):
