@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..engine.group import Group
 from ..errors import ConfigError
-from ..memory.arrays import Array
+from ..memory.arrays import Array, chunks_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
@@ -23,7 +23,7 @@ from .devices import DEVICE_TYPES
 from .groups import monitored_barrier, open_group
 from .ops import op_of
 from .vectors import (
-    Loan, by_splits, check_alike, check_count, check_multiple, described, equal_parts, in_turn,
+    Loan, by_splits, check_alike, check_count, check_multiple, described, in_turn,
     only, rows_of, with_own,
 )
 from .works import DONE, Coalesced, Work, in_callback
@@ -235,7 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
         for output, input in zip(outputs, inputs):
             check_multiple(input, output, self.size(), "input")
             op = op_of(opts.reduceOp, output.dtype)
-            contributions = equal_parts(
+            contributions = chunks_of(
                 loan.numbers(input, written=False, factor=op.factor), self.size())
             own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
             copies.append((own, contributions[self.rank()]))
@@ -299,7 +299,7 @@ class ProcessGroup(dist.ProcessGroup):
         for output, input in zip(outputs, inputs):
             check_multiple(output, input, self.size(), "output")
             mine = loan.raw(input, written=False)
-            rows.append((mine, equal_parts(loan.raw(output, written=True), self.size())))
+            rows.append((mine, chunks_of(loan.raw(output, written=True), self.size())))
         return self._gather_all(kind, inputs, opts, loan, list(outputs), rows)
 
     def _gather_all(self, kind: str, inputs: Tensors, opts: Any, loan: Loan, value: Any,

@@ -179,12 +179,6 @@ def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def equal_parts(x: Array, count: int) -> list[Array]:
-    """Cut a vector into `count` equal views."""
-    n = x.size // count
-    return [x[i * n:(i + 1) * n] for i in range(count)]
-
-
 def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) -> list[Array]:
     """Cut a vector into one view per rank.
 
