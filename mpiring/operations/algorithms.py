@@ -4,7 +4,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpiring")
 
 
-@dataclass(frozen=True)
-class Case:
+# A tuple, because its hash takes the least time.
+class Case(NamedTuple):
     """What an algorithm is chosen for.
 
     Attributes:
@@ -253,15 +253,13 @@ def candidates(ranks: int, nodes: int) -> tuple[str, ...]:
     return tuple(row.name for row in TABLE if row.is_measured(nodes) and not row.refusal(case))
 
 
+# Cached: a program makes the same few calls again and again.
 @functools.lru_cache(maxsize=4096)
-def choose(
-    nbytes: int, dtype: np.dtype[Any], op: str, wish: str, ranks: int, nodes: int,
-    tuning: Tuning, model: Model | None = None, gpu: str = "", halved: bool = False,
-) -> Algorithm:
+def choose(case: Case, wish: str = "auto", model: Model | None = None,
+           halved: bool = False) -> Algorithm:
     """Return the algorithm for an allreduce, the same on every rank.
 
     Args:
-        nbytes, dtype, op, ranks, nodes, tuning, gpu: As in Case.
         wish: "auto", or the algorithm that the user insists on.
         model: What was measured.
         halved: For a reduce-scatter or an allgather of slices.
@@ -269,7 +267,6 @@ def choose(
     Raises:
         ConfigError: The wish is unknown, or cannot be done here.
     """
-    case = Case(nbytes, dtype, op, ranks, nodes, tuning, gpu)
     row = named(wish)
     if row is None or halved and row.allgather is _not_halved:
         row = _best(case, model, [row for row in TABLE if not row.refusal(case)

@@ -10,12 +10,12 @@ from numpy.typing import DTypeLike
 from ..collectives import chain, direct, exchange, hierarchical, node_copies, ring, shared
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of, equal_bounds
+from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, reduction
 from ..transport.alone import Alone
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
-from .algorithms import Algorithm, choose, say_fallback
+from .algorithms import Algorithm, Case, choose, say_fallback
 from .resources import OperationChannel, Resources
 
 
@@ -136,14 +136,14 @@ class Collectives:
 
     def _choose(self, x: Array, op: str, wish: str, halved: bool = False) -> Algorithm:
         own = self.resources
-        rest = self.size, len(own.nodes), self.tuning, own.model, self.gpu, halved
+        case = Case(x.nbytes, x.dtype, op, self.size, len(own.nodes), self.tuning, self.gpu)
         if wish == "auto" and own.algorithm != "auto":
             try:
-                return choose(x.nbytes, x.dtype, op, own.algorithm, *rest)
+                return choose(case, own.algorithm, own.model, halved)
             except ConfigError as error:
                 if self.rank == 0:
                     say_fallback(str(error))
-        return choose(x.nbytes, x.dtype, op, wish, *rest)
+        return choose(case, wish, own.model, halved)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
@@ -181,7 +181,7 @@ class Collectives:
         return _nothing() if self.size == 1 else row.allgather(self, x, bounds)
 
     def _equal(self, x: Array) -> list[int]:
-        return equal_bounds(x.size, self.size)
+        return bounds_of(x.size, self.size)
 
     def reduce_scatter_chunks(
         self, chunks: Sequence[Array], *, op: str = "sum",
