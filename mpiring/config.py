@@ -115,15 +115,12 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def _converted(value: Any, kind: type, name: str) -> Any:
     """Turn a variable's text, or a Python number, into the field's type."""
+    number: Any = {int: numbers.Integral, float: numbers.Real}.get(kind)
     if kind is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
-    elif kind in (int, float) and isinstance(value, str):
+    elif number and isinstance(value, (str, number)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
             value = kind(value)
-    elif kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        value = float(value)
-    elif kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value = int(value)
     if type(value) is not kind:
         raise ConfigError(f"{name}={value!r}: expected {_KINDS[kind]}")
     return value

@@ -130,23 +130,23 @@ class Engine:
             if lane not in self._lanes:
                 self._lanes.append(lane)
 
-    def abandon(self, lane: Lane) -> list[Handle[Any]]:
-        """Stop advancing a lane's operations; return those that are not complete."""
+    def leave(self, lane: Lane, *, quietly: bool = False) -> list[Handle[Any]]:
+        """Forget a communicator; return its operations that are not complete.
+
+        When it was the last one, stop the thread.
+
+        Args:
+            quietly: Incomplete operations are no failure.
+        """
         with self.lock:
             left = [*lane.active, *lane.queue]
-            lane.active.clear()
-            lane.queue.clear()
-        return left
-
-    def leave(self, lane: Lane) -> None:
-        """Forget a communicator; stop the thread when it was the last."""
-        with self.lock:
-            if lane.queue or lane.active:
+            if left and not quietly:
                 self.failure = self.failure or ClosedError("MPI ended before all operations did")
             if lane in self._lanes:
                 self._lanes.remove(lane)
         if not self._lanes:
             self.stop()
+        return left
 
     def give_up(self, error: BaseException) -> list[Task[Any]]:
         """Stop for good, because a rank has died; return the schedules under way.
@@ -204,7 +204,9 @@ class Engine:
         forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
         try:
-            self._enter()
+            with self._waiting_lock:
+                self._waiting.add(threading.get_ident())
+                self._nobody_waits.clear()
             fruitless = 0
             while not handle.done:
                 self.raise_failure()
@@ -227,7 +229,13 @@ class Engine:
                 elif fruitless:
                     give_way()
         finally:
-            self._leave(handle, began)
+            with self._waiting_lock:
+                now = time.monotonic()
+                handle.lane.waited_s += now - began
+                self.recorder.waited(handle.flight, began, now)
+                self._waiting.discard(threading.get_ident())
+                if not self._waiting:
+                    self._nobody_waits.set()
 
     def advance(self) -> None:
         """Make progress once, unless another thread does, without waiting for anything."""
@@ -258,12 +266,6 @@ class Engine:
                 finally:
                     lane.calling.release()
 
-    def poke(self) -> None:
-        """Make progress once where no thread does."""
-        forks.refuse_calls(self.recorder.rank)
-        if not self.threaded:
-            self.advance()
-
     def fail(self, error: BaseException, task: Task[Any] | None = None) -> None:
         """Remember an error that is about to be raised.
 
@@ -282,20 +284,6 @@ class Engine:
                 raise self.failure
             raise TransportError(
                 f"an earlier operation failed: {self.failure!r}") from self.failure
-
-    def _enter(self) -> None:
-        with self._waiting_lock:
-            self._waiting.add(threading.get_ident())
-            self._nobody_waits.clear()
-
-    def _leave(self, handle: Handle[Any], began: float) -> None:
-        with self._waiting_lock:
-            now = time.monotonic()
-            handle.lane.waited_s += now - began
-            self.recorder.waited(handle.flight, began, now)
-            self._waiting.discard(threading.get_ident())
-            if not self._waiting:
-                self._nobody_waits.set()
 
     def _unless_busy(self, action: Callable[[], bool]) -> bool:
         """Return `action()`, called under the lock; False where another thread has it."""
@@ -317,7 +305,7 @@ class Engine:
             for active in (self._blocking, *(lane.active for lane in self._lanes)):
                 for handle in tuple(active):
                     moved |= handle.step()
-                    if handle.finished:
+                    if handle.task.done:
                         active.remove(handle)
                         self._completed(handle)
             now = time.monotonic()
@@ -354,7 +342,7 @@ class Engine:
         except BaseException as error:
             self.fail(error)
             raise
-        if handle.finished:
+        if handle.task.done:
             self._completed(handle)
         else:
             active.append(handle)
@@ -367,16 +355,13 @@ class Engine:
         # Last: a caller that sees it may read the statistics.
         handle.done = True
 
-    def _is_busy(self) -> bool:
-        return bool(self._blocking) or any(lane.active for lane in self._lanes)
-
     def _loop(self) -> None:
         """Make progress until stopped or failed, or until all communicators are dropped."""
         pause = Pause(self._config.max_pause_s)
         try:
             while self._lanes and not self._stopping and self.failure is None:
                 self._nobody_waits.wait(_LOOK_S)
-                if not self._is_busy() and not any(lane.queue for lane in self._lanes):
+                if not (self._blocking or any(lane.active or lane.queue for lane in self._lanes)):
                     pause = Pause(self._config.max_pause_s)
                     self._wake.wait(_LOOK_S)
                     self._wake.clear()

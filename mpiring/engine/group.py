@@ -139,7 +139,7 @@ class Group:
             handle = Handle(self._lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
-            elif handle.step() and handle.finished:
+            elif handle.step() and handle.task.done:
                 handle.done = True
                 return handle
             # Also a rank that is alone may have to wait: for its GPU.
@@ -225,8 +225,10 @@ class Group:
             raise
 
     def poke(self) -> None:
-        """Make some progress, where no background thread makes it."""
-        self._engine.poke()
+        """Make some progress, where no background thread does."""
+        forks.refuse_calls(self.rank)
+        if not self._engine.threaded:
+            self._engine.advance()
 
     @property
     def statistics(self) -> Statistics:
@@ -370,7 +372,8 @@ class Group:
         if self._is_beyond_closing:
             return
         self._equip()
-        self._lane.dropped = True
+        for lane in (self._lane, *([self._messages.lane] if self._messages else ())):
+            lane.dropped = True
         self._transport.drop()
 
     def _forget(self) -> None:

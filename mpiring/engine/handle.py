@@ -41,11 +41,6 @@ class Handle(Generic[T]):
         return repr(self.flight)
 
     @property
-    def started(self) -> bool:
-        """Whether its first messages are under way; until then it is queued."""
-        return bool(self.flight.started_s)
-
-    @property
     def waited_s(self) -> float:
         """Seconds since the operation last moved."""
         return time.monotonic() - self._moved_s
@@ -95,11 +90,6 @@ class Handle(Generic[T]):
         Collective: no. Blocking: no.
         """
         self.lane.engine.call(self, action)
-
-    @property
-    def finished(self) -> bool:
-        """Whether the schedule has returned; `done` follows when the engine has counted it."""
-        return self.task.done
 
     def step(self) -> bool:
         """Advance as far as the network allows; for the engine."""

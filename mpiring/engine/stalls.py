@@ -8,12 +8,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import StallError
 from ..record.recorder import Flight, Recorder
 from .handle import Handle
+
+if TYPE_CHECKING:
+    from ..transport.mpi import Mailbox
+    from .messages import Messages
 
 # How long a stalled rank waits for the others' answers before it reports.
 _ANSWER_S = 1.0
@@ -21,16 +25,6 @@ _ANSWER_S = 1.0
 # and the first of those that have not called it.
 _LAST, _RANKS = 4, 4
 _SILENT = "does not answer: it is stopped, or outside mpiring without a progress thread"
-
-
-class Post(Protocol):
-    """Short messages between any two ranks; see transport.mpi.Mailbox."""
-
-    def post(self, dest: int, message: bytes) -> None:
-        """Send a message without waiting."""
-
-    def poll(self) -> list[tuple[int, bytes]]:
-        """Return the messages that have arrived, each with its source."""
 
 
 class StallWatch:
@@ -48,7 +42,7 @@ class StallWatch:
         last: What this rank called last. Not its handle: that would keep the user's array alive.
     """
 
-    def __init__(self, rank: int, size: int, post: Post, config: Config, recorder: Recorder,
+    def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
                  warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
@@ -127,7 +121,7 @@ class StallWatch:
         """Return where this rank stands with an operation, and whether it waits in it."""
         unfinished = self.unfinished()
         for handle in unfinished:
-            if handle.flight.sequence == sequence and handle.started:
+            if handle.flight.sequence == sequence and handle.flight.started_s:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
             if handle.flight.sequence == sequence:
                 return f"has it queued behind {unfinished[0]}", False
@@ -163,12 +157,6 @@ class _Inquiry:
     waiting: set[int] = field(default_factory=set)
 
 
-class HasConfig(Protocol):
-    """An object that holds the present settings."""
-
-    config: Config
-
-
 class MessageWatch:
     """Watch over the messages for which callers wait, in touch with the other ranks'.
 
@@ -177,7 +165,7 @@ class MessageWatch:
         owner: Its `config.stall_warning_s` counts.
     """
 
-    def __init__(self, rank: int, size: int, post: Post, owner: HasConfig, recorder: Recorder,
+    def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Messages", recorder: Recorder,
                  warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
@@ -255,13 +243,13 @@ class _Wait:
     answers: dict[int, str] = field(default_factory=dict)
 
 
-def _ask(post: Post, number: int, ranks: list[int]) -> None:
+def _ask(post: "Mailbox", number: int, ranks: list[int]) -> None:
     question = json.dumps({"ask": number}).encode()
     for rank in ranks:
         post.post(rank, question)
 
 
-def _answer(post: Post, source: int, question: dict[str, Any], text: str, waits: bool,
+def _answer(post: "Mailbox", source: int, question: dict[str, Any], text: str, waits: bool,
             last: str) -> None:
     answer = {"answer": question["ask"], "text": text, "waits": waits, "last": last}
     post.post(source, json.dumps(answer).encode())

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from ..launch.cache import Cache
 from ..memory.arrays import Array
 from ..operations.model import Curve, Model
 from ..operations.operation import Collectives
-from ..transport.base import Schedule, T
+from ..transport.base import Schedule
 
 _log = logging.getLogger("mpiring")
 
@@ -29,21 +29,15 @@ _CHECKED_BYTES = 512 << 10
 _TOLERANCE = 2.0
 
 
-class Run(Protocol):
-    """Runs an operation of a communicator."""
-
-    def __call__(self, step: str, build: Callable[[Collectives], Schedule[T]]) -> T:
-        """Return the result of the schedule that `build` returns.
-
-        Collective: yes. Blocking: yes.
-        """
+# Returns the result of the schedule that is built; the text is for reports.
+Run = Callable[[str, Callable[[Collectives], Schedule[Any]]], Any]
 
 
 class Tuner:
     """Finds the model of a communicator.
 
     Args:
-        run: Runs an operation; `step` is for reports.
+        run: Runs an operation of all ranks, blocking.
         rank: This rank.
         candidates: The algorithms to measure.
         cluster: Text of what the speed depends on; a model is saved by that.
@@ -95,8 +89,8 @@ class Tuner:
 
     def _zeros(self, nbytes: int) -> Array:
         """Return a vector of float32, in the memory that buckets use."""
-        x = self._run(f"memory for {nbytes} bytes",
-                      lambda collectives: collectives.empty((nbytes // 4,), np.float32))
+        x: Array = self._run(f"memory for {nbytes} bytes",
+                             lambda collectives: collectives.empty((nbytes // 4,), np.float32))
         x[...] = 0
         return x
 

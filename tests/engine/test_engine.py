@@ -169,11 +169,11 @@ def test_operations_start_in_order_and_few_at_a_time():
     setup = Setup(threaded=False, operations_in_flight=2)
     flags = [Flag() for _ in range(4)]
     handles = [setup.submit(waits_for(flag)) for flag in flags]
-    setup.engine.poke()
+    setup.engine.advance()
     assert [flag.looks > 0 for flag in flags] == [True, True, False, False]
     flags[1].complete = flags[3].complete = True
-    setup.engine.poke()
-    setup.engine.poke()
+    setup.engine.advance()
+    setup.engine.advance()
     assert [handle.done for handle in handles] == [False, True, False, False]
     assert flags[2].looks and not flags[3].looks
     flags[0].complete = flags[2].complete = True
@@ -187,7 +187,7 @@ def test_communicators_do_not_queue_behind_each_other():
     setup.submit(waits_for(flags[0]))
     setup.submit(waits_for(flags[1]))
     setup.submit(waits_for(flags[2]), other)
-    setup.engine.poke()
+    setup.engine.advance()
     assert [flag.looks > 0 for flag in flags] == [True, False, True]
 
 
