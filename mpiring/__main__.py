@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from . import __version__
 from .errors import ConfigError, MpiringError
-from .tools.bench import options as bench
-from .tools.bench.output import alone, guarded
+from .tools.bench import command as bench
+from .tools.output import alone, guarded
 from .tools.doctor import command as doctor
 from .tools.lab import lab
 from .tools.simulate import options as simulate

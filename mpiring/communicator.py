@@ -3,6 +3,7 @@
 import pickle
 import sys
 import weakref
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
@@ -13,8 +14,10 @@ from .arguments import MOST_OF_MPI, whole_number
 from .config import Config
 from .engine.group import Build, Group
 from .engine.handle import Handle
+from .engine.messages import Messages
 from .errors import ConfigError
 from .gpu.arrays import device_named, vector_of
+from .gpu.base import Event
 from .gpu.device import Device
 from .launch.start import mpi_world
 from .memory.arrays import dtype_name
@@ -26,6 +29,8 @@ from .transport.base import Schedule, T
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+
+    from .transport.survivors import Survivors
 
 # An array: of NumPy, PyTorch, CuPy.
 A = TypeVar("A")
@@ -65,6 +70,8 @@ class Communicator:
         rank, size: This rank, and how many there are.
         local_rank, local_size: The same within this node.
         node_rank, num_nodes: This node, and how many there are.
+        memory_groups: The ranks that share a memory, for each memory: those of a node, or a
+            single rank where there is no shared memory (see the setting `shared_memory`).
         config: The settings.
         recorder: What this rank did last; `recorder.end_step()` marks the end of a training
             step in the trace, as `DataParallel` does by itself.
@@ -84,6 +91,7 @@ class Communicator:
         self.rank, self.size = group.rank, group.size
         self.local_rank, self.local_size = group.place.local_rank, group.place.local_size
         self.node_rank, self.num_nodes = group.place.node_rank, group.place.num_nodes
+        self.memory_groups = [list(ranks) for ranks in group.nodes]
         weakref.finalize(self, group.drop).atexit = False
 
     def __repr__(self) -> str:
@@ -120,8 +128,8 @@ class Communicator:
         if str(device) != "cpu":
             gpu = device_named(device, self.local_rank)
             call = Call("empty", f"{name} on a GPU", nbytes=like.nbytes)
-            vector: Any = self._group.run(call, self._group.places.on(
-                gpu, (), lambda collectives: collectives.empty(like.shape, like.dtype)))
+            vector: Any = self.run(call, lambda collectives: collectives.empty(
+                like.shape, like.dtype), device=gpu)
             return gpu.gpu.array(vector, like.shape)
         if like.nbytes == 0:
             self._group.check_open()
@@ -163,8 +171,8 @@ class Communicator:
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
         """Begin to combine `x` over all ranks, and return a handle at once.
 
-        The operation advances in the background. `x` must be left alone until
-        `wait()` returns it. Many may be under way; they can be waited for in any order.
+        The operation advances in the background; leave `x` alone until `wait()` returns it.
+        Many may be under way, and be waited for in any order.
 
         Args: see `allreduce`.
 
@@ -177,7 +185,7 @@ class Communicator:
         vector = vector_of(x)
         if type(op) is not str:
             op = op_named(op, vector.dtype)
-        return allreduce_call(op, x, vector, algorithm), self._group.places.where(
+        return allreduce_call(op, x, vector, algorithm), self._group.gpus.where(
             vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
@@ -239,7 +247,7 @@ class Communicator:
     def _run(self, kind: str, detail: str, vector: Any, build: Build[T]) -> T:
         """Run an operation on a vector, where that lies."""
         return self._group.run(Call(kind, detail, nbytes=vector.nbytes),
-                               self._group.places.where(vector, build))
+                               self._group.gpus.where(vector, build))
 
     def barrier(self) -> None:
         """Return after every rank has called.
@@ -295,9 +303,8 @@ class Communicator:
     def tune(self, *, fresh: bool = False) -> Model:
         """Measure what each algorithm costs here, and return it; "auto" goes by it from now on.
 
-        Done by itself before the first blocking allreduce between nodes, and by
-        `DataParallel`, unless the setting `tuning` forbids it; takes less than half a
-        second on usual networks. Nonblocking operations never wait for it.
+        Done by itself before the first blocking allreduce between nodes, and by `DataParallel`,
+        unless the setting `tuning` forbids it; takes less than half a second on usual networks.
 
         Args:
             fresh: Measure, even if an earlier job on such a cluster has.
@@ -313,23 +320,49 @@ class Communicator:
         """
         self._group.tune_once()
 
-    def submit(self, call: Call, build: Build[T]) -> Handle[T]:
+    def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
+               ready: Sequence[Event] = ()) -> Handle[T]:
         """Begin an operation of your own, made of mpiring's schedules.
 
         Args:
             call: What it is; compared across ranks and shown in reports.
             build: Returns its schedule, given the collectives bound to its channel.
+            device: The GPU on whose vectors the schedule works; by default it works on arrays
+                in host memory.
+            ready: Events of that GPU after which the vectors may be used.
 
-        Collective: yes. Blocking: no.
+        Collective: yes. Blocking: no. (The first time with a GPU: yes.)
         """
-        return self._group.submit(call, build)
+        return self._group.submit(call, self._built(build, device, ready))
+
+    def run(self, call: Call, build: Build[T], *, device: Device | None = None,
+            ready: Sequence[Event] = (), patient: bool = False) -> T:
+        """Run an operation of your own, ahead of those in the background; return its result.
+
+        Args:
+            call, build, device, ready: As for `submit`.
+            patient: Wait for other ranks as long as they take: reports of stalls are printed,
+                but none ends the job.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self._group.run(call, self._built(build, device, ready), patient=patient)
+
+    def _built(self, build: Build[T], device: Device | None, ready: Sequence[Event]) -> Build[T]:
+        return build if device is None else self._group.gpus.on(device, ready, build)
+
+    def messages(self) -> Messages:
+        """Return single messages between these ranks, beside the collectives.
+
+        Collective: yes, the first time. Blocking: yes.
+        """
+        return self._group.messages()
 
     @property
     def statistics(self) -> Statistics:
         """What this communicator's operations have cost so far.
 
-        Subtract two to see a stretch of time. Communicators that were split from this one count
-        for themselves: seconds in which operations of both are under way count for both.
+        Subtract two to see a stretch of time. Communicators split from this one count their own.
         """
         return self._group.statistics
 
@@ -353,11 +386,6 @@ class Communicator:
         Collective: no. Blocking: no.
         """
         self.recorder.dump(whole_number("last", last, 0), file or sys.stderr)
-
-    @property
-    def group(self) -> Group:
-        """What stands behind this face; for mpiring's own parts."""
-        return self._group
 
     # Life
 
@@ -400,6 +428,23 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         self._group.close()
+
+    def survivors(self) -> "Survivors":
+        """Return what lets these ranks go on when one of them dies; for `mpiring.elastic`.
+
+        Collective: no. Blocking: no.
+        """
+        return self._group.survivors()
+
+    def abandon(self, error: BaseException) -> None:
+        """Close without waiting for operations or other ranks, because a rank has died.
+
+        Args:
+            error: What every later call raises, also on communicators split from this one.
+
+        Collective: no. Blocking: no.
+        """
+        self._group.abandon(error)
 
     def __enter__(self) -> "Communicator":
         return self

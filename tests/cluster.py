@@ -27,7 +27,7 @@ def order_of(node_of):
 
 
 def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=None,
-        desk_bytes=512, barrier_s=0.0, return_errors=False, network=None, algorithm="auto"):
+        slot_bytes=512, barrier_s=0.0, return_errors=False, network=None, algorithm="auto"):
     """Run a program on every rank, given the collectives of its operation.
 
     Args:
@@ -38,7 +38,7 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
     """
     node_of = list(node_of)
     network = network or SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
-    memory = SimulatedMemory(network, barrier_s=barrier_s, desk_bytes=desk_bytes)
+    memory = SimulatedMemory(network, barrier_s=barrier_s, slot_bytes=slot_bytes)
     leaders = [node_of.index(node) for node in node_of]
     order = order or node_order(leaders)
     nodes = ranks_of_nodes(leaders, order)

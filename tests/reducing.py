@@ -8,7 +8,7 @@ from mpiring.buckets.bucket import Bucket, TensorSpec, plan
 from mpiring.gpu.device import Device
 from mpiring.operations.agreement import Call
 from mpiring.operations.exports import Exports
-from mpiring.operations.on_device import Place, placed
+from mpiring.operations.on_device import GpuContext, in_context
 from mpiring.reducers import Compressor
 from mpiring.simulated.network import SimulatedNetwork
 
@@ -49,7 +49,7 @@ class Model:
                 yield from reducer.take_over(collectives, self.buckets[collectives.rank], order)
             yield ()
 
-        run(self.node_of, program, desk_bytes=2048)
+        run(self.node_of, program, slot_bytes=2048)
 
     def bucket(self, rank, index, plan):
         """Return a rank's memory for a plan."""
@@ -66,7 +66,7 @@ class Model:
             fill(buckets[index], row)
 
         self.network = SimulatedNetwork(len(self.node_of), node_of=self.node_of, seed=self.seed)
-        run(self.node_of, lambda collectives: self.reduce(collectives, index), desk_bytes=2048,
+        run(self.node_of, lambda collectives: self.reduce(collectives, index), slot_bytes=2048,
             network=self.network, algorithm="ring", call=lambda rank: Call("reduce", ""))
         finite = [buckets[index].is_finite() for buckets in self.buckets]
         assert len(set(finite)) == 1, "ranks do not agree whether all is finite"
@@ -86,11 +86,16 @@ class Model:
     def residual(self, index=0):
         """Return what has not been sent yet, as a part of the mean over ranks."""
         nodes = len(set(self.node_of))
-        total = np.zeros(self.buckets[0][index].plan.size)
-        for reducer, buckets in zip(self.reducers, self.buckets):
-            kept = reducer._kept[buckets[index].plan]
-            total += kept.whole("residual") / nodes
-        return np.concatenate([total[one.start:one.stop] for one in kept._whole])
+        sizes = {tensor.name: tensor.size for tensor in self.buckets[0][index].plan.tensors}
+        totals = {name: np.zeros(size) for name, size in sizes.items()}
+        for state in self.states():
+            for name, total in totals.items():
+                for piece in state["tensors"][name]["pieces"]:
+                    # Behind a tensor is its padding.
+                    here = total[piece["start"]:piece["stop"]]
+                    if "residual" in piece["vectors"]:
+                        here += piece["vectors"]["residual"][:here.size] / nodes
+        return np.concatenate([*totals.values()])
 
     def states(self):
         return [reducer.state_dict() for reducer in self.reducers]
@@ -114,11 +119,11 @@ class ModelOnGpus(Model):
     def reduce(self, collectives, index):
         rank, device = collectives.rank, self.devices[collectives.rank]
         if collectives.node is not None:
-            for desk in collectives.node.desks(np.dtype(np.uint8)):
-                device.gpu.pin(desk)
-        place = Place(device, Exports(collectives._own.windows))
+            for slot in collectives.node.slots(np.dtype(np.uint8)):
+                device.gpu.pin(slot)
+        context = GpuContext(device, Exports(collectives._own.windows))
         with device.gpu.on(self.network, rank):
-            yield from placed(collectives, place, [], lambda on_gpu: super(
+            yield from in_context(collectives, context, [], lambda on_gpu: super(
                 ModelOnGpus, self).reduce(on_gpu, index))
 
 

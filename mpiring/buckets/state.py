@@ -1,28 +1,37 @@
-"""Keeps what a Reducer remembers from step to step, until a step is known to count."""
+"""State per slice of a bucket: named vectors that follow their tensors into rebuilt buckets.
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+Residuals of Reducers, momenta of optimisers: whatever a rank remembers of its slices of buckets
+from step to step.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
-from .bucket import Bucket
+from ..memory.arrays import Array
+from ..transport.base import Schedule
+from .bucket import Bucket, BucketPlan
 
 Wide = NDArray[np.float32]
+# Completes a vector over a bucket, given its bounds, with the slices of other ranks; in place.
+Gather = Callable[[Array, Sequence[int]], Schedule[None]]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Where a tensor, or a part of it, lies in a slice of a bucket.
+    """A tensor, or a range of it, in a slice of a bucket.
 
     Attributes:
-        name, shape: The tensor's.
-        start, stop: In the slice.
-        offset: Of the tensor's first element here.
+        name, shape: Of the tensor.
+        start, stop: Elements of the slice.
+        offset: First element of the tensor, flattened, that is here.
     """
 
     name: str
@@ -37,166 +46,285 @@ class Segment:
         return self.stop - self.start
 
 
-class Part:
-    """What a Reducer remembers of one slice of a bucket.
+@dataclass
+class TensorState:
+    """State of a tensor outside of buckets.
 
-    Arrays are replaced, not changed: a new one counts when `commit` is called, and `drop`
-    leaves everything as it was. Vectors have an element for each of the slice, in the unit of
-    gradients.
-
-    Args:
-        segments: The tensors in it.
-        size: Of the slice.
-        device: The GPU on which vectors are to lie; None for host memory.
+    Attributes:
+        steps: Steps that have counted.
+        pieces: By the range of elements of the flattened tensor (its padding follows it), the
+            vectors by name.
+        arrays: By name.
     """
 
-    def __init__(self, segments: Sequence[Segment], size: int,
-                 device: Device | None = None) -> None:
-        self.segments = segments
-        self.size = size
-        self.device = device
-        self.vectors: dict[str, Wide] = {}
-        self.others: dict[str, NDArray[Any]] = {}
-        self._next: dict[str, NDArray[Any]] = {}
-        self._spare: dict[str, NDArray[Any]] = {}
+    steps: int
+    pieces: dict[tuple[int, int], dict[str, Array]] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
 
-    def vector(self, name: str) -> Wide:
-        """Return what was remembered under a name; zeros at first. Not to be changed."""
-        if name not in self.vectors:
-            self.vectors[name] = vectors.zeros(self.size, np.float32, self.device)
-        return self.vectors[name]
 
-    def other(self, name: str, first: Callable[[], NDArray[Any]]) -> NDArray[Any]:
-        """Return an array that was remembered under a name; `first()` at first."""
-        if name not in self.others:
-            self.others[name] = first()
-        return self.others[name]
+class SliceState:
+    """State of one slice of a bucket: vectors with an element for each of the slice, and arrays.
 
-    def next(self, name: str) -> NDArray[Any]:
-        """Return the array that will count in place of the present one; undefined content."""
-        if name not in self._next:
-            spare = self._spare.pop(name, None)
-            if spare is not None:
-                self._next[name] = spare
-            elif name in self.vectors:
-                self._next[name] = vectors.empty(self.size, np.float32, self.device)
-            else:
-                self._next[name] = np.empty_like(self.others[name])
-        return self._next[name]
+    Double-buffered: what is written to an array of `next` counts from `commit` on; `drop` leaves
+    everything as it was.
+
+    Args:
+        plan: The bucket's.
+        first, last: Elements of the bucket.
+        device: The GPU on which vectors lie; None for host memory.
+
+    Attributes:
+        segments: The tensors in it, without padding.
+        size: Number of elements, padding included.
+    """
+
+    def __init__(self, plan: BucketPlan, first: int, last: int, device: Device | None) -> None:
+        self.segments = list(_segments(plan, first, last))
+        self.size = last - first
+        self._padded = list(_segments(plan, first, last, padded=True))
+        self._device = device
+        # By name and tensor; a vector's is "".
+        self._now: dict[tuple[str, str], Any] = {}
+        self._next: dict[tuple[str, str], Any] = {}
+        self._spare: dict[tuple[str, str], Any] = {}
+
+    def vector(self, name: str, dtype: DTypeLike = np.float32) -> Any:
+        """Return a vector, zeros at first. Changes in place count at once."""
+        key = name, ""
+        if key not in self._now:
+            self._now[key] = vectors.zeros(self.size, dtype, self._device)
+        return self._now[key]
+
+    def array(self, name: str, tensor: str, first: Callable[[], Array]) -> Array:
+        """Return an array of any shape, in host memory, that belongs to a tensor.
+
+        Args:
+            first: Makes it; called again when the tensor is in another bucket.
+        """
+        key = name, tensor
+        if key not in self._now:
+            self._now[key] = first()
+        array: Array = self._now[key]
+        return array
+
+    def next(self, name: str, tensor: str = "") -> Any:
+        """Return what `commit` puts in the place of a vector or array; undefined content."""
+        key = name, tensor
+        if key not in self._next:
+            now, spare = self._now[key], self._spare.pop(key, None)
+            if spare is None:
+                spare = (np.empty_like(now) if tensor else
+                         vectors.empty(self.size, now.dtype, self._device))
+            self._next[key] = spare
+        return self._next[key]
 
     def commit(self) -> None:
-        """Let the new arrays count."""
-        for name, array in self._next.items():
-            kind: dict[str, Any] = self.vectors if name in self.vectors else self.others
-            self._spare[name], kind[name] = kind[name], array
+        """Let what `next` has returned count."""
+        for key, array in self._next.items():
+            self._spare[key], self._now[key] = self._now[key], array
         self._next.clear()
 
     def drop(self) -> None:
-        """Forget the new arrays."""
+        """Forget what `next` has returned."""
         self._spare.update(self._next)
         self._next.clear()
 
+    def vectors(self) -> dict[str, Any]:
+        """Return the vectors by name."""
+        return {name: x for (name, tensor), x in self._now.items() if not tensor}
 
-class Kept:
-    """What a Reducer remembers of one bucket: the slices that this rank has, and the steps.
+    def save(self, tensors: Mapping[str, TensorState]) -> None:
+        """Add copies of everything to the state of its tensors."""
+        hosts = {name: vectors.on_host(x) for name, x in self.vectors().items()}
+        for segment in self._padded:
+            end = segment.offset + segment.size
+            tensors[segment.name].pieces[segment.offset, end] = {
+                name: x[segment.start:segment.stop].copy() for name, x in hosts.items()}
+        for (name, tensor), x in self._now.items():
+            if tensor:
+                tensors[tensor].arrays[name] = x.copy()
+
+    def load(self, tensors: Mapping[str, TensorState]) -> None:
+        """Take copies of the state of its tensors, as far as they have any.
+
+        Raises:
+            ConfigError: Of a tensor's state, not all that belongs to this slice is there.
+        """
+        found: dict[str, Array] = {}
+        is_there = np.zeros(self.size, bool)
+        for segment in self._padded:
+            origin, end = segment.start - segment.offset, segment.offset + segment.size
+            pieces = tensors[segment.name].pieces if segment.name in tensors else {}
+            for (start, stop), piece in pieces.items():
+                first, last = max(start, segment.offset), min(stop, end)
+                if first < last:
+                    here = slice(origin + first, origin + last)
+                    is_there[here] = True
+                    for name, x in piece.items():
+                        vector = found.setdefault(name, np.zeros(self.size, x.dtype))
+                        vector[here] = x[first - start:last - start]
+        for segment in self.segments:
+            if segment.name in tensors and not is_there[segment.start:segment.stop].all():
+                raise ConfigError(
+                    f"the state that was loaded lacks some of the elements {segment.offset} to "
+                    f"{segment.offset + segment.size - 1} of {segment.name}; resume with the same "
+                    f"model, bucket_bytes and ranks per node")
+        self._now = {(name, ""): vectors.moved(x, self._device) for name, x in found.items()}
+        for segment in self.segments:
+            if segment.name in tensors:
+                for name, x in tensors[segment.name].arrays.items():
+                    self._now[name, segment.name] = x.copy()
+
+
+def _segments(plan: BucketPlan, first: int, last: int, *,
+              padded: bool = False) -> Iterator[Segment]:
+    """Yield the tensors in elements `first` to `last` of a bucket."""
+    here = 0
+    for tensor in plan.tensors:
+        size = tensor.padded_size if padded else tensor.size
+        start, stop = max(here, first), min(here + size, last)
+        if start < stop:
+            yield Segment(tensor.name, tensor.shape, start - first, stop - first, start - here)
+        here += tensor.padded_size
+
+
+class BucketState:
+    """State of this rank's slices of one bucket.
 
     Args:
         bucket: The bucket.
-        bounds: Where it is cut into slices.
-        mine: The numbers of this rank's slices.
+        bounds: Offsets at which it is cut into slices, from 0 to its size.
+        own: Numbers of this rank's slices.
 
     Attributes:
-        parts: By the number of the slice.
-        steps: How many have counted.
+        slices: By number.
+        steps: Steps that have counted.
     """
 
-    def __init__(self, bucket: Bucket, bounds: Sequence[int], mine: Sequence[int]) -> None:
-        self.index, self.label, self.size = bucket.index, bucket.label, bucket.flat.size
-        self.names = tuple(bucket.views)
+    def __init__(self, bucket: Bucket, bounds: Sequence[int], own: Iterable[int]) -> None:
+        self.plan = bucket.plan
         self.bounds = tuple(bounds)
         self.steps = 0
-        self.parts = {
-            j: Part(segments_of(bucket, bounds[j], bounds[j + 1]), bounds[j + 1] - bounds[j],
-                    bucket.device)
-            for j in mine}
-        self._whole = segments_of(bucket, 0, self.size)
+        self.slices = {j: SliceState(bucket.plan, bounds[j], bounds[j + 1], bucket.device)
+                       for j in own}
 
-    def settle(self, taken: bool) -> None:
-        """End a step; if it was not taken, nothing has happened."""
-        for part in self.parts.values():
-            if taken:
-                part.commit()
+    def settle(self, counts: bool) -> None:
+        """End a step; one that does not count changes nothing."""
+        for state in self.slices.values():
+            if counts:
+                state.commit()
             else:
-                part.drop()
-        self.steps += taken
+                state.drop()
+        self.steps += counts
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the vectors, as the unit of gradients changes."""
-        for part in self.parts.values():
-            for vector in part.vectors.values():
-                vectors.multiply(vector, factor)
+    def gathered(self, names: Iterable[str], gather: Gather) -> Schedule[dict[str, TensorState]]:
+        """Return the schedule that returns the state of all its tensors, whole, without arrays.
 
-    def whole(self, name: str) -> Wide:
-        """Return a vector over the whole bucket, with zeros where this rank has no slice.
-
-        It is in host memory.
+        Args:
+            names: The vectors; the same on all ranks.
+            gather: See BucketStates.rebuild.
         """
-        x = np.zeros(self.size, np.float32)
-        for j, part in self.parts.items():
-            if name in part.vectors:
-                x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(part.vectors[name])
-        return x
+        tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
+                   for tensor in self.plan.tensors}
+        for name in names:
+            own = {j: state.vectors()[name] for j, state in self.slices.items()
+                   if name in state.vectors()}
+            dtypes = [vector.dtype for vector in own.values()]
+            x = np.zeros(self.plan.size, dtypes[0] if dtypes else np.float32)
+            for j, vector in own.items():
+                x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
+            yield from gather(x, self.bounds)
+            for segment in _segments(self.plan, 0, self.plan.size):
+                tensors[segment.name].pieces[0, segment.size][name] = (
+                    x[segment.start:segment.stop].copy())
+        return tensors
 
-    def by_tensor(self, x: Wide) -> dict[str, Wide]:
-        """Cut a vector over the whole bucket into tensors; copies."""
-        return {one.name: x[one.start:one.stop].copy() for one in self._whole}
 
-    def fill(self, name: str, tensors: Mapping[str, Wide]) -> None:
-        """Remember a vector, given those tensors of it that there are; zeros for others."""
-        for part in self.parts.values():
-            x = np.zeros(part.size, np.float32)
-            for one in part.segments:
-                if one.name in tensors:
-                    x[one.start:one.stop] = tensors[one.name][one.offset:one.offset + one.size]
-            part.vectors[name] = vectors.moved(x, part.device)
+class BucketStates:
+    """State of this rank's slices of all buckets of a model.
 
-    def state(self) -> dict[str, Any]:
-        """Return all of it, as copies."""
-        return {
-            "names": list(self.names), "bounds": list(self.bounds), "steps": self.steps,
-            "parts": {str(j): {
-                "vectors": {name: vectors.on_host(x) for name, x in part.vectors.items()},
-                "others": {name: x.copy() for name, x in part.others.items()},
-            } for j, part in self.parts.items()}}
+    It follows tensors when other buckets are built, and is saved by tensor and range.
+    """
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Become what `state` has returned on the same rank.
+    def __init__(self) -> None:
+        self._buckets: dict[BucketPlan, BucketState] = {}
+        # Of tensors that are in no bucket now.
+        self._aside: dict[str, TensorState] = {}
+
+    def of(self, bucket: Bucket) -> BucketState | None:
+        """Return the state of a bucket; None before it was given to `rebuild`."""
+        return self._buckets.get(bucket.plan)
+
+    def rebuild(self, buckets: Sequence[Bucket], names: Sequence[str],
+                bounds: Callable[[Bucket], Sequence[int]], own: Sequence[int],
+                gather: Gather) -> Schedule[None]:
+        """Return the schedule that takes the state to other buckets, or there what was loaded.
+
+        The state of tensors that are in none of them waits until they are again. Arrays stay
+        behind.
+
+        Args:
+            buckets: All that there are from now on.
+            names: Vectors that follow their tensors; the same on all ranks.
+            bounds: Returns the offsets at which a bucket is cut into slices, from 0 to its size.
+            own: Numbers of this rank's slices.
+            gather: Returns the schedule that completes, in place, a vector over a bucket with
+                the slices of the ranks that have the others, given the bounds.
 
         Raises:
-            ConfigError: It was another bucket, or cut otherwise.
+            ConfigError: What was loaded lacks something that belongs to this rank's slices.
         """
-        mine = {"names": list(self.names), "bounds": list(self.bounds), "slices": list(self.parts)}
-        theirs = {"names": list(state["names"]), "bounds": list(state["bounds"]),
-                  "slices": [int(j) for j in state["parts"]]}
-        if mine != theirs:
-            raise ConfigError(
-                f"{self.label} has {mine}, but in the state that was loaded {theirs}; resume with "
-                f"the same model, bucket_bytes and ranks per node")
-        self.steps = int(state["steps"])
-        for j, part in self.parts.items():
-            arrays = state["parts"][str(j)]
-            part.vectors = {name: vectors.moved(np.array(x, np.float32), part.device)
-                            for name, x in arrays["vectors"].items()}
-            part.others = {name: np.array(x) for name, x in arrays["others"].items()}
+        for before in self._buckets.values():
+            if before.steps:
+                self._aside.update((yield from before.gathered(names, gather)))
+        self._buckets = {}
+        for bucket in buckets:
+            new = self._buckets[bucket.plan] = BucketState(bucket, bounds(bucket), own)
+            known = [self._aside[name] for name in bucket.views if name in self._aside]
+            new.steps = max((tensor.steps for tensor in known), default=0)
+            for state in new.slices.values():
+                state.load(self._aside)
+            for name in bucket.views:
+                self._aside.pop(name, None)
+
+    def settle(self, counts: bool) -> None:
+        """End a step; one that does not count changes nothing."""
+        for bucket in self._buckets.values():
+            bucket.settle(counts)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all vectors."""
+        slices = [state for bucket in self._buckets.values() for state in bucket.slices.values()]
+        pieces = [piece for tensor in self._aside.values() for piece in tensor.pieces.values()]
+        for named in [*(state.vectors() for state in slices), *pieces]:
+            for x in named.values():
+                vectors.multiply(x, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what this rank has, by tensor: numbers and arrays."""
+        tensors = copy.deepcopy(self._aside)
+        for bucket in self._buckets.values():
+            tensors |= {tensor.name: TensorState(bucket.steps) for tensor in bucket.plan.tensors}
+            for state in bucket.slices.values():
+                state.save(tensors)
+        return {name: {"steps": tensor.steps, "arrays": tensor.arrays, "pieces": [
+            {"start": start, "stop": stop, "vectors": piece}
+            for (start, stop), piece in tensor.pieces.items()]}
+            for name, tensor in tensors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned, from the next `rebuild` on.
+
+        Of several ranks' states, the pieces of each tensor may be put together in one list: then
+        any number of ranks can go on from it.
+        """
+        self._buckets = {}
+        self._aside = {name: TensorState(
+            int(tensor["steps"]),
+            {(int(piece["start"]), int(piece["stop"])): _arrays(piece["vectors"])
+             for piece in tensor["pieces"]}, _arrays(tensor["arrays"]))
+            for name, tensor in state.items()}
 
 
-def segments_of(bucket: Bucket, first: int, last: int) -> list[Segment]:
-    """Return the tensors in elements `first` to `last` of a bucket, without the padding."""
-    found, here = [], 0
-    for tensor in bucket.plan.tensors:
-        start, stop = max(here, first), min(here + tensor.size, last)
-        if start < stop:
-            found.append(Segment(tensor.name, tensor.shape, start - first, stop - first,
-                                 start - here))
-        here += tensor.padded_size
-    return found
+def _arrays(named: Mapping[str, Any]) -> dict[str, Array]:
+    return {name: np.array(x) for name, x in named.items()}

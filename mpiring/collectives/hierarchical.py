@@ -40,7 +40,7 @@ Piece = Sequence[slice]
 # What nodes do with a slice: given the ranks that have it, one of each node; the slice, as this
 # node has it; and its place in the piece.
 Exchange = Callable[[Channel, Array, int], Schedule[T]]
-# Where on a desk a section of a slice lies: the desk, the shelf's number, the section.
+# Where on a slot a section of a slice lies: the slot, the shelf's number, the section.
 Shelf = Callable[[Array, int, Array], Array]
 
 
@@ -97,7 +97,7 @@ def allreduce(
 
     Args:
         nodes: The ranks of each node, in the same order on all ranks.
-        inside: From `in_windows` or `by_desks`; the nodes' may differ.
+        inside: From `in_windows` or `by_slots`; the nodes' may differ.
         node: The meeting place of this rank's node.
         x: Shape (n,), contiguous. Overwritten by the result.
         inbox: Scratch vector of at least `inbox_size` elements of the same dtype.
@@ -223,18 +223,18 @@ def in_windows(node: Node, vectors: Sequence[Array], combine: Combine) -> Sequen
     return [_InWindows(node.rank, vectors, combine)] * IN_FLIGHT
 
 
-def by_desks(node: Node, x: Array, combine: Combine) -> Sequence[Inside]:
-    """Return how lanes combine private vectors: by the desks of the node.
+def by_slots(node: Node, x: Array, combine: Combine) -> Sequence[Inside]:
+    """Return how lanes combine private vectors: by the slots of the node.
 
     Args:
         x: This rank's vector.
         combine: The op within the node.
     """
-    desks = node.desks(x.dtype)
-    size = desks[0].size // (2 * IN_FLIGHT)
-    halves = [[desk[start:start + size] for desk in desks]
+    slots = node.slots(x.dtype)
+    size = slots[0].size // (2 * IN_FLIGHT)
+    halves = [[slot[start:start + size] for slot in slots]
               for start in range(0, 2 * IN_FLIGHT * size, size)]
-    return [_ByDesks(node.lane(1 + index), x, combine, halves[2 * index:2 * index + 2])
+    return [_BySlots(node.lane(1 + index), x, combine, halves[2 * index:2 * index + 2])
             for index in range(IN_FLIGHT)]
 
 
@@ -260,8 +260,8 @@ class _InWindows:
         yield ()
 
 
-class _ByDesks:
-    """Sections of slices go by two halves of the desks in turn.
+class _BySlots:
+    """Sections of slices go by two halves of the slots in turn.
 
     At a barrier, what lies on one half is complete, and nobody looks at the other any more.
     """
@@ -275,38 +275,38 @@ class _ByDesks:
         """Combine what the node has of this rank's slices: each lays out those of the others."""
         node, r, m = self._node, self._node.rank, self._node.size
         for parts, shelf in self._sections(piece, len(piece) - len(piece) // m):
-            desks = self._turn()
+            slots = self._turn()
             for j, part in enumerate(parts):
                 if j % m != r:
                     # Before j come so many slices that are not r's.
-                    copy_to(shelf(desks[r], j + (r - j) // m, part), part)
+                    copy_to(shelf(slots[r], j + (r - j) // m, part), part)
             yield (node.barrier(),)
             for j in range(r, len(parts), m):
                 self._combine.combine([
-                    parts[j] if rank == r else shelf(desk, j + (rank - j) // m, parts[j])
-                    for rank, desk in enumerate(desks)], parts[j])
+                    parts[j] if rank == r else shelf(slot, j + (rank - j) // m, parts[j])
+                    for rank, slot in enumerate(slots)], parts[j])
 
     def spread(self, piece: Piece) -> Schedule[None]:
         """Copy this rank's slices to the others: each lays out its own."""
         node, r, m = self._node, self._node.rank, self._node.size
         for parts, shelf in self._sections(piece, -(-len(piece) // m)):
-            desks = self._turn()
+            slots = self._turn()
             for j in range(r, len(parts), m):
-                copy_to(shelf(desks[r], j // m, parts[j]), parts[j])
+                copy_to(shelf(slots[r], j // m, parts[j]), parts[j])
             yield (node.barrier(),)
             for j, part in enumerate(parts):
                 if j % m != r:
-                    copy_to(part, shelf(desks[j % m], j // m, part))
+                    copy_to(part, shelf(slots[j % m], j // m, part))
 
     def _turn(self) -> Sequence[Array]:
         self._halves.reverse()
         return self._halves[0]
 
     def _sections(self, piece: Piece, shelves: int) -> Iterator[tuple[list[Array], Shelf]]:
-        """Cut the slices of a piece into sections, of which each fits a shelf of a desk.
+        """Cut the slices of a piece into sections, of which each fits a shelf of a slot.
 
         Args:
-            shelves: How many a desk must have.
+            shelves: How many a slot must have.
 
         Returns:
             A section of each slice, and a function that returns a section's place.
@@ -315,4 +315,4 @@ class _ByDesks:
         slices = [self._x[part] for part in piece]
         for start in range(0, max(map(len, slices)), width):
             yield ([part[start:start + width] for part in slices],
-                   lambda desk, place, part: desk[place * width:place * width + part.size])
+                   lambda slot, place, part: slot[place * width:place * width + part.size])

@@ -1,7 +1,7 @@
-"""Copies, exchanges and combines private vectors over the desks of one node.
+"""Copies, exchanges and combines private vectors over the slots of one node.
 
-A collective goes in rounds: in each, a rank lays pieces on its own desk, and takes from the
-others' what is meant for it. The desks' halves are used in turn: while piece j is taken from
+A collective goes in rounds: in each, a rank lays pieces on its own slot, and takes from the
+others' what is meant for it. The slots' halves are used in turn: while piece j is taken from
 one, piece j+1 is laid on the other, so that a round costs one barrier. One copy in and one
 copy out are the least possible between memories that are not shared.
 """
@@ -25,8 +25,8 @@ _BYTES = np.dtype(np.uint8)
 _Move = Callable[[int], None]
 
 
-class _Desks:
-    """The desks of a node, with places for the pieces of one round on each half.
+class _Slots:
+    """The slots of a node, with places for the pieces of one round on each half.
 
     Args:
         node: The meeting place.
@@ -36,9 +36,9 @@ class _Desks:
 
     def __init__(self, node: Node, dtype: "np.dtype[np.generic]", places: int) -> None:
         self._node = node
-        self._desks = node.desks(dtype)
+        self._slots = node.slots(dtype)
         # The rest is for `announce`.
-        self._half = (self._desks[0].size - node.size * 8 // dtype.itemsize) // 2
+        self._half = (self._slots[0].size - node.size * 8 // dtype.itemsize) // 2
         self._size = min(self._half, ROUND_BYTES // dtype.itemsize) // places
 
     def piece(self, x: Array, j: int) -> Array:
@@ -46,17 +46,17 @@ class _Desks:
         return x[j * self._size:(j + 1) * self._size]
 
     def place(self, rank: int, place: int, j: int, size: int) -> Array:
-        """Return where `size` elements of piece j lie on a rank's desk."""
+        """Return where `size` elements of piece j lie on a rank's slot."""
         start = j % 2 * self._half + place * self._size
-        return self._desks[rank][start:start + size]
+        return self._slots[rank][start:start + size]
 
     def lay(self, x: Array, place: int, j: int) -> None:
-        """Copy piece j of a vector to this rank's desk."""
+        """Copy piece j of a vector to this rank's slot."""
         piece = self.piece(x, j)
         copy_to(self.place(self._node.rank, place, j, piece.size), piece)
 
     def take(self, x: Array, rank: int, place: int, j: int) -> None:
-        """Copy piece j of a vector from another rank's desk."""
+        """Copy piece j of a vector from another rank's slot."""
         piece = self.piece(x, j)
         copy_to(piece, self.place(rank, place, j, piece.size))
 
@@ -69,7 +69,7 @@ class _Desks:
         _check(self._node, source, int(self._announced(source)[self._node.rank]), x)
 
     def _announced(self, rank: int) -> Array:
-        return self._node.desks(_BYTES)[rank][-8 * self._node.size:].view(np.int64)
+        return self._node.slots(_BYTES)[rank][-8 * self._node.size:].view(np.int64)
 
     def rounds(self, longest: int, lay: _Move, take: _Move,
                check: Callable[[Sequence[int]], None] = lambda lengths: None) -> Schedule[None]:
@@ -104,11 +104,11 @@ def broadcast(node: Node, x: Array, root: int) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    desks, is_root = _Desks(node, x.dtype, 1), node.rank == root
-    return desks.rounds(
+    slots, is_root = _Slots(node, x.dtype, 1), node.rank == root
+    return slots.rounds(
         x.size,
-        (lambda j: desks.lay(x, 0, j)) if is_root else _nothing,
-        _nothing if is_root else lambda j: desks.take(x, root, 0, j))
+        (lambda j: slots.lay(x, 0, j)) if is_root else _nothing,
+        _nothing if is_root else lambda j: slots.take(x, root, 0, j))
 
 
 def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
@@ -120,13 +120,13 @@ def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    desks, own, others = _Desks(node, parts[0].dtype, 1), parts[node.rank], _others(node)
+    slots, own, others = _Slots(node, parts[0].dtype, 1), parts[node.rank], _others(node)
 
     def take(j: int) -> None:
         for rank in others:
-            desks.take(parts[rank], rank, 0, j)
+            slots.take(parts[rank], rank, 0, j)
 
-    return desks.rounds(_longest(parts), lambda j: desks.lay(own, 0, j), take)
+    return slots.rounds(_longest(parts), lambda j: slots.lay(own, 0, j), take)
 
 
 def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
@@ -139,19 +139,19 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 
     Collective: yes. Blocking: no (a schedule).
     """
-    desks, own, others = _Desks(node, chunks[0].dtype, node.size), node.rank, _others(node)
+    slots, own, others = _Slots(node, chunks[0].dtype, node.size), node.rank, _others(node)
 
     def lay(j: int) -> None:
         for rank in others:
-            desks.lay(chunks[rank], rank, j)
+            slots.lay(chunks[rank], rank, j)
 
     def take(j: int) -> None:
-        mine = desks.piece(chunks[own], j)
-        sources = [desks.place(rank, own, j, mine.size) for rank in range(node.size)]
+        mine = slots.piece(chunks[own], j)
+        sources = [slots.place(rank, own, j, mine.size) for rank in range(node.size)]
         sources[own] = mine
         combine.combine(sources, mine)
 
-    return desks.rounds(_longest(chunks), lay, take)
+    return slots.rounds(_longest(chunks), lay, take)
 
 
 def all_to_all(
@@ -171,24 +171,24 @@ def all_to_all(
     """
     own, others = node.rank, _others(node)
     sends, receives = [*map(as_bytes, sends)], [*map(as_bytes, receives)]
-    desks = _Desks(node, _BYTES, node.size)
+    slots = _Slots(node, _BYTES, node.size)
 
     def lay(j: int) -> None:
         if j == 0:
-            desks.announce(sends)
+            slots.announce(sends)
         for rank in others:
-            desks.lay(sends[rank], rank, j)
+            slots.lay(sends[rank], rank, j)
 
     def check(_: Sequence[int]) -> None:
         for rank in range(node.size):
-            desks.check(rank, receives[rank])
+            slots.check(rank, receives[rank])
         copy_to(receives[own], sends[own])
 
     def take(j: int) -> None:
         for rank in others:
-            desks.take(receives[rank], rank, own, j)
+            slots.take(receives[rank], rank, own, j)
 
-    return desks.rounds(_longest([*sends, *receives]), lay, take, check)
+    return slots.rounds(_longest([*sends, *receives]), lay, take, check)
 
 
 def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
@@ -205,9 +205,9 @@ def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedu
 
     Collective: yes. Blocking: no (a schedule).
     """
-    desks, own, others = _Desks(node, _BYTES, 1), as_bytes(mine), _others(node)
+    slots, own, others = _Slots(node, _BYTES, 1), as_bytes(mine), _others(node)
     if node.rank != root:
-        return desks.rounds(own.size, lambda j: desks.lay(own, 0, j), _nothing)
+        return slots.rounds(own.size, lambda j: slots.lay(own, 0, j), _nothing)
     targets = [*map(as_bytes, parts)]
 
     def check(lengths: Sequence[int]) -> None:
@@ -218,9 +218,9 @@ def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedu
 
     def take(j: int) -> None:
         for rank in others:
-            desks.take(targets[rank], rank, 0, j)
+            slots.take(targets[rank], rank, 0, j)
 
-    return desks.rounds(own.size, _nothing, take, check)
+    return slots.rounds(own.size, _nothing, take, check)
 
 
 def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
@@ -236,24 +236,24 @@ def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Sched
 
     Collective: yes. Blocking: no (a schedule).
     """
-    desks, own, others = _Desks(node, _BYTES, node.size), as_bytes(mine), _others(node)
+    slots, own, others = _Slots(node, _BYTES, node.size), as_bytes(mine), _others(node)
     sources = [*map(as_bytes, parts)] if node.rank == root else []
 
     def lay(j: int) -> None:
         if j == 0:
-            desks.announce(sources)
+            slots.announce(sources)
         for rank in others:
-            desks.lay(sources[rank], rank, j)
+            slots.lay(sources[rank], rank, j)
 
     def check(_: Sequence[int]) -> None:
-        desks.check(root, own)
+        slots.check(root, own)
         if node.rank == root:
             copy_to(own, sources[root])
 
-    return desks.rounds(
+    return slots.rounds(
         own.size,
         lay if node.rank == root else _nothing,
-        _nothing if node.rank == root else lambda j: desks.take(own, root, node.rank, j),
+        _nothing if node.rank == root else lambda j: slots.take(own, root, node.rank, j),
         check)
 
 

@@ -40,14 +40,14 @@ def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Sc
     """Combine a short vector over the ranks of a node, in place: each rank reads all of them.
 
     Args:
-        x: Shape (n,), contiguous, not longer than a desk. Overwritten by the result.
+        x: Shape (n,), contiguous, not longer than a slot. Overwritten by the result.
         combine: The op.
         root: The only rank that shall have the result; by default, all.
 
     Collective: yes. Blocking: no (a schedule).
     """
     if node.met:
-        # What an earlier part of this operation has laid on the desks may be read yet.
+        # What an earlier part of this operation has laid on the slots may be read yet.
         yield (node.barrier(),)
     copies = laid_out(node, x)
     yield (node.barrier(),)
@@ -56,8 +56,8 @@ def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Sc
 
 
 def laid_out(node: Node, x: Array) -> Sequence[Array]:
-    """Copy a short vector to this rank's desk, and return where all ranks' copies are."""
-    copies = node.desks(x.dtype, x.size)
+    """Copy a short vector to this rank's slot, and return where all ranks' copies are."""
+    copies = node.slots(x.dtype, x.size)
     copy_to(copies[node.rank], x)
     return copies
 
@@ -80,7 +80,7 @@ def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[
 def staged(node: Node, x: Array, combine: Combine) -> Schedule[None]:
     """Combine private vectors over the ranks of a node, in place, piece by piece.
 
-    Pieces go by two desks in turn: at one barrier a piece is finished, and the next
+    Pieces go by two slots in turn: at one barrier a piece is finished, and the next
     one lies ready. To be called when all ranks have arrived.
 
     Args:
@@ -89,17 +89,17 @@ def staged(node: Node, x: Array, combine: Combine) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    desks = [chunks_of(desk, 2) for desk in node.desks(x.dtype)]
-    step = min(desks[0][0].size, STAGED_BYTES // x.itemsize)
+    slots = [chunks_of(slot, 2) for slot in node.slots(x.dtype)]
+    step = min(slots[0][0].size, STAGED_BYTES // x.itemsize)
     pieces = [x[start:start + step] for start in range(0, x.size, step)]
     for j in range(len(pieces) + 1):
         if j < len(pieces):
-            desks[node.rank][j % 2][:pieces[j].size] = pieces[j]
+            slots[node.rank][j % 2][:pieces[j].size] = pieces[j]
         if j > 0:
             last = pieces[j - 1]
             slices = [slice_of(halves[(j - 1) % 2][:last.size], node.rank, node.size)
-                      for halves in desks]
+                      for halves in slots]
             combine.everywhere(slices, node.rank)
         yield (node.barrier(),)
         if j > 0:
-            last[...] = desks[node.rank][(j - 1) % 2][:last.size]
+            last[...] = slots[node.rank][(j - 1) % 2][:last.size]

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic
 
 from ..communicator import Communicator
-from ..config import survives_deaths
 from ..errors import ConfigError, MpiringError, ProcessFailedError
 from ..launch import forks
+from ..launch.environment import survives_deaths
 from ..operations.agreement import Call
 from ..transport.base import T
 from .state import Commits, State
@@ -74,7 +74,7 @@ class _Run(Generic[T]):
         self._commits = commits
         self._config = state.comm.config
         # All that are left agree here, also those that have no new communicator yet.
-        self._survivors = state.comm.group.survivors()
+        self._survivors = state.comm.survivors()
 
     def result(self) -> T:
         """Return the result of the first attempt in which nobody dies before its end."""
@@ -98,7 +98,7 @@ class _Run(Generic[T]):
             _log.debug("rank %d of %d stops", self._state.comm.rank, self._survivors.size,
                        exc_info=True)
             traceback.clear_frames(error.__traceback__)
-        self._state.comm.group.abandon(ProcessFailedError(
+        self._state.comm.abandon(ProcessFailedError(
             "a rank has died, and this communicator with it; use state.comm instead"))
         self._survivors.leave()
         # Models and their buckets: a hook that lived on would use the dead communicator.
@@ -125,7 +125,7 @@ class _Run(Generic[T]):
 
 
 def _wait_for_all(comm: Communicator, purpose: str) -> None:
-    comm.group.run(Call(purpose), lambda collectives: collectives.barrier(), patient=True)
+    comm.run(Call(purpose), lambda collectives: collectives.barrier(), patient=True)
 
 
 def _leave(state: State, survivors: "Survivors") -> None:

@@ -14,7 +14,7 @@ from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
 from ..launch.topology import neighbours, node_order, ranks_of_nodes, topology
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
-from ..operations.gpus import Places
+from ..operations.gpus import GpuOperations
 from ..operations.model import Model
 from ..operations.operation import Collectives
 from ..operations.resources import Resources
@@ -24,7 +24,7 @@ from ..record.recorder import Flight, Recorder
 from ..record.statistics import Statistics
 from ..record.trace_file import TraceFile
 from ..transport.base import Schedule, T, Task, run_to_end
-from ..transport.board import BOARD_BYTES, Board
+from ..transport.node_memory import NODE_MEMORY_BYTES, NodeMemory
 from ..transport.opened import Opening
 from .engine import Engine
 from .handle import Handle
@@ -50,6 +50,9 @@ class Group:
         config: Settings.
         engine: The engine of the group that this one was split from; a new one by default.
 
+    Attributes:
+        nodes: The ranks that share a memory, for each memory.
+
     Raises: as Communicator.
 
     Collective: yes. Blocking: yes.
@@ -70,7 +73,7 @@ class Group:
             end_job_on_exceptions(self._end_job)
         try:
             self._refuse_different_settings()
-            self._open_board()
+            self._open_node_memory()
         except MpiringError:
             self._transport.free()
             raise
@@ -83,7 +86,7 @@ class Group:
         self._is_finalized: Callable[[], bool] = mpi.Is_finalized
         self._sequence = 0
         self._equip()
-        self._is_tuned = len(self._nodes) == 1 or not config.tuning or config.algorithm != "auto"
+        self._is_tuned = len(self.nodes) == 1 or not config.tuning or config.algorithm != "auto"
         self._engine = engine or self._start_engine(mpi)
         self._watch = StallWatch(
             self.rank, self.size, Mailbox(self._transport), config, self.recorder)
@@ -96,12 +99,12 @@ class Group:
     def _equip(self) -> None:
         """Begin with empty pools: no memory of earlier operations is kept."""
         windows = Windows()
-        self.places = Places(windows, self.run, self.config)
+        self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
-            self._order, self._nodes, self.config.algorithm)
+            self._order, self.nodes, self.config.algorithm)
 
-    def _open_board(self) -> None:
+    def _open_node_memory(self) -> None:
         """Find out who shares this node, and open the memory in which those ranks meet."""
         from ..transport.mpi import MpiNode
         comm = self._transport.comm
@@ -110,12 +113,12 @@ class Group:
         self.place, self._order = topology(self.rank, leaders), node_order(leaders)
         segments = None
         if node.size > 1 and self.config.shared_memory:
-            segments = run_to_end(mapped(node, BOARD_BYTES))
-        self._board = None if segments is None else Board(segments, node.rank, node.ranks)
+            segments = run_to_end(mapped(node, NODE_MEMORY_BYTES))
+        self._memory = None if segments is None else NodeMemory(segments, node.rank, node.ranks)
         # Without common memory, each rank is a node of its own.
         leader = self.rank if segments is None else node.ranks[0]
-        self._nodes = ranks_of_nodes(comm.allgather(leader), self._order)
-        self._neighbours = neighbours(self.rank, self._nodes)
+        self.nodes = ranks_of_nodes(comm.allgather(leader), self._order)
+        self._neighbours = neighbours(self.rank, self.nodes)
         node.free()
 
     def _refuse_different_settings(self) -> None:
@@ -235,8 +238,8 @@ class Group:
         a signal whose handler raises must not take an operation from one rank unnoticed.
         """
         self.check_open()
-        sequence, board = self._sequence, self._board
-        node = None if board is None else board.node(sequence, call.header, call.digest)
+        sequence, memory = self._sequence, self._memory
+        node = None if memory is None else memory.node(sequence, call.header, call.digest)
         collectives = Collectives(self._resources, node, sequence)
         try:
             schedule = build(collectives)
@@ -315,9 +318,9 @@ class Group:
         """
         if self._messages is None:
             self.check_open()
-            from ..transport.mpi import MpiTransport
-            self._messages = Messages(
-                MpiTransport(self._transport.comm), self._engine, self.config)
+            from ..transport.mpi import Mailbox, MpiTransport
+            transport = MpiTransport(self._transport.comm)
+            self._messages = Messages(transport, Mailbox(transport), self._engine, self.config)
         return self._messages
 
     def beside(self) -> "Group":
@@ -331,6 +334,8 @@ class Group:
     def set_stall_timeout(self, seconds: float) -> None:
         """Change `stall_timeout_s` for this group."""
         self.config = self._watch.config = replace(self.config, stall_timeout_s=seconds)
+        if self._messages is not None:
+            self._messages.config = self.config
 
     @property
     def threaded(self) -> bool:

@@ -5,8 +5,9 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
+from ..arguments import whole_number
 from ..config import Config
-from ..errors import ConfigError
+from ..errors import ConfigError, StallError
 from ..launch import forks
 from ..memory.arrays import Array
 from ..operations.agreement import Call
@@ -14,12 +15,16 @@ from ..record.recorder import Flight
 from ..transport.base import Request, Schedule, Task
 from .engine import Engine
 from .handle import Handle
+from .stalls import MessageWatch, Post
 
 if TYPE_CHECKING:
     from ..transport.mpi import MpiTransport
 
 _log = logging.getLogger("mpiring")
-# What MPI may yet write into, or read, although nobody waits for it any more.
+# MPI tag 0 is the watch's; -1 is a tag of callers within this package.
+_FIRST_TAG = -1
+_OFFSET = 1 - _FIRST_TAG
+# MPI may still read or write these messages' memory after the communicator is closed.
 _abandoned: list[Handle[int]] = []
 
 
@@ -28,102 +33,144 @@ class _Received(Request, Protocol):
     def source(self) -> int: ...
 
 
-class _Blind:
-    """A watch that looks for nothing: who sends when is the user's affair, until he waits."""
+class Message(Handle[int]):
+    """A message under way; `wait` returns the rank at its other end."""
 
-    def look(self) -> None:
-        pass
+    def __init__(self, messages: "Messages", flight: Flight, task: Task[int],
+                 other: int | None) -> None:
+        super().__init__(messages.lane, flight, task)
+        self._messages, self._other = messages, other
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """Return the rank at the other end once the message is complete on this rank.
+
+        After `stall_warning_s`, a report says what that rank is doing.
+
+        Args:
+            timeout_s: Give up after this many seconds; the message stays under way. By default
+                the setting `stall_timeout_s`.
+
+        Raises:
+            StallError: It is not complete by then; holds the report.
+            BufferMismatchError: Another number of bytes arrived.
+            TransportError: MPI failed, or an earlier operation did.
+
+        Collective: no. Blocking: yes.
+        """
+        if self.done:
+            return super().wait()
+        if timeout_s is None:
+            timeout_s = self._messages.config.stall_timeout_s or None
+        with self._messages.watch.waiting(self, self._other, timeout_s or 0.0) as report:
+            try:
+                return super().wait(timeout_s)
+            except StallError as error:
+                raise StallError("\n".join([str(error), *report()])) from None
 
 
 class Messages:
-    """Messages among the ranks of a communicator, by the user's tags.
+    """Messages between the ranks of a communicator, told apart by tags.
 
     Args:
-        transport: Of its own; nothing else is sent there.
-        engine: Advances them; they do not queue behind each other.
+        transport: Its own; nothing else is sent there.
+        post: Short notes on the same communicator.
+        engine: Advances the messages; they do not queue behind each other.
         config: Settings.
 
     Attributes:
         comm: The MPI communicator.
+        config: As above; may be replaced.
+        lane: Of the engine.
+        watch: Reports messages that do not arrive.
     """
 
-    def __init__(self, transport: "MpiTransport", engine: Engine, config: Config) -> None:
+    def __init__(self, transport: "MpiTransport", post: Post, engine: Engine,
+                 config: Config) -> None:
         self.comm = transport.comm
+        self.config = config
+        self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
+        self.lane = engine.join(self.watch, math.inf)
         self._transport = transport
-        self._lane = engine.join(_Blind(), math.inf)
         self._engine = engine
-        # Those of two ranks have nothing to do with each other.
+        # The numbers of two ranks' messages have nothing to do with each other.
         self._name = f"messages of rank {engine.recorder.rank}"
         self._number = 0
 
-    def isend(self, x: Array, dest: int, tag: int = 0) -> Handle[int]:
-        """Begin to send the bytes of a contiguous vector; leave it alone until complete.
+    def isend(self, x: Array, dest: int, tag: int = 0) -> Message:
+        """Begin to send the bytes of a contiguous array; leave it alone until complete.
 
         Args:
-            x: Any length and dtype.
+            x: Any shape and dtype, in host memory.
             dest: The rank that receives.
-            tag: From -1; messages of the same tag arrive in the order they were sent.
+            tag: A whole number; messages with the same tag arrive in the order of sending.
 
         Raises:
-            ConfigError: MPI has no such tag.
+            ConfigError: There is no such rank or tag.
 
         Collective: no. Blocking: no.
         """
+        dest = self._rank("dest", dest)
         request = self._transport.tagged(self._checked(tag)).isend(x, dest)
-        return self._submit(
-            Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}", nbytes=x.nbytes),
-            _completed(request, dest))
+        call = Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}", nbytes=x.nbytes)
+        return self._submit(call, _completed(request, dest), dest)
 
     def irecv(self, x: Array, source: int | None, tag: int = 0,
               then: Callable[[Schedule[int]], Schedule[int]] = lambda schedule: schedule,
-              ) -> Handle[int]:
-        """Begin to receive the bytes of a contiguous vector; the result is who sent them.
+              ) -> Message:
+        """Begin to receive the bytes of a contiguous array; `wait` returns who sent them.
 
         Args:
-            x: Overwritten; exactly as many bytes must arrive.
+            x: Overwritten; exactly this many bytes must arrive.
             source: The rank that sends; None for any.
             tag: As in `isend`.
             then: Given the schedule that receives, returns the one that is run.
 
         Raises:
-            ConfigError: MPI has no such tag, or the vector travels in several messages and
-                its source is not known.
+            ConfigError: There is no such rank or tag, or the array travels in several messages
+                and `source` is None.
 
         Collective: no. Blocking: no.
         """
         channel = self._transport.tagged(self._checked(tag))
-        whence = "any rank" if source is None else source
-        call = Call("recv", f"{x.nbytes} bytes from {whence}, tag {tag}", nbytes=x.nbytes)
+        sender = "any rank" if source is None else source
+        call = Call("recv", f"{x.nbytes} bytes from {sender}, tag {tag}", nbytes=x.nbytes)
         if source is not None:
-            return self._submit(call, then(_completed(channel.irecv(x, source), source)))
-        if x.nbytes > self._transport.piece_bytes:
+            source = self._rank("source", source)
+            schedule = _completed(channel.irecv(x, source), source)
+        elif x.nbytes <= self._transport.piece_bytes:
+            schedule = _received(channel.irecv_any(x))
+        else:
             raise ConfigError(
                 f"{x.nbytes} bytes from any rank: more than {self._transport.piece_bytes} travel "
                 f"in several messages, which several ranks could mix; say which rank sends")
-        return self._submit(call, then(_received(channel.irecv_any(x))))
+        return self._submit(call, then(schedule), source)
+
+    def _rank(self, name: str, rank: int) -> int:
+        size = self._transport.size
+        return whole_number(f"rank {self._transport.rank}: {name}", rank, 0, size - 1)
 
     def _checked(self, tag: int) -> int:
         forks.refuse_calls(self._engine.recorder.rank)
-        # MPI has no tags below 0; -1 is for callers' own affairs.
-        if not -1 <= tag < self._transport.tag_limit:
-            raise ConfigError(
-                f"tag={tag}: this MPI takes 0 to {self._transport.tag_limit - 1}")
-        return tag + 1
+        last = self._transport.tag_limit - _OFFSET
+        if not _FIRST_TAG <= tag <= last:
+            raise ConfigError(f"tag={tag}: this MPI takes 0 to {last}")
+        return tag + _OFFSET
 
-    def _submit(self, call: Call, schedule: Schedule[int]) -> Handle[int]:
+    def _submit(self, call: Call, schedule: Schedule[int], other: int | None) -> Message:
         flight = Flight(call, self._number, self._name)
         self._engine.recorder.add(flight)
-        handle = Handle(self._lane, flight, Task(schedule))
+        message = Message(self, flight, Task(schedule), other)
         self._number += 1
-        return self._engine.submit(handle)
+        self._engine.submit(message)
+        return message
 
     def leave(self) -> None:
         """Cease to advance messages; nothing may be called afterwards but `free`."""
-        left = self._engine.abandon(self._lane)
+        left = self._engine.abandon(self.lane)
         if left:
             _log.warning("%d messages were never completed, the first is %s", len(left), left[0])
             _abandoned.extend(left)
-        self._engine.leave(self._lane)
+        self._engine.leave(self.lane)
 
     def free(self) -> None:
         """Give the communicator back to MPI; collective."""

@@ -1,10 +1,13 @@
 """Finds out, when an operation stalls, which ranks wait in it and which never came."""
 
 import json
+import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..config import Config
@@ -17,6 +20,7 @@ _ANSWER_S = 1.0
 # A report tells of so many operations before the one that stalls, on so many ranks: this one,
 # and the first of those that have not called it.
 _LAST, _RANKS = 4, 4
+_SILENT = "does not answer: it is stopped, or outside mpiring without a progress thread"
 
 
 class Post(Protocol):
@@ -145,8 +149,7 @@ class StallWatch:
         handle = inquiry.handle
         lines = [f"rank {self._rank}{what} {handle.waited_s:.0f} s in {handle}"]
         for rank in self._others():
-            silent = "does not answer: it is stopped, or outside mpiring without a progress thread"
-            lines.append(f"  rank {rank} {inquiry.answers.get(rank, silent)}")
+            lines.append(f"  rank {rank} {inquiry.answers.get(rank, _SILENT)}")
         lines.append(
             f"  the limit is stall_timeout_s={self._timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
             if self._timeout_s else "  it waits for ever")
@@ -180,6 +183,101 @@ class _Inquiry:
         self.answers.clear()
         self.last.clear()
         self.waiting.clear()
+
+
+class HasConfig(Protocol):
+    """Whatever holds the settings that are valid now."""
+
+    config: Config
+
+
+class MessageWatch:
+    """Reports messages that a caller has waited for long, with what the other end is doing.
+
+    Args:
+        rank, size, post, recorder, say: As for StallWatch.
+        settings: `config.stall_warning_s` of it.
+    """
+
+    def __init__(self, rank: int, size: int, post: Post, settings: HasConfig, recorder: Recorder,
+                 say: Callable[[str], None] | None = None) -> None:
+        self._rank, self._size = rank, size
+        self._post = post
+        self._settings = settings
+        self._recorder = recorder
+        self._say = say or _print_at_once
+        # Without a lock: additions and removals are atomic, and forks may look at any time.
+        self._waits: dict[int, _Wait] = {}
+
+    @contextmanager
+    def waiting(self, handle: Handle[Any], other: int | None,
+                limit_s: float) -> Iterator[Callable[[], list[str]]]:
+        """Watch a message while a caller waits for it; yield what returns the report's lines.
+
+        Args:
+            other: The rank at its other end; None for any.
+            limit_s: When the caller gives up; 0 for never.
+        """
+        warning_s = self._settings.config.stall_warning_s
+        # By the end of the wait the answers must be there.
+        ask_s = min([s for s in (warning_s, limit_s / 2) if s], default=math.inf)
+        peers = [rank for rank in (range(self._size) if other is None else [other])
+                 if rank != self._rank]
+        wait = self._waits[id(handle)] = _Wait(
+            handle, peers, ask_s, warning_s or math.inf, time.monotonic())
+        try:
+            yield lambda: self._lines(wait)
+        finally:
+            del self._waits[id(handle)]
+
+    def look(self) -> None:
+        """Answer the others; ask them about messages that are late, and report these."""
+        for source, content in self._post.poll():
+            message = json.loads(content)
+            if "ask" in message:
+                answer = {"answer": message["ask"], "text": self._position()}
+                self._post.post(source, json.dumps(answer).encode())
+            elif message["answer"] in self._waits:
+                self._waits[message["answer"]].answers[source] = message["text"]
+        for number, wait in tuple(self._waits.items()):
+            now, waited_s = time.monotonic(), time.monotonic() - wait.began_s
+            if not wait.asked_s and waited_s >= wait.ask_s:
+                wait.asked_s = now
+                for rank in wait.peers:
+                    self._post.post(rank, json.dumps({"ask": number}).encode())
+            complete = len(wait.answers) == len(wait.peers) or now - wait.asked_s > _ANSWER_S
+            if waited_s >= wait.warning_s and complete:
+                wait.warning_s = math.inf
+                self._say("\n".join([
+                    f"rank {self._rank} has waited {waited_s:.0f} s in {wait.handle}",
+                    *self._lines(wait)]))
+
+    def _position(self) -> str:
+        """Return what this rank's callers wait for, and its last operations."""
+        waits = [f"{wait.handle}, since {time.monotonic() - wait.began_s:.0f} s"
+                 for wait in tuple(self._waits.values())]
+        return "\n".join([f"waits for {'; '.join(waits) or 'no message'}",
+                          *self._recorder.report(_LAST).splitlines()])
+
+    def _lines(self, wait: "_Wait") -> list[str]:
+        late = time.monotonic() - wait.asked_s > _ANSWER_S
+        missing = _SILENT if wait.asked_s and late else "has not answered yet"
+        lines = [line for rank in wait.peers[:_RANKS]
+                 for line in f"rank {rank} {wait.answers.get(rank, missing)}".splitlines()]
+        return [f"  {line}" for line in lines + self._recorder.report(_LAST).splitlines()]
+
+
+@dataclass
+class _Wait:
+    """A caller's wait for a message."""
+
+    handle: Handle[Any]
+    peers: list[int]
+    ask_s: float
+    warning_s: float
+    began_s: float
+    asked_s: float = 0.0
+    answers: dict[int, str] = field(default_factory=dict)
 
 
 def _print_at_once(text: str) -> None:

@@ -20,12 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ..config import Config, relevant_variables, variables_for_another_job
+from ..config import Config
 from ..errors import MissingDependencyError, MpiringError
 from ..gpu import cuda
 from ..gpu.base import Event
 from ..gpu.device import Device
 from .cache import Cache
+from .environment import relevant_variables, variables_for_another_job
 from .start import find_mpiexec
 
 _log = logging.getLogger("mpiring")

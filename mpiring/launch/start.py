@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ..config import launched_size, launchers
 from ..errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from . import forks
+from .environment import launched_size, launchers
 
 # What a shell reports for a process that Ctrl-C ended.
 _INTERRUPTED = 130

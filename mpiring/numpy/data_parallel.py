@@ -16,9 +16,9 @@ from ..gpu.device import Device
 from ..memory.arrays import COMPLEX, FLOATING, Array, dtype_name
 from ..memory.digest import bytes_of
 from ..record.statistics import Statistics
-from ..reducers.choice import Wish
+from ..reducers.by_name import Wish
 from ..training.gradients import Gradients, refuse_different
-from ..training.replicas import Part, Replicas, parts_of
+from ..training.replicas import Replicas, Replicated, replicated_in
 
 
 class DataParallel:
@@ -227,24 +227,24 @@ def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
     return TensorSpec(name, array.shape, array.dtype)
 
 
-def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Part]:
+def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Replicated]:
     """Yield what all ranks have in common; each array once, under the first of its names."""
     seen: set[int] = set()
 
-    def leaf(name: str, x: Any) -> Part | None:
+    def leaf(name: str, x: Any) -> Replicated | None:
         if not isinstance(x, np.ndarray) and not is_on_gpu(x) or id(x) in seen:
             return None
         seen.add(id(x))
         if is_on_gpu(x):
-            return Part(name, lambda: bytes_of(x.get()),
-                        lambda raw: x.set(raw.view(x.dtype).reshape(x.shape)))
+            return Replicated(name, lambda: bytes_of(x.get()),
+                              lambda raw: x.set(raw.view(x.dtype).reshape(x.shape)))
 
         def write(raw: Array) -> None:
             x[...] = raw.view(x.dtype).reshape(x.shape)
 
-        return Part(name, functools.partial(bytes_of, x), write)
+        return Replicated(name, functools.partial(bytes_of, x), write)
 
     for name in params:
-        yield from parts_of(params, name, name, leaf)
+        yield from replicated_in(params, name, name, leaf)
     for name in watched:
-        yield from parts_of(watched, name, name, leaf)
+        yield from replicated_in(watched, name, name, leaf)

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..collectives import chain, node_copies as desks, exchange, ring
+from ..collectives import chain, exchange, node_copies, ring
 from ..memory.arrays import Array, chunks_of
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
@@ -72,13 +72,13 @@ class Copies:
                 all but this rank's own are overwritten.
         """
         if self._whole is not None:
-            return desks.allgather(self._whole, chunks)
+            return node_copies.allgather(self._whole, chunks)
         return ring.allgather(self.ring, [chunks[rank] for rank in self._own.order])
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
         """Return the schedule that sends `sends[r]` to rank r; see exchange.all_to_all."""
         if self._whole is not None:
-            return desks.all_to_all(self._whole, sends, receives)
+            return node_copies.all_to_all(self._whole, sends, receives)
         return self._confirmed(exchange.all_to_all(self.net, sends, receives))
 
     def gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
@@ -87,13 +87,13 @@ class Copies:
 
     def _gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
         if self._whole is not None:
-            return desks.gather(self._whole, mine, parts, root)
+            return node_copies.gather(self._whole, mine, parts, root)
         return exchange.gather(self.net, mine, parts, root)
 
     def scatter(self, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies a part to each rank; see exchange.scatter."""
         if self._whole is not None:
-            return desks.scatter(self._whole, parts, mine, root)
+            return node_copies.scatter(self._whole, parts, mine, root)
         return self._confirmed(exchange.scatter(self.net, parts, mine, root))
 
     def _confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
@@ -118,7 +118,7 @@ class Copies:
     def broadcast(self, x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies the vector `x` of rank `root` to all."""
         if self._whole is not None:
-            return desks.broadcast(self._whole, x, root)
+            return node_copies.broadcast(self._whole, x, root)
         return chain.broadcast(self.ring, x, self._own.order.index(root))
 
     def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:

@@ -122,6 +122,6 @@ class Exports:
                 del self._segments[number]
 
     def _close(self, segments: Sequence[DeviceVector], rank: int) -> None:
-        for place, segment in enumerate(segments):
-            if place != rank:
+        for other, segment in enumerate(segments):
+            if other != rank:
                 segment.device.gpu.close(segment)

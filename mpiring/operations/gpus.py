@@ -13,19 +13,19 @@ from ..launch.gpu_aware import takes_pointers
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..transport.base import Schedule, T
-from ..transport.board import SLOTS
+from ..transport.node_memory import AREAS
 from .agreement import Call
 from .exports import Exports
-from .on_device import DESK_BYTES, Desks, Place, placed
+from .on_device import SLOT_BYTES, GpuContext, Slots, in_context
 from .operation import Collectives
 from .windows import Windows, mapped
 
 Build = Callable[[Collectives], Schedule[T]]
 # Runs an operation among all ranks of the communicator.
-Run = Callable[[Call, Build[Place]], Place]
+Run = Callable[[Call, Build[GpuContext]], GpuContext]
 
 
-class Places:
+class GpuOperations:
     """The GPUs that operations of one communicator use, on one rank.
 
     Args:
@@ -37,7 +37,7 @@ class Places:
     def __init__(self, windows: Windows, run: Run, config: Config) -> None:
         self._run, self._config = run, config
         self._exports = Exports(windows)
-        self._known: dict[int, Place] = {}
+        self._known: dict[int, GpuContext] = {}
 
     def where(self, vector: Any, build: Build[T]) -> Build[T]:
         """Return `build` for where a vector lies: in host memory, or on a GPU; see `on`."""
@@ -55,21 +55,21 @@ class Places:
 
         Collective: yes, the first time for each GPU. Blocking: yes, then.
         """
-        place = self._of(device)
-        return lambda collectives: placed(collectives, place, ready, build)
+        context = self._of(device)
+        return lambda collectives: in_context(collectives, context, ready, build)
 
-    def _of(self, device: Device) -> Place:
+    def _of(self, device: Device) -> GpuContext:
         """Return a GPU as operations use it."""
-        place = self._known.get(id(device))
-        if place is None:
-            # Kept alive by the place, so that no other one can have its id.
-            place = self._known[id(device)] = self._run(
+        context = self._known.get(id(device))
+        if context is None:
+            # Kept alive by the context, so that no other one can have its id.
+            context = self._known[id(device)] = self._run(
                 Call("prepare", f"GPU number {len(self._known)} for operations on its memory"),
                 lambda collectives: self._prepared(collectives, device))
-        return place
+        return context
 
-    def _prepared(self, collectives: Collectives, device: Device) -> Schedule[Place]:
-        desks = yield from self._desks(collectives, device)
+    def _prepared(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
+        slots = yield from self._slots(collectives, device)
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
@@ -77,32 +77,32 @@ class Places:
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(), device.gpu.index)
             yield from collectives.broadcast(direct, 0)
-        return Place(device, self._exports, bool(direct[0]), desks)
+        return GpuContext(device, self._exports, bool(direct[0]), slots)
 
-    def _desks(self, collectives: Collectives,
-               device: Device) -> Schedule[Callable[[int], Desks] | None]:
+    def _slots(self, collectives: Collectives,
+               device: Device) -> Schedule[Callable[[int], Slots] | None]:
         """Return pinned memory that the node's ranks share, if there are several."""
         if collectives.node is None:
             yield ()
             return None
-        segments = yield from mapped(collectives.node, SLOTS * DESK_BYTES)
+        segments = yield from mapped(collectives.node, AREAS * SLOT_BYTES)
         if segments is None:
             raise TransportError(
-                f"rank {collectives.rank}: there are no {SLOTS * DESK_BYTES >> 20} MiB of memory "
+                f"rank {collectives.rank}: there are no {AREAS * SLOT_BYTES >> 20} MiB of memory "
                 f"to share with the node's other ranks, through which the data of GPUs has to go")
         for segment in segments:
             device.gpu.pin(segment)
         return _slots(segments)
 
 
-def _slots(segments: Sequence[Array]) -> Callable[[int], Desks]:
-    """Return the desks of each operation: as the board does, every fourth has the same ones."""
-    def desks_of(sequence: int) -> Desks:
-        start = sequence % SLOTS * DESK_BYTES
+def _slots(segments: Sequence[Array]) -> Callable[[int], Slots]:
+    """Return the slots of each operation: as in NodeMemory, every fourth has the same ones."""
+    def slots_of(sequence: int) -> Slots:
+        start = sequence % AREAS * SLOT_BYTES
 
-        def desks(dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-            return [segment[start:start + DESK_BYTES].view(dtype)[:size] for segment in segments]
+        def slots(dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+            return [segment[start:start + SLOT_BYTES].view(dtype)[:size] for segment in segments]
 
-        return desks
+        return slots
 
-    return desks_of
+    return slots_of

@@ -37,13 +37,13 @@ class Curve:
     def time_s(self, nbytes: int) -> float:
         """Return the predicted seconds of an allreduce of so many bytes."""
         sizes = [size for size, _ in self.points]
-        place = bisect.bisect_left(sizes, nbytes)
-        if place == 0:
+        position = bisect.bisect_left(sizes, nbytes)
+        if position == 0:
             return self.points[0][1]
-        if place == len(sizes):
+        if position == len(sizes):
             size, seconds = self.points[-1]
             return seconds + (nbytes - size) * self.s_per_byte
-        (low, low_s), (high, high_s) = self.points[place - 1:place + 1]
+        (low, low_s), (high, high_s) = self.points[position - 1:position + 1]
         share = math.log(nbytes / low) / math.log(high / low)
         return math.exp((1 - share) * math.log(low_s) + share * math.log(high_s))
 

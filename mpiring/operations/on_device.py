@@ -2,7 +2,7 @@
 
 They are the same schedules. Their messages go through pinned host memory, or are the GPU's
 pointers; their sums are queued on the GPU; and who arrives at a barrier has waited for what was
-queued before. The desks on which ranks of a node lay vectors for each other are pinned memory.
+queued before. The slots on which ranks of a node lay vectors for each other are pinned memory.
 """
 
 import math
@@ -25,31 +25,31 @@ from .exports import Exports
 from .operation import Collectives
 
 # Each copy costs some ten microseconds of Python and CUDA; the first and the last one have nothing
-# to hide behind. On a turn of a desk, a rank lays down so much for the others.
+# to hide behind. On a turn of a slot, a rank lays down so much for the others.
 TURN_BYTES = 4 << 20
-DESK_BYTES = 2 * hierarchical.IN_FLIGHT * TURN_BYTES
+SLOT_BYTES = 2 * hierarchical.IN_FLIGHT * TURN_BYTES
 PIECE_BYTES = 2 << 20
 
 # The vectors, per rank of the node, that ranks lay down for each other.
-Desks = Callable[[np.dtype[Any], "int | None"], Sequence[Array]]
+Slots = Callable[[np.dtype[Any], "int | None"], Sequence[Array]]
 
 
 @dataclass(frozen=True)
-class Place:
+class GpuContext:
     """A GPU, as the operations of one communicator use it.
 
     Attributes:
         device: The GPU.
         exports: Memory on it that is open to other ranks.
         direct: MPI takes its pointers.
-        desks: Pinned memory that the ranks of the node share, given an operation's number; None
+        slots: Pinned memory that the ranks of the node share, given an operation's number; None
             for that which the node itself has.
     """
 
     device: Device
     exports: Exports
     direct: bool = False
-    desks: Callable[[int], Desks] | None = None
+    slots: Callable[[int], Slots] | None = None
 
 
 class DeviceCombine:
@@ -98,13 +98,13 @@ class DeviceNode:
     Args:
         node: The meeting place.
         device: This rank's GPU.
-        desks: Pinned memory for `desks`; that of `node` by default.
+        slots: Pinned memory for `slots`; that of `node` by default.
     """
 
-    def __init__(self, node: Node, device: Device, desks: Desks | None) -> None:
+    def __init__(self, node: Node, device: Device, slots: Slots | None) -> None:
         self.rank, self.size, self.ranks = node.rank, node.size, node.ranks
         self._node, self._device = node, device
-        self._desks: Desks = desks or node.desks
+        self._slots: Slots = slots or node.slots
         self.test, self.agrees, self.headers, self.leave = (
             node.test, node.agrees, node.headers, node.leave)
 
@@ -113,9 +113,9 @@ class DeviceNode:
         """Whether the first barrier was begun."""
         return self._node.met
 
-    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+    def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return per rank a vector in pinned memory that all ranks of the node read and write."""
-        return self._desks(dtype, size)
+        return self._slots(dtype, size)
 
     def barrier(self, *numbers: int) -> "_Arrival":
         """Arrive when all that is queued is done; the request is for the other ranks, too."""
@@ -128,7 +128,7 @@ class DeviceNode:
 
     def lane(self, index: int) -> "DeviceNode":
         """Return a further meeting place of the same operation."""
-        return DeviceNode(self._node.lane(index), self._device, self._desks)
+        return DeviceNode(self._node.lane(index), self._device, self._slots)
 
 
 class _Arrival:
@@ -155,24 +155,24 @@ class DeviceCollectives(Collectives):
 
     Args:
         host: The operation.
-        place: The GPU.
+        context: The GPU.
     """
 
-    __slots__ = ("_host", "_place", "_channel")
+    __slots__ = ("_host", "_context", "_channel")
 
     ring_bytes = PIECE_BYTES
     direct_bytes = PIECE_BYTES, PIECE_BYTES
 
-    def __init__(self, host: Collectives, place: Place) -> None:
-        desks = None if place.desks is None else place.desks(host.sequence)
-        node = None if host.node is None else DeviceNode(host.node, place.device, desks)
+    def __init__(self, host: Collectives, context: GpuContext) -> None:
+        slots = None if context.slots is None else context.slots(host.sequence)
+        node = None if host.node is None else DeviceNode(host.node, context.device, slots)
         super().__init__(host._own, node, host.sequence)
-        self._host, self._place = host, place
+        self._host, self._context = host, context
         self._channel: Channel | None = None
 
     @property
     def slice_bytes(self) -> int:  # type: ignore[override]
-        """Length of slices: those for the others fit a turn of the desk."""
+        """Length of slices: those for the others fit a turn of the slot."""
         return TURN_BYTES // max(self.slices - 1, 1)
 
     @property
@@ -180,31 +180,31 @@ class DeviceCollectives(Collectives):
         """The operation's channel."""
         if self._channel is None:
             self._channel = DeviceChannel(
-                self._host.net, self._place.device, direct=self._place.direct)
+                self._host.net, self._context.device, direct=self._context.direct)
         return self._channel
 
     def borrow(self, n: int, dtype: DTypeLike) -> Any:
         """Lend memory on the GPU for n elements, as long as the operation needs it."""
-        return self._place.device.scratch.borrow(n, dtype)
+        return self._context.device.scratch.borrow(n, dtype)
 
     def combiner(self, op: str, dtype: np.dtype[Any], size: float) -> Combine:
         """Return what combines vectors on the GPU."""
-        return DeviceCombine(op, dtype, size, self._place.device)
+        return DeviceCombine(op, dtype, size, self._context.device)
 
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Any]:
         """Return the schedule that returns a vector on the GPU, open to the node if possible."""
-        device, dtype = self._place.device, np.dtype(dtype)
+        device, dtype = self._context.device, np.dtype(dtype)
         if self.node is None:
             vector = device.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
             return _returned(vector)
-        return self._place.exports.empty(
+        return self._context.exports.empty(
             self.node, device, shape, dtype, self._next_window())
 
     def _choose(self, x: Array, op: str, wish: str) -> str:
         if wish == "native":
             raise ConfigError(
                 f"algorithm='native': MPI's nonblocking collectives take no memory of a GPU, "
-                f"as {self._place.device} has; use algorithm='auto'")
+                f"as {self._context.device} has; use algorithm='auto'")
         name = super()._choose(x, op, wish)
         if name == "native":
             return "hierarchical" if len(self._own.nodes) < self.size else "ring"
@@ -212,14 +212,14 @@ class DeviceCollectives(Collectives):
 
     def _shared(self, node: Node, x: Array, op: str, combine: Combine) -> Schedule[None]:
         windows = self._own.windows
-        places = yield from node.share(*windows.place_of(x))
+        places = yield from node.share(*windows.position_of(x))
         slices = windows.slices(node, places, x)
         if slices is not None:
             yield from shared.in_place(node, slices, combine)
         else:
             levels = self._levels(op, x)
             yield from self._by_levels(
-                node, x, levels, hierarchical.by_desks(node, x, levels.within))
+                node, x, levels, hierarchical.by_slots(node, x, levels.within))
 
 
 def _returned(x: DeviceVector) -> Schedule[DeviceVector]:
@@ -227,22 +227,22 @@ def _returned(x: DeviceVector) -> Schedule[DeviceVector]:
     return x
 
 
-def placed(collectives: Collectives, place: Place, ready: Sequence[Event],
-           build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
+def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Event],
+               build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
     """Return the schedule of something on a GPU, from first to last.
 
     It ends when nothing is queued any more.
 
     Args:
         collectives: Of the operation.
-        place: The GPU.
+        context: The GPU.
         ready: When the vectors may be used.
         build: Returns the schedule, given the collectives on the GPU.
     """
-    on_gpu = DeviceCollectives(collectives, place)
+    on_gpu = DeviceCollectives(collectives, context)
     schedule = build(on_gpu)
     collectives.algorithm = on_gpu.algorithm
-    return _between(ready, schedule, place.device)
+    return _between(ready, schedule, context.device)
 
 
 def _between(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> Schedule[T]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..collectives import node_copies as desks, direct, hierarchical, native, ring, shared
+from ..collectives import direct, hierarchical, native, node_copies, ring, shared
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, chunks_of
@@ -22,7 +22,7 @@ class Collectives(Copies):
     """The schedules of one operation, bound to its channel: what Reducers build on.
 
     An operation may run several, but one after the other, in the same order on all ranks:
-    they share its barriers, its desks and its channel. What shall run at once must be
+    they share its barriers, its slots and its channel. What shall run at once must be
     operations of their own.
 
     Attributes: see Copies.
@@ -113,7 +113,7 @@ class Collectives(Copies):
 
     def _shared(self, node: Node, x: Array, op: str, combine: Combine) -> Schedule[None]:
         windows = self._own.windows
-        place = windows.place_of(x)
+        place = windows.position_of(x)
         short = shared.is_short(x.nbytes, x.dtype, node.size, shared.EAGER_PRIVATE_BYTES)
         if short and node.met:
             yield (node.barrier(),)
@@ -134,9 +134,9 @@ class Collectives(Copies):
     ) -> Schedule[Sequence[hierarchical.Inside]]:
         """Meet the ranks of the node; return how they combine their vectors."""
         windows = self._own.windows
-        places = yield from node.share(*windows.place_of(x))
+        places = yield from node.share(*windows.position_of(x))
         vectors = [x] if node.size == 1 else windows.vectors(places, x)
-        return (hierarchical.by_desks(node, x, within) if vectors is None
+        return (hierarchical.by_slots(node, x, within) if vectors is None
                 else hierarchical.in_windows(node, vectors, within))
 
     def between_nodes(
@@ -245,7 +245,7 @@ class Collectives(Copies):
 
     def _direct_chunks(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         if self._whole is not None:
-            yield from desks.reduce_scatter(self._whole, chunks, combine)
+            yield from node_copies.reduce_scatter(self._whole, chunks, combine)
             return
         n = max(chunk.size for chunk in chunks)
         with self._direct_inbox(n * self.size, chunks[0]) as inbox:

@@ -137,7 +137,7 @@ class Windows:
         self._windows[id(root)] = _Window(number, segments, rank)
         weakref.finalize(root, self._windows.pop, id(root)).atexit = False
 
-    def place_of(self, x: Array) -> tuple[int, int]:
+    def position_of(self, x: Array) -> tuple[int, int]:
         """Return the number of the window that holds the vector `x`, and its byte offset.
 
         Returns:
@@ -181,7 +181,7 @@ class Windows:
         """Return, per rank of the node, its vector in shared memory.
 
         Args:
-            places: What `place_of` has said of the vector `x` on each rank.
+            places: What `position_of` has said of the vector `x` on each rank.
 
         Returns:
             None unless all vectors lie in one window.

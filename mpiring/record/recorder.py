@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from ..operations.agreement import Call
+from ..text import ranges
 
 # Some steps of a large model; a megabyte at most.
 CAPACITY = 1024
@@ -112,7 +113,7 @@ class Recorder:
 
         Collective: yes, among those ranks, but without a message. Blocking: no.
         """
-        text = f"ranks {_ranges(ranks)}" if self._names else ""
+        text = f"ranks {_name_of(ranks)}" if self._names else ""
         self._names[text] += 1
         return text if self._names[text] == 1 else f"{text} ({self._names[text]})"
 
@@ -189,15 +190,8 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
-def _ranges(ranks: Sequence[int]) -> str:
-    """Return numbers as ranges: "0-3,8"."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][-1] + 1:
-            found[-1][1:] = [rank]
-        else:
-            found.append([rank])
-    text = ",".join("-".join(map(str, pair)) for pair in found)
-    # Another set of ranks must not get the same name.
+def _name_of(ranks: Sequence[int]) -> str:
+    """Return ranks as ranges; where that is long, cut, with a digest that tells them apart."""
+    text = ranges(ranks)
     return text if len(text) <= _NAME_WIDTH else (
         f"{text[:_NAME_WIDTH - 10]}…{zlib.crc32(text.encode()):08x}")

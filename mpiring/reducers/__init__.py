@@ -4,10 +4,9 @@ from .cast import Cast
 from .compressor import Compressor
 from .feedback import ErrorFeedback
 from .int8 import Int8
-from .mean import Mean
 from .onebit import OneBit
 from .powersgd import PowerSGD
-from .reducer import Reducer
+from .reducer import Mean, Reducer
 from .topk import TopK
 
 __all__ = ["Cast", "Compressor", "ErrorFeedback", "Int8", "Mean", "OneBit", "PowerSGD", "Reducer",

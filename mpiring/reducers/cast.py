@@ -6,7 +6,7 @@ from ..transport.base import Schedule
 from . import two_phase
 from .codecs.halves import Halves
 from .compressor import Compressor
-from .exchange import Meeting
+from .exchange import SliceExchange
 
 
 class Cast(Compressor):
@@ -38,6 +38,6 @@ class Cast(Compressor):
         """Compile what encodes, where it is compiled."""
         two_phase.prepare(self._codec, device)
 
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
-        return two_phase.average(meeting, self._codec, x, lost)
+        return two_phase.average(exchange, self._codec, x, lost)

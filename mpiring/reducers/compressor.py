@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from ..arguments import refuse_other_state
-from ..buckets.bucket import Bucket, BucketPlan
-from ..buckets.state import Kept, Wide
+from ..buckets.bucket import Bucket
+from ..buckets.state import BucketState, BucketStates, Wide
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..memory.arrays import Array, dtype_name
 from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
-from .exchange import Cost, Meeting
+from .exchange import Cost, SliceExchange
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
-_EDITION = 1
+_EDITION = 2
 
 
 class Compressor(ABC):
@@ -47,10 +47,7 @@ class Compressor(ABC):
 
     def __init__(self) -> None:
         self.cost = Cost()
-        self._kept: dict[BucketPlan, Kept] = {}
-        # Vectors of tensors that are in no bucket now, and how many steps they are old.
-        self._aside: dict[str, dict[str, Wide]] = {}
-        self._steps_aside: dict[str, int] = {}
+        self._states = BucketStates()
         self._loaded: Mapping[str, Any] | None = None
         self._order: list[str] = []
         self._world: tuple[int, int, Sequence[Sequence[int]]] = (0, 1, ((0,),))
@@ -59,11 +56,11 @@ class Compressor(ABC):
     # What subclasses define
 
     @abstractmethod
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes.
 
         Args:
-            meeting: The ranks, and what is remembered.
+            exchange: The ranks, and what is remembered.
             x: Shape (n,); may be empty. Overwritten by the same bits on all nodes.
             lost: Shape (n,), overwritten by what of this rank's `x` is not in the result: the
                 mean over nodes of result + lost is that of `x`. None where nobody asks.
@@ -92,34 +89,35 @@ class Compressor(ABC):
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule that replaces a bucket by its mean over ranks."""
-        kept = self._kept.get(bucket.plan)
-        if kept is None:
+        state = self._states.of(bucket)
+        if state is None:
             raise ConfigError(f"{self!r} does not know {bucket.label}; call take_over before")
-        if not self.compresses(len(collectives.nodes), kept.steps):
+        if not self.compresses(len(collectives.nodes), state.steps):
             return collectives.allreduce(bucket.vector, op="mean")
-        return self._reduce(collectives, bucket, kept)
+        return self._reduce(collectives, bucket, state)
 
-    def _reduce(self, collectives: Collectives, bucket: Bucket, kept: Kept) -> Schedule[None]:
-        def exchange(net: Channel, x: Array, j: int) -> Schedule[bool]:
-            meeting = Meeting(net, kept.parts[j], collectives.borrow, kept.steps,
-                              (kept.index, j), self.cost)
-            return self._in_float32(meeting, x)
+    def _reduce(self, collectives: Collectives, bucket: Bucket,
+                state: BucketState) -> Schedule[None]:
+        def average(net: Channel, x: Array, j: int) -> Schedule[bool]:
+            exchange = SliceExchange(net, state.slices[j], collectives.borrow, state.steps,
+                                     (bucket.index, j), self.cost)
+            return self._in_float32(exchange, x)
 
         bucket.clear_padding()
-        finite = yield from collectives.between_nodes(bucket.vector, kept.bounds, exchange)
+        finite = yield from collectives.between_nodes(bucket.vector, state.bounds, average)
         # On a GPU nobody has looked.
         bucket.finite = finite if bucket.device is None else None
 
-    def _in_float32(self, meeting: Meeting, x: Array) -> Schedule[bool]:
+    def _in_float32(self, exchange: SliceExchange, x: Array) -> Schedule[bool]:
         """Let `between` have a slice in float32, and count its time."""
-        cost, began = meeting.cost, time.perf_counter()
+        cost, began = exchange.cost, time.perf_counter()
         computed_s = cost.encode_s + cost.decode_s
         if x.dtype == np.float32:
-            finite = yield from self.between(meeting, x, None)
+            finite = yield from self.between(exchange, x, None)
         else:
-            with meeting.borrow(x.size, np.float32) as wide:
+            with exchange.borrow(x.size, np.float32) as wide:
                 vectors.convert(wide, x)
-                finite = yield from self.between(meeting, wide, None)
+                finite = yield from self.between(exchange, wide, None)
                 vectors.convert(x, wide)
         computed_s = cost.encode_s + cost.decode_s - computed_s
         cost.wire_s += time.perf_counter() - began - computed_s
@@ -138,7 +136,7 @@ class Compressor(ABC):
                 f"Reducer for each model")
         if self._user is not None and served is None:
             # The model is gone: what was not sent of its gradients is nothing to the next one.
-            self._kept, self._aside, self._steps_aside = {}, {}, {}
+            self._states = BucketStates()
         self._user = weakref.ref(user)
 
     def release(self) -> None:
@@ -167,50 +165,23 @@ class Compressor(ABC):
         if len(nodes) > 1 and buckets:
             self.prepare(buckets[0].device)
         self._world, self._order = (collectives.rank, collectives.size, nodes), list(order)
-        if self._loaded is None:
-            for kept in self._kept.values():
-                yield from self._set_aside(collectives, kept)
-        self._kept = {
-            bucket.plan: Kept(bucket, self.bounds(bucket, collectives.slices),
-                              collectives.own_slices)
-            for bucket in buckets}
-        if self._loaded is None:
-            self._fill_from_aside()
-        else:
-            self._fill_from_loaded()
-
-    def _set_aside(self, collectives: Collectives, kept: Kept) -> Schedule[None]:
-        """Collect a bucket's vectors from the ranks of this node, and cut them into tensors."""
-        if kept.steps == 0:
-            return
-        for name in self.vector_names:
-            x = kept.whole(name)
-            yield from collectives.handed_out(x, kept.bounds)
-            for tensor, vector in kept.by_tensor(x).items():
-                self._aside.setdefault(tensor, {})[name] = vector
-        self._steps_aside.update(dict.fromkeys(kept.names, kept.steps))
+        if self._loaded is not None:
+            self._refuse_other_ranks(self._loaded)
+            self._refuse_other_tensors(self._loaded, buckets)
+            self._states.load_state_dict(self._loaded["tensors"])
+            self._loaded = None
+        yield from self._states.rebuild(
+            buckets, self.vector_names, lambda bucket: self.bounds(bucket, collectives.slices),
+            collectives.own_slices, collectives.handed_out)
 
     @property
     def vector_names(self) -> tuple[str, ...]:
         """The names of the vectors that are remembered; the same on all ranks."""
         return ("residual",) if self.feeds_back else ()
 
-    def _fill_from_aside(self) -> None:
-        for kept in self._kept.values():
-            here = [name for name in kept.names if name in self._steps_aside]
-            if not here:
-                continue
-            kept.steps = max(self._steps_aside[name] for name in here)
-            for name in self.vector_names:
-                kept.fill(name, {tensor: self._aside[tensor][name] for tensor in here})
-            for tensor in here:
-                self._aside.pop(tensor, None)
-                self._steps_aside.pop(tensor)
-
     def settle(self, taken: bool) -> None:
         """End a step; if it was not taken on all ranks, nothing that is remembered changes."""
-        for kept in self._kept.values():
-            kept.settle(taken)
+        self._states.settle(taken)
 
     def rescale(self, factor: float) -> None:
         """Multiply what is remembered, because the scale of the loss has changed.
@@ -218,11 +189,7 @@ class Compressor(ABC):
         Args:
             factor: New scale / old scale.
         """
-        for kept in self._kept.values():
-            kept.rescale(factor)
-        for of_tensor in self._aside.values():
-            for vector in of_tensor.values():
-                vectors.multiply(vector, factor)
+        self._states.multiply(factor)
 
     # State
 
@@ -236,10 +203,7 @@ class Compressor(ABC):
         return {
             "edition": _EDITION, "reducer": repr(self), "rank": rank, "size": size,
             "nodes": [list(ranks) for ranks in nodes], "order": list(self._order),
-            "buckets": [kept.state() for kept in self._kept.values()],
-            "aside": {tensor: {name: x.copy() for name, x in of_tensor.items()}
-                      for tensor, of_tensor in self._aside.items()},
-            "steps_aside": dict(self._steps_aside)}
+            "tensors": self._states.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` has returned on this rank; on all ranks.
@@ -251,7 +215,7 @@ class Compressor(ABC):
             ConfigError: It is no such state, or of a Reducer with other settings. With the
                 next step: it is another rank's, or of another number of ranks or nodes.
         """
-        refuse_other_state(state, ("edition", "buckets", "reducer"), f"of {self!r}")
+        refuse_other_state(state, ("edition", "tensors", "reducer"), f"of {self!r}")
         if state["edition"] != _EDITION:
             raise ConfigError(
                 f"the state of {self!r} has edition {state['edition']!r}, expected {_EDITION}: "
@@ -262,10 +226,9 @@ class Compressor(ABC):
                 f"settings that it was saved with")
         self._loaded = state
 
-    def _fill_from_loaded(self) -> None:
-        """Become what was loaded, after it was found to fit."""
-        loaded, (rank, size, nodes) = self._loaded or {}, self._world
-        theirs = loaded["rank"], loaded["size"], tuple(map(tuple, loaded["nodes"]))
+    def _refuse_other_ranks(self, state: Mapping[str, Any]) -> None:
+        rank, size, nodes = self._world
+        theirs = state["rank"], state["size"], tuple(map(tuple, state["nodes"]))
         if theirs != (rank, size, nodes):
             raise ConfigError(
                 f"rank {rank} of {size} on {len(nodes)} node(s): the state that was loaded is of "
@@ -273,16 +236,16 @@ class Compressor(ABC):
                 f"residuals are what it has not yet sent of its own gradients and cannot be "
                 f"divided anew; resume on the same ranks and nodes, or begin with a fresh "
                 f"Reducer, which loses at most what is not yet sent")
-        if len(loaded["buckets"]) != len(self._kept):
+
+    def _refuse_other_tensors(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
+        mine = {name for bucket in buckets for name in bucket.views}
+        # It also has tensors that were not trained at the time.
+        theirs = {name for name in state["order"] if name in state["tensors"]}
+        if mine != theirs:
             raise ConfigError(
-                f"rank {rank}: the state that was loaded has {len(loaded['buckets'])} buckets, "
-                f"but here are {len(self._kept)}; resume with the same model and bucket_bytes")
-        for kept, state in zip(self._kept.values(), loaded["buckets"]):
-            kept.load(state)
-        self._aside = {tensor: {name: np.array(x, np.float32) for name, x in of_tensor.items()}
-                       for tensor, of_tensor in loaded["aside"].items()}
-        self._steps_aside = {name: int(steps) for name, steps in loaded["steps_aside"].items()}
-        self._loaded = None
+                f"rank {self._world[0]}: {self!r} is to reduce {', '.join(sorted(mine))}, but the "
+                f"state that was loaded is of {', '.join(sorted(theirs))}; resume with the same "
+                f"model and reducers")
 
 
 def bounds_by_tensor(bucket: Bucket, slices: int) -> list[int]:

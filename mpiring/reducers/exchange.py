@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..buckets.state import Part
+from ..buckets.state import SliceState
 from ..memory.arrays import Array
 from ..transport.base import Channel
 
@@ -33,12 +33,12 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class Meeting:
+class SliceExchange:
     """What a method has in its hands while the nodes exchange one slice.
 
     Attributes:
         net: The channel of the ranks that have the slice, one of each node.
-        part: What this rank remembers of the slice.
+        state: What this rank remembers of the slice.
         borrow: Lends scratch memory, given the number of elements and their dtype.
         step: How many steps have counted.
         place: Tells slices apart: numbers that are the same on all nodes.
@@ -46,14 +46,14 @@ class Meeting:
     """
 
     net: Channel
-    part: Part
+    state: SliceState
     borrow: Callable[[int, DTypeLike], AbstractContextManager[Array]]
     step: int
     place: tuple[int, ...]
     cost: Cost = field(default_factory=Cost)
 
-    def seeded(self, seed: int) -> "Meeting":
-        """Return the same meeting, with another chance."""
+    def seeded(self, seed: int) -> "SliceExchange":
+        """Return the same exchange, with another chance."""
         return replace(self, place=(*self.place, seed))
 
     def key(self, *numbers: int) -> int:

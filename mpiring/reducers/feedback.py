@@ -9,26 +9,28 @@ from ..gpu import vectors
 from ..gpu.device import Device
 from ..transport.base import Schedule
 from .compressor import Compressor
-from .exchange import Meeting
+from .exchange import SliceExchange
 
-Between = Callable[[Meeting, Wide, Wide | None], Schedule[bool]]
+Between = Callable[[SliceExchange, Wide, Wide | None], Schedule[bool]]
 
 
-def with_feedback(meeting: Meeting, x: Wide, lost: Wide | None, between: Between) -> Schedule[bool]:
+def with_feedback(
+    exchange: SliceExchange, x: Wide, lost: Wide | None, between: Between,
+) -> Schedule[bool]:
     """Return the schedule that adds a slice's residual to it, averages it, and keeps what is lost.
 
     Args:
-        meeting, x, lost: As for `Compressor.between`; nothing is lost.
+        exchange, x, lost: As for `Compressor.between`; nothing is lost.
         between: How it is averaged.
 
     Source: Karimireddy et al., ICML 2019, algorithm 2.
     """
-    part = meeting.part
+    state = exchange.state
     if lost is not None:
         vectors.clear(lost)
-    with meeting.encoding():
-        vectors.add(x, part.vector("residual"))
-    return between(meeting, x, part.next("residual"))
+    with exchange.encoding():
+        vectors.add(x, state.vector("residual"))
+    return between(exchange, x, state.next("residual"))
 
 
 class ErrorFeedback(Compressor):
@@ -75,8 +77,8 @@ class ErrorFeedback(Compressor):
         """Let the other Reducer do what takes long the first time."""
         self.reducer.prepare(device)
 
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
         if self.reducer.feeds_back:
-            return self.reducer.between(meeting, x, lost)
-        return with_feedback(meeting, x, lost, self.reducer.between)
+            return self.reducer.between(exchange, x, lost)
+        return with_feedback(exchange, x, lost, self.reducer.between)

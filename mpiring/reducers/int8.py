@@ -7,7 +7,7 @@ from ..transport.base import Schedule
 from . import two_phase
 from .codecs.blocks import EightBit
 from .compressor import Compressor
-from .exchange import Meeting
+from .exchange import SliceExchange
 
 
 class Int8(Compressor):
@@ -42,6 +42,6 @@ class Int8(Compressor):
         """Compile what encodes, where it is compiled."""
         two_phase.prepare(self._codec, device)
 
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
-        return two_phase.average(meeting.seeded(self.seed), self._codec, x, lost)
+        return two_phase.average(exchange.seeded(self.seed), self._codec, x, lost)

@@ -7,7 +7,7 @@ from ..transport.base import Schedule
 from . import two_phase
 from .codecs.signs import Sign
 from .compressor import Compressor
-from .exchange import Meeting
+from .exchange import SliceExchange
 from .feedback import with_feedback
 
 
@@ -47,9 +47,9 @@ class OneBit(Compressor):
         """Compile what encodes, where it is compiled."""
         two_phase.prepare(self._codec, device)
 
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
-        return with_feedback(meeting, x, lost, self._signs)
+        return with_feedback(exchange, x, lost, self._signs)
 
-    def _signs(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
-        return two_phase.average(meeting, self._codec, x, lost)
+    def _signs(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        return two_phase.average(exchange, self._codec, x, lost)

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from ..arguments import number, whole_number
 from ..buckets.bucket import Bucket
-from ..buckets.state import Part, Segment, Wide
+from ..buckets.state import SliceState, Segment, Wide
 from ..errors import ConfigError
 from ..gpu.device import Device
 from ..memory.arrays import is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
-from . import dense
+from . import two_phase
 from .compressor import Compressor, bounds_by_tensor
-from .exchange import Meeting
+from .exchange import SliceExchange
 from .feedback import with_feedback
 
 # Rows of a matrix that are decompressed at a time: their values stay in the cache.
@@ -86,23 +86,23 @@ class PowerSGD(Compressor):
         if self.reducer is not None:
             self.reducer.prepare(device)
 
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
-        return with_feedback(meeting, x, lost, self._approximate)
+        return with_feedback(exchange, x, lost, self._approximate)
 
-    def _approximate(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def _approximate(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Average matrices as P Qᵀ, and the rest as it is."""
         residual = np.empty_like(x) if lost is None else lost
         residual[...] = 0
-        with meeting.encoding():
-            matrices = [self._matrix(meeting.part, one, x)
-                        for one in meeting.part.segments if self._rank_of(one)]
-            others = [one for one in meeting.part.segments if not self._rank_of(one)]
+        with exchange.encoding():
+            matrices = [self._matrix(exchange.state, one, x)
+                        for one in exchange.state.segments if self._rank_of(one)]
+            others = [one for one in exchange.state.segments if not self._rank_of(one)]
             # 1. P ← M Q, and its mean.
             first = _packed([*(_product(one.q, one.m.T) for one in matrices),
                              *(x[one.start:one.stop] for one in others)])
-        first_lost = yield from self._average(meeting, first)
-        with meeting.encoding():
+        first_lost = yield from self._average(exchange, first)
+        with exchange.encoding():
             finite = is_finite(first)
             shapes, sizes = [one.p_shape for one in matrices], [one.size for one in others]
             ps, means = _unpacked(first, shapes, sizes)
@@ -111,25 +111,25 @@ class PowerSGD(Compressor):
             ps = [orthogonal(p) for p in ps]
             # 3. Q ← Mᵀ P, and its mean.
             second = _packed([_product(p, one.m) for p, one in zip(ps, matrices)])
-        yield from self._average(meeting, second)
-        with meeting.decoding():
+        yield from self._average(exchange, second)
+        with exchange.decoding():
             # 4. M ← P Qᵀ; the residual is what that lacks, and Q the next start.
             qs = _unpacked(second, [one.q.shape for one in matrices], [])[0]
             for one, p, q in zip(matrices, ps, qs):
                 _replace(one, p, q, residual)
-                self._remember(meeting, one, q)
+                self._remember(exchange, one, q)
             for segment, mean, loss in zip(others, means, losses):
                 x[segment.start:segment.stop] = mean
                 residual[segment.start:segment.stop] = loss
         return finite
 
-    def _average(self, meeting: Meeting, x: Wide) -> Schedule[Wide]:
+    def _average(self, exchange: SliceExchange, x: Wide) -> Schedule[Wide]:
         """Average a vector; return what this rank's contribution has lost."""
         lost = np.zeros_like(x)
         if self.reducer is None:
-            yield from dense.average(meeting, x)
+            yield from two_phase.average_dense(exchange, x)
         else:
-            yield from self.reducer.between(meeting, x, lost)
+            yield from self.reducer.between(exchange, x, lost)
         return lost
 
     def _rank_of(self, one: Segment) -> int:
@@ -140,10 +140,10 @@ class PowerSGD(Compressor):
         r = min(self.rank, n, m)
         return r if r * (n + m) * self.min_compression <= n * m else 0
 
-    def _matrix(self, part: Part, one: Segment, x: Wide) -> "_Matrix":
+    def _matrix(self, state: SliceState, one: Segment, x: Wide) -> "_Matrix":
         n, m = one.shape[0], math.prod(one.shape[1:])
         m_view = x[one.start:one.stop].reshape(n, m)
-        q = part.other(f"Q of {one.name}", lambda: self._random(one.name, self._rank_of(one), m))
+        q = state.array("Q", one.name, lambda: self._random(one.name, self._rank_of(one), m))
         return _Matrix(one, m_view, q)
 
     def _random(self, name: str, r: int, m: int) -> Wide:
@@ -151,14 +151,14 @@ class PowerSGD(Compressor):
         dice = np.random.default_rng([self.seed, *name.encode()])
         return dice.standard_normal((r, m), np.float32)
 
-    def _remember(self, meeting: Meeting, one: "_Matrix", q: Wide) -> None:
+    def _remember(self, exchange: SliceExchange, one: "_Matrix", q: Wide) -> None:
         """Let Q be what the next step starts from."""
-        start = meeting.part.next(f"Q of {one.segment.name}")
+        start = exchange.state.next("Q", one.segment.name)
         start[...] = q
         empty = ~q.any(axis=1)
         if empty.any():
             # A direction in which nothing was found would stay empty for ever.
-            start[empty] = self._random(f"{one.segment.name} {meeting.step}", *q.shape)[empty]
+            start[empty] = self._random(f"{one.segment.name} {exchange.step}", *q.shape)[empty]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from ..collectives import ring
 from ..memory.arrays import Array, is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
-from . import dense
+from . import two_phase
 from .codecs import largest
 from .compressor import Compressor, bounds_by_tensor
-from .exchange import Meeting
+from .exchange import SliceExchange
 
 # The densities of the paper's warm-up, an epoch each: 1 - 75, 93.75, 98.4375, 99.6 %.
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
@@ -81,85 +81,87 @@ class TopK(Compressor):
             stage = min(step * stage // self.warmup_steps, stage)
         return max((*WARMUP_DENSITIES, 0.0, 0.0)[stage], self.density)
 
-    def between(self, meeting: Meeting, x: Wide, lost: Wide | None) -> Schedule[bool]:
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
         if lost is not None:
             lost[...] = 0
-        with meeting.encoding():
+        with exchange.encoding():
             # 1. Clip; u ← m u + gradient; v ← v + u.
-            gathered = self._gather(meeting, x)
-        if meeting.net.size == 1:
+            gathered = self._gather(exchange, x)
+        if exchange.net.size == 1:
             # One node: nothing is to be sent, and no momentum is lost.
             x[...] = gathered
             gathered[...] = 0
             return is_finite(x)
-        with meeting.encoding():
+        with exchange.encoding():
             # 2. Select the largest of v.
-            indices, finite = self._select(meeting, gathered)
+            indices, finite = self._select(exchange, gathered)
             values = gathered[indices]
             if not finite:
                 # Every node shall see it.
                 values[:1] = np.nan
             # 3. v, u ← 0 where they are sent.
-            self._forget(meeting, gathered, indices)
+            self._forget(exchange, gathered, indices)
         # 4. Exchange what was selected.
-        p, k, n = meeting.net.size, indices.size, x.size
+        p, k, n = exchange.net.size, indices.size, x.size
         if p * largest.packed_size(k, n) >= 2 * x.nbytes:
             # Around a ring, all of it takes no more bytes.
             x[...] = 0
             x[indices] = values
-            yield from dense.average(meeting, x)
+            yield from two_phase.average_dense(exchange, x)
             return is_finite(x)
-        return (yield from _average_sparse(meeting, x, values, indices))
+        return (yield from _average_sparse(exchange, x, values, indices))
 
-    def _gather(self, meeting: Meeting, x: Wide) -> Wide:
+    def _gather(self, exchange: SliceExchange, x: Wide) -> Wide:
         """Add a gradient to what was kept of those before: momentum correction, and clipping.
 
         Returns:
             What has been gathered; not yet remembered.
         """
-        part = meeting.part
+        state = exchange.state
         if self.clip_norm is not None:
-            limit = self.clip_norm / math.sqrt(meeting.net.size)
-            for one in part.segments:
+            limit = self.clip_norm / math.sqrt(exchange.net.size)
+            for one in state.segments:
                 quietly(_clip, x[one.start:one.stop], limit)
         addend = x
         if self.momentum:
-            addend = part.vector("momentum")
-            addend, before = part.next("momentum"), addend
+            addend = state.vector("momentum")
+            addend, before = state.next("momentum"), addend
             quietly(np.multiply, before, np.float32(self.momentum), addend)
             quietly(np.add, addend, x, addend)
-        before = part.vector("residual")
-        gathered = part.next("residual")
+        before = state.vector("residual")
+        gathered: Wide = state.next("residual")
         quietly(np.add, before, addend, gathered)
         return gathered
 
-    def _select(self, meeting: Meeting, gathered: Wide) -> tuple[Array, bool]:
+    def _select(self, exchange: SliceExchange, gathered: Wide) -> tuple[Array, bool]:
         """Return the indices of what is to be sent, ascending, and whether all is finite."""
-        density = self.density_at(meeting.step)
+        density = self.density_at(exchange.step)
         found, finite = [np.empty(0, np.int64)], True
-        for place, one in enumerate(meeting.part.segments):
+        for place, one in enumerate(exchange.state.segments):
             indices, ok = largest.select_largest(
-                gathered[one.start:one.stop], _count(one, density), meeting.key(place))
+                gathered[one.start:one.stop], _count(one, density), exchange.key(place))
             found.append(indices + one.start)
             finite &= ok
         return np.concatenate(found), finite
 
-    def _forget(self, meeting: Meeting, gathered: Wide, indices: Array) -> None:
+    def _forget(self, exchange: SliceExchange, gathered: Wide, indices: Array) -> None:
         """Forget what is sent, and its momentum (momentum factor masking)."""
         gathered[indices] = 0
         if self.momentum:
-            meeting.part.next("momentum")[indices] = 0
+            exchange.state.next("momentum")[indices] = 0
 
 
-def _average_sparse(meeting: Meeting, x: Wide, values: Wide, indices: Array) -> Schedule[bool]:
+def _average_sparse(
+    exchange: SliceExchange, x: Wide, values: Wide, indices: Array,
+) -> Schedule[bool]:
     """Replace `x` by the mean of all nodes' values, zeros elsewhere; return if it is finite."""
-    p, r, k, n = meeting.net.size, meeting.net.rank, indices.size, x.size
-    with meeting.borrow_bytes([largest.packed_size(k, n)] * p) as payloads:
-        with meeting.encoding():
+    p, r, k, n = exchange.net.size, exchange.net.rank, indices.size, x.size
+    with exchange.borrow_bytes([largest.packed_size(k, n)] * p) as payloads:
+        with exchange.encoding():
             largest.pack(values, indices, n, payloads[r])
-        yield from ring.allgather(meeting.net, payloads)
-        with meeting.decoding():
+        yield from ring.allgather(exchange.net, payloads)
+        with exchange.decoding():
             x[...] = 0
             finite = True
             for payload in payloads:

@@ -11,14 +11,15 @@ from dataclasses import replace
 import numpy as np
 
 from ..buckets.state import Wide
-from ..collectives import ring
+from ..collectives import direct, ring
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..memory.arrays import Array
+from ..memory.reduction import reduction
 from ..transport.base import Request, Schedule, together
 from .codecs import kernels
 from .codecs.base import Codec
-from .exchange import Meeting
+from .exchange import SliceExchange
 
 # How many strips are under way at once, each in a lane of its own; and how long their messages
 # are: long enough to be worth their latency, short enough that MPI sends both ways at once.
@@ -28,7 +29,7 @@ _IN_ALL_BYTES = 4 << 20
 
 
 def average(
-    meeting: Meeting, codec: Codec, x: Wide, lost: Wide | None,
+    exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None,
 ) -> Schedule[bool]:
     """Return the schedule that replaces `x` by its mean over ranks, all messages encoded.
 
@@ -36,7 +37,7 @@ def average(
     are under way at once, so that one is encoded while the wire carries another.
 
     Args:
-        meeting, x, lost: As for `Compressor.between`.
+        exchange, x, lost: As for `Compressor.between`.
         codec: Encodes what is sent.
 
     Returns:
@@ -44,7 +45,7 @@ def average(
 
     Source: the two phases are those of Tang et al., ICML 2021 (1-bit Adam), figure 3.
     """
-    codec, p = kernels.at(codec, x), meeting.net.size
+    codec, p = kernels.at(codec, x), exchange.net.size
     message_bytes = max(min(_LONGEST_BYTES, _IN_ALL_BYTES // p), _SHORTEST_BYTES)
     count = max(1, -(-codec.payload_size(x.size) // (p * message_bytes)))
     bounds = cuts(x.size, count, codec.alignment)
@@ -53,7 +54,7 @@ def average(
 
     def lane(index: int) -> Schedule[bool]:
         """Average every third strip, one after the other."""
-        here = replace(meeting, net=meeting.net.lane(index))
+        here = replace(exchange, net=exchange.net.lane(index))
         finite = True
         for place in range(index, count, _IN_FLIGHT):
             finite &= yield from _average(
@@ -63,26 +64,38 @@ def average(
     return all((yield from together(map(lane, range(_IN_FLIGHT)), _IN_FLIGHT)))
 
 
-def _average(meeting: Meeting, codec: Codec, x: Wide, lost: Wide | None) -> Schedule[bool]:
+def average_dense(exchange: SliceExchange, x: Wide) -> Schedule[None]:
+    """Return the schedule that replaces `x` by its mean over ranks, in place.
+
+    Args:
+        exchange: The ranks.
+        x: Shape (n,).
+    """
+    p = exchange.net.size
+    with exchange.borrow(direct.inbox_size(x.size, p, x.itemsize), x.dtype) as inbox:
+        yield from direct.allreduce(exchange.net, x, inbox, reduction("mean", x.dtype, p))
+
+
+def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) -> Schedule[bool]:
     """Average a strip: every rank adds a chunk of it."""
-    p, r = meeting.net.size, meeting.net.rank
+    p, r = exchange.net.size, exchange.net.rank
     bounds = cuts(x.size, p, codec.alignment)
     chunks = _cut(x, bounds)
     losses = None if lost is None else _cut(lost, bounds)
     sizes = [codec.payload_size(chunk.size) for chunk in chunks]
-    with meeting.borrow_bytes([*sizes, *[sizes[r]] * (p - 1)]) as memory:
+    with exchange.borrow_bytes([*sizes, *[sizes[r]] * (p - 1)]) as memory:
         payloads, inbox = memory[:p], memory[p:]
-        yield from _add_own_chunk(meeting, codec, chunks, payloads, inbox, losses)
-        with meeting.encoding():
+        yield from _add_own_chunk(exchange, codec, chunks, payloads, inbox, losses)
+        with exchange.encoding():
             own, loss = chunks[r], None if losses is None else losses[r]
             vectors.divide(own, p)
-            codec.encode(own, payloads[r], loss, meeting.key(p))
+            codec.encode(own, payloads[r], loss, exchange.key(p))
             if loss is not None:
                 # In the mean it is divided by p again.
                 vectors.multiply(loss, p)
-        yield from ring.allgather(meeting.net, payloads)
+        yield from ring.allgather(exchange.net, payloads)
         finite = True
-        with meeting.decoding():
+        with exchange.decoding():
             for chunk, payload in zip(chunks, payloads):
                 codec.decode(payload, chunk)
                 finite &= codec.is_finite(payload, chunk.size)
@@ -101,7 +114,7 @@ def prepare(codec: Codec, device: Device | None) -> None:
 
 
 def _add_own_chunk(
-    meeting: Meeting, codec: Codec, chunks: Sequence[Wide], payloads: Sequence[Array],
+    exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide], payloads: Sequence[Array],
     inbox: Sequence[Array], losses: Sequence[Wide] | None,
 ) -> Schedule[None]:
     """Send every other rank its chunk, encoded; add what they send to this rank's own.
@@ -110,18 +123,18 @@ def _add_own_chunk(
         payloads: Memory for each encoded chunk.
         inbox: Memory for this rank's chunk, as each of the others encodes it.
     """
-    net = meeting.net
+    net = exchange.net
     p, r = net.size, net.rank
     requests: list[Request] = [
         net.irecv(inbox[s - 1], (r - s) % p) for s in range(1, p)]
     for s in range(1, p):
         dest = (r + s) % p
-        with meeting.encoding():
+        with exchange.encoding():
             codec.encode(chunks[dest], payloads[dest],
-                         None if losses is None else losses[dest], meeting.key(dest))
+                         None if losses is None else losses[dest], exchange.key(dest))
         requests.append(net.isend(payloads[dest], dest))
     yield requests
-    with meeting.decoding():
+    with exchange.decoding():
         # In the order of ranks from this one on.
         for payload in reversed(inbox):
             codec.add(payload, chunks[r])

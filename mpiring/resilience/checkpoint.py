@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 from ..arguments import path, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import CheckpointError, ClosedError, ConfigError
-from .folder import WRITING, Lock, remove
-from .part import Copy
+from .checkpoint_file import Copy
+from .folder import WRITING, Lock, open_folder, remove, where
 from .publisher import Publisher, leave_note, written_name
 from .reader import Reader, Saved
-from .sharing import open_folder, where
 from .tree import Arrays, DeviceArrays, Kind, Outline, Scalars, outline
 
 

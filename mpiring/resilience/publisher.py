@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import CheckpointError
 from . import folder as places
-from .part import SUFFIX, name_of
+from .checkpoint_file import SUFFIX, name_of
 
 # Pauses between two looks, each half as long again as the one before.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0

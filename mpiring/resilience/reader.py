@@ -11,7 +11,7 @@ import numpy as np
 from ..communicator import Communicator
 from ..errors import CheckpointError
 from . import folder as places
-from .part import Content, name_of, read
+from .checkpoint_file import Content, name_of, read
 from .publisher import written_name
 from .tree import Kind, rebuild
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from ..arguments import number
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..config import job_end
 from ..engine.handle import Handle
 from ..errors import ConfigError
+from ..launch.environment import job_end
 
 _log = logging.getLogger("mpiring")
 

@@ -1,4 +1,4 @@
-"""Simulates the memory that ranks of a node share: desks, notes and barriers; see base.Node."""
+"""Simulates the memory that ranks of a node share: slots, notes and barriers; see base.Node."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -26,23 +26,23 @@ class SimulatedMemory:
     """The shared memory of all nodes of a simulated cluster.
 
     With a seed in the network, each rank learns late that the others have arrived,
-    and desks hold junk at first.
+    and slots hold junk at first.
 
     Args:
         network: Its clock and its nodes.
         barrier_s: Virtual seconds from the last arrival to the end of a barrier.
-        desk_bytes: Length of a desk.
+        slot_bytes: Length of a slot.
     """
 
     def __init__(self, network: SimulatedNetwork, *, barrier_s: float = 0.0,
-                 desk_bytes: int = 512) -> None:
+                 slot_bytes: int = 512) -> None:
         self.network = network
         self.barrier_s = barrier_s
-        self.desk_bytes = desk_bytes
+        self.slot_bytes = slot_bytes
         self.members: dict[int, list[int]] = defaultdict(list)
         for rank, node in enumerate(network.node_of):
             self.members[node].append(rank)
-        self.desks: dict[Any, Array] = {}
+        self.slots: dict[Any, Array] = {}
         self.waiting: dict[Any, dict[int, tuple[_Barrier, tuple[int, ...]]]] = defaultdict(dict)
 
     def node(self, rank: int, operation: int = 0, header: bytes = b"") -> "SimulatedNode":
@@ -76,14 +76,14 @@ class SimulatedNode:
         """Return True: an operation has memory of its own."""
         return True
 
-    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+    def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return per rank a vector that all ranks of the node read and write."""
-        return [self._desk(place).view(dtype)[:size] for place in range(self.size)]
+        return [self._slot(place).view(dtype)[:size] for place in range(self.size)]
 
-    def _desk(self, place: int) -> Array:
+    def _slot(self, place: int) -> Array:
         key = self._node, self._operation, place
-        return self._memory.desks.setdefault(
-            key, np.full(self._memory.desk_bytes, 255, np.uint8))
+        return self._memory.slots.setdefault(
+            key, np.full(self._memory.slot_bytes, 255, np.uint8))
 
     def barrier(self, *numbers: int) -> _Barrier:
         """Arrive; the request is complete once every rank of the node has."""

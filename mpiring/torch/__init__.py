@@ -3,7 +3,7 @@
 from . import prefetching, process_group, rendezvous
 from .checkpoints import Checkpoints, random_state, set_random_state
 from .data_parallel import DataParallel
-from .gpus import device_for
+from .devices import device_for
 from .process_group import ProcessGroup
 from .rendezvous import export_environment
 from .sampler import DistributedSampler

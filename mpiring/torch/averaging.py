@@ -13,12 +13,12 @@ from torch.nn import Parameter
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import GradientError
-from ..reducers.choice import Wish
+from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
 from ..training.nonfinite import NonFinite
 from .devices import current, gpu_of, marker_of, seen_as_tensor
 from .passes import adds_to_gradients, leaves_behind
-from .sparse_gradients import SparseGradients
+from .sparse import SparseGradients
 from .tensors import numpy_dtype, tensors_in
 
 

@@ -11,18 +11,17 @@ from torch import nn
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..record.statistics import Statistics
-from ..reducers.choice import Wish
+from ..reducers.by_name import Wish
 from ..training.gradients import refuse_different
 from ..training.replicas import Replicas
 from .averaging import Averaging
-from .buffers import Buffers
 from .devices import KINDS, described
+from .join import Uneven
 from .optimizers import follow_steps, replicated_parts, updates_any
-from .sparse_gradients import sparse_parameters
+from .sparse import sparse_parameters
 from .states import broadcast_parameters
 from .tensors import numpy_dtype, tensors_in
 from .threads import share_cores
-from .uneven import Uneven
 
 
 class DataParallel(nn.Module):
@@ -314,6 +313,39 @@ class DataParallel(nn.Module):
         raise ConfigError(
             "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
             "model.state_dict(), or pickle model.module")
+
+
+class Buffers:
+    """The buffers of a module, of which one rank's are copied to all when a step is complete.
+
+    Between steps they are therefore equal: a rank can evaluate the module, or save its state,
+    without the others.
+
+    Args:
+        module: The module.
+        comm: The ranks.
+        copied: Whether they are copied; else each rank has its own.
+
+    Attributes:
+        root: Whose are copied.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, *, copied: bool) -> None:
+        self.root = 0
+        self._module = module
+        self._comm = comm
+        self._copied = copied
+
+    def copy(self) -> None:
+        """Copy them, if they are to be copied.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._copied:
+            # Graphs that are kept for another backward pass count changes of the tensors, but
+            # BatchNorm, which changes them itself, does not count those either.
+            broadcast_parameters((x.data for x in self._module.buffers()), self._comm,
+                                 root=self.root)
 
 
 def _end_step(buffers: Buffers, replicas: Replicas) -> None:

@@ -14,10 +14,12 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from ..errors import ConfigError
+from ..communicator import Communicator
+from ..errors import ConfigError, MissingDependencyError
 from ..gpu.arrays import VIEWS
 from ..gpu.base import DeviceVector, Event
 from ..gpu.device import Device
+from ..gpus import take_turns
 from .tensors import array_of, numpy_dtype, tensor_of
 
 KINDS = ("cpu", "cuda")
@@ -143,3 +145,28 @@ def on_idle_stream(gpus: list[torch.device]) -> AbstractContextManager[Any]:
 @functools.cache
 def _idle_stream(gpu: torch.device) -> Any:
     return torch.cuda.Stream(gpu)
+
+
+def refuse_missing() -> None:
+    """Raise MissingDependencyError if PyTorch cannot use a GPU."""
+    if not torch.cuda.is_available():
+        raise MissingDependencyError(
+            f"PyTorch {torch.__version__} finds no GPU: install a build with CUDA, as "
+            f"https://pytorch.org/get-started says, and run nvidia-smi, which must list one")
+
+
+def device_for(comm: Communicator) -> torch.device:
+    """Return the GPU that is this rank's, and use it from now on where none is named.
+
+    Ranks of a node take the GPUs that they see in turn; that ranks share one is said once.
+
+    Raises:
+        MissingDependencyError: PyTorch finds none.
+
+    Collective: yes. Blocking: yes.
+    """
+    refuse_missing()
+    index = take_turns(comm, torch.cuda.device_count(),
+                       lambda index: str(torch.cuda.get_device_properties(index).uuid))
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)

@@ -11,11 +11,11 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..training.replicas import Part, parts_of
+from ..training.replicas import Replicated, replicated_in
 from .devices import KINDS
 from .vectors import Loan
 
-Leaf = Callable[[str, Any], Part | None]
+Leaf = Callable[[str, Any], Replicated | None]
 
 
 class Follower(Protocol):
@@ -56,7 +56,7 @@ def updates_any(optimizer: Optimizer, parameters: Iterator[Parameter]) -> bool:
     return not own.isdisjoint(parameters)
 
 
-def replicated_parts(module: torch.nn.Module, watched: Mapping[str, Any]) -> Iterator[Part]:
+def replicated_parts(module: torch.nn.Module, watched: Mapping[str, Any]) -> Iterator[Replicated]:
     """Yield what all ranks have in common: parameters, their optimizers' state, and what else.
 
     Args:
@@ -65,24 +65,24 @@ def replicated_parts(module: torch.nn.Module, watched: Mapping[str, Any]) -> Ite
     """
     seen: set[int] = set()
 
-    def leaf(name: str, x: Any) -> Part | None:
+    def leaf(name: str, x: Any) -> Replicated | None:
         if not isinstance(x, torch.Tensor) or id(x) in seen:
             return None
         if x.device.type not in KINDS or x.layout is not torch.strided:
             return None
         seen.add(id(x))
-        return Part(name, functools.partial(Loan(staged=True).raw, x, written=False),
-                    functools.partial(_write, x))
+        return Replicated(name, functools.partial(Loan(staged=True).raw, x, written=False),
+                          functools.partial(_write, x))
 
     names = {p: name for name, p in module.named_parameters()}
     for p, name in names.items():
-        yield from parts_of({name: p}, name, name, leaf)
+        yield from replicated_in({name: p}, name, name, leaf)
     yield from _state(names, leaf)
     for name in watched:
-        yield from parts_of(watched, name, name, leaf)
+        yield from replicated_in(watched, name, name, leaf)
 
 
-def _state(names: Mapping[Parameter, str], leaf: Leaf) -> Iterator[Part]:
+def _state(names: Mapping[Parameter, str], leaf: Leaf) -> Iterator[Replicated]:
     """Yield the state of the optimizers of some parameters, and the settings of their groups."""
     latest: dict[Parameter, Optimizer] = {}
     for optimizer in sorted(_stepped.keys(), key=lambda one: _stepped[one]):
@@ -90,7 +90,7 @@ def _state(names: Mapping[Parameter, str], leaf: Leaf) -> Iterator[Part]:
             latest.update((p, optimizer) for p in group["params"] if p in names)
     for p, optimizer in latest.items():
         if p in optimizer.state:
-            yield from parts_of(
+            yield from replicated_in(
                 optimizer.state, p, f"{type(optimizer).__name__}[{names[p]!r}]", leaf)
     for optimizer in dict.fromkeys(latest.values()):
         for group in optimizer.param_groups:
@@ -99,8 +99,8 @@ def _state(names: Mapping[Parameter, str], leaf: Leaf) -> Iterator[Part]:
                 continue
             for key in group:
                 if key != "params":
-                    yield from parts_of(group, key, f"{type(optimizer).__name__}"
-                                        f"[{names[first]!r}, ...][{key!r}]", leaf)
+                    yield from replicated_in(group, key, f"{type(optimizer).__name__}"
+                                             f"[{names[first]!r}, ...][{key!r}]", leaf)
 
 
 def _write(tensor: torch.Tensor, raw: Any) -> None:

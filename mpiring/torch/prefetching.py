@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .. import data
-from ..errors import MissingDependencyError
+from .devices import refuse_missing
 
 
 class Tensors:
@@ -63,14 +63,6 @@ def _parts(memory: torch.Tensor, starts: Sequence[int], like: Sequence[Any]) -> 
     """Return tensors that lie in memory, of the shapes and dtypes of others."""
     return [memory[start:start + x.nbytes].view(x.dtype).view(x.shape)
             for start, x in zip(starts, like)]
-
-
-def refuse_missing() -> None:
-    """Raise MissingDependencyError if PyTorch cannot use a GPU."""
-    if not torch.cuda.is_available():
-        raise MissingDependencyError(
-            f"PyTorch {torch.__version__} finds no GPU: install a build with CUDA, as "
-            f"https://pytorch.org/get-started says, and run nvidia-smi, which must list one")
 
 
 def register() -> None:

@@ -21,20 +21,10 @@ from ..transport.base import Schedule
 from . import sparse
 from .devices import KINDS
 from .groups import monitored_barrier, open_group
-from .names import Named
 from .ops import op_of
 from .vectors import (
-    Loan,
-    by_splits,
-    check_alike,
-    check_count,
-    check_multiple,
-    described,
-    equal_parts,
-    in_turn,
-    only,
-    rows_of,
-    with_own,
+    Loan, by_splits, check_alike, check_count, check_multiple, described, equal_parts, in_turn,
+    only, rows_of, with_own,
 )
 from .works import DONE, Coalesced, Work, in_callback
 
@@ -59,22 +49,64 @@ def _call(kind: str, detail: str, nbytes: int) -> Call:
     return Call(kind, detail, nbytes=nbytes)
 
 
-class ProcessGroup(Named):
-    """The collectives and messages of torch.distributed among some MPI ranks.
+class ProcessGroup(dist.ProcessGroup):
+    """The collectives and messages of torch.distributed among MPI ranks.
+
+    PyTorch's own process groups get their names, purposes and stores from back ends written in
+    C++; a Python class has to answer for itself.
 
     Args:
-        store: What torch.distributed made; kept for those who ask for it.
+        store: Made by torch.distributed for this group, which may ask for it again.
         group: The ranks.
+
+    Attributes:
+        supports_splitting: Read where init_process_group is given a `device_id`.
     """
 
+    supports_splitting = False
+
     def __init__(self, store: Any, group: Group) -> None:
-        super().__init__(store, group.rank, group.size)
-        self._group = group
+        super().__init__(group.rank, group.size)
+        self._store, self._group = store, group
+        self._name = self._description = ""
         self._beside: Group | None = None
         self._messages = group.messages()
         self._coalescing: list[Work] | None = None
 
     # What torch.distributed asks for
+
+    def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
+        """Return the name of the back end."""
+        return "mpiring"
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the name by which torch.distributed finds the group."""
+        self._name = name
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the name by which torch.distributed finds the group."""
+        return self._name
+
+    def setGroupDesc(self, text: str) -> None:  # noqa: N802
+        """Set the purpose of the group."""
+        self._description = text
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return the purpose of the group."""
+        return self._description
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The kinds of device that the group serves; checkpoints look for the CPU among them."""
+        return [torch.device(kind) for kind in KINDS]
+
+    def _get_backend(self, device: Any) -> "ProcessGroup":
+        """Return the back end for a device: this group, for every device."""
+        return self
+
+    def get_group_store(self) -> Any:
+        """Return the store that torch.distributed made for this group."""
+        return self._store
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Change after which time without progress collectives fail."""
@@ -122,9 +154,6 @@ class ProcessGroup(Named):
             raise ConfigError(f"rank {self.rank()}: {name}={rank} is no rank of this group; "
                               f"expected 0 to {self.size() - 1}")
 
-    def _check_root(self, root: int) -> None:
-        self._check_peer(root, "root")
-
     # Reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -158,7 +187,7 @@ class ProcessGroup(Named):
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Combine a tensor over all ranks into that of the root; others keep theirs."""
         tensor, root = only(tensors), opts.rootRank
-        self._check_root(root)
+        self._check_peer(root, "root")
         op, loan, is_root = op_of(opts.reduceOp, tensor.dtype), Loan(), self.rank() == root
         x = loan.numbers(tensor, written=is_root, factor=op.factor,
                          divisor=op.divisor(self.size()) if is_root else None)
@@ -221,7 +250,7 @@ class ProcessGroup(Named):
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Copy the root's tensor to all ranks."""
         tensor, root = only(tensors), opts.rootRank
-        self._check_root(root)
+        self._check_peer(root, "root")
         loan = Loan()
         x = loan.raw(tensor, written=self.rank() != root)
         return self._submit(
@@ -283,7 +312,7 @@ class ProcessGroup(Named):
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
         input, root, loan = only(inputs), opts.rootRank, Loan()
-        self._check_root(root)
+        self._check_peer(root, "root")
         targets = outputs[0] if outputs else ()
         if self.rank() == root:
             check_count(targets, self.size(), "output")
@@ -299,7 +328,7 @@ class ProcessGroup(Named):
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy tensor r of the root's list to rank r."""
         output, root, loan = only(outputs), opts.rootRank, Loan()
-        self._check_root(root)
+        self._check_peer(root, "root")
         sources = inputs[0] if inputs else ()
         if self.rank() == root:
             check_count(sources, self.size(), "input")
@@ -354,13 +383,10 @@ class ProcessGroup(Named):
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
         """Receive a tensor from a rank."""
         self._check_peer(source)
-        return self._receive(tensors, source, tag)
+        return self.recv_anysource(tensors, tag, source)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Receive a tensor from whichever rank sends first."""
-        return self._receive(tensors, None, tag)
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int = 0, source: int | None = None) -> Work:
+        """Receive a tensor from whichever rank sends first, or from `source`."""
         loan = Loan(staged=True)
         x = loan.raw(only(tensors), written=True)
         return self._message(self._messages.irecv(x, source, tag, loan.settled), tensors)

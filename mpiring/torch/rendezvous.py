@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
 
 from ..communicator import Communicator, init, refuse_other_than_communicators
-from ..config import set_variables
 from ..errors import ConfigError, TransportError
+from ..launch.environment import set_variables
 
 _log = logging.getLogger("mpiring")
 

@@ -1,15 +1,21 @@
 """Sums sparse tensors over ranks, by gathering what is not zero, in host memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn import Parameter
 
-from ..errors import ConfigError
-from ..memory.arrays import Array
+from ..communicator import Communicator
+from ..errors import ConfigError, GradientError
+from ..memory.arrays import Array, is_finite
+from ..operations.agreement import Call
 from ..operations.operation import Collectives
+from ..training.tally import Tally
 from ..transport.base import Schedule
 from .ops import Op, quotient
+from .tensors import array_of
 from .vectors import Loan
 
 
@@ -49,3 +55,83 @@ def _joined(gathered: Sequence[Array], like: torch.Tensor) -> torch.Tensor:
     """Return all ranks' rows as one tensor of the dtype and row shape of `like`."""
     raw = torch.from_numpy(np.concatenate(gathered))
     return raw.view(like.dtype).reshape(-1, *like.shape[1:])
+
+
+def sparse_parameters(module: nn.Module) -> set[Parameter]:
+    """Return the parameters whose gradients will be sparse."""
+    return {layer.weight for layer in module.modules()
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse}
+
+
+class SparseGradients:
+    """Sparse gradients, averaged when all dense ones have arrived.
+
+    Args:
+        parameters: By name, in the same order on every rank.
+        comm: The ranks to average over.
+        tally: Counts what it costs.
+
+    Attributes:
+        missing: The names of the gradients that are not ready in this step.
+        finite: Whether all means of the last complete step are; the same on all ranks.
+        nonfinite: The names of this rank's own gradients that were not, in that step.
+    """
+
+    def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator,
+                 tally: Tally) -> None:
+        self.missing = list(parameters)
+        self.finite = True
+        self.nonfinite: list[str] = []
+        self._parameters = dict(parameters)
+        self._weights: dict[str, float] = {}
+        self._comm, self._tally = comm, tally
+
+    def ready(self, name: str, weight: float) -> None:
+        """Mark a gradient as complete, or as not there.
+
+        Args:
+            name: The parameter's.
+            weight: What this rank's gradient is multiplied with.
+
+        Raises:
+            GradientError: The gradient is dense.
+        """
+        grad = self._parameters[name].grad
+        if grad is not None and grad.layout is not torch.sparse_coo:
+            raise GradientError(
+                f"rank {self._comm.rank}: the gradient of {name} is dense, although its layer has "
+                f"sparse=True; a weight that is used elsewhere too needs sparse=False")
+        self.missing.remove(name)
+        self._weights[name] = weight
+
+    def wait(self) -> None:
+        """Return when every gradient is the mean over ranks, or None where no rank has one.
+
+        Collective: yes. Blocking: yes.
+        """
+        handles = []
+        self.finite, self.nonfinite = True, []
+        for name, p in self._parameters.items():
+            mine = _nothing_like(p) if p.grad is None else p.grad * self._weights[name]
+            if not _is_finite(mine):
+                self.nonfinite.append(name)
+            call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)
+            handles.append((p, mine, self._tally.submit(call, allreduce(mine, Op("mean")))))
+        for p, mine, handle in handles:
+            handle.wait()
+            self.finite = self.finite and _is_finite(mine)
+            if p.grad is not None or mine._nnz():
+                p.grad = mine
+        self.missing = list(self._parameters)
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    return is_finite(array_of(gradient._values().contiguous().cpu()))
+
+
+def _nothing_like(p: Parameter) -> torch.Tensor:
+    # One dimension is sparse in the gradients of embeddings.
+    return torch.sparse_coo_tensor(
+        torch.empty((1, 0), dtype=torch.int64, device=p.device),
+        torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=p.device),
+        p.shape, check_invariants=False, device=p.device)

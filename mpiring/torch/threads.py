@@ -6,7 +6,7 @@ from collections.abc import Set
 import torch
 
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..config import threads_are_set
+from ..launch.environment import threads_are_set
 
 # What `share_cores` has set, which is no wish of the user's.
 _shares: set[int] = set()

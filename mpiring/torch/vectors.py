@@ -104,7 +104,7 @@ class Loan:
         Collective: yes, the first time on each GPU. Blocking: yes, then.
         """
         if self.stream is not None:
-            build = group.places.on(self.stream.device(), (self.stream.mark(),), build)
+            build = group.gpus.on(self.stream.device(), (self.stream.mark(),), build)
         return lambda collectives: self.settled(build(collectives))
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:

@@ -19,11 +19,11 @@ from ..gpu.device import Device
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..record.statistics import Statistics
-from ..reducers.choice import Wish, compressors, reducers_of
+from ..reducers.by_name import Wish, compressors, reducers_of
 from ..reducers.compressor import Compressor
 from ..reducers.exchange import Cost
 from ..transport.base import Schedule
-from .host_copy import Twin
+from .host_copy import HostCopy
 from .nonfinite import NonFinite
 from .tally import Tally
 
@@ -97,7 +97,7 @@ class Gradients:
                  mark: Callable[[], Event] | None = None) -> None:
         self._device = device
         self._mark = device.gpu.mark if device is not None and mark is None else mark
-        self._twins: dict[int, Twin] = {}
+        self._host_copies: dict[int, HostCopy] = {}
         self._tensors = {tensor.name: tensor for tensor in tensors}
         self._comm = comm
         self._reducers = reducers_of(self._tensors, reducer)
@@ -264,15 +264,15 @@ class Gradients:
 
         def reduce(collectives: Collectives) -> Schedule[None]:
             self._dense_bytes += collectives.dense_bytes(bucket.flat.nbytes)
-            twin = self._twins.get(bucket.index)
-            if twin is not None:
-                return twin.reduce(collectives, reducer)
+            host_copy = self._host_copies.get(bucket.index)
+            if host_copy is not None:
+                return host_copy.reduce(collectives, reducer)
             return reducer.reduce(collectives, bucket)
 
-        device = None if bucket.index in self._twins else self._device
+        device = None if bucket.index in self._host_copies else self._device
         return self.tally.submit(
-            Call("reduce", detail, bucket.label, bucket.flat.nbytes),
-            self._comm.group.places.on(device, bucket.written, reduce) if device else reduce)
+            Call("reduce", detail, bucket.label, bucket.flat.nbytes), reduce,
+            device=device, ready=bucket.written)
 
     def _settle(self) -> None:
         """Build the buckets anew in the order in which rank 0's gradients became ready."""
@@ -337,15 +337,15 @@ class Gradients:
                 functools.partial(one.take_over, buckets=mine, order=order)).wait()
 
     def _known(self, bucket: Bucket, one: Compressor) -> Bucket:
-        """Return the bucket that a reducer is to know: perhaps a twin on the host."""
+        """Return the bucket that a reducer is to know: perhaps a copy on the host."""
         if self._device is None or one.on_gpus:
             return bucket
-        twin = self._twins[bucket.index] = Twin(bucket, self._device, self._comm)
-        return twin.host
+        host_copy = self._host_copies[bucket.index] = HostCopy(bucket, self._device, self._comm)
+        return host_copy.host
 
     def _fill_buckets(self, tensors: Sequence[TensorSpec]) -> None:
         empty = functools.partial(self._comm.empty, device=self._device or "cpu")
-        self._twins.clear()
+        self._host_copies.clear()
         if self._views and self._mark is not None:
             # What is to be moved may have been written a moment ago.
             await_event(self._mark())

@@ -14,7 +14,7 @@ from ..reducers.reducer import Reducer
 from ..transport.base import Schedule
 
 
-class Twin:
+class HostCopy:
     """A bucket in pinned host memory, which stands for one on a GPU.
 
     Args:
@@ -44,7 +44,7 @@ class Twin:
 
         Args:
             collectives: For host memory.
-            reducer: Has taken over the twin.
+            reducer: Has taken over the host copy.
         """
         self.host.finite = None
         return self._between_copies(

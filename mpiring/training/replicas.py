@@ -14,13 +14,13 @@ from ..errors import ReplicaError
 from ..memory.arrays import Array
 from ..memory.digest import digest
 from ..operations.agreement import Call
-from .nonfinite import some
+from ..text import first_few
 
 _log = logging.getLogger("mpiring")
 
 
 @dataclass(frozen=True)
-class Part:
+class Replicated:
     """A piece of memory that has the same bits on all ranks.
 
     Attributes:
@@ -45,7 +45,7 @@ class Replicas:
         paused: Nothing is compared at present: ranks may differ for a while.
     """
 
-    def __init__(self, comm: Communicator, parts: Callable[[], Iterable[Part]]) -> None:
+    def __init__(self, comm: Communicator, parts: Callable[[], Iterable[Replicated]]) -> None:
         self.paused = False
         self._comm, self._parts = comm, parts
         self._steps = self._compared = 0
@@ -112,7 +112,7 @@ class Replicas:
             lambda collectives: collectives.allreduce(both, op="min")).wait()
         return bool(both[0] == ~both[1])
 
-    def _copy(self, part: Part, root: int, ranks: Iterable[int]) -> None:
+    def _copy(self, part: Replicated, root: int, ranks: Iterable[int]) -> None:
         mine = part.read()
         here = mine if self._comm.rank == root else np.empty_like(mine)
         self._comm.broadcast(here, root=root)
@@ -169,20 +169,20 @@ def _described(different: Sequence[_Different], hosts: Sequence[str]) -> str:
         f"{_ranks(who.odd, hosts)} "
         + (f"differ{'s' * (len(who.odd) == 1)} from ranks {_list(who.majority)}"
            if who.majority else "differ from each other, without a majority,")
-        + f" in {some(those, 5)}" for who, those in names.items())
+        + f" in {first_few(those, 5)}" for who, those in names.items())
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return ("ranks " if len(ranks) > 1 else "rank ") + some(
+    return ("ranks " if len(ranks) > 1 else "rank ") + first_few(
         [f"{rank} on {hosts[rank]}" for rank in ranks], 8)
 
 
 def _list(ranks: Sequence[int]) -> str:
-    return some([str(rank) for rank in ranks], 8)
+    return first_few([str(rank) for rank in ranks], 8)
 
 
-def parts_of(holder: Any, key: Any, name: str, leaf: Callable[[str, Any], Part | None],
-             ) -> Iterator[Part]:
+def replicated_in(holder: Any, key: Any, name: str,
+                  leaf: Callable[[str, Any], Replicated | None]) -> Iterator[Replicated]:
     """Yield the parts of nested mappings, lists and tuples: their arrays, and their numbers.
 
     Args:
@@ -205,14 +205,14 @@ def parts_of(holder: Any, key: Any, name: str, leaf: Callable[[str, Any], Part |
         if part is not None:
             yield part
     for one in inner:
-        yield from parts_of(value, one, f"{name}[{one!r}]", leaf)
+        yield from replicated_in(value, one, f"{name}[{one!r}]", leaf)
 
 
-def _number(holder: Any, key: Any, name: str) -> Part:
+def _number(holder: Any, key: Any, name: str) -> Replicated:
     """Return a number of Python's as a part."""
     value = np.array(holder[key])
 
     def write(raw: Array) -> None:
         holder[key] = raw.view(value.dtype)[0].item()
 
-    return Part(name, lambda: value.reshape(1).view(np.uint8), write)
+    return Replicated(name, lambda: value.reshape(1).view(np.uint8), write)

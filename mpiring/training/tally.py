@@ -1,8 +1,12 @@
 """Adds up what some operations of a communicator cost: those of a training step."""
 
+from collections.abc import Sequence
+
 from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
+from ..gpu.base import Event
+from ..gpu.device import Device
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..record.recorder import Flight
@@ -22,13 +26,14 @@ class Tally:
         self._flights: list[Flight] = []
         self._collectives: list[Collectives] = []
 
-    def submit(self, call: Call, build: Build[T]) -> Handle[T]:
+    def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
+               ready: Sequence[Event] = ()) -> Handle[T]:
         """Begin an operation that counts; see Communicator.submit."""
         def counted(collectives: Collectives) -> Schedule[T]:
             self._collectives.append(collectives)
             return build(collectives)
 
-        handle = self._comm.submit(call, counted)
+        handle = self._comm.submit(call, counted, device=device, ready=ready)
         self._flights.append(handle.flight)
         return handle
 

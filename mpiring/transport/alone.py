@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .base import Array, Schedule
-from .board import DESK_BYTES
+from .node_memory import SLOT_BYTES
 
 
 class Alone:
@@ -25,9 +25,9 @@ class Alone:
         """Return True: the memory is nobody else's."""
         return True
 
-    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return one vector, by default as long as a board's."""
-        return [np.empty(DESK_BYTES // dtype.itemsize, dtype)[:size]]
+    def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+        """Return one vector, by default as long as in a node memory."""
+        return [np.empty(SLOT_BYTES // dtype.itemsize, dtype)[:size]]
 
     def agrees(self) -> bool:
         """Return True."""

@@ -81,7 +81,7 @@ class Node(Protocol):
     def test(self) -> bool:
         """Return whether the memory is this operation's."""
 
-    def desks(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
+    def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return per rank a vector that all ranks of the node read and write.
 
         Args:
@@ -107,7 +107,7 @@ class Node(Protocol):
     def lane(self, index: int) -> "Node":
         """Return lane `index` of the same operation, from 1, below LANES: barriers of its own.
 
-        To be used after the first barrier. The desks are those of the operation.
+        To be used after the first barrier. The slots are those of the operation.
         """
 
 

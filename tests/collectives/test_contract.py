@@ -38,7 +38,7 @@ def test_allreduce(algorithm, p):
                 assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
-def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, desk_bytes=512):
+def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, slot_bytes=512):
     """Run what the communicator runs on a cluster, and return the results of all ranks."""
     def program(collectives):
         x = contract.contribution(collectives.rank, n, dtype)
@@ -48,7 +48,7 @@ def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, desk_bytes=5
         yield from collectives.allreduce(x, op=op, algorithm=algorithm)
         return x
 
-    return run(node_of, program, seed=seed, desk_bytes=desk_bytes)[0]
+    return run(node_of, program, seed=seed, slot_bytes=slot_bytes)[0]
 
 
 IN_WINDOWS = {"all": lambda rank: True, "none": lambda rank: False,
@@ -100,7 +100,7 @@ def test_several_allreduces_in_one_operation(node_of, algorithm, small_pieces):
             assert (x == p * 100 * i + p * (p - 1) / 2).all()
 
     for seed in range(60):
-        run(node_of, program, seed=seed, desk_bytes=4096)
+        run(node_of, program, seed=seed, slot_bytes=4096)
 
 
 @pytest.mark.parametrize("node_of", [[0] * 4, [0, 0, 1, 1], [0, 1, 2], [0, 1, 0]])
@@ -186,14 +186,14 @@ def test_out_of_place(p, place):
             assert r == root or np.array_equal(mine, whole[r]), "an input was changed"
             return np.concatenate(gathered), mine
 
-        found = run(node_of, program, seed=seed, desk_bytes=2048)[0]
+        found = run(node_of, program, seed=seed, slot_bytes=2048)[0]
         for gathered, _ in found:
             contract.check(gathered, p, op)
         contract.check(found[root][1], p, op)
 
 
 @pytest.mark.parametrize("p", SIZES[1:])
-def test_copies_over_desks(p):
+def test_copies_over_slots(p):
     """One after the other, in several rounds: none may write what another still reads."""
     texts = [np.arange(50 * rank % 400, dtype="uint8") + rank for rank in range(p)]
     for root in {0, p // 2, p - 1}:
@@ -221,7 +221,7 @@ def test_copies_over_desks(p):
 
 
 @pytest.mark.parametrize("kind, finder", [("gather", 0), ("scatter", 1), ("all_to_all", 2)])
-def test_another_length_on_a_desk_is_named(kind, finder):
+def test_another_length_in_a_slot_is_named(kind, finder):
     """Rank 1 sends, or expects, a byte more than agreed with rank 0, or 2."""
     def program(collectives):
         r = collectives.rank

@@ -55,7 +55,7 @@ def allreduce(node_of, xs, op="sum", memory="none", **network):
         yield from collectives.allreduce(x, op=op, algorithm="hierarchical")
         return x
 
-    return run(node_of, program, desk_bytes=2048, **network)
+    return run(node_of, program, slot_bytes=2048, **network)
 
 
 @pytest.mark.parametrize(("placement", "p"), [
@@ -126,17 +126,17 @@ def test_the_wire_does_not_wait_for_a_node(monkeypatch):
     bandwidth = 2 * (nodes - 1) / nodes * piece_bytes / piece_s
     node_of = [0, 0, 1, 1, 2, 2, 3, 3]
     xs = np.ones((8, count * piece_bytes // 4), "float32")
-    # With desks of 2 KiB, a piece's slices pass in one section: two barriers for a piece.
+    # With slots of 2 KiB, a piece's slices pass in one section: two barriers for a piece.
     barrier_s = piece_s / 4
 
-    def time_of(in_flight, desk_bytes):
+    def time_of(in_flight, slot_bytes):
         monkeypatch.setattr(hierarchical, "IN_FLIGHT", in_flight)
         network = SimulatedNetwork(8, between=Link(0, bandwidth), node_of=node_of)
 
         def program(collectives):
             return collectives.allreduce(xs[collectives.rank].copy(), algorithm="hierarchical")
 
-        run(node_of, program, network=network, barrier_s=barrier_s, desk_bytes=desk_bytes)
+        run(node_of, program, network=network, barrier_s=barrier_s, slot_bytes=slot_bytes)
         return network.time_s
 
     wire_s, in_node_s = count * piece_s, count * 2 * barrier_s
@@ -216,7 +216,7 @@ def test_no_disagreement_gives_a_result(data, seed, memory, by_node):
         yield from collectives.allreduce(x, op=op, algorithm=algorithm)
         return x
 
-    results, _ = run(node_of, program, seed=seed, desk_bytes=2048, return_errors=True,
+    results, _ = run(node_of, program, seed=seed, slot_bytes=2048, return_errors=True,
                      call=lambda rank: Call("allreduce", kinds[rank]))
     if len(set(kinds)) == 1:
         n, _, op, _ = KINDS[kinds[0]]

@@ -1,6 +1,7 @@
 """Tests what a rank says when an operation stalls, with messages passed by hand."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from mpiring.engine.engine import Engine
 from mpiring.record.recorder import Flight, Recorder
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
-from mpiring.engine.stalls import StallWatch
+from mpiring.engine.stalls import MessageWatch, StallWatch
 
 
 @pytest.fixture(autouse=True)
@@ -144,3 +145,32 @@ def test_zero_waits_for_ever_without_a_word():
     ranks.call(0, 0)
     ranks.look(0.2)
     assert not any(ranks.said.values()) and not any(ranks.letters.values())
+
+
+def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
+    ranks = Ranks(3, stall_warning_s=2, stall_timeout_s=0)
+    settings = SimpleNamespace(config=Config(stall_warning_s=2))
+    ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), settings, ranks.recorders[rank],
+                                  ranks.said[rank].append) for rank in range(3)]
+
+    def message(rank, kind):
+        flight = Flight(Call(kind), 0)
+        ranks.recorders[rank].add(flight)
+        flight.started_s = time.monotonic()
+        return Handle(ranks.engine.join(None), flight, Task(stuck()))
+
+    with ranks.watches[0].waiting(message(0, "recv of 0 from 1"), 1, 0.0):
+        ranks.look(1)
+        with ranks.watches[1].waiting(message(1, "recv of 1 from any"), None, 4.0) as report:
+            ranks.look(1.5)
+            (text,) = ranks.said[0]
+            for line in ("rank 0 has waited 2 s in #0 recv of 0 from 1\n",
+                         "\n  rank 1 waits for #0 recv of 1 from any, since 1 s\n",
+                         "\n  the last operations of rank 1", "recv of 0 from 1: NOT COMPLETE"):
+                assert line in text
+            assert "rank 2" not in text and not ranks.said[1]
+            assert "rank 2 has not answered yet" in "\n".join(report())
+            ranks.look(1)
+            assert len(ranks.said[0]) == 1
+            (text,) = ranks.said[1]
+            assert "rank 0 waits for #0 recv of 0" in text and "rank 2 waits for no me" in text

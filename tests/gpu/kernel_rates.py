@@ -18,7 +18,7 @@ from mpiring.reducers.codecs import kernels  # noqa: E402
 from mpiring.reducers.codecs.blocks import EightBit  # noqa: E402
 from mpiring.reducers.codecs.halves import Halves  # noqa: E402
 from mpiring.reducers.codecs.signs import Sign  # noqa: E402
-from mpiring.memory import cuda  # noqa: E402
+from mpiring.gpu import cuda  # noqa: E402
 
 # Far more than a GPU's cache.
 NBYTES = 256 << 20

@@ -12,7 +12,7 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 import kernel_cases as cases  # noqa: E402
 from gpu_memory import GpuMemory  # noqa: E402
 
-from mpiring.memory import cuda  # noqa: E402
+from mpiring.gpu import cuda  # noqa: E402
 
 
 def main():

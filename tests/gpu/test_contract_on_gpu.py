@@ -15,7 +15,7 @@ from mpiring.gpu.cuda import Cuda, CudaStream
 from mpiring.gpu.device import Device
 from mpiring.gpu.vectors import copy_to
 from mpiring.operations.exports import Exports
-from mpiring.operations.on_device import DESK_BYTES, Place, placed
+from mpiring.operations.on_device import SLOT_BYTES, GpuContext, in_context
 from mpiring.simulated.network import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 4, "nodes of 2": [0, 0, 1, 1], "own nodes": [0, 1, 2]}
@@ -74,12 +74,12 @@ def on_gpu(node_of, program, seed=0):
 
     def on_rank(collectives):
         device = Device(_WatchedCuda(network, collectives.rank))
-        place = Place(device, Exports(collectives._own.windows))
-        array = yield from placed(collectives, place, [], lambda on_gpu: program(on_gpu, device))
+        context = GpuContext(device, Exports(collectives._own.windows))
+        array = yield from in_context(collectives, context, [], lambda gpus: program(gpus, device))
         # Not before all is done: CuPy's stream and the device's know nothing of each other.
         return cuda.cupy().asnumpy(array)
 
-    return run(node_of, on_rank, network=network, desk_bytes=DESK_BYTES)[0]
+    return run(node_of, on_rank, network=network, slot_bytes=SLOT_BYTES)[0]
 
 
 def put(cupy, device, x):

@@ -42,7 +42,10 @@ INIT = "import mpiring; comm = mpiring.init(); print(comm.size, comm.allreduce._
 def test_ranks_that_became_worlds_of_their_own_are_refused(monkeypatch, told, words):
     alone = SimpleNamespace(COMM_WORLD=SimpleNamespace(Get_size=lambda: 1))
     monkeypatch.setattr(launch, "load_mpi", lambda: alone)
-    monkeypatch.setattr(os, "environ", told)
+    for name in tuple(os.environ):
+        monkeypatch.delenv(name)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "orig_argv", ["/bin/python3", "-u", "train.py", "--lr", "1"])
     with pytest.raises(LaunchError) as refused:
         launch.mpi_world(allow_singleton=False)

@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring import Config, ConfigError
+from mpiring import Config, ConfigError, StallError
 from mpiring.operations.agreement import Call
 from mpiring.engine.group import Group
 
@@ -38,6 +38,38 @@ def test_tags_that_mpi_has_not(group):
     for tag in (-2, 1 << 62):
         with pytest.raises(ConfigError, match=f"tag={tag}: this MPI takes 0 to"):
             group.messages().isend(np.empty(1), 0, tag)
+
+
+def test_messages_of_a_communicator(comm):
+    """Ranks that send, receive from anybody, and wait in vain."""
+    messages = comm.messages()
+    assert messages is comm.messages()
+    others = [rank for rank in range(comm.size) if rank]
+    if comm.rank:
+        messages.isend(np.full((2, 2), comm.rank), 0, tag=5).wait()
+    else:
+        boxes = [np.empty((2, 2), int) for _ in others]
+        senders = [messages.irecv(box, None, tag=5).wait(10) for box in boxes]
+        assert sorted(senders) == others
+        assert [box[1, 1] for box in boxes] == senders
+    for wrong in (-1, comm.size, 0.5):
+        with pytest.raises(ConfigError, match=f"dest={wrong}: expected a whole number from 0"):
+            messages.isend(np.empty(1), wrong)
+    neighbour, x = (comm.rank + 1) % comm.size, np.ones(1)
+    never = messages.irecv(x, neighbour, tag=9)
+    with pytest.raises(StallError, match=f"recv 8 bytes from {neighbour}, tag 9: Timed") as caught:
+        never.wait(1.0)
+    if comm.size > 1:
+        assert f"\n  rank {neighbour} " in str(caught.value)
+    comm.barrier()
+    messages.isend(x, (comm.rank - 1) % comm.size, tag=9)
+    assert never.wait() == neighbour
+
+
+def test_memory_groups(comm):
+    assert comm.memory_groups == [[*range(comm.size)]]
+    with mpiring.init(config=Config(shared_memory=False)) as apart:
+        assert apart.memory_groups == [[rank] for rank in range(comm.size)]
 
 
 def test_groups_of_some_ranks_and_beside_others(group):

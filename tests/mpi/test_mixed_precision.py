@@ -6,7 +6,7 @@ import pytest
 import mpiring
 from mpiring.memory.arrays import is_finite
 from mpiring.numpy import DataParallel, LossScaler, MasterWeights
-from mpiring.reducers import Compressor, dense
+from mpiring.reducers import Compressor, two_phase
 
 pytestmark = pytest.mark.mpi
 
@@ -64,8 +64,8 @@ def test_what_a_reducer_keeps_is_rescaled(comm):
         def rescale(self, factor):
             self.scale *= factor
 
-        def between(self, meeting, x, lost):
-            yield from dense.average(meeting, x)
+        def between(self, exchange, x, lost):
+            yield from two_phase.average_dense(exchange, x)
             return is_finite(x)
 
     reducer = Residual()

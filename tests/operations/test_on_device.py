@@ -13,7 +13,7 @@ from mpiring.gpu.device import Device
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of
 from mpiring.operations.exports import Exports
-from mpiring.operations.on_device import DeviceCollectives, Place, placed
+from mpiring.operations.on_device import DeviceCollectives, GpuContext, in_context
 from mpiring.operations.select import choose
 from mpiring.simulated.network import SimulatedNetwork
 
@@ -45,7 +45,7 @@ def _bytes(x):
     return content(x) if isinstance(x, DeviceVector) else x
 
 
-def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, desk_bytes=4096):
+def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4096):
     """Run a program on all ranks, each with a GPU of its own.
 
     Args:
@@ -60,18 +60,18 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, desk_bytes=4
 
     def on_rank(collectives):
         rank = collectives.rank
-        place = Place(Device(gpus[rank]), Exports(collectives._own.windows), direct)
+        context = GpuContext(Device(gpus[rank]), Exports(collectives._own.windows), direct)
         if direct:
             collectives._net = _Aware(collectives.net)
         if collectives.node is not None:
-            for desk in collectives.node.desks(np.dtype(np.uint8)):
-                gpus[rank].pin(desk)
-        vectors = yield from placed(collectives, place, [], lambda on_gpu: program(
-            on_gpu, lambda x: gpus[rank].vector(place.device, x)))
+            for slot in collectives.node.slots(np.dtype(np.uint8)):
+                gpus[rank].pin(slot)
+        vectors = yield from in_context(collectives, context, [], lambda on_gpu: program(
+            on_gpu, lambda x: gpus[rank].vector(context.device, x)))
         # Not later, when whatever is queued still has been done.
         return [content(x).copy() for x in vectors or ()]
 
-    return run(node_of, on_rank, network=network, desk_bytes=desk_bytes)
+    return run(node_of, on_rank, network=network, slot_bytes=slot_bytes)
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def communicate():
 
 def holding_locks():
     """Fork while another thread, which the child has not, holds the locks of the engine."""
-    engine = comm.group._engine
+    engine = comm._group._engine
     taken, done = threading.Event(), threading.Event()
 
     def hold():
@@ -109,7 +109,7 @@ def raising():
 
 from mpi4py.MPI import COMM_WORLD  # noqa: E402 (mpiring has started it)
 
-messages = comm.group.messages()
+messages = comm.messages()
 # Complete when the other rank sends, which is not before the forks have ended.
 handle = messages.irecv(np.empty(1), 1 - comm.rank)
 large = comm.iallreduce(np.ones(1 << 20))

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from gpu_memory import GpuMemory, wait  # noqa: E402
 
-from mpiring.memory import cuda  # noqa: E402
+from mpiring.gpu import cuda  # noqa: E402
 
 comm = MPI.COMM_WORLD
 device = cuda.device(0)

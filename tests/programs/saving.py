@@ -10,7 +10,7 @@ import numpy as np
 import mpiring
 from mpiring.errors import CheckpointError
 from mpiring.numpy import Checkpoints
-from mpiring.resilience import Stopping, part
+from mpiring.resilience import Stopping, checkpoint_file
 
 fault, folder = sys.argv[1:]
 
@@ -27,7 +27,7 @@ def killed(comm, checkpoints):
         def write_half(descriptor, data):
             os.write(descriptor, data[:len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        part._write_all = write_half
+        checkpoint_file._write_all = write_half
     checkpoints.save(2, replicated=state(2), own=state(comm.rank))
     time.sleep(60)
 

@@ -19,9 +19,8 @@ from threads import on_ranks, state
 
 from mpiring.errors import CheckpointError, ClosedError, ConfigError
 from mpiring.numpy import Checkpoints
-from mpiring.resilience import folder as places
-from mpiring.resilience import part, publisher
-from mpiring.resilience.sharing import open_folder
+from mpiring.resilience import checkpoint_file, folder, publisher
+from mpiring.resilience.folder import open_folder
 
 
 def save(folder, steps, size=2, **options):
@@ -320,7 +319,7 @@ def test_a_rank_whose_file_never_comes_is_not_waited_for_for_ever(tmp_path):
 
 
 def test_a_second_job_is_refused_while_the_first_one_lives(tmp_path, monkeypatch):
-    monkeypatch.setattr(places, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(folder, "PATIENCE_S", 0.2)
 
     def run(comm):
         with Checkpoints(tmp_path, comm) as first:
@@ -334,7 +333,7 @@ def test_a_second_job_is_refused_while_the_first_one_lives(tmp_path, monkeypatch
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
     def refuse(*_):
         raise OSError(38, "Function not implemented")
-    monkeypatch.setattr(places.fcntl, "flock", refuse)
+    monkeypatch.setattr(folder.fcntl, "flock", refuse)
     (tmp_path / ".writing-other-1").mkdir()
     save(tmp_path, [1])
     (record,) = caplog.records
@@ -343,7 +342,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch, caplog):
 
 
 def test_folders_that_are_not_shared_are_told_apart(tmp_path, monkeypatch):
-    monkeypatch.setattr("mpiring.resilience.sharing.PATIENCE_S", 0.2)
+    monkeypatch.setattr("mpiring.resilience.folder.PATIENCE_S", 0.2)
 
     def run(comm):
         # On rank 2's node, the same name leads elsewhere.
@@ -399,12 +398,12 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_was_complete(
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """What is changed after `save` has returned is not in the checkpoint."""
-    original = part._write_all
+    original = checkpoint_file._write_all
 
     def slowly(descriptor, data):
         time.sleep(0.1)
         original(descriptor, data)
-    monkeypatch.setattr(part, "_write_all", slowly)
+    monkeypatch.setattr(checkpoint_file, "_write_all", slowly)
 
     def run(comm):
         with Checkpoints(tmp_path, comm) as checkpoints:

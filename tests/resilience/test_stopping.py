@@ -10,7 +10,6 @@ import pytest
 from launching import environment
 from threads import Meeting, ThreadComm, on_ranks
 
-from mpiring.config import job_end
 from mpiring.errors import ConfigError
 from mpiring.resilience import Stopping
 
@@ -172,12 +171,6 @@ def test_the_end_of_a_slurm_job_stops(comm, clock, monkeypatch, caplog):
         assert steps_until_stop(stopping, 5) is None
     (record,) = caplog.records
     assert "SLURM_JOB_END_TIME is over" in record.message
-
-
-def test_slurms_variable():
-    assert job_end({}) is None and job_end({"SLURM_JOB_END_TIME": "0"}) is None
-    assert job_end({"SLURM_JOB_END_TIME": "1795284174"}) == 1795284174
-    assert job_end({"SLURM_JOB_END_TIME": "Unknown"}) is None
 
 
 def test_what_cannot_work_is_refused(comm):

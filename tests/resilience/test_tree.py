@@ -14,7 +14,7 @@ from launching import needed
 
 from mpiring.errors import CheckpointError, ConfigError
 from mpiring.resilience import random_state, set_random_state
-from mpiring.resilience.part import Copy, read
+from mpiring.resilience.checkpoint_file import Copy, read
 from mpiring.resilience.tree import Arrays, DeviceArrays, Scalars, outline, rebuild
 
 KINDS = (Arrays(), Scalars())

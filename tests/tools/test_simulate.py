@@ -18,7 +18,7 @@ from mpiring.memory.reduction import Reduction
 from mpiring.tools.simulate import mpich
 from mpiring.tools.simulate.algorithms import ALGORITHMS, predict, selected
 from mpiring.tools.simulate.cluster import Cluster
-from mpiring.simulated.folded import FoldedNetwork, cyclic
+from mpiring.simulated.symmetry import SymmetricNetwork, cyclic
 from mpiring.simulated.network import SimulatedNetwork
 
 # Numbers with which everything matters a little.
@@ -31,24 +31,24 @@ CLUSTER = Cluster(latency_s=1e-4, bandwidth=1e9, goodput=0.9, overhead_s=1e-5,
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_one_node_stands_for_all(name, nodes, ranks_per_node, nbytes):
     cluster = CLUSTER.of(nodes, ranks_per_node)
-    folded, stepped = (predict(name, cluster, nbytes, fold=fold) for fold in (True, False))
-    if folded is None:
+    symmetric, stepped = (predict(name, cluster, nbytes, fold=fold) for fold in (True, False))
+    if symmetric is None:
         assert stepped is None and name in ("shared", "hierarchical")
         return
     assert stepped.how == "stepped"
-    assert folded.how == ("stepped" if name == "native" and nodes & nodes - 1 else "folded")
+    assert symmetric.how == ("stepped" if name == "native" and nodes & nodes - 1 else "symmetry")
     # Among messages that come to an interface at the same time, another one may be first.
     many = name == "direct" or name == "hierarchical" and nbytes <= hierarchical.SHORT_BYTES
-    assert folded.seconds == pytest.approx(stepped.seconds, rel=0.03 if many else 1e-3)
+    assert symmetric.seconds == pytest.approx(stepped.seconds, rel=0.03 if many else 1e-3)
 
 
-def test_a_schedule_that_prefers_a_node_cannot_be_folded():
+def test_a_schedule_that_prefers_a_node_cannot_be_simulated_by_one():
     def only_from_rank_0(net):
         x = np.empty(1)
         yield (net.isend(x, 2),) if net.rank == 0 else (net.irecv(x, 0),)
 
     with pytest.raises(StallError, match="rank 1 waits for"):
-        FoldedNetwork(4, 2, cyclic).run(only_from_rank_0)
+        SymmetricNetwork(4, 2, cyclic).run(only_from_rank_0)
 
 
 @pytest.mark.parametrize("p", range(1, 13))
@@ -98,7 +98,7 @@ def test_ranks_that_share_cores_compute_in_turns():
     c, n = CLUSTER.of(8, 1), 1000
     alone, lab = (predict("native", replace(c, mpi_overhead_s=1e-3, cores=cores), n)
                   for cores in (0, 2))
-    assert (alone.how, lab.how) == ("folded", "stepped")
+    assert (alone.how, lab.how) == ("symmetry", "stepped")
     steps = 3 * c.latency_s + 3 * n / c.reduction_rate + 3 * n / (c.bandwidth * c.goodput)
     assert alone.seconds == pytest.approx(3 * 2e-3 + steps)
     assert lab.seconds == pytest.approx(4 * alone.seconds, rel=0.2)

@@ -214,7 +214,7 @@ class Launching(Protocol):
     """A stream that takes kernels."""
 
     def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel; see memory.gpu.Stream."""
+        """Queue a kernel; see gpu.base.Stream."""
 
 
 def at(codec: base.Codec, x: Any) -> base.Codec:

@@ -2,24 +2,59 @@
 
 import itertools
 import random
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from ...config import ALGORITHMS
 from ...errors import ConfigError
 from ...memory.arrays import Array
+from ..arguments import above_zero, checked, names
+from ..files import Environment, Row
 from ..table import Column
-from ..units import size_text
+from ..units import parse_sizes, size_text
 from . import inputs, timing
-from .command import Benchmark
-from .contenders import LIMITS, REFERENCES, Contender, chosen, memory_copy
+from .benchmark import Benchmark, run
+from .contenders import (
+    LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, memory_copy,
+)
+from .jobs import LEVELS
 from .on_device import OnDevice
-from .results import Environment, Measurement, Row
+from .options import (
+    declare_contenders, declare_device, declare_link, declare_turns, settle_contenders,
+)
+from .results import Measurement
 from .world import World
 
 BUFFERS = ("empty", "private")
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    declare_device(parser)
+    parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
+                        help="a list, 8,1K,64M, or a range in factors of 4, cut to whole "
+                             "numbers, at least one; default: 8..64M")
+    parser.add_argument("--algorithms", type=names(ALGORITHMS), metavar="A,B",
+                        help=f"of mpiring; default: {','.join(ALGORITHMS)}; auto always")
+    parser.add_argument("--buffers", type=names(BUFFERS), default=["empty"], metavar="A,B",
+                        help="empty (comm.empty) or private (numpy.empty); on a GPU, ranks open "
+                             "the former to each other, and stage the latter; default: empty")
+    parser.add_argument("--dtypes", type=names(inputs.DTYPES), default=["float32"], metavar="A,B",
+                        help=f"of {', '.join(inputs.DTYPES)}; default: float32")
+    parser.add_argument("--budget", type=above_zero, default=0.3, metavar="SECONDS",
+                        help="per contender and case, over all rounds; default: 0.3")
+    declare_link(parser)
+    declare_turns(parser, LEVELS)
+    declare_contenders(parser)
+    parser.set_defaults(action=_run)
+
+
+def _run(options: Namespace) -> int:
+    settle_contenders(options, options.device, ON_CPU, ON_GPU)
+    return run(ALLREDUCE, options)
 
 
 def _cases(options: Namespace) -> list[tuple[str, str, int]]:
@@ -81,7 +116,7 @@ class OnHost:
 
 def interleaved(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
                 dice: random.Random, stopwatch: timing.Stopwatch) -> dict[str, list[float]]:
-    """Return the seconds of each contender's calls on `x`; none of those that cannot do it.
+    """Return the seconds of each contender's calls on `x`; none of those that cannot sum it.
 
     The contenders take turns, in a new random order in each round.
 
@@ -91,33 +126,27 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
     Collective: yes. Blocking: yes.
     """
     every = max(1, inputs.series_length(x.dtype, world.size) - 1)
-    runs: dict[str, Callable[[int], list[float]]] = {}
-    calls: dict[str, int] = {}
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for contender in contenders:
-        call = _checked(world, contender, x)
-        if call is None:
-            continue
+    calls = {contender.name: call for contender in contenders
+             if (call := _checked(world, contender, x)) is not None}
 
-        def prepare(call: Callable[[], object] = call) -> None:
+    def timed(call: Call, times: int) -> list[float]:
+        def prepare() -> None:
             inputs.fill(x, world.rank, world.size)
             call()
 
-        def run(times: int, call: Callable[[], object] = call,
-                prepare: Callable[[], None] = prepare) -> list[float]:
-            return timing.timed(world, call, times, prepare=prepare, every=every,
-                                stopwatch=stopwatch)
+        return timing.timed(world, call, times, prepare=prepare, every=every, stopwatch=stopwatch)
 
-        runs[contender.name] = run
-        warm = timing.median(run(3))
-        calls[contender.name] = timing.calls_within(options.budget / options.rounds, warm)
+    times = {name: timing.calls_within(options.budget / options.rounds,
+                                       timing.median(timed(call, 3)))
+             for name, call in calls.items()}
+    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     for _ in range(options.rounds):
-        for name in dice.sample(list(runs), len(runs)):
-            seconds[name] += runs[name](calls[name])
+        for name in dice.sample(list(calls), len(calls)):
+            seconds[name] += timed(calls[name], times[name])
     return seconds
 
 
-def _checked(world: World, contender: Contender, x: Array) -> Callable[[], object] | None:
+def _checked(world: World, contender: Contender, x: Array) -> Call | None:
     """Return the contender's call on `x`, after it was right once; None if it declines `x`."""
     inputs.fill(x, world.rank, world.size)
     try:
@@ -184,17 +213,12 @@ def _link_limit(nbytes: int, nodes: int, options: Namespace) -> float | None:
     return timing.wire_seconds(nbytes, nodes, options.link_rate * options.goodput)
 
 
-def columns(several_levels: bool) -> list[Column]:
-    """Return the columns of the table."""
-    level = [Column("thread_level", "threads", -10)] if several_levels else []
-    return [
-        Column("size", "size", 9), Column("dtype", "dtype", 8), Column("buffer", "buffer", 7),
-        Column("contender", "contender", -20), *level,
-        Column("median_us", "median us", 11, 4), Column("p95_us", "p95 us", 11, 4),
-        Column("algbw_GBps", "algbw GB/s", 10, 3), Column("busbw_GBps", "busbw GB/s", 10, 3),
-        Column("native_over_this", "native/this", 11, 3),
-        Column("this_over_limit", "this/limit", 10, 3),
-    ]
+_COLUMNS = [
+    Column("size", 9), Column("dtype", 8), Column("buffer", 7), Column("contender", -20),
+    Column("thread_level", -10, title="threads"), Column("median_us", 11, 4),
+    Column("p95_us", 11, 4), Column("algbw_GBps", 10, 3, "algbw GB/s"),
+    Column("busbw_GBps", 10, 3, "busbw GB/s"), Column("native_over_this", 11, 3, "native/this"),
+    Column("this_over_limit", 10, 3, "this/limit")]
 
 
 def _rows_with_text(found: Sequence[Measurement], about: Environment,
@@ -203,4 +227,4 @@ def _rows_with_text(found: Sequence[Measurement], about: Environment,
 
 
 ALLREDUCE = Benchmark("allreduce", lambda options: len(_cases(options)), measure,
-                      _rows_with_text, columns)
+                      _rows_with_text, _COLUMNS)

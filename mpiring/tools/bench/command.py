@@ -1,166 +1,48 @@
-"""Runs a benchmark in this MPI job, or in jobs of its own, and reports what came out."""
+"""The command `python -m mpiring bench`; its options need no MPI library."""
 
-import contextlib
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import argparse
 
-from ...config import launched_size, launcher_of
-from ...errors import ConfigError
-from ...progress import Progress
-from .. import table
-from ..table import Column
-from . import jobs, results
-from .inputs import WrongAnswerError
-from .results import Environment, Measurement, Row
-from .world import World
+from .. import files, plot
+from . import allreduce, codecs, overlap, prefetch, reducers, steps
 
-_DEFAULT_RANKS = 2
+_DESCRIPTION = """\
+Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
 
+Under a launcher the benchmark measures in that job:
+  mpirun -n 4 python -m mpiring bench allreduce
+Without one it starts jobs of its own, at one or several thread levels of MPI:
+  python -m mpiring bench allreduce --ranks 4
 
-@dataclass(frozen=True)
-class Benchmark:
-    """What the commands differ in.
+Before each timed call stands a barrier; a call's time is that of its slowest rank.
+Contenders use the same arrays and take turns in random order, in several rounds.
+A result that is not the sum ends the benchmark with exit status 1."""
 
-    Attributes:
-        name: Of the command.
-        cases: Returns how many cases the options ask for.
-        measure: Measures case after case, together with all ranks.
-        rows: Makes a table's rows out of measurements.
-        columns: Returns the columns, given whether there are several thread levels.
-    """
-
-    name: str
-    cases: Callable[[Namespace], int]
-    measure: Callable[[World, Namespace], Iterator[list[Measurement]]]
-    rows: Callable[[Sequence[Measurement], Environment, Namespace], list[Row]]
-    columns: Callable[[bool], list[Column]]
+# Each benchmark is a file, which declares its own options, and a row.
+_BENCHMARKS = {
+    "allreduce": (allreduce.declare, "time blocking allreduces, size by size"),
+    "overlap": (overlap.declare, "how much communication hides behind computation"),
+    "steps": (steps.declare, "time the training steps of a NumPy or PyTorch model"),
+    "reducers": (reducers.declare,
+                 "what compressing gradients saves and costs in training (PyTorch)"),
+    "prefetch": (prefetch.declare, "what it costs that data comes from the host (PyTorch)"),
+    "codecs": (codecs.declare,
+               "how fast gradients are encoded, on one core or a GPU; needs no MPI"),
+}
 
 
-def run(benchmark: Benchmark, options: Namespace) -> int:
-    """Measure and report; return the exit status, which is 1 if a contender's sum is wrong.
-
-    A launcher's job is measured as it is. Without one, jobs of `--ranks` ranks are started.
-
-    Args:
-        options: As `options.declare` has declared them.
-
-    Raises:
-        ConfigError: `--ranks` in a launcher's job of several ranks, or a file cannot be written.
-    """
-    size, source = launched_size()
-    launched = launcher_of() != "" and (size > 1 or launcher_of() != "WORLD_SIZE")
-    if options.part or launched and options.ranks is None:
-        return _run_here(benchmark, options)
-    if launched and size > 1:
-        raise ConfigError(f"--ranks {options.ranks}: this is a job of {size} ranks already, as "
-                          f"{source} says; leave out --ranks, or the launcher")
-    return _run_jobs(benchmark, options)
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Declare the benchmarks and their options."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True)
+    for name, (declare_options, text) in _BENCHMARKS.items():
+        declare_options(commands.add_parser(name, help=text))
+    plotting = commands.add_parser("plot", help="draw what --json has written")
+    plotting.add_argument("results", metavar="FILE.json", help="-: standard input")
+    plotting.add_argument("plot", metavar="FILE.png")
+    plotting.set_defaults(action=_plot)
 
 
-def _run_here(benchmark: Benchmark, options: Namespace) -> int:
-    world = World()
-    shown = world.rank == 0
-    # The others may not see rank 0's disk. Whoever has started a part of a benchmark has looked.
-    if not options.part:
-        world.everywhere(lambda: None if world.rank else check_files(options))
-    about = results.environment(world)
-    reporter = _Reporter(benchmark, options, several_levels=False, shown=shown)
-    found: list[Measurement] = []
-    try:
-        reporter.begin(about)
-        for group in benchmark.measure(world, options):
-            found += group
-            reporter.case(benchmark.rows(group, about, options))
-    except WrongAnswerError as error:
-        # Raised on all ranks alike, so that all can leave in order.
-        reporter.failed(error)
-        return 1
-    finally:
-        reporter.close()
-    if shown and options.part:
-        jobs.write_part(options.part, about, found)
-    elif shown:
-        report(benchmark.name, about, benchmark.rows(found, about, options), options)
-    world.close()
+def _plot(options: argparse.Namespace) -> int:
+    plot.draw(options.plot, *files.read_json(options.results))
     return 0
-
-
-def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
-    check_files(options)
-    ranks = _DEFAULT_RANKS if options.ranks is None else options.ranks
-    planned = jobs.plan(options.levels, options.rounds)
-    progress = Progress(f"bench {benchmark.name}", len(planned) * benchmark.cases(options))
-    with contextlib.closing(progress):
-        status, about, found = jobs.run_all(planned, ranks, options.words, progress.step)
-    if status:
-        return status
-    several = len(options.levels) > 1
-    reporter = _Reporter(benchmark, options, several_levels=several)
-    rows = benchmark.rows(results.pooled(found), about, options)
-    reporter.begin(about)
-    reporter.case(rows)
-    report(benchmark.name, about, rows, options)
-    return 0
-
-
-class _Reporter:
-    """Prints the table as it grows; in a job of another benchmark's process, only a beat."""
-
-    def __init__(self, benchmark: Benchmark, options: Namespace, *, several_levels: bool,
-                 shown: bool = True) -> None:
-        self._name, self._beat = benchmark.name, bool(options.part)
-        self._columns = benchmark.columns(several_levels)
-        self._progress = Progress(
-            f"bench {benchmark.name}", benchmark.cases(options), shown=shown)
-
-    def begin(self, about: Environment) -> None:
-        """Print what stands above the table."""
-        if not self._beat:
-            self._progress.say(table.about(self._name, about))
-            self._progress.say(table.head(self._columns))
-
-    def case(self, rows: Sequence[Row]) -> None:
-        """Print the rows of a case."""
-        for row in rows if not self._beat else ():
-            self._progress.say(table.line(row, self._columns))
-        if self._beat:
-            self._progress.say(jobs.BEAT)
-        self._progress.step()
-
-    def failed(self, error: WrongAnswerError) -> None:
-        """Say that the benchmark has failed."""
-        self._progress.say(f"FAILED: {error}")
-
-    def close(self) -> None:
-        """Take the bar away."""
-        self._progress.close()
-
-
-def check_files(options: Namespace) -> None:
-    """Raise before anything is measured if a file that the options ask for cannot be written.
-
-    Raises:
-        ConfigError: Its folder is missing or read-only, a picture's format is unknown, or two
-            are the same.
-        MissingDependencyError: A picture needs matplotlib.
-    """
-    paths = [path for path in (options.json, options.csv, options.plot) if path]
-    for path in paths:
-        results.refuse_unwritable(path)
-        if paths.count(path) > 1:
-            raise ConfigError(f"{path}: one file cannot take both; give two names")
-    if options.plot:
-        from .plot import refuse_undrawable
-        refuse_undrawable(options.plot)
-
-
-def report(name: str, about: Environment, rows: Sequence[Row], options: Namespace) -> None:
-    """Write the files that the options ask for."""
-    if options.json:
-        results.write_json(options.json, name, about, rows)
-    if options.csv:
-        results.write_csv(options.csv, about, rows)
-    if options.plot:
-        from .plot import draw
-        draw(options.plot, name, about, rows)

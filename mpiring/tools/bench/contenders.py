@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +24,15 @@ DEVICE_COPY, PINNED_COPIES = "device copy", "pinned copies"
 REFERENCES = (NATIVE, NAIVE)
 LIMITS = {COPY: ("empty", "private"), DEVICE_COPY: ("empty",), PINNED_COPIES: ("private",)}
 KINDS = ("mpiring", "mpi", *peers.NAMES, "nccl")
+ON_CPU, ON_GPU = ("mpiring", "mpi", *peers.NAMES), ("mpiring", "mpi", "nccl")
+# Ways to take training steps.
+ALONE = "compute only"
+OURS = "mpiring DataParallel"
+GLOO = "Gloo + PyTorch's DDP"
+
+
+def _refuse_to_start(x: Array) -> Callable[[], Call]:
+    raise ConfigError("only blocking calls can be measured")
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Contender:
 
     name: str
     blocking: Callable[[Array], Call]
-    starting: Callable[[Array], Callable[[], Call]]
+    starting: Callable[[Array], Callable[[], Call]] = _refuse_to_start
     sums: bool = True
 
 
@@ -58,19 +68,21 @@ def mpi(world: World) -> Contender:
     """Return MPI's own allreduce, the reference: called by mpi4py, in place."""
     raw, library = world.raw, world.mpi
 
-    def refuse_unknown(x: Array) -> None:
-        if not native.supports(x.dtype, "sum"):
-            raise ConfigError(f"MPI has no {x.dtype.name}")
-
     def call(x: Array) -> Call:
-        refuse_unknown(x)
+        refuse_unknown(x.dtype)
         return lambda: raw.Allreduce(library.IN_PLACE, x, op=library.SUM)
 
     def start(x: Array) -> Callable[[], Call]:
-        refuse_unknown(x)
+        refuse_unknown(x.dtype)
         return lambda: raw.Iallreduce(library.IN_PLACE, x, op=library.SUM).Wait
 
     return Contender(NATIVE, call, start)
+
+
+def refuse_unknown(dtype: np.dtype[Any]) -> None:
+    """Raise ConfigError if MPI cannot sum a dtype."""
+    if not native.supports(dtype, "sum"):
+        raise ConfigError(f"MPI has no {dtype.name}")
 
 
 def memory_copy() -> Contender:
@@ -84,10 +96,7 @@ def memory_copy() -> Contender:
         other = np.ones_like(x)
         return lambda: np.copyto(other, x)
 
-    def start(x: Array) -> Callable[[], Call]:
-        raise ConfigError("a copy does not wait")
-
-    return Contender(COPY, call, start, sums=False)
+    return Contender(COPY, call, sums=False)
 
 
 def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,

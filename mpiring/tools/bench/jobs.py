@@ -12,8 +12,9 @@ from pathlib import Path
 
 from ...errors import MissingDependencyError
 from ...launch.start import find_mpiexec
-from .output import OutputError
-from .results import Environment, Measurement
+from ..files import Environment
+from ..output import OutputError
+from .results import Measurement
 
 LEVELS = ("multiple", "serialized")
 # A job prints this line after each case.

@@ -1,19 +1,19 @@
 """Names what is compared on GPUs: mpiring, copies around MPI's allreduce, NCCL, and the limits."""
 
 from argparse import Namespace
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ...collectives import native
 from ...errors import ConfigError
 from ...gpu.arrays import device_named, vector_of
 from ...gpu.base import DeviceVector
 from ...gpu.device import Device
 from ...gpus import cupy_for
 from . import peers
-from .contenders import DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, own
+from .contenders import (
+    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, own, refuse_unknown,
+)
 from .timing import finish
 from .world import World
 
@@ -80,7 +80,7 @@ def naive(world: World) -> Contender:
     raw, library = world.raw, world.mpi
 
     def call(x: Any) -> Call:
-        _refuse_unknown(x)
+        refuse_unknown(x.dtype)
 
         def run() -> None:
             host = x.get()
@@ -88,7 +88,7 @@ def naive(world: World) -> Contender:
             x.set(host)
         return run
 
-    return Contender(NAIVE, call, _never)
+    return Contender(NAIVE, call)
 
 
 def naive_pinned(world: World) -> Contender:
@@ -96,7 +96,7 @@ def naive_pinned(world: World) -> Contender:
     raw, library = world.raw, world.mpi
 
     def call(x: Any) -> Call:
-        _refuse_unknown(x)
+        refuse_unknown(x.dtype)
         vector = vector_of(x)
         gpu = vector.device.gpu
         stream, host = gpu.stream(), gpu.pinned(vector.nbytes).view(vector.dtype)
@@ -110,7 +110,7 @@ def naive_pinned(world: World) -> Contender:
             finish(stream.record())
         return run
 
-    return Contender(NAIVE_PINNED, call, _never)
+    return Contender(NAIVE_PINNED, call)
 
 
 def device_copy() -> Contender:
@@ -128,7 +128,7 @@ def device_copy() -> Contender:
             finish(stream.record())
         return run
 
-    return Contender(DEVICE_COPY, call, _never, sums=False)
+    return Contender(DEVICE_COPY, call, sums=False)
 
 
 def pinned_copies(p: int) -> Contender:
@@ -154,7 +154,7 @@ def pinned_copies(p: int) -> Contender:
             finish(up.record())
         return run
 
-    return Contender(PINNED_COPIES, call, _never, sums=False)
+    return Contender(PINNED_COPIES, call, sums=False)
 
 
 def _nccl(world: World, *, asked: bool) -> list[Contender]:
@@ -193,17 +193,8 @@ def _nccl(world: World, *, asked: bool) -> list[Contender]:
             torch.cuda.current_stream().synchronize()
         return run
 
-    return [Contender("NCCL", call, _never)]
+    return [Contender("NCCL", call)]
 
 
 def _like(x: DeviceVector) -> DeviceVector:
     return x.device.allocate(x.nbytes).view(x.dtype)
-
-
-def _refuse_unknown(x: Any) -> None:
-    if not native.supports(x.dtype, "sum"):
-        raise ConfigError(f"MPI has no {x.dtype.name}")
-
-
-def _never(x: Any) -> Callable[[], Call]:
-    raise ConfigError("only blocking calls are measured on a GPU")

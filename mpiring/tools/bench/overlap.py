@@ -2,18 +2,22 @@
 
 import dataclasses
 import random
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 
 from ...memory.arrays import Array
+from ..arguments import above_zero, checked, names
+from ..files import Environment, Row
 from ..table import Column
-from ..units import size_text
+from ..units import parse_size, size_text
 from . import inputs, timing
-from .command import Benchmark
-from .contenders import NATIVE, Contender, chosen
-from .results import Environment, Measurement, Row
+from .benchmark import Benchmark, run
+from .contenders import NATIVE, ON_CPU, Contender, chosen
+from .options import declare_contenders, declare_turns, settle_contenders
+from .results import Measurement
 from .world import World
 
 # Compute is calibrated on stretches of at least this length.
@@ -42,6 +46,26 @@ def _python_unit() -> Action:
 
 _UNITS = {"numpy": _numpy_unit, "python": _python_unit}
 COMPUTES = tuple(_UNITS)
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--size", type=checked(parse_size), default=20_000_000,
+                        help="of all buckets together; default: 20MB")
+    parser.add_argument("--bucket", type=checked(parse_size), default=5_000_000,
+                        help="of one bucket; default: 5MB")
+    parser.add_argument("--ratio", type=above_zero, default=1.8,
+                        help="compute / communication; default: 1.8")
+    parser.add_argument("--computes", type=names(COMPUTES), default=list(COMPUTES),
+                        metavar="A,B", help=f"default: {','.join(COMPUTES)}")
+    declare_turns(parser)
+    declare_contenders(parser)
+    parser.set_defaults(action=_run)
+
+
+def _run(options: Namespace) -> int:
+    settle_contenders(options, "cpu", ON_CPU, ())
+    return run(OVERLAP, options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +110,17 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     subjects = [subject for contender in chosen(
         world, options.contenders, ["auto"], options.interface)
         for subject in _subjects(world, contender, buckets, options)]
-    seconds: list[dict[str, list[float]]] = [{name: [] for name in subject.actions}
-                                             for subject in subjects]
+    seconds: list[timing.Readings] = [{name: [] for name in subject.actions}
+                                      for subject in subjects]
     dice = random.Random(options.seed)
     for count in range(options.rounds):
-        for place in dice.sample(range(len(subjects)), len(subjects)):
-            actions = subjects[place].actions
-            for name in dice.sample(list(actions), len(actions)):
-                seconds[place][name] += timing.timed(
-                    world, actions[name], 1, prepare=lambda: _fill(world, buckets))
-        if count < options.rounds - 1:
+        if count:
             yield []
+        for i in dice.sample(range(len(subjects)), len(subjects)):
+            actions = subjects[i].actions
+            for name in dice.sample(list(actions), len(actions)):
+                seconds[i][name] += timing.timed(
+                    world, actions[name], 1, prepare=lambda: _fill(world, buckets))
     labels = {"bytes": sum(bucket.nbytes for bucket in buckets), "buckets": len(buckets),
               "ratio": options.ratio, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": subject.contender, "compute": subject.kind}, times)
@@ -121,9 +145,7 @@ def _subjects(world: World, contender: Contender, buckets: Sequence[Array],
         for wait in waits:
             wait()
 
-    def communicate() -> None:
-        together(lambda: None)
-
+    communicate = partial(together, lambda: None)
     _fill(world, buckets)
     communicate()
     for bucket in buckets:
@@ -135,7 +157,7 @@ def _subjects(world: World, contender: Contender, buckets: Sequence[Array],
         compute = calibrated(world, _UNITS[kind](), options.ratio * alone)
         subjects.append(_Subject(name, kind, {
             "compute": compute, "communication": communicate,
-            "total": lambda compute=compute: together(compute)}))  # type: ignore[misc]
+            "total": partial(together, compute)}))
     return subjects
 
 
@@ -156,22 +178,15 @@ def _row(measurement: Measurement) -> Row:
         "compute_ms": compute * 1e3,
         "communication_ms": communication * 1e3,
         "total_ms": total * 1e3,
-        "overlap_percent": timing.median([timing.overlap_percentage(*one) for one in rounds]),
+        "overlap_percent": timing.median([timing.overlap_percentage(*times) for times in rounds]),
         "total_over_longest": timing.median([together / max(alone) for *alone, together in rounds]),
     }
 
 
-def columns(several_levels: bool) -> list[Column]:
-    """Return the columns of the table."""
-    level = [Column("thread_level", "threads", -10)] if several_levels else []
-    return [
-        Column("size", "size", 10), Column("buckets", "buckets", 7),
-        Column("contender", "contender", -16), *level, Column("compute", "compute", -8),
-        Column("compute_ms", "compute ms", 11, 4),
-        Column("communication_ms", "comm. ms", 10, 4), Column("total_ms", "total ms", 10, 4),
-        Column("overlap_percent", "overlap %", 9, 3),
-        Column("total_over_longest", "total/max", 9, 3),
-    ]
-
-
-OVERLAP = Benchmark("overlap", lambda options: int(options.rounds), measure, rows, columns)
+_COLUMNS = [
+    Column("size", 10), Column("buckets", 7), Column("contender", -16),
+    Column("thread_level", -10, title="threads"), Column("compute", -8),
+    Column("compute_ms", 11, 4), Column("communication_ms", 10, 4, "comm. ms"),
+    Column("total_ms", 10, 4), Column("overlap_percent", 9, 3, "overlap %"),
+    Column("total_over_longest", 9, 3, "total/max")]
+OVERLAP = Benchmark("overlap", lambda options: int(options.rounds), measure, rows, _COLUMNS)

@@ -1,22 +1,36 @@
 """Measures what it costs that the data of PyTorch's training steps comes from the host."""
 
 import itertools
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 from ...data import prefetch
+from ..arguments import positive
+from ..files import Environment, Row
 from ..table import Column
-from . import timing
-from .command import Benchmark
-from .peers import refuse_missing_torch
-from .results import Environment, Measurement, Row
-from .steps import ALONE, Readings, in_turns
+from . import peers, timing
+from .benchmark import Benchmark, run
+from .contenders import ALONE
+from .options import declare_device, declare_models, declare_turns
+from .results import Measurement, beside
 from .world import World
 
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
 # Different batches that the loader has, over and over.
 _BATCHES = 8
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    declare_device(parser)
+    declare_models(parser)
+    parser.add_argument("--batch", type=positive, help="per rank; default: one for each model")
+    parser.add_argument("--calls", type=positive, default=20, help="steps per round; default: 20")
+    parser.add_argument("--depth", type=positive, default=2,
+                        help="batches that are fetched ahead; default: 2")
+    declare_turns(parser)
+    parser.set_defaults(action=partial(run, PREFETCH))
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -27,7 +41,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    world.everywhere(refuse_missing_torch)
+    world.everywhere(peers.refuse_missing_torch)
     from . import torch_models
     place = torch_models.place_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
@@ -37,16 +51,13 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         batches = [training.host_batch(number) for number in range(_BATCHES)]
         with_loader = iter(prefetch(itertools.cycle(batches), place.device, depth=options.depth))
         copied = itertools.cycle(batches)
-        actions: Mapping[str, Callable[[], object]] = {
+        actions: dict[str, timing.Action] = {
             RESIDENT: training.step,
             PREFETCHED: lambda: training.learn(*next(with_loader)),
             COPIED: lambda: training.learn(*(x.to(place.device) for x in next(copied)))}
-        readings: dict[str, Readings] = {}
-        for count, readings in enumerate(in_turns(
-                world, options, {name: {"step": action} for name, action in actions.items()},
-                stopwatch=place.stopwatch), 1):
-            if count < options.rounds:
-                yield []
+        readings = yield from timing.in_turns(
+            world, options, {name: {"step": action} for name, action in actions.items()},
+            stopwatch=place.stopwatch)
         with_loader.close()
         labels = {"model": kind, "parameters": training.parameter_count, "batch": training.batch,
                   "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
@@ -61,39 +72,21 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
 
     Ratios are medians over rounds, whose readings lie close in time.
     """
-    resident = {_case(one): one.readings["step"] for one in found
-                if one.labels["contender"] == RESIDENT}
     table = []
-    for one in found:
-        seconds, base = one.readings["step"], resident[_case(one)]
-        ratio = timing.over(seconds, base, one.labels["calls"])
-        table.append({
-            **one.labels,
-            "steps": len(seconds),
-            "median_ms": timing.median(seconds) * 1e3,
-            "p95_ms": timing.p95(seconds) * 1e3,
-            "over_resident": ratio,
-            "efficiency_percent": 100 / ratio,
-        })
+    for measurement, case in beside(found, "model", "parameters", "thread_level"):
+        labels, seconds = measurement.labels, measurement.readings["step"]
+        ratio = timing.over(seconds, case[RESIDENT].readings["step"], labels["calls"])
+        table.append({**labels, **timing.summary(seconds), "over_resident": ratio,
+                      "efficiency_percent": 100 / ratio})
     return table
 
 
-def _case(measurement: Measurement) -> tuple[Any, ...]:
-    return tuple(measurement.labels[key] for key in ("model", "parameters", "thread_level"))
-
-
-def columns(several_levels: bool) -> list[Column]:
-    """Return the columns of the table."""
-    level = [Column("thread_level", "threads", -10)] if several_levels else []
-    return [
-        Column("model", "model", -11), Column("parameters", "parameters", 10),
-        Column("batch_bytes", "batch bytes", 11), Column("contender", "data", -22), *level,
-        Column("median_ms", "median ms", 9, 4), Column("p95_ms", "p95 ms", 8, 4),
-        Column("over_resident", "/on device", 10, 4),
-    ]
-
-
+_COLUMNS = [
+    Column("model", -11), Column("parameters", 10), Column("batch_bytes", 11),
+    Column("contender", -22, title="data"), Column("thread_level", -10, title="threads"),
+    Column("median_ms", 9, 4), Column("p95_ms", 8, 4),
+    Column("over_resident", 10, 4, "/on device")]
 PREFETCH = Benchmark(
     "prefetch",
     lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
-    measure, rows, columns)
+    measure, rows, _COLUMNS)

@@ -1,34 +1,54 @@
 """Measures what Reducers save and cost: trains one model with each of them, on real text."""
 
 import logging
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+import math
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError
-from ...operations.agreement import Call
-from ...operations.operation import Collectives
 from ...record.statistics import Statistics
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
-from ...transport.base import Schedule
+from ..arguments import above_zero, checked, names, not_negative, positive, seeds
+from ..files import Environment, Row
+from ..table import Column
+from ..units import parse_count
 from . import timing
-from .command import Benchmark
+from .benchmark import Benchmark, run
+from .gradients import check_parameters
+from .jobs import LEVELS
+from .options import declare_jobs
 from .peers import refuse_missing_torch
-from .reducers_table import ALONE, DENSE, columns, rows
 from .results import Measurement
-from .steps import warm_up
-from .torch_steps import check_parameters
 from .wire import Traffic
 from .world import World
 
 if TYPE_CHECKING:
     from .torch_training import Task, Training
 
+_DESCRIPTION = """\
+Trains a transformer on the text of Python's standard library, from the same weights, with
+each way to average gradients, and looks at the loss on other text.
+
+  alone      each rank for itself: the compute only
+  dense      plain means, of which all others are measured
+  fp16, bf16, int8, onebit, topk, powersgd, powersgd4
+             those of mpiring.reducers; int8 with error feedback, topk sends 0.1 %,
+             powersgd has rank 2, powersgd4 rank 4
+
+Between nodes only is compressed: it takes several hosts, or MPIRING_SHARED_MEMORY=0.
+
+  compressed  bytes of plain means / bytes sent      reached s  training until the target loss
+  on wire     the same, by the hosts' own counters   faster     dense's time until then / this one
+  encode, wire, decode  in a step, of the slowest rank; buckets overlap, and hide behind compute"""
+
 _log = logging.getLogger("mpiring")
 
+ALONE = "alone"
+DENSE = "dense"
 # Each is made anew for each training, given for how many steps it may begin gently.
 METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     DENSE: lambda warmup: None,
@@ -47,6 +67,45 @@ LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
 _UNSETTLED_STEPS = 2
 _REHEARSED_STEPS = 2
 _REHEARSED_WIDTH = 64
+# By default, the loss that the plain mean reaches after this share of its steps is the target,
+# rounded up, so that no method misses it by a rounding error.
+_TARGET_SHARE = 0.8
+_TARGET_PARTS = 100
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)),
+                        rounds=None, levels=list(LEVELS[:1]))
+    parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
+                        help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
+                        metavar="N", help="about how many the transformer has; default: 13M")
+    parser.add_argument("--steps", type=positive, default=100, help="default: 100")
+    parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
+                        help="of 64 bytes, per rank; default: 4")
+    parser.add_argument("--optimizer", choices=tuple(LEARNING_RATES), default="adamw",
+                        help="default: adamw; sgd has no momentum")
+    parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
+                        help="default: " + ", ".join(
+                            f"{rate:g} with {name}" for name, rate in LEARNING_RATES.items()))
+    parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
+                        help="for reducers that begin gently; not timed with any; "
+                             "default: a tenth of the steps")
+    parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
+                        help="of the choice of texts, a training each; default: 1")
+    parser.add_argument("--validate-every", type=positive, metavar="STEPS",
+                        help="default: a twentieth of the steps")
+    parser.add_argument("--validation-texts", type=positive, default=128, metavar="TEXTS",
+                        help="of 64 bytes; default: 128")
+    parser.add_argument("--target-loss", type=above_zero, metavar="BITS",
+                        help="per byte; default: what dense reaches after 80%% of its steps, "
+                             "rounded up to a hundredth")
+    parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
+                        help="of training, validation not counted, for each method and seed")
+    declare_jobs(parser)
 
 
 def complete(options: Namespace) -> Namespace:
@@ -82,7 +141,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     from . import torch_training
     _warn_where_nothing_is_compressed(world)
     task = torch_training.task(world, options)
-    warm_up(world)
+    world.warm_up()
     traffic, found = Traffic(world), list[Measurement]()
     for name in options.reducers:
         _rehearse(world, options, task, name)
@@ -98,12 +157,8 @@ def _cases(options: Namespace) -> int:
 
 
 def _warn_where_nothing_is_compressed(world: World) -> None:
-    def nodes(collectives: Collectives) -> Schedule[int]:
-        yield from ()
-        return len(collectives.nodes)
-
     # Not comm.num_nodes: without shared memory, each rank of a host is a node.
-    if world.comm.submit(Call("count nodes", ""), nodes).wait() == 1 and world.rank == 0:
+    if len(world.comm.memory_groups) == 1 and world.rank == 0:
         _log.warning(
             "all %d ranks share one node's memory, where nothing is sent, and NOTHING IS "
             "COMPRESSED: all methods are one. Take several hosts, `python -m mpiring lab run "
@@ -176,4 +231,134 @@ def _costs(world: World, cost: Statistics, steps: int, host_bytes: float) -> dic
     return {name: [value / steps] for name, value in zip(names, (*nbytes, host_bytes, *slowest))}
 
 
-REDUCERS = Benchmark("reducers", _cases, measure, rows, columns)
+@dataclass(frozen=True)
+class Curve:
+    """A validation loss as training goes on: means over seeds.
+
+    Attributes:
+        steps: At which it was looked at.
+        seconds: Of training until then.
+        bits: Per byte.
+    """
+
+    steps: list[int]
+    seconds: list[float]
+    bits: list[float]
+
+    def at(self, step: int) -> float:
+        """Return the loss at one of its steps."""
+        return self.bits[self.steps.index(step)]
+
+    def seconds_to(self, target: float) -> float:
+        """Return when the loss was first seen at or below a target; NaN if never."""
+        return next((seconds for seconds, bits in zip(self.seconds, self.bits) if bits <= target),
+                    math.nan)
+
+
+def curve_of(trainings: Sequence[Measurement]) -> Curve:
+    """Return the mean curve of trainings with several seeds, as far as all of them have come."""
+    of_seeds = [dict(zip(map(int, one.readings["validated"]), one.readings["bits"]))
+                for one in trainings]
+    steps = [step for step in of_seeds[0] if all(step in bits for bits in of_seeds)]
+    return Curve(
+        steps, [_mean([sum(one.readings["step"][:step]) for one in trainings]) for step in steps],
+        [_mean([bits[step] for bits in of_seeds]) for step in steps])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each method, beside the plain mean and the compute alone."""
+    trainings: dict[str, list[Measurement]] = {}
+    for one in found:
+        trainings.setdefault(one.labels["reducer"], []).append(one)
+    dense = curve_of(trainings[DENSE]) if DENSE in trainings else Curve([], [], [])
+    target = options.target_loss or _default_target(dense)
+    return [{
+        **{key: value for key, value in mine[0].labels.items() if key != "seed"},
+        "seeds": len(mine),
+        **_times(mine, trainings, options),
+        **_mean_costs(mine, trainings.get(DENSE, [])),
+        **_accuracy(mine, dense, target),
+    } for mine in trainings.values()]
+
+
+def _default_target(dense: Curve) -> float:
+    late = [bits for step, bits in zip(dense.steps, dense.bits)
+            if step >= _TARGET_SHARE * dense.steps[-1]]
+    if not late or not math.isfinite(late[0]):
+        return math.nan
+    return math.ceil(late[0] * _TARGET_PARTS) / _TARGET_PARTS
+
+
+def _times(mine: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
+           options: Namespace) -> Row:
+    """Return how long settled steps are. Ratios are medians over seeds, which lie close in time."""
+    def settled(one: Measurement) -> list[float]:
+        return one.readings["step"][options.settled:]
+
+    def over(other: str) -> float:
+        return timing.median([
+            timing.median(settled(one)) / timing.median(settled(reference))
+            for one, reference in zip(mine, trainings.get(other, []))
+            if settled(one) and settled(reference)])
+
+    seconds = [value for one in mine for value in settled(one)]
+    return {
+        "steps": min(len(one.readings["step"]) for one in mine),
+        "training_s": _mean([sum(one.readings["step"]) for one in mine]),
+        "median_ms": timing.median(seconds) * 1e3, "p95_ms": timing.p95(seconds) * 1e3,
+        "over_dense": over(DENSE), "over_alone": over(ALONE)}
+
+
+def _mean_costs(mine: Sequence[Measurement], dense: Sequence[Measurement]) -> Row:
+    """Return the bytes and seconds of a settled step."""
+    def mean(trainings: Sequence[Measurement], name: str) -> float:
+        values = [one.readings[name][0] for one in trainings if name in one.readings]
+        return _mean(values) if values else math.nan
+
+    def ratio(more: float, less: float) -> float:
+        return more / less if less else math.nan
+
+    on_wire = mean(mine, "host_bytes")
+    return {
+        "compression_ratio": ratio(mean(mine, "dense_bytes"), mean(mine, "sent_bytes")),
+        "wire_ratio": ratio(mean(dense, "host_bytes"), on_wire),
+        "wire_MiB": on_wire / 2 ** 20,
+        **{f"{name}_ms": mean(mine, f"{name}_s") * 1e3 for name in ("encode", "wire", "decode")}}
+
+
+def _accuracy(mine: Sequence[Measurement], dense: Curve, target: float) -> Row:
+    """Return how good the model became, and how soon; compared after equally many steps."""
+    curve = curve_of(mine)
+    ends = [one.readings["bits"][-1] for one in mine if one.readings["bits"]]
+    seconds = curve.seconds_to(target)
+    return {
+        "bits_per_byte": curve.bits[-1] if curve.bits else math.nan,
+        "bits_over_dense": _difference(curve, dense),
+        "spread_of_seeds": max(ends) - min(ends) if len(ends) > 1 else math.nan,
+        "target_bits": target,
+        "seconds_to_target": seconds,
+        "times_faster": dense.seconds_to(target) / seconds,
+        "curve_steps": curve.steps, "curve_s": curve.seconds, "curve_bits": curve.bits}
+
+
+def _difference(curve: Curve, dense: Curve) -> float:
+    """Return by how much a loss is above dense's, at the last step that both have seen."""
+    both = [step for step in curve.steps if step in dense.steps]
+    # Less than a ten thousandth of a bit means nothing; -0.0 + 0.0 is 0.0.
+    return round(curve.at(both[-1]) - dense.at(both[-1]), 4) + 0.0 if both else math.nan
+
+
+_COLUMNS = [
+    Column("reducer", -9), Column("steps", 5, 1), Column("median_ms", 9, 4),
+    Column("p95_ms", 7, 4), Column("over_dense", 6, 3, "/dense"),
+    Column("over_alone", 6, 3, "/alone"), Column("compression_ratio", 10, 3, "compressed"),
+    Column("wire_ratio", 7, 3, "on wire"), Column("encode_ms", 9, 3), Column("wire_ms", 7, 3),
+    Column("decode_ms", 9, 3), Column("bits_per_byte", 9, 4, "bits/byte"),
+    Column("bits_over_dense", 8, 2, "- dense"), Column("spread_of_seeds", 6, 2, "spread"),
+    Column("target_bits", 6, 4, "target"), Column("seconds_to_target", 9, 4, "reached s"),
+    Column("times_faster", 6, 3, "faster")]
+REDUCERS = Benchmark("reducers", _cases, measure, rows, _COLUMNS)

@@ -1,32 +1,14 @@
-"""Keeps what was measured, where and with what, and writes it as JSON and CSV."""
+"""Holds what was measured, and where and with what."""
 
-import contextlib
-import csv
-import datetime
-import importlib.metadata
 import json
 import os
-import platform
-import shlex
 import socket
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from ... import __version__
-from ...config import relevant_variables
-from ...errors import ConfigError
+from ..files import Environment, machine
 from .world import World
-
-Row = dict[str, Any]
-# A file, or what is open already, as standard output.
-Target = str | os.PathLike[str] | TextIO
-Environment = dict[str, Any]
-
-_PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
-             "cupy-cuda12x")
 
 
 @dataclass(frozen=True)
@@ -53,6 +35,23 @@ def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
     return list(found.values())
 
 
+def beside(found: Sequence[Measurement], *keys: str,
+           ) -> Iterator[tuple[Measurement, dict[str, Measurement]]]:
+    """Yield each measurement, with those of its case by contender.
+
+    Args:
+        keys: Of the labels that are equal in a case.
+    """
+    def case(measurement: Measurement) -> tuple[Any, ...]:
+        return tuple(measurement.labels[key] for key in keys)
+
+    cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
+    for measurement in found:
+        cases.setdefault(case(measurement), {})[measurement.labels["contender"]] = measurement
+    for measurement in found:
+        yield measurement, cases[case(measurement)]
+
+
 def environment(world: World) -> Environment:
     """Return everything about this run that may matter to whoever reads its numbers.
 
@@ -70,23 +69,6 @@ def environment(world: World) -> Environment:
     }
 
 
-def machine() -> Environment:
-    """Return what of that does not need MPI."""
-    versions = {name: _version(name) for name in _PACKAGES}
-    return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]),
-        "mpiring": __version__,
-        "python": platform.python_version(),
-        **{name: version for name, version in versions.items() if version},
-        "system": platform.platform(),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "variables": relevant_variables(),
-    }
-
-
 def _allowed_cores() -> list[int] | None:
     """Return the cores that this process may run on, where the system tells (Linux)."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
@@ -95,115 +77,3 @@ def _allowed_cores() -> list[int] | None:
 def _mpi_library(text: str) -> str:
     """Return name and version, from the first line of what an MPI library says of itself."""
     return " ".join(text.strip("\0").splitlines()[0].replace("Version:", "").split())
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu() -> str:
-    """Return the processor's name (Linux), or its kind."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-@contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make the system's errors ours, while a file is written.
-
-    Raises:
-        ConfigError: It cannot be written; says why.
-    """
-    try:
-        yield
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
-
-
-@contextlib.contextmanager
-def opened(path: Target) -> Iterator[TextIO]:
-    """Yield a new file; standard output, where that stands in the place of a path.
-
-    Raises:
-        ConfigError: It cannot be written; says why.
-    """
-    if not isinstance(path, str | os.PathLike):
-        yield path
-        return
-    with writing(path), open(path, "w", newline="") as file:
-        yield file
-
-
-def refuse_unwritable(path: Target) -> None:
-    """Raise if a file could not be written later; leave none where there is none.
-
-    Raises:
-        ConfigError: It cannot be written; says why.
-    """
-    if not isinstance(path, str | os.PathLike):
-        return
-    with writing(path):
-        new = not os.path.lexists(path)
-        open(path, "a").close()
-        if new:
-            os.unlink(path)
-
-
-def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
-    """Write rows and environment; a value that is missing is null."""
-    content = {"benchmark": benchmark, "environment": about,
-               "rows": [{key: _finite(value) for key, value in row.items()} for row in rows]}
-    with opened(path) as file:
-        file.write(json.dumps(content, indent=1) + "\n")
-
-
-def read_json(path: str) -> tuple[str, Environment, list[Row]]:
-    """Return benchmark, environment and rows as `write_json` has written them.
-
-    Args:
-        path: Of the file; "-" is standard input.
-
-    Raises:
-        ConfigError: It is no such file.
-    """
-    try:
-        content = json.loads(sys.stdin.read() if path == "-" else Path(path).read_text())
-        rows = [{key: _number(value) for key, value in row.items()} for row in content["rows"]]
-        return content["benchmark"], content["environment"], rows
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from exc
-    except (ValueError, KeyError, TypeError) as exc:
-        raise ConfigError(f"{path}: no file that --json has written ({exc!r})") from exc
-
-
-def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Write rows under a header, and above it the environment in lines that begin with #."""
-    with opened(path) as file:
-        for key, value in about.items():
-            text = value if isinstance(value, str) else json.dumps(value)
-            file.write(f"# {key}: {text}\n")
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows({key: "" if _finite(value) is None else value
-                          for key, value in row.items()} for row in rows)
-
-
-def _finite(value: Any) -> Any:
-    """Return None for NaN, which JSON does not know; also in lists."""
-    if isinstance(value, list):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and value != value else value
-
-
-def _number(value: Any) -> Any:
-    """Return NaN for None; also in lists."""
-    if isinstance(value, list):
-        return [_number(one) for one in value]
-    return float("nan") if value is None else value

@@ -1,35 +1,66 @@
 """Measures training steps of a NumPy model: alone, with mpiring, and with one call after each."""
 
-import random
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
 
+from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...numpy import DataParallel
+from ..arguments import checked, positive
+from ..files import Environment, Row
 from ..table import Column
-from . import timing
-from .command import Benchmark
-from .contenders import Contender, chosen
-from .inputs import WrongAnswerError
-from .memory import Growth
-from .results import Environment, Measurement, Row
+from ..units import parse_size
+from . import gradients, timing
+from .benchmark import Benchmark, run
+from .contenders import ALONE, ON_CPU, OURS, Contender, chosen
+from .options import (
+    declare_contenders, declare_device, declare_link, declare_models, declare_turns,
+    settle_contenders,
+)
+from .results import Measurement, beside
+from .torch_steps import TORCH_ON_CPU, TORCH_ON_GPU, TORCH_STEPS
 from .world import World
 
-ALONE = "compute only"
-OURS = "mpiring DataParallel"
-GLOO = "Gloo + PyTorch's DDP"
-
 _LEARNING_RATE = np.float32(1e-3)
-# Gradients come from sums of float32 in another order.
-_TOLERANCE = 1e-4
-_WARM_BYTES = 1 << 20
 
 Gradients = Mapping[str, Array]
-Action = Callable[[], object]
-Readings = dict[str, list[float]]
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options, also of the steps of PyTorch models."""
+    declare_device(parser)
+    parser.add_argument("--framework", choices=("numpy", "torch"), default="numpy",
+                        help="default: numpy")
+    parser.add_argument("--batch", type=positive,
+                        help="per rank; default: 64, with PyTorch one for each model")
+    parser.add_argument("--bucket", type=checked(parse_size),
+                        help="bytes that are fused into a message; default: 4MiB, with PyTorch "
+                             "what DataParallel and DDP have by themselves")
+    parser.add_argument("--calls", type=positive, default=5, help="steps per round; default: 5")
+    numpy = parser.add_argument_group("with --framework numpy: a multilayer perceptron")
+    numpy.add_argument("--width", type=positive, default=1024, help="default: 1024")
+    numpy.add_argument("--layers", type=positive, default=3, help="default: 3")
+    torch = parser.add_argument_group("with --framework torch")
+    declare_models(torch)
+    declare_link(torch)
+    declare_turns(parser)
+    declare_contenders(parser)
+    parser.set_defaults(action=_run)
+
+
+def _run(options: Namespace) -> int:
+    if options.framework == "torch":
+        settle_contenders(options, options.device, TORCH_ON_CPU, TORCH_ON_GPU)
+        return run(TORCH_STEPS, options)
+    if options.device != "cpu":
+        raise ConfigError("--device cuda needs --framework torch")
+    settle_contenders(options, "cpu", ON_CPU, ())
+    options.batch = options.batch or 64
+    options.bucket = options.bucket or 4 << 20
+    return run(STEPS, options)
 
 
 class Network:
@@ -142,12 +173,13 @@ def _after_backward(contender: Contender, network: Network, flat: Array, size: i
     return _Variant(f"{contender.name} after backward", network, combine, lambda: views)
 
 
+def _network(world: World, options: Namespace) -> Network:
+    return Network(options.width, options.layers, options.batch, world.rank)
+
+
 def _makers(world: World, options: Namespace) -> list[Callable[[], _Variant]]:
     """Return what makes the variants; their parameters exist already, and gradients but ours."""
-    def network() -> Network:
-        return Network(options.width, options.layers, options.batch, world.rank)
-
-    alone = network()
+    alone = _network(world, options)
     length = sum(value.size for value in alone.params.values())
     flat = world.comm.empty(length, np.float32)
     # Written to, so that it has memory of its own.
@@ -155,37 +187,10 @@ def _makers(world: World, options: Namespace) -> list[Callable[[], _Variant]]:
     views = _views(np.ones(length, np.float32), alone.params)
     return [
         partial(_Variant, ALONE, alone, lambda: None, lambda: views),
-        partial(_while_computing, world, network(), options.bucket),
-        *(partial(_after_backward, contender, network(), flat, world.size) for contender in chosen(
-            world, options.contenders, ["auto"], options.interface)),
+        partial(_while_computing, world, _network(world, options), options.bucket),
+        *(partial(_after_backward, contender, _network(world, options), flat, world.size)
+          for contender in chosen(world, options.contenders, ["auto"], options.interface)),
     ]
-
-
-def warm_up(world: World) -> None:
-    """Take the memory that a process's first messages cost, whoever sends them.
-
-    Collective: yes. Blocking: yes.
-    """
-    few, many = np.ones(world.size), np.ones(world.size * _WARM_BYTES // 8)
-    world.comm.iallreduce(few).wait()
-    world.comm.allreduce(few)
-    world.raw.Alltoall(many, np.empty_like(many))
-
-
-def _begun(world: World, make: Callable[[], _Variant], right: Mapping[str, Array],
-           ) -> tuple[_Variant, float]:
-    """Make and check a variant; return it, and the bytes that it has beyond the gradients."""
-    growth = Growth(world.comm.local_size)
-    variant = make()
-    # The first step of all starts from the same weights, so that it can be checked.
-    variant.step()
-    if variant.name != ALONE:
-        check(world, variant.name, variant.gradients(), right)
-    variant.step()
-    growth.forget_peak()
-    variant.communicate()
-    variant.communicate()
-    return variant, world.slowest([growth.most_bytes() - variant.own_bytes])[0]
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -194,125 +199,45 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     right = _mean_gradients(world, options)
-    warm_up(world)
-    begun = [_begun(world, make, right) for make in _makers(world, options)]
-    actions = {variant.name: {"step": variant.step} for variant, _ in begun}
-    readings: dict[str, Readings] = {}
-    for count, readings in enumerate(in_turns(world, options, actions), 1):
-        if count < options.rounds:
-            yield []
-    for variant, extra in begun:
-        readings[variant.name]["extra_bytes"] = [extra]
+    world.warm_up()
+    begun = [gradients.begun(world, make, right, _Variant.communicate)
+             for make in _makers(world, options)]
+    readings = yield from timing.in_turns(
+        world, options, {variant.name: {"step": variant.step} for variant, _ in begun})
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
-    yield [Measurement({**labels, "contender": name}, found) for name, found in readings.items()]
-
-
-def in_turns(world: World, options: Namespace, subjects: Mapping[str, Mapping[str, Action]],
-             prepare: Action = lambda: None,
-             stopwatch: timing.Stopwatch = timing.by_clock) -> Iterator[dict[str, Readings]]:
-    """Time what each subject does, in rounds of random order; yield all readings in each round.
-
-    Args:
-        subjects: Their actions, by name; each is called once in a round before it is timed.
-        prepare: Is called before each timed call.
-        stopwatch: See `timing.timed`.
-
-    Collective: yes. Blocking: yes.
-    """
-    readings: dict[str, Readings] = {
-        name: {kind: [] for kind in actions} for name, actions in subjects.items()}
-    dice = random.Random(options.seed)
-    for _ in range(options.rounds):
-        for name in dice.sample(list(subjects), len(subjects)):
-            for kind, action in subjects[name].items():
-                action()
-                readings[name][kind] += timing.timed(
-                    world, action, options.calls, prepare=prepare, stopwatch=stopwatch)
-        yield readings
+    yield [Measurement({**labels, "contender": variant.name}, {
+        **readings[variant.name], "extra_bytes": [peak - variant.own_bytes]})
+        for variant, peak in begun]
 
 
 def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
     """Return the means over ranks of the first step's gradients, in float64."""
-    network = Network(options.width, options.layers, options.batch, world.rank)
+    network = _network(world, options)
     mine = {name: np.empty_like(value) for name, value in network.params.items()}
     network.backward(mine, lambda name: None)
-    return means_over_ranks(world, mine)
-
-
-def means_over_ranks(world: World, mine: Mapping[str, Array]) -> dict[str, Array]:
-    """Return the means of all ranks' arrays, in float64, by MPI.
-
-    Collective: yes. Blocking: yes.
-    """
-    means = {}
-    for name, value in mine.items():
-        means[name] = value.astype(np.float64, order="C") / world.size
-        world.raw.Allreduce(world.mpi.IN_PLACE, means[name], op=world.mpi.SUM)
-    return means
-
-
-def check(world: World, contender: str, found: Mapping[str, Array],
-          right: Mapping[str, Array]) -> None:
-    """Raise on all ranks if on any of them a gradient is not the mean.
-
-    Raises:
-        WrongAnswerError: One differs by more than rounding does.
-
-    Collective: yes. Blocking: yes.
-    """
-    rank, wrong = first_wrong(world, found, right)
-    if wrong:
-        raise WrongAnswerError(f"{contender} on rank {rank}: the gradients {wrong} are not the "
-                               f"means over ranks")
-
-
-def first_wrong(world: World, found: Mapping[str, Array], right: Mapping[str, Array],
-                ) -> tuple[int, list[str]]:
-    """Return the lowest rank on which arrays differ from others, and their names, if there is one.
-
-    Collective: yes. Blocking: yes.
-    """
-    wrong = [name for name, value in right.items() if not close_to(found[name], value)]
-    return next(filter(lambda one: one[1], enumerate(world.raw.allgather(wrong))), (0, []))
-
-
-def close_to(value: Array, right: Array) -> bool:
-    """Return whether arrays differ by no more than rounding, at the size of the largest number."""
-    return np.allclose(value, right, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(right).max())
+    return gradients.means_over_ranks(world, mine)
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each variant, compared with the compute alone at its thread level."""
-    alone = {measurement.labels["thread_level"]: timing.median(measurement.readings["step"])
-             for measurement in found if measurement.labels["contender"] == ALONE}
     table = []
-    for measurement in found:
+    for measurement, case in beside(found, "thread_level"):
         seconds, labels = measurement.readings["step"], measurement.labels
         median = timing.median(seconds)
         table.append({
             **labels,
-            "steps": len(seconds),
-            "median_ms": median * 1e3,
-            "p95_ms": timing.p95(seconds) * 1e3,
+            **timing.summary(seconds),
             "samples_per_s": labels["batch"] * about["ranks"] / median,
             "extra_MiB": max(measurement.readings["extra_bytes"]) / 2 ** 20,
-            "efficiency_percent": 100 * alone[labels["thread_level"]] / median,
+            "efficiency_percent": 100 * timing.median(case[ALONE].readings["step"]) / median,
         })
     return table
 
 
-def columns(several_levels: bool) -> list[Column]:
-    """Return the columns of the table."""
-    level = [Column("thread_level", "threads", -10)] if several_levels else []
-    return [
-        Column("parameters", "parameters", 10), Column("batch", "batch", 6),
-        Column("contender", "training step", -32), *level,
-        Column("median_ms", "median ms", 10, 4), Column("p95_ms", "p95 ms", 10, 4),
-        Column("samples_per_s", "samples/s", 10, 4),
-        Column("efficiency_percent", "efficiency %", 12, 3),
-        Column("extra_MiB", "extra MiB", 9, 3),
-    ]
-
-
-STEPS = Benchmark("steps", lambda options: int(options.rounds), measure, rows, columns)
+_COLUMNS = [
+    Column("parameters", 10), Column("batch", 6), Column("contender", -32, title="training step"),
+    Column("thread_level", -10, title="threads"), Column("median_ms", 10, 4),
+    Column("p95_ms", 10, 4), Column("samples_per_s", 10, 4, "samples/s"),
+    Column("efficiency_percent", 12, 3, "efficiency %"), Column("extra_MiB", 9, 3)]
+STEPS = Benchmark("steps", lambda options: int(options.rounds), measure, rows, _COLUMNS)

@@ -1,20 +1,23 @@
-"""Times calls: the one place that looks at the clock, and what is made of its readings."""
+"""Times calls, and summarises their seconds."""
 
 import gc
 import math
+import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from argparse import Namespace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 from ...gpu.base import Event
 
 # So many calls per case and round are measured at least, and at most.
 _FEWEST, _MOST = 2, 200
-
-
+Action = Callable[[], object]
 # Returns the seconds that an action takes.
-Stopwatch = Callable[[Callable[[], object]], float]
+Stopwatch = Callable[[Action], float]
+# Seconds, by what was timed.
+Readings = dict[str, list[float]]
 
 
 class Ranks(Protocol):
@@ -27,7 +30,7 @@ class Ranks(Protocol):
         """Return for each place the largest of the ranks' values."""
 
 
-def by_clock(action: Callable[[], object]) -> float:
+def by_clock(action: Action) -> float:
     """Return the seconds that an action takes."""
     began = time.perf_counter()
     action()
@@ -40,8 +43,8 @@ def finish(event: Event) -> None:
         pass
 
 
-def timed(ranks: Ranks, action: Callable[[], object], calls: int, *,
-          prepare: Callable[[], object] = lambda: None, every: int = 1,
+def timed(ranks: Ranks, action: Action, calls: int, *,
+          prepare: Action = lambda: None, every: int = 1,
           stopwatch: Stopwatch = by_clock) -> list[float]:
     """Return the seconds that each of several calls took on its slowest rank.
 
@@ -70,6 +73,35 @@ def timed(ranks: Ranks, action: Callable[[], object], calls: int, *,
     return ranks.slowest(seconds)
 
 
+def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[str, Action]],
+             prepare: Action = lambda: None, stopwatch: Stopwatch = by_clock,
+             ) -> Generator[list[Any], None, dict[str, Readings]]:
+    """Time what each subject does, in rounds of random order; return the readings.
+
+    Yields an empty list between rounds, as a benchmark's `measure` does.
+
+    Args:
+        options: `rounds`, `calls` in each, and the `seed` of the orders.
+        subjects: Their actions, by name; each is called once in a round before it is timed.
+        prepare: Called before each timed call.
+        stopwatch: See `timed`.
+
+    Collective: yes. Blocking: yes.
+    """
+    readings: dict[str, Readings] = {
+        name: {kind: [] for kind in actions} for name, actions in subjects.items()}
+    dice = random.Random(options.seed)
+    for count in range(options.rounds):
+        if count:
+            yield []
+        for name in dice.sample(list(subjects), len(subjects)):
+            for kind, action in subjects[name].items():
+                action()
+                readings[name][kind] += timed(
+                    ranks, action, options.calls, prepare=prepare, stopwatch=stopwatch)
+    return readings
+
+
 def calls_within(budget_s: float, call_s: float) -> int:
     """Return how many calls of a length are worth making within a budget."""
     return min(_MOST, max(_FEWEST, int(budget_s / max(call_s, 1e-9))))
@@ -83,6 +115,11 @@ def median(values: Sequence[float]) -> float:
 def p95(values: Sequence[float]) -> float:
     """Return the smallest value that at least 95 % do not exceed; NaN of nothing."""
     return sorted(values)[math.ceil(0.95 * len(values)) - 1] if values else math.nan
+
+
+def summary(seconds: Sequence[float]) -> dict[str, float]:
+    """Return how many steps were timed, and their median and 95th percentile in milliseconds."""
+    return {"steps": len(seconds), "median_ms": median(seconds) * 1e3, "p95_ms": p95(seconds) * 1e3}
 
 
 def over(mine: Sequence[float], theirs: Sequence[float], calls: int) -> float:

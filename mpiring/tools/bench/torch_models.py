@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from ...memory.arrays import Array
 from ...torch import DataParallel, device_for, share_cores
-from ...torch.prefetching import refuse_missing
+from ...torch.devices import refuse_missing
 from . import peers, timing
-from .steps import ALONE, GLOO, OURS
+from .contenders import ALONE, GLOO, OURS
 from .world import World
 
 BACK_END = "mpiring + PyTorch's DDP"

@@ -5,8 +5,8 @@ import sys
 import time
 from typing import Any
 
-from ...config import launched_rank, launched_size, launcher_of
-from ..bench.options import above_zero
+from ...launch.environment import launched_rank, launched_size, launcher_of
+from ..arguments import above_zero
 from . import gather, gpu, launch, library, memory, network, packages, processors, survival
 from .child import examined
 from .examine import examine

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...config import launcher_of
+from ...launch.environment import launcher_of
 
 # How libraries and launchers name themselves, the more special first: several are MPICH within.
 _VENDORS = {
@@ -167,7 +167,7 @@ class Rank:
         versions: Of packages, by name; those that are not installed are missing.
         thread_level: That MPI has given; "" while it is not started.
         start_method: Of Python's multiprocessing.
-        variables: From `config.launch_variables`.
+        variables: From `launch.environment.launch_variables`.
         settings_error: Why `Config()` refuses the variables, or "".
     """
 

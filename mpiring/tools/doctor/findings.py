@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from ...text import ranks_text
 from .facts import Job
 
 VERDICTS = OK, NOTE, WARNING, PROBLEM = ("ok", "note", "warning", "problem")
@@ -62,23 +63,6 @@ def place(ranks: Sequence[int], job: Job) -> str:
     return ", ".join(parts[:_MOST_HOSTS]) + (f" and {rest} more nodes" if rest > 0 else "")
 
 
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return "rank 3", "ranks 4-7" or "ranks 0,2,4-7"."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    text = ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank{'s' * (len(ranks) > 1)} {text}"
-
-
 def worst(findings: Iterable[Finding]) -> str:
     """Return the gravest verdict; "ok" where there is none."""
     return max((finding.verdict for finding in findings), key=VERDICTS.index, default=OK)
-
-
-def count(number: int, noun: str) -> str:
-    """Return "1 rank" or "4 ranks"."""
-    return f"{number} {noun}{'s' * (number != 1)}"

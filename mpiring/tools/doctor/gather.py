@@ -16,8 +16,9 @@ import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ...config import Config, launch_variables, unknown_variables
+from ...config import Config, unknown_variables
 from ...errors import ConfigError
+from ...launch.environment import launch_variables
 from ...launch.start import find_mpiexec
 from .facts import Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm
 

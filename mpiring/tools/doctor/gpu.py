@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from ...text import count
 from .facts import Gpus, Job, Rank
-from .findings import NOTE, OK, WARNING, Finding, count
+from .findings import NOTE, OK, WARNING, Finding
 
 TITLE = "GPUs"
 

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
-from ...config import launcher_of, launchers
+from ...launch.environment import launcher_of, launchers
+from ...text import ranks_on_nodes
 from .facts import ENDING, STARTING, Failure, Job, Rank, is_foreign
-from .findings import NOTE, OK, PROBLEM, WARNING, Finding, count
+from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 from .memory import shm_is_short
 
 TITLE = "Launch"
@@ -112,7 +113,7 @@ def _world(job: Job) -> Finding:
     sizes = [len(ranks) for ranks in job.nodes().values()]
     each = (f"{sizes[0]} on each" if len(set(sizes)) == 1 else
             f"{min(sizes)} to {max(sizes)} on each")
-    text = f"{count(job.size, 'rank')} on {count(len(sizes), 'node')}"
+    text = ranks_on_nodes(job.size, len(sizes))
     if job.size > 1:
         text += f", {each}"
     if len(set(sizes)) > 1:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ...config import launcher_of
+from ...launch.environment import launcher_of
 from .facts import Job, Library, Rank, related, vendor_of, version_of
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from ...text import count
 from .facts import Job, Rank
-from .findings import NOTE, OK, PROBLEM, WARNING, Finding, count
+from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 
 TITLE = "Memory and processes"
 

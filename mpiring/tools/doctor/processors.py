@@ -3,8 +3,9 @@
 import math
 from collections.abc import Iterator, Sequence
 
+from ...text import count
 from .facts import Job, Rank
-from .findings import NOTE, OK, WARNING, Finding, count
+from .findings import NOTE, OK, WARNING, Finding
 
 TITLE = "Processors"
 

@@ -5,8 +5,9 @@ import json
 from collections.abc import Sequence
 
 from ... import __version__
+from ...text import count
 from .facts import Job
-from .findings import OK, VERDICTS, Section, count, place, worst
+from .findings import OK, VERDICTS, Section, place, worst
 
 _WIDTH = max(map(len, VERDICTS))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ...config import launcher_of
+from ...launch.environment import launcher_of
 from .facts import Job
 from .findings import NOTE, OK, Finding
 

@@ -10,7 +10,7 @@ from ...collectives import direct, hierarchical, ring, shared
 from ...memory.arrays import Array, slice_of
 from ...operations.model import Curve, Model
 from ...operations.select import choose
-from ...simulated.folded import cyclic, pairwise
+from ...simulated.symmetry import cyclic, pairwise
 from ...simulated.network import SimulatedNetwork
 from ...simulated.node import SimulatedMemory
 from ...simulated.prices import PricedCombine, ghost
@@ -30,7 +30,7 @@ class Prediction:
 
     Attributes:
         seconds: Of one call.
-        how: "stepped": all ranks were run; "folded": one node's, as all do the same.
+        how: "stepped": all ranks were run; "symmetry": one node's, as all do the same.
     """
 
     seconds: float
@@ -153,7 +153,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> P
     n = math.ceil(nbytes / DTYPE.itemsize)
     network = cluster.network(symmetry, in_python=algorithm.in_python)
     memory = SimulatedMemory(network, barrier_s=cluster.barrier_s,
-                             desk_bytes=hierarchical.SHORT_BYTES)
+                             slot_bytes=hierarchical.SHORT_BYTES)
     operation, last = 0, False
     while not last:
         last = cluster.nodes == 1 or network.bytes_between[0] >= _BURSTS * cluster.burst_bytes
@@ -166,7 +166,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> P
 
         network.run(program)
         operation += 1
-    return Prediction(network.time_s - began_s, "stepped" if symmetry is None else "folded")
+    return Prediction(network.time_s - began_s, "stepped" if symmetry is None else "symmetry")
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:

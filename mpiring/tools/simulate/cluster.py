@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...simulated.folded import FoldedNetwork
+from ...simulated.symmetry import SymmetricNetwork
 from ...simulated.network import SimulatedNetwork
 from ...simulated.prices import Link
 
@@ -85,5 +85,5 @@ class Cluster:
             return SimulatedNetwork(
                 self.ranks, ranks_per_node=self.ranks_per_node, payload=False,
                 between=between, within=within, overhead_s=overhead_s, cores=self.cores)
-        return FoldedNetwork(self.nodes, self.ranks_per_node, symmetry,
-                             between=between, within=within, overhead_s=overhead_s)
+        return SymmetricNetwork(self.nodes, self.ranks_per_node, symmetry,
+                                between=between, within=within, overhead_s=overhead_s)

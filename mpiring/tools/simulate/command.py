@@ -8,23 +8,22 @@ from dataclasses import replace
 from ... import __version__
 from ...errors import ConfigError
 from .. import table
-from ..bench import results
-from ..bench.command import check_files, report
-from ..bench.results import Environment, Row
+from ..files import Environment, Row, read_json
+from ..reporting import check_files, report
 from ..table import Column
 from ..units import size_text
 from .algorithms import ALGORITHMS, predict, selected
 from .cluster import Cluster
 
 _COLUMNS = [
-    Column("nodes", "nodes", 6), Column("ranks", "ranks", 7), Column("algorithm", "algorithm", -12),
-    Column("ms", "time ms", 10, 4), Column("limit_ms", "limit ms", 10, 4),
-    Column("efficiency_percent", "efficiency %", 12, 3), Column("how", "how", -7),
-    Column("choice", "", -4)]
+    Column("nodes", 6), Column("ranks", 7), Column("algorithm", -12),
+    Column("ms", 10, 4, "time ms"), Column("limit_ms", 10, 4),
+    Column("efficiency_percent", 12, 3, "efficiency %"), Column("how", -8),
+    Column("choice", -4, title="")]
 _AGAINST = [
-    Column("nodes", "nodes", 6), Column("ranks", "ranks", 7), Column("size", "size", 9),
-    Column("contender", "contender", -14), Column("ms", "predicted ms", 12, 4),
-    Column("measured_ms", "measured ms", 12, 4), Column("ratio", "pred/meas", 9, 3)]
+    Column("nodes", 6), Column("ranks", 7), Column("size", 9),
+    Column("contender", -14), Column("ms", 12, 4, "predicted ms"),
+    Column("measured_ms", 12, 4), Column("ratio", 9, 3, "pred/meas")]
 # What `bench allreduce` calls the algorithms.
 _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
@@ -112,7 +111,7 @@ def _cores(about: Environment) -> int:
 
 def _against(path: str, usual: Cluster) -> list[Row]:
     """Return a prediction beside each median that a benchmark has measured."""
-    benchmark, about, measured = results.read_json(path)
+    benchmark, about, measured = read_json(path)
     if benchmark != "allreduce" or about["ranks"] % about["nodes"]:
         raise ConfigError(f"{path}: {benchmark} of {about['ranks']} ranks on {about['nodes']} "
                           f"nodes; expected a `bench allreduce` with equally many on each")

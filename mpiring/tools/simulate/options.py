@@ -2,7 +2,8 @@
 
 import argparse
 
-from ..bench.options import above_zero, checked, positive
+from .. import reporting
+from ..arguments import above_zero, checked, positive
 from ..units import parse_rate, parse_size, parse_time
 from .cluster import Cluster
 from .command import run
@@ -10,7 +11,7 @@ from .command import run
 _DESCRIPTION = """\
 Predicts the time of an allreduce on a cluster that is not here, by running the real
 algorithms on a simulated network, without data and on a virtual clock. Where all nodes
-do the same ("folded"), one of them is run, and stands for all; else all ranks are
+do the same ("symmetry"), one of them is run, and stands for all; else all ranks are
 ("stepped"). MPI's own allreduce is a model of what MPICH does.
 
 efficiency = byte limit / time. Between N nodes the limit is what each node's network
@@ -60,9 +61,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
                        help="of a barrier in a node's memory; default: 3us")
     parser.add_argument("--against", metavar="FILE.json",
                         help="compare with what `bench allreduce --json` has measured")
-    parser.add_argument("--json", metavar="FILE", help="write the predictions; -: to stdout alone")
-    parser.add_argument("--csv", metavar="FILE", help="write the predictions; -: to stdout alone")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw them (needs matplotlib)")
+    reporting.declare(parser, "the predictions")
 
 
 def _counts(text: str) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...text import ranks_on_nodes
 
 Event = dict[str, Any]
 
@@ -71,10 +72,10 @@ class JobTrace:
     @property
     def caption(self) -> str:
         """What a reader of its numbers must know."""
-        nodes, size = len({rank.node for rank in self.ranks}), self.ranks[0].size
+        nodes = len({rank.node for rank in self.ranks})
         error = max(rank.error_us for rank in self.ranks)
-        return (f"job {self.name}: {size} rank{'s' * (size != 1)} on {nodes} "
-                f"node{'s' * (nodes != 1)}, clocks within {error:.0f} µs")
+        return (f"job {self.name}: {ranks_on_nodes(self.ranks[0].size, nodes)}, "
+                f"clocks within {error:.0f} µs")
 
 
 def open_job(folder: str, wanted: str | None) -> JobTrace:

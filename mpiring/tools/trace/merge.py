@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...record.trace_file import PROGRAM
-from ..bench.results import opened
+from ..files import opened
 from .files import Event, RankTrace, open_job
 from .report import warn
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..bench import plot
+from ..picture import picture
 from .budget import Activity, Budget, Key, Operation, Span, Step, Wait, idle_part, union
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Seq
         step: The number of the step that is drawn.
         last_called: When the last rank called each operation.
 
-    Raises: as plot.picture.
+    Raises: as picture.
     """
     drawn = [_Timeline(activity, step, last_called) for activity in activities]
     lanes = sum(len(one.lanes) for one in drawn)
     heights = [_FRAME_INCHES + _BAR_INCHES * len(budgets), _FRAME_INCHES + _LANE_INCHES * lanes]
-    with plot.picture(path, heights, 1, caption) as ((above,), (below,)):
+    with picture(path, heights, 1, caption) as ((above,), (below,)):
         _bars(above, budgets)
         _lanes(below, drawn, step)
 

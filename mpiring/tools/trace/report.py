@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import ConfigError
 from .. import table
-from ..bench import plot
-from ..bench.results import Row, refuse_unwritable
+from ..files import Row, refuse_unwritable
+from ..picture import refuse_undrawable
 from ..table import Column
 from ..units import size_text
 from . import picture
@@ -20,14 +20,14 @@ from .budget import (
 from .files import JobTrace, open_job
 
 _BUDGET = [
-    Column("rank", "rank", -5), Column("steps", "steps", 6), Column("step", "step ms", 9, 4),
-    Column("compute", "compute ms", 11, 4), Column("exposed", "exposed ms", 11, 3),
-    Column("idle", "idle ms", 8, 3), Column("hidden", "hidden ms", 10, 3),
-    Column("hidden_percent", "hidden %", 9, 3)]
+    Column("rank", -5), Column("steps", 6), Column("step", 9, 4, "step ms"),
+    Column("compute", 11, 4, "compute ms"), Column("exposed", 11, 3, "exposed ms"),
+    Column("idle", 8, 3, "idle ms"), Column("hidden", 10, 3, "hidden ms"),
+    Column("hidden_percent", 9, 3, "hidden %")]
 _OPERATIONS = [
-    Column("name", "operation", -24), Column("algorithm", "algorithm", -13),
-    Column("size", "size", 9), Column("count", "count", 7), Column("took", "took ms", 9, 3),
-    Column("exposed", "exposed ms", 11, 3), Column("idle", "idle ms", 8, 3)]
+    Column("name", -24, title="operation"), Column("algorithm", -13),
+    Column("size", 9), Column("count", 7), Column("took", 9, 3, "took ms"),
+    Column("exposed", 11, 3, "exposed ms"), Column("idle", 8, 3, "idle ms")]
 # More ranks, and more kinds of operations, are not printed one by one.
 _MOST_RANKS, _MOST_OPERATIONS = 32, 8
 
@@ -44,7 +44,7 @@ def run(options: Namespace) -> int:
     job = open_job(options.folder, options.job)
     if options.plot:
         refuse_unwritable(options.plot)
-        plot.refuse_undrawable(options.plot)
+        refuse_undrawable(options.plot)
     warn(job)
     last_called = last_calls(job)
     kept = _Kept(options.step)

@@ -14,9 +14,7 @@ from ...communicator import Communicator
 from ...errors import ConfigError
 from ...operations.agreement import Call
 from ...operations.model import Model
-from ...operations.operation import Collectives
 from ...reducers import Cast, Compressor, Int8, Mean, OneBit, PowerSGD, Reducer, TopK
-from ...transport.base import Schedule
 from ..table import Column, head, line, significant
 from ..units import size_text
 
@@ -42,9 +40,9 @@ _REDUCERS: Sequence[tuple[str, int, Callable[[], Compressor]]] = (
     ("OneBit()", 2, lambda: OneBit(warmup_steps=0)),
     ("TopK(0.001)", 2, lambda: TopK(0.001)))
 _COLUMNS = (
-    Column("name", "reducer", -16), Column("sent", "MB sent/rank", 12, 3),
-    Column("ratio", "ratio", 6, 3), Column("codec", "encode+decode ms", 16, 3),
-    Column("wire", "wire ms", 8, 3))
+    Column("name", -16, title="reducer"), Column("sent", 12, 3, "MB sent/rank"),
+    Column("ratio", 6, 3), Column("codec", 16, 3, "encode+decode ms"),
+    Column("wire", 8, 3, "wire ms"))
 _WIDTH = 100
 _LOSSES = (
     "All of these change gradients. Casts change them least: a rounding to 16 bits. Int8 rounds "
@@ -202,8 +200,8 @@ def report(work: Workload, dense: Prediction, others: Sequence[Prediction]) -> s
     """Return a table of predictions, and what follows from it."""
     compute_s, matrix = work.compute_s, "x".join(map(str, work.matrix))
     given = "" if compute_s is None else f", {_ms(compute_s)} ms of computing a step"
-    columns = [*_COLUMNS, Column("total", "comm. ms" if compute_s is None else "step ms", 8, 3),
-               Column("of_dense", "/dense", 6, 2)]
+    columns = [*_COLUMNS, Column("total", 8, 3, "comm. ms" if compute_s is None else "step ms"),
+               Column("of_dense", 6, 2, "/dense")]
     lines = [f"Compression, predicted for {size_text(work.nbytes)} of float32 gradients in "
              f"{matrix} matrices{given}", "", head(columns)]
     dense_s = dense.step_s(compute_s or 0.0)
@@ -226,7 +224,7 @@ def advise(comm: Communicator, model: Model, work: Workload) -> str:
 
     Collective: yes. Blocking: yes.
     """
-    nodes = _nodes_of(comm)
+    nodes = comm.memory_groups
     if len(nodes) == 1:
         return ("All ranks share one node's memory: nothing is sent between nodes, so Reducers "
                 "have nothing to compress, and take the plain mean.")
@@ -332,15 +330,6 @@ def _codec_s(reducer: Reducer) -> float:
     if not isinstance(reducer, Compressor):
         return 0.0
     return reducer.cost.encode_s + reducer.cost.decode_s
-
-
-def _nodes_of(comm: Communicator) -> Sequence[Sequence[int]]:
-    """Return the ranks that share a memory, for each memory."""
-    def found(collectives: Collectives) -> Schedule[Sequence[Sequence[int]]]:
-        yield from collectives.barrier()
-        return collectives.nodes
-
-    return comm.submit(Call("nodes"), found).wait()
 
 
 def _ms(seconds: float) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from ...communicator import Communicator, init
 from ...errors import ConfigError
 from ...operations.model import Model
-from ..bench.options import above_zero, checked
+from ..arguments import above_zero, checked
 from ..units import parse_size, size_text
 from .advice import Workload, advise, parse_matrix
 

@@ -11,10 +11,9 @@ import pytest
 from launching import HANG_S, PROGRAMS, ROOT, environment, launch, mpiexec, needed
 
 from mpiring.__main__ import main
-from mpiring.tools.bench import inputs, jobs, peers, reducers
 from mpiring.config import ALGORITHMS
 from mpiring.errors import ConfigError
-from mpiring.transport.base import run_to_end
+from mpiring.tools.bench import inputs, jobs, peers, reducers
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
@@ -237,11 +236,8 @@ def test_reducers_in_a_job_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(("nodes", "warned"), [(1, True), (2, False)])
 def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog):
-    def submit(call, build):
-        collectives = SimpleNamespace(nodes=[(0, 1)] * nodes)
-        return SimpleNamespace(wait=lambda: run_to_end(build(collectives)))
-
-    world = SimpleNamespace(rank=0, size=2, comm=SimpleNamespace(submit=submit))
+    comm = SimpleNamespace(memory_groups=[[0, 1]] * nodes)
+    world = SimpleNamespace(rank=0, size=2, comm=comm)
     reducers._warn_where_nothing_is_compressed(world)
     assert ("all 2 ranks share one node's memory" in caplog.text) == warned
 

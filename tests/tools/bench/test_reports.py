@@ -11,14 +11,14 @@ import pytest
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.tools import table
+from mpiring.config import ALGORITHMS
+from mpiring.tools import files, plot, table
 from mpiring.tools.bench import (
-    allreduce, overlap, plot, reducers_table, results, steps, torch_steps, wire,
+    allreduce, contenders, overlap, reducers, results, steps, torch_steps, wire,
 )
 from mpiring.tools.bench.contenders import NATIVE
 from mpiring.tools.bench.results import Measurement
 from mpiring.tools.table import Column
-from mpiring.config import ALGORITHMS
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
@@ -78,7 +78,7 @@ def test_rows_of_an_overlap_and_of_steps():
     assert row["rounds"] == 3 and row["compute_ms"] == 2000 and row["total_ms"] == 4500
     labels = {"batch": 8, "thread_level": "multiple"}
     rows = steps.rows([
-        Measurement({**labels, "contender": steps.ALONE}, {"step": [0.1], "extra_bytes": [0]}),
+        Measurement({**labels, "contender": contenders.ALONE}, {"step": [0.1], "extra_bytes": [0]}),
         Measurement({**labels, "contender": "other"}, {"step": [0.4], "extra_bytes": [0, 3 << 20]}),
     ], ABOUT, OPTIONS)
     assert rows[1]["efficiency_percent"] == pytest.approx(25)
@@ -92,14 +92,14 @@ def of_torch(contender, step, communication=(0.1,), peak=0, model="mlp"):
         "step": step, "communication": list(communication), "peak_bytes": [peak]})
 
 
-TORCH = [of_torch(steps.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
-         of_torch(steps.OURS, [0.11, 0.11, 0.24, 0.24], [0.05, 0.05], peak=6 << 20),
-         of_torch(steps.GLOO, [0.2, 0.2, 0.32, 0.32], [0.1], peak=9 << 20)]
+TORCH = [of_torch(contenders.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
+         of_torch(contenders.OURS, [0.11, 0.11, 0.24, 0.24], [0.05, 0.05], peak=6 << 20),
+         of_torch(contenders.GLOO, [0.2, 0.2, 0.32, 0.32], [0.1], peak=9 << 20)]
 
 
 def test_rows_of_training_with_pytorch():
     options = Namespace(link_rate=2 ** 20 / 0.4, goodput=0.5)
-    found = [*TORCH, of_torch(steps.ALONE, [1, 1], model="convnet")]
+    found = [*TORCH, of_torch(contenders.ALONE, [1, 1], model="convnet")]
     alone, ours, gloo, other = torch_steps.rows(found, {**ABOUT, "nodes": 2}, options)
     assert alone["over_compute"] == alone["efficiency_percent"] / 100 == 1
     # The median of what two rounds show, of which the second was twice as slow.
@@ -136,7 +136,7 @@ REDUCED = [of_reducer("alone", 0.5), of_reducer("dense", 1.0, [7.0, 5.0, 4.0]),
 
 
 def test_rows_of_reducers():
-    alone, dense, topk, slow = reducers_table.rows(REDUCED, ABOUT, REDUCING)
+    alone, dense, topk, slow = reducers.rows(REDUCED, ABOUT, REDUCING)
     assert [row["seeds"] for row in (alone, dense, topk, slow)] == [2] * 4
     # Ratios are those of a seed, in which the machine was half as fast with the second one.
     assert alone["over_alone"] == dense["over_dense"] == 1 and dense["over_alone"] == 2
@@ -155,17 +155,17 @@ def test_rows_of_reducers():
 
 def test_rows_of_reducers_that_were_stopped_or_have_a_target():
     options = Namespace(settled=2, target_loss=5.25)
-    _, dense, topk, slow = reducers_table.rows(REDUCED, ABOUT, options)
+    _, dense, topk, slow = reducers.rows(REDUCED, ABOUT, options)
     assert dense["seconds_to_target"] == 16.5 and dense["times_faster"] == 1
     assert topk["seconds_to_target"] == 12.375 and topk["times_faster"] == pytest.approx(4 / 3)
     # As far as all its seeds have come, and there compared.
     assert slow["steps"] == 1 and slow["curve_steps"] == [1] and slow["bits_over_dense"] == 0
     assert slow["median_ms"] == 2000 and slow["over_dense"] == 2
-    (row,) = reducers_table.rows([of_reducer("dense", 1.0, [7.0, 5.0, 4.241])], ABOUT, REDUCING)
+    (row,) = reducers.rows([of_reducer("dense", 1.0, [7.0, 5.0, 4.241])], ABOUT, REDUCING)
     assert row["target_bits"] == 4.25, "rounded up"
-    (row,) = reducers_table.rows([of_reducer("dense", 1.0, [7.0, NAN, NAN])], ABOUT, REDUCING)
+    (row,) = reducers.rows([of_reducer("dense", 1.0, [7.0, NAN, NAN])], ABOUT, REDUCING)
     assert row["target_bits"] != row["target_bits"]
-    (row,) = reducers_table.rows([of_reducer("topk", 1.0, [8.0])], ABOUT, REDUCING)
+    (row,) = reducers.rows([of_reducer("topk", 1.0, [8.0])], ABOUT, REDUCING)
     assert row["bits_per_byte"] == 8
     for name in "over_dense", "bits_over_dense", "target_bits", "times_faster", "wire_ratio":
         assert row[name] != row[name]
@@ -207,7 +207,7 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
 
 
 def test_a_table():
-    columns = [Column("name", "name", -6), Column("value", "value", 7, 3)]
+    columns = [Column("name", -6), Column("value", 7, 3)]
     assert table.head(columns) == "name      value"
     assert table.line({"name": "a", "value": 1234.5}, columns) == "a         1,234"
     assert table.line({"name": "b", "value": NAN}, columns) == "b             -"
@@ -237,25 +237,25 @@ def test_readings_of_several_jobs_are_pooled():
 def test_json_comes_back_as_it_went(tmp_path):
     path = tmp_path / "result.json"
     rows = allreduce.rows(FOUND, ABOUT, OPTIONS)
-    results.write_json(path, "allreduce", ABOUT, rows)
+    files.write_json(path, "allreduce", ABOUT, rows)
     assert json.loads(path.read_text())["rows"][2]["median_us"] is None
-    benchmark, about, again = results.read_json(path)
+    benchmark, about, again = files.read_json(path)
     assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(rows))
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):
     missing = str(tmp_path / "missing" / "out.json")
     with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
-        results.read_json(missing)
-    for write in (lambda: results.write_json(missing, "allreduce", ABOUT, []),
-                  lambda: results.write_csv(missing, ABOUT, []),
-                  lambda: results.refuse_unwritable(missing)):
+        files.read_json(missing)
+    for write in (lambda: files.write_json(missing, "allreduce", ABOUT, []),
+                  lambda: files.write_csv(missing, ABOUT, []),
+                  lambda: files.refuse_unwritable(missing)):
         with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
             write()
     kept = tmp_path / "kept.json"
     kept.write_text("1")
-    results.refuse_unwritable(str(kept))
-    results.refuse_unwritable(str(tmp_path / "new.json"))
+    files.refuse_unwritable(str(kept))
+    files.refuse_unwritable(str(tmp_path / "new.json"))
     assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
 
 
@@ -264,12 +264,12 @@ def test_bad_json(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
-        results.read_json(path)
+        files.read_json(path)
 
 
 def test_csv(tmp_path):
     path = tmp_path / "result.csv"
-    results.write_csv(path, ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS))
+    files.write_csv(path, ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS))
     lines = path.read_text().splitlines()
     above = [line for line in lines if line.startswith("#")]
     assert "# cpu: A CPU" in above and len(above) == len(ABOUT)
@@ -284,14 +284,14 @@ def rows_of(benchmark):
                            for name in ("mpiring auto", "MPI_Allreduce"))]
         return allreduce.rows(found, ABOUT, OPTIONS)
     if benchmark == "reducers":
-        return reducers_table.rows(REDUCED, ABOUT, REDUCING)
+        return reducers.rows(REDUCED, ABOUT, REDUCING)
     if benchmark == "torch steps":
         return torch_steps.rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
         labels = {"bytes": 8, "contender": "Gloo", "compute": "numpy"}
         times = {"compute": [2.0], "communication": [1.0], "total": [2.25]}
         return overlap.rows([Measurement(labels, times)], ABOUT, OPTIONS)
-    labels = {"contender": steps.ALONE, "batch": 8, "thread_level": "multiple"}
+    labels = {"contender": contenders.ALONE, "batch": 8, "thread_level": "multiple"}
     return steps.rows([Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
 
 
@@ -307,6 +307,7 @@ def test_pictures(tmp_path, benchmark):
 
 
 def test_what_a_picture_shows():
+    assert set(plot.LIMITS) == contenders.LIMITS.keys()
     figure = needed("matplotlib.figure")
     time, bandwidth = axes = figure.Figure().subplots(1, 2)
     plot._curves(axes, rows_of("allreduce"))
@@ -348,9 +349,9 @@ def test_a_picture_of_reducers_tells_when_the_target_was_reached():
 
 def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
     path = tmp_path / "result.json"
-    results.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
+    files.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
     assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
-    _, _, (row,) = results.read_json(path)
+    _, _, (row,) = files.read_json(path)
     assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
 
 

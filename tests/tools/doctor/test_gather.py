@@ -8,7 +8,8 @@ import sys
 import pytest
 from launching import HANG_S, ROOT, environment
 
-from mpiring.config import launch_variables, launched_rank, unknown_variables
+from mpiring.config import unknown_variables
+from mpiring.launch.environment import launch_variables, launched_rank
 from mpiring.tools.doctor import child, gather, memory
 from mpiring.tools.doctor.facts import Device, Library
 from mpiring.tools.doctor.measure import rounds

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from mpiring.config import launcher_of
+from mpiring.launch.environment import launcher_of
 from mpiring.tools.doctor.command import SUBJECTS, judged
 from mpiring.tools.doctor.facts import (
     ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library, Memory, Mpirun, Pair,
     Processors, Rank, Slurm, related, vendor_of, version_of)
-from mpiring.tools.doctor.findings import Finding, merged, place, ranks_text
+from mpiring.tools.doctor.findings import Finding, merged, place
 from mpiring.tools.doctor.launch import right_launch
 from mpiring.tools.doctor.report import as_json, as_text
 
@@ -418,7 +418,6 @@ def test_findings_of_all_ranks_are_told_once_and_others_where():
 
 
 def test_places():
-    assert ranks_text([3]) == "rank 3" and ranks_text([0, 2, 4, 5, 6]) == "ranks 0,2,4-6"
     same = job(ranks(4, 2, host="vm"))
     assert place((1, 2, 3), same) == "rank 1 on vm (node 0), ranks 2-3 on vm (node 1)"
     assert place(range(12), job(ranks(12, 2))).endswith("ranks 6-7 on n4 and 2 more nodes")

@@ -1,4 +1,4 @@
-"""Tests the benchmark of what encodes on a GPU, on a simulated one."""
+"""Tests the benchmark of codecs on a simulated GPU."""
 
 import json
 from argparse import Namespace

@@ -1,52 +1,24 @@
-"""Draws what was measured; alone imports matplotlib."""
+"""Draws what `--json` writes."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import ConfigError, MissingDependencyError
-from ..table import ranks_text
-from ..units import size_text
-from .contenders import LIMITS
-from .results import Environment, Row, writing
+from ..errors import ConfigError
+from ..text import count, ranks_on_nodes
+from .files import Environment, Row
+from .picture import COLOURS, GREY, INCHES, curve_style, picture
+from .units import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, without the yellow, and two
-# more: as many as there are contenders.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555",
-            "#882255", "#000000")
-_GREY = _COLOURS[6]
-_MARKERS = "osD^vPX<>"
-_INCHES = (7.2, 3.4)
-_DPI = 200
 _MOST_LABELS = 6
 # Whose panels take the whole width.
 _WIDE = ("steps", "prefetch", "reducers")
 # Where times differ by more, their axis is logarithmic.
 _LINEAR_RANGE = 10
-_STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid": True,
-          "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
-          "axes.spines.top": False, "axes.spines.right": False}
-
-
-def refuse_undrawable(path: str) -> None:
-    """Raise if no picture of this name can be drawn.
-
-    Raises:
-        ConfigError: Its ending names no format that matplotlib knows.
-        MissingDependencyError: There is no matplotlib.
-    """
-    try:
-        import matplotlib.figure
-    except ImportError as exc:
-        raise MissingDependencyError("drawing needs matplotlib: pip install 'mpiring[bench]'"
-                                     ) from exc
-    known = matplotlib.figure.Figure().canvas.get_supported_filetypes()
-    if Path(path).suffix[1:].lower() not in known:
-        raise ConfigError(f"{path}: expected a name that ends in .{', .'.join(sorted(known))}")
+# Rows of `bench allreduce` that only show a limit.
+LIMITS = ("memory copy", "device copy", "pinned copies")
 
 
 def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
@@ -63,40 +35,10 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
         raise ConfigError(f"{path}: there is nothing to draw of {len(rows)} results of {benchmark}")
     panels = _panels(benchmark, rows)
     columns = 1 if benchmark in _WIDE else 2
-    with picture(path, [_INCHES[1]] * len(panels), columns, _caption(about)) as grid:
+    with picture(path, [INCHES[1]] * len(panels), columns, _caption(about)) as grid:
         for axes, (title, members) in zip(grid, panels.items()):
             _DRAW[benchmark](axes, members)
             axes[0].set_title(title, loc="left")
-
-
-@contextmanager
-def picture(path: str, heights: Sequence[float], columns: int, caption: str,
-            ) -> "Iterator[Sequence[Sequence[Axes]]]":
-    """Yield the panels of a picture, row by row, to be drawn on; then write it.
-
-    Args:
-        path: Its ending tells the format: .png, .pdf, .svg.
-        heights: Of each row, in inches.
-        columns: In each row.
-        caption: Stands above all.
-
-    Raises:
-        ConfigError: The file cannot be written.
-        MissingDependencyError: There is no matplotlib.
-    """
-    refuse_undrawable(path)
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-    with rc_context(_STYLE):
-        figure = Figure((_INCHES[0], sum(heights)), layout="constrained")
-        grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).tolist()
-        yield grid
-        handles, labels = grid[0][0].get_legend_handles_labels()
-        if handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(caption, fontsize=8)
-        with writing(path):
-            figure.savefig(path, dpi=_DPI)
 
 
 def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -107,7 +49,7 @@ def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
     if benchmark == "reducers":
         return _grouped(rows, lambda row: (
             f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, "
-            f"{row['seeds']} seed{'s' * (row['seeds'] != 1)}"))
+            f"{count(row['seeds'], 'seed')}"))
     if benchmark != "allreduce":
         return {"": list(rows)}
     memory = {"empty": "comm.empty", "private": "private memory"}
@@ -124,7 +66,8 @@ def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list
 def _caption(about: Environment) -> str:
     if "cluster" in about:
         return str(about["cluster"])
-    return f"{ranks_text(about)} · {about['cpu']} · {about['mpi_library'].split(',')[0]}"
+    ranks = ranks_on_nodes(about["ranks"], about["nodes"])
+    return f"{ranks} · {about['cpu']} · {about['mpi_library'].split(',')[0]}"
 
 
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -138,7 +81,7 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     for name, level in sorted(curves, key=lambda curve: (names.index(curve[0]), curve[1])):
         members, place = curves[name, level], names.index(name)
         look: dict[str, Any] = {
-            **_look(place), "label": f"{name} ({level})" if len(levels) > 1 else name,
+            **curve_style(place), "label": f"{name} ({level})" if len(levels) > 1 else name,
             "linestyle": ("-", ":")[levels.index(level) % 2],
             "linewidth": 2.2 if name == "mpiring auto" else 1.2}
         sizes = [row["bytes"] for row in members]
@@ -150,12 +93,6 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
         _label_sizes(panel, sorted({row["bytes"] for row in rows}))
     axes[0].set_ylabel("time of an allreduce (µs, median)")
     axes[1].set_ylabel("bus bandwidth (GB/s)")
-
-
-def _look(place: int) -> dict[str, Any]:
-    """Return colour and marker of a curve, by its place among all."""
-    return {"color": _COLOURS[place % len(_COLOURS)], "marker": _MARKERS[place % len(_MARKERS)],
-            "markersize": 3.5}
 
 
 def _ours_first(name: str) -> tuple[bool, str]:
@@ -197,12 +134,12 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     places = range(len(rows))
     compute = [min(row["compute_ms"], row["total_ms"]) for row in rows]
     added = [max(0.0, row["total_ms"] - row["compute_ms"]) for row in rows]
-    axes[0].barh(places, compute, color=_GREY, label="compute alone")
-    axes[0].barh(places, added, left=compute, color=_COLOURS[1], label="added by communication")
+    axes[0].barh(places, compute, color=GREY, label="compute alone")
+    axes[0].barh(places, added, left=compute, color=COLOURS[1], label="added by communication")
     axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], places, "k|",
                  markersize=12, label="compute + communication alone")
     axes[0].set_xlabel("time (ms, median)")
-    hidden = axes[1].barh(places, [row["overlap_percent"] for row in rows], color=_COLOURS[0])
+    hidden = axes[1].barh(places, [row["overlap_percent"] for row in rows], color=COLOURS[0])
     axes[1].bar_label(hidden, fmt="%.0f %%", padding=3)
     axes[1].set_xlim(0, 115)
     axes[1].set_xticks(range(0, 101, 20))
@@ -217,7 +154,7 @@ def _step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the time of a step, with the scaling efficiency beside it."""
     places = range(len(rows))
     bars = axes[0].barh(places, [row["median_ms"] for row in rows], color=[
-        _COLOURS[0] if "mpiring" in row["contender"] else _GREY for row in rows])
+        COLOURS[0] if "mpiring" in row["contender"] else GREY for row in rows])
     axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)
     axes[0].set_yticks(places, [row["contender"] for row in rows])
     axes[0].invert_yaxis()
@@ -238,7 +175,7 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     for place, name in enumerate(names):
         members = [row for row in rows if row["algorithm"] == name]
         nodes = [row["nodes"] for row in members]
-        look = {**_look(place), "label": name, "linewidth": 1.2}
+        look = {**curve_style(place), "label": name, "linewidth": 1.2}
         axes[0].plot(nodes, [row["ms"] for row in members], **look)
         axes[1].plot(nodes, [row["efficiency_percent"] for row in members], **look)
         chosen = [row for row in members if row["selected"]]
@@ -263,7 +200,7 @@ def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the validation loss over the time of training, a curve per method."""
     panel, trained = axes[0], [row for row in rows if row["curve_s"]]
     for place, row in enumerate(trained):
-        panel.plot(row["curve_s"], row["curve_bits"], **_look(place), label=row["reducer"],
+        panel.plot(row["curve_s"], row["curve_bits"], **curve_style(place), label=row["reducer"],
                    linewidth=1.2)
     targets = {row["target_bits"] for row in trained if row["target_bits"] == row["target_bits"]}
     for target in targets:

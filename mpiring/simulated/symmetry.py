@@ -18,7 +18,7 @@ def pairwise(node: int, nodes: int) -> int:
     return node
 
 
-class FoldedNetwork(SimulatedNetwork):
+class SymmetricNetwork(SimulatedNetwork):
     """A cluster of which only the ranks of node 0 are run, as all nodes do the same at once.
 
     What one of them sends to another node arrives as what the node opposite sends to this

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO, cast
 
-from ...errors import ConfigError
+from ..errors import ConfigError
 
 # Of these options, one may be "-".
 _OPTIONS = ("json", "csv", "output")

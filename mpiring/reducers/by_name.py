@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping
 
 from ..errors import ConfigError
 from .compressor import Compressor
-from .mean import Mean
-from .reducer import Reducer
+from .reducer import Mean, Reducer
 
 Wish = Reducer | Mapping[str, Reducer] | None
 

@@ -1,0 +1,197 @@
+"""Reads what launchers leave in the environment: which rank this is, of how many, until when.
+
+The functions look at `environ`, by default this process's variables.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..config import PREFIX
+
+# Variables that change how fast MPI and NumPy are.
+SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
+                  "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts the ranks of a job, and the variables that it sets for them.
+
+    Attributes:
+        name: One word; for the launcher of an MPI library, the library's.
+        title: For sentences.
+        size: The variable with the number of ranks; "" where there is none.
+        rank, local_rank: The variables with this process's rank, in all and on its node.
+        prefixes: Of variables that would mislead the ranks of another job.
+        starts: The command that starts MPI ranks, up to their number; "" where the launcher
+            starts processes that MPI does not know.
+        mark: A variable without which the others are not this launcher's.
+    """
+
+    name: str
+    title: str
+    size: str = ""
+    rank: str = ""
+    local_rank: str = ""
+    prefixes: tuple[str, ...] = ()
+    starts: str = ""
+    mark: str = ""
+
+    def is_here(self, environ: Mapping[str, str]) -> bool:
+        """Return whether its variables are set."""
+        return (self.mark or self.size or self.rank) in environ and (
+            self.name != "srun" or _is_task(environ))
+
+
+def _is_task(environ: Mapping[str, str]) -> bool:
+    """Return whether a Slurm step consists of ranks; batch scripts and shells are steps, too."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return not step.isdigit() or int(step) < _FIRST_SPECIAL_STEP
+
+
+# Slurm numbers steps that srun has not started from here: batch, interactive, extern (slurm.h).
+_FIRST_SPECIAL_STEP = 0xfffffff0
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", ("SLURM_",), "srun -n")
+_PMI = ("PMI_", "MPI_LOCAL", "HYDI_")
+_TORCH = ("RANK", "LOCAL_RANK", (
+    "TORCHELASTIC_", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+_NO_MPI = "another launcher than MPI's"
+
+# Launchers start each other: the first in this table whose variables are set was most probably
+# the last to start something. Those that only grant ranks, or may be left over, come last.
+LAUNCHERS = (
+    Launcher("torchrun", "torchrun", "WORLD_SIZE", *_TORCH, mark="TORCHELASTIC_RUN_ID"),
+    # DeepSpeed's, Accelerate's and others that start several processes on a node.
+    Launcher("WORLD_SIZE", _NO_MPI, "WORLD_SIZE", *_TORCH, mark="LOCAL_RANK"),
+    Launcher("Open MPI", "Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
+             "OMPI_COMM_WORLD_LOCAL_RANK", (
+                 "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_", "OMPI_WORLD_", "OMPI_NUM_APP_CTX",
+                 "OMPI_APP_CTX_", "OMPI_FIRST_RANKS", "OMPI_ARGV", "OMPI_COMMAND",
+                 "OMPI_FILE_LOCATION", "OMPI_MCA_num_procs", "OMPI_MCA_initial_wdir",
+                 "OMPI_MCA_ess", "OMPI_MCA_orte", "OMPI_MCA_pmix"), "mpirun -n"),
+    Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK",
+             "MV2_COMM_WORLD_LOCAL_RANK", ("MV2_COMM_WORLD_",), "mpirun_rsh -np"),
+    Launcher("MVAPICH", "MVAPICH's mpirun_rsh", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_RANK",
+             "MVP_COMM_WORLD_LOCAL_RANK", ("MVP_COMM_WORLD_",), "mpirun_rsh -np"),
+    # Hydra: also Intel MPI's.
+    Launcher("MPICH", "MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", _PMI,
+             "mpirun -n", mark="MPI_LOCALNRANKS"),
+    # HPE's mpiexec and aprun; the older aprun.
+    Launcher("PALS", "Cray's mpiexec", "", "PALS_RANKID", "PALS_LOCAL_RANKID", ("PALS_",),
+             "mpiexec -n"),
+    Launcher("ALPS", "Cray's aprun", "", "ALPS_APP_PE", "", ("ALPS_",), "aprun -n"),
+    Launcher("Flux", "flux run", "FLUX_JOB_SIZE", "FLUX_TASK_RANK", "FLUX_TASK_LOCAL_ID",
+             ("FLUX_JOB_", "FLUX_TASK_"), "flux run -n"),
+    Launcher("jsrun", "IBM's jsrun", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK",
+             "JSM_NAMESPACE_LOCAL_RANK", ("JSM_",), "jsrun -n"),
+    Launcher("srun", "srun", "SLURM_STEP_NUM_TASKS", *_SLURM, mark="SLURM_STEP_NUM_TASKS"),
+    Launcher("MPICH", "a launcher with MPICH's PMI", "PMI_SIZE", "PMI_RANK", "PMI_LOCAL_RANK",
+             _PMI, "mpirun -n"),
+    Launcher("PMIx", "prterun, or another launcher with PMIx", "", "PMIX_RANK", "",
+             ("PMIX_", "PRTE_LAUNCHED"), "mpirun -n"),
+    Launcher("Slurm", "Slurm", "SLURM_NTASKS", *_SLURM),
+    # Kubernetes' PyTorchJob, or a user's own export.
+    Launcher("WORLD_SIZE", _NO_MPI, "WORLD_SIZE", *_TORCH))
+
+# Prefixes of the variables that say how a process was launched and bound, and which networks and
+# GPUs it gets; narrow ones, since Slurm's and others' variables may hold secrets.
+LAUNCH_PREFIXES = (
+    *filter(None, (name for launcher in LAUNCHERS for name in (
+        launcher.size, launcher.rank, launcher.local_rank, launcher.mark))),
+    "PMI_", "PMIX_NAMESPACE", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "OMPI_VERSION",
+    "I_MPI_", "MV2_", "MVP_", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_STEP_ID", "SLURM_CPU",
+    "SLURM_MPI_TYPE", "SRUN_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
+    "HIP_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "MPI4PY_")
+
+
+def relevant_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that change how fast a program runs, for the record."""
+    return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
+
+
+def launch_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that change how fast a program runs, or say how it was launched."""
+    prefixes = SPEED_PREFIXES + LAUNCH_PREFIXES
+    return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
+
+
+def variables_for_another_job(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return all variables but those that a launcher has set for this process."""
+    prefixes = tuple(prefix for launcher in LAUNCHERS for prefix in launcher.prefixes)
+    return {name: value for name, value in environ.items() if not name.startswith(prefixes)}
+
+
+def launchers(environ: Mapping[str, str] = os.environ) -> list[Launcher]:
+    """Return the launchers whose variables are set, the one to believe first."""
+    return [launcher for launcher in LAUNCHERS if launcher.is_here(environ)]
+
+
+def launcher_of(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name, as in LAUNCHERS, of what started this process as one of several.
+
+    Returns:
+        "" where nothing did, as in a Slurm allocation without srun.
+    """
+    return next((launcher.name for launcher in launchers(environ)
+                 if launcher.name != "Slurm"), "")
+
+
+def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = False) -> int | None:
+    """Return this process's rank by the launcher's variables; None where there are none.
+
+    Args:
+        local: Return the rank among those of its node.
+    """
+    names = [launcher.local_rank if local else launcher.rank for launcher in LAUNCHERS
+             if not launcher.mark or launcher.mark in environ]
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+
+
+def launched_size(environ: Mapping[str, str] = os.environ, *,
+                  by_mpi: bool = False) -> tuple[int, str]:
+    """Return how many ranks the launcher's variables promise, and a text that says where.
+
+    The innermost launcher is believed: `mpirun -n 1` inside a Slurm allocation of four tasks
+    starts one rank, and torchrun inside `mpirun -n 1` its own number. Where a launcher sets this
+    process's rank only, there are at least that one and those before it.
+
+    Args:
+        by_mpi: Believe the innermost launcher of MPI ranks, if it sets their number.
+
+    Returns:
+        Such as `(4, "SLURM_NTASKS=4 (Slurm)")`; `(1, "")` where no launcher's variables are set.
+    """
+    for launcher in launchers(environ):
+        if by_mpi and not launcher.starts:
+            continue
+        counts = [(int(environ[name]) + more, f"{name}={environ[name]} ({launcher.title})")
+                  for name, more in ((launcher.size, 0), ("" if by_mpi else launcher.rank, 1))
+                  if environ.get(name, "").isdigit()]
+        if counts or by_mpi:
+            return max(counts, key=lambda found: found[0], default=(1, ""))
+    return 1, ""
+
+
+def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return when Slurm will end this job, in seconds since 1970; None where that is unknown."""
+    text = environ.get("SLURM_JOB_END_TIME", "")
+    return float(text) if text.isdigit() and int(text) else None
+
+
+def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the launcher lets the other ranks continue when one dies.
+
+    Open MPI's `mpirun --with-ft ulfm` does, and tells its processes so.
+    """
+    return environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "enabled")
+
+
+def threads_are_set(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user or the launcher has set the number of threads of a rank."""
+    return any(environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process and of those that it starts."""
+    os.environ.update(variables)

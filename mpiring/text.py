@@ -1,0 +1,35 @@
+"""Writes counts, ranges of ranks and lists of names as text."""
+
+from collections.abc import Iterable, Sequence
+
+
+def count(number: int, noun: str) -> str:
+    """Return "1 rank" or "4 ranks"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def ranks_on_nodes(ranks: int, nodes: int) -> str:
+    """Return "4 ranks on 1 node"."""
+    return f"{count(ranks, 'rank')} on {count(nodes, 'node')}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers, in their order, as ranges: "0-3,8"."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][-1] + 1:
+            found[-1][1:] = [number]
+        else:
+            found.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in found)
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return "rank 3", "ranks 4-7" or "ranks 0,2,4-7"."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(sorted(ranks))}"
+
+
+def first_few(items: Sequence[str], most: int, between: str = ", ") -> str:
+    """Join the first `most` items, and add how many more there are."""
+    more = len(items) - most
+    return between.join([*items[:most], *[f"and {more} more"] * (more > 0)])

@@ -1,0 +1,129 @@
+"""Checks averaged gradients and trained parameters, and what the first steps take of memory."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from ...memory.arrays import Array
+from .contenders import ALONE, GLOO
+from .inputs import WrongAnswerError
+from .memory import Growth
+from .world import World
+
+# Gradients come from sums of float32 in another order.
+_TOLERANCE = 1e-4
+
+
+class Training(Protocol):
+    """A way to take training steps."""
+
+    name: str
+
+    def step(self) -> object:
+        """Take one step."""
+
+    def gradients(self) -> Mapping[str, Array]:
+        """Return what the last step has used, by name."""
+
+
+T = TypeVar("T", bound=Training)
+
+
+def begun(world: World, make: Callable[[], T], right: Mapping[str, Array],
+          use: Callable[[T], object]) -> tuple[T, float]:
+    """Make a training and check its first step.
+
+    Args:
+        make: Returns the training.
+        right: The means over ranks of the first step's gradients.
+        use: Done twice with the training, at which the peak of memory is measured.
+
+    Returns:
+        The training, and by how many bytes a process grows with it: the largest of the ranks'.
+
+    Raises:
+        WrongAnswerError: A gradient is not the mean.
+
+    Collective: yes. Blocking: yes.
+    """
+    growth = Growth(world.comm.local_size)
+    training = make()
+    # The first step of all trainings starts from the same weights, so that it can be checked.
+    training.step()
+    if training.name != ALONE:
+        check(world, training.name, training.gradients(), right)
+    # After the first step buckets may be built anew, which is not counted.
+    training.step()
+    growth.forget_peak()
+    use(training)
+    use(training)
+    return training, world.slowest([growth.most_bytes()])[0]
+
+
+def means_over_ranks(world: World, mine: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the means of all ranks' arrays, in float64, by MPI.
+
+    Collective: yes. Blocking: yes.
+    """
+    means = {}
+    for name, value in mine.items():
+        means[name] = value.astype(np.float64, order="C") / world.size
+        world.raw.Allreduce(world.mpi.IN_PLACE, means[name], op=world.mpi.SUM)
+    return means
+
+
+def check(world: World, contender: str, found: Mapping[str, Array],
+          right: Mapping[str, Array]) -> None:
+    """Raise on all ranks if on any of them a gradient is not the mean.
+
+    Raises:
+        WrongAnswerError: One differs by more than rounding does.
+
+    Collective: yes. Blocking: yes.
+    """
+    rank, wrong = _first_wrong(world, found, right)
+    if wrong:
+        raise WrongAnswerError(f"{contender} on rank {rank}: the gradients {wrong} are not the "
+                               f"means over ranks")
+
+
+def _first_wrong(world: World, found: Mapping[str, Array], right: Mapping[str, Array],
+                 ) -> tuple[int, list[str]]:
+    """Return the lowest rank on which arrays are wrong, and their names, if there are any."""
+    wrong = [name for name, value in right.items() if not _close_to(found[name], value)]
+    return next(((rank, names) for rank, names in enumerate(world.raw.allgather(wrong)) if names),
+                (0, []))
+
+
+def _close_to(value: Array, right: Array) -> bool:
+    """Return whether arrays differ by no more than rounding, at the size of the largest number."""
+    return np.allclose(value, right, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(right).max())
+
+
+def check_parameters(world: World, found: Mapping[str, Mapping[str, Array]]) -> None:
+    """Raise on all ranks if trained parameters differ between ranks, or from PyTorch's DDP's.
+
+    Args:
+        found: The parameters of each contender, after as many steps.
+
+    Raises:
+        WrongAnswerError: They differ between ranks in any bit, or by more than rounding from
+            those of DDP with Gloo, where it takes part.
+
+    Collective: yes. Blocking: yes.
+    """
+    for contender, parameters in found.items():
+        if contender == ALONE:
+            continue
+        digest = hashlib.sha256()
+        for value in parameters.values():
+            digest.update(value.tobytes())
+        if len(set(world.raw.allgather(digest.digest()))) > 1:
+            raise WrongAnswerError(f"{contender} on rank {world.rank}: the parameters differ "
+                                   f"between ranks after training")
+        rank, wrong = _first_wrong(world, parameters, found.get(GLOO, {}))
+        if wrong:
+            raise WrongAnswerError(f"{contender} on rank {rank}: after training, the parameters "
+                                   f"{wrong} are not those with {GLOO}")
