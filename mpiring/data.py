@@ -1,52 +1,20 @@
 """Brings batches of data to the device while the one before is computed with."""
 
-import copy
 import functools
 import queue
+import sys
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
-from dataclasses import replace
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, cast
 
 import numpy as np
 
 from .arguments import whole_number
 from .errors import ConfigError, MissingDependencyError
-from .gpu.base import DeviceVector, Event
-from .gpu.device import Device
-from .gpu.staging import Staging
+from .gpu.carriers import ArrayCarrier, Carrier, TensorCarrier, torch_cuda
 from .memory.arrays import dtype_name
-
-# As CUDA aligns its own allocations; all dtypes and vector loads are content with it.
-_ALIGNMENT = 256
-
-Arrive = Callable[[], Sequence[Any]]
-
-
-class Carrier(Protocol):
-    """Brings arrays of one kind to one GPU, on a stream of its own."""
-
-    def send(self, xs: Sequence[Any]) -> Arrive:
-        """Queue copies of arrays; called by the thread that loads.
-
-        Returns:
-            What the thread that asks for batches calls: it returns the copies, and has that
-            thread's current stream wait for them.
-        """
-
-
-class Kind(Protocol):
-    """A kind of arrays that batches may hold."""
-
-    def takes(self, x: object) -> bool:
-        """Return whether it is one, in host memory."""
-
-    def current(self) -> int:
-        """Return the GPU that this thread has in use; raises MissingDependencyError."""
-
-    def carrier(self, index: int) -> Carrier:
-        """Return what brings such arrays to a GPU; raises MissingDependencyError."""
+from .memory.nests import mapped
+from .memory.tensors import is_tensor
 
 
 def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2) -> "Prefetched":
@@ -59,9 +27,8 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2) -> "Prefe
     GPU fetch them on a stream of its own. So the loader runs ahead by `depth` batches: where it
     stands is not where training stands (`DistributedSampler.state_dict` takes `seen`).
 
-    NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors, once
-    `mpiring.torch` is imported; in C's order, row after row. Whatever else is in a batch stays
-    what it is.
+    NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors; in C's order, row
+    after row. Whatever else is in a batch stays what it is.
 
     Batches are used on one stream: that which is current when they are asked for. Arrays may be
     kept as long as one likes; those of a batch share memory: to keep one keeps all.
@@ -98,7 +65,7 @@ class Prefetched:
 
     def __init__(self, loader: Iterable[Any], index: int | None, depth: int) -> None:
         self._loader, self._index, self._depth = loader, index, depth
-        self._carriers: dict[int, Carrier] = {}
+        self._carriers: dict[type[Carrier], Carrier] = {}
 
     def __len__(self) -> int:
         return len(cast(Any, self._loader))
@@ -143,20 +110,17 @@ class Prefetched:
         ready.put(None)
 
     def _sent(self, batch: Any) -> Callable[[], Any]:
-        """Send the arrays of a batch; return what returns the batch with their copies."""
-        found: dict[int, list[Any]] = {}
+        """Send the arrays of a batch; return a function that returns it with their copies."""
+        kinds: list[type[Carrier] | None] = []
+        sent: dict[type[Carrier], list[Any]] = {}
 
-        def look(leaf: Any) -> int:
-            kind = next((place for place, one in enumerate(KINDS) if one.takes(leaf)), None)
-            if kind is None:
-                _refuse_unknown_tensor(leaf)
-                return -1
-            found.setdefault(kind, []).append(leaf)
-            return kind
+        def sort(leaf: Any) -> None:
+            kinds.append(_kind_of(leaf))
+            if kinds[-1] is not None:
+                sent.setdefault(kinds[-1], []).append(leaf)
 
-        kinds: list[int] = []
-        changed(batch, lambda leaf: kinds.append(look(leaf)))
-        arrivals = {kind: self._carrier(kind).send(xs) for kind, xs in found.items()}
+        mapped(batch, sort)
+        arrivals = {kind: self._carrier_of(kind).send(xs) for kind, xs in sent.items()}
 
         def arrive() -> Any:
             moved = {kind: iter(arrival()) for kind, arrival in arrivals.items()}
@@ -164,141 +128,38 @@ class Prefetched:
 
             def take(leaf: Any) -> Any:
                 kind = next(order)
-                return leaf if kind < 0 else next(moved[kind])
+                return leaf if kind is None else next(moved[kind])
 
-            return changed(batch, take)
+            return mapped(batch, take)
 
         return arrive
 
-    def _carrier(self, kind: int) -> Carrier:
+    def _carrier_of(self, kind: type[Carrier]) -> Carrier:
         if kind not in self._carriers:
-            self._carriers[kind] = KINDS[kind].carrier(cast(int, self._index))
+            self._carriers[kind] = _carrier(kind, cast(int, self._index))
         return self._carriers[kind]
 
 
-class Arrays:
-    """NumPy's arrays, which become CuPy's."""
-
-    def takes(self, x: object) -> bool:
-        """Return whether it is an array of numbers."""
-        if not isinstance(x, np.ndarray) or isinstance(x, np.ma.MaskedArray):
-            return False
-        try:
-            dtype_name(x.dtype)
-        except ConfigError:
-            return False
-        return True
-
-    def current(self) -> int:
-        """Return the GPU that this thread has in use."""
-        from .gpu import cuda
-        return int(cuda.cupy().cuda.runtime.getDevice())
-
-    def carrier(self, index: int) -> Carrier:
-        """Return what brings arrays to a GPU."""
-        from .gpu import cuda
-        return ArrayCarrier(cuda.device(index))
+def _kind_of(leaf: object) -> type[Carrier] | None:
+    """Return what brings a leaf of a batch to a GPU; None for what stays as it is."""
+    if is_tensor(leaf):
+        dense = leaf.device.type == "cpu" and leaf.layout is sys.modules["torch"].strided
+        return TensorCarrier if dense else None
+    if not isinstance(leaf, np.ndarray) or isinstance(leaf, np.ma.MaskedArray):
+        return None
+    try:
+        dtype_name(leaf.dtype)
+    except ConfigError:
+        return None
+    return ArrayCarrier
 
 
-class ArrayCarrier:
-    """Brings NumPy's arrays to a GPU; see Carrier.
-
-    All arrays of a batch travel in one piece. The memory of a batch whose arrays have died is
-    written to again behind what its user had queued by the next time that a batch was asked for.
-
-    Args:
-        device: The GPU.
-    """
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._stream = device.gpu.stream()
-        self._staging = Staging(device.gpu)
-        # Between the threads that load and those that ask.
-        self._lock = threading.Lock()
-        # Memory that nobody has any more; and since when its last user's stream is through.
-        self._dead: deque[DeviceVector] = deque()
-        self._idle: list[tuple[DeviceVector, Event]] = []
-
-    def send(self, xs: Sequence[Any]) -> Arrive:
-        """Queue copies of arrays."""
-        starts, nbytes = laid_out([x.nbytes for x in xs])
-        slot = self._staging.take(nbytes)
-        for start, x in zip(starts, xs):
-            slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
-        with self._lock:
-            memory = self._take(nbytes)
-            if nbytes:
-                self._stream.upload(slot[:nbytes], memory[:nbytes])
-            copied = self._stream.record()
-        self._staging.give(slot, copied)
-        looks = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
-        return lambda: self._arrived(memory, copied, looks)
-
-    def _take(self, nbytes: int) -> DeviceVector:
-        """Return memory that the stream may write to."""
-        fitting = [place for place, (memory, _) in enumerate(self._idle) if memory.size >= nbytes]
-        if fitting:
-            memory, until = self._idle.pop(
-                min(fitting, key=lambda place: self._idle[place][0].size))
-            self._stream.wait(until)
-            return memory
-        # Batches have grown; what was for smaller ones is given back.
-        self._idle.clear()
-        return self._device.allocate(1 << max(nbytes - 1, 4095).bit_length())
-
-    def _arrived(self, memory: DeviceVector, copied: Event,
-                 looks: Sequence[tuple[int, int, np.dtype[Any], tuple[int, ...]]]) -> list[Any]:
-        gpu = self._device.gpu
-        with self._lock:
-            if self._dead:
-                # All that was queued with them is before this mark, on the stream that is
-                # current for whoever asks: another thread may have seen them die.
-                until = gpu.mark()
-                while self._dead:
-                    self._idle.append((self._dead.popleft(), until))
-        gpu.follow(copied)
-        loan = _Loan(memory, self._dead)
-        return [gpu.array(replace(memory[start:start + nbytes].view(dtype), owner=loan), shape)
-                for start, nbytes, dtype, shape in looks]
-
-
-class _Loan:
-    """Is kept alive by the arrays of a batch, and notes that all of them have died."""
-
-    def __init__(self, memory: DeviceVector, dead: deque[DeviceVector]) -> None:
-        self._memory, self._dead = memory, dead
-
-    def __del__(self) -> None:
-        self._dead.append(self._memory)
-
-
-# The kinds of arrays that are known; `mpiring.torch` adds its own.
-KINDS: list[Kind] = [Arrays()]
-
-
-def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Return where arrays of so many bytes begin, one behind the other, and all their bytes."""
-    starts, end = [], 0
-    for nbytes in sizes:
-        starts.append(end)
-        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-    return starts, end
-
-
-def changed(nest: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a copy of a nest of dicts, lists and tuples, with each leaf changed, in order."""
-    if isinstance(nest, MutableMapping):
-        copied = copy.copy(nest)
-        for key, value in nest.items():
-            copied[key] = changed(value, change)
-        return copied
-    if isinstance(nest, list | tuple):
-        parts = [changed(value, change) for value in nest]
-        if isinstance(nest, tuple):
-            return type(nest)(*parts) if hasattr(nest, "_fields") else type(nest)(parts)
-        return parts
-    return change(nest)
+def _carrier(kind: type[Carrier], index: int) -> Carrier:
+    """Return a carrier to a GPU; raises MissingDependencyError."""
+    if kind is TensorCarrier:
+        return TensorCarrier(index)
+    from .gpu import cuda
+    return ArrayCarrier(cuda.device(index))
 
 
 def _index_of(device: object) -> int | None:
@@ -309,22 +170,22 @@ def _index_of(device: object) -> int | None:
         return None
     if kind != "cuda" or index and not index.isdecimal():
         raise ConfigError(f"device={wish!r}: expected cpu, cuda, or cuda: and a number")
-    if index:
-        return int(index)
-    problem: MissingDependencyError | None = None
-    # All frameworks ask CUDA; so the first one that is there can tell.
-    for one in reversed(KINDS):
+    return int(index) if index else _current_gpu()
+
+
+def _current_gpu() -> int:
+    """Return the GPU that this thread has in use, by PyTorch or by CuPy: both ask CUDA."""
+    problem = None
+    if "torch" in sys.modules:
         try:
-            return one.current()
+            return int(torch_cuda().current_device())
         except MissingDependencyError as error:
-            problem = problem or error
-    raise cast(MissingDependencyError, problem)
-
-
-def _refuse_unknown_tensor(x: object) -> None:
-    if type(x).__module__ == "torch" and type(x).__name__ == "Tensor" and len(KINDS) == 1:
-        raise ConfigError("a batch holds PyTorch's tensors: import mpiring.torch before it is "
-                          "fetched")
+            problem = error
+    from .gpu import cuda
+    try:
+        return int(cuda.cupy().cuda.runtime.getDevice())
+    except MissingDependencyError as error:
+        raise problem or error
 
 
 def _raise(error: BaseException) -> None:

@@ -1,6 +1,7 @@
 """Tests that batches come to a device in order, whole, and early; on a simulated GPU."""
 
 import collections
+import sys
 import threading
 
 import numpy as np
@@ -8,8 +9,9 @@ import pytest
 import simulated_gpu
 from launching import needed
 
-from mpiring import ConfigError, MissingDependencyError, data
+from mpiring import ConfigError, MissingDependencyError
 from mpiring.data import prefetch
+from mpiring.gpu import carriers
 
 Pair = collections.namedtuple("Pair", "images labels")
 
@@ -17,7 +19,6 @@ Pair = collections.namedtuple("Pair", "images labels")
 @pytest.fixture
 def gpu(monkeypatch):
     """Let arrays of a simulated GPU be taken for CuPy's."""
-    monkeypatch.setattr(data, "KINDS", data.KINDS[:1])
     return simulated_gpu.installed(monkeypatch)
 
 
@@ -162,6 +163,7 @@ def test_what_cannot_work_is_told(monkeypatch, gpu):
         raise MissingDependencyError("no CuPy")
 
     monkeypatch.setattr(gpu, "cupy", missing)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(MissingDependencyError, match="no CuPy"):
         prefetch([], "cuda")
 
@@ -170,24 +172,19 @@ def test_pytorch_without_a_gpu_says_so(gpu):
     torch = needed("torch")
     if torch.cuda.is_available():
         return
-    with pytest.raises(ConfigError, match="import mpiring.torch"):
-        next(iter(prefetch([torch.zeros(3)], "cuda")))
-    from mpiring.torch import prefetching
-    prefetching.register()
     with pytest.raises(MissingDependencyError, match="PyTorch .* finds no GPU"):
         next(iter(prefetch([torch.zeros(3)], torch.device("cuda", 0))))
     # Of the arrays beside them, CuPy takes care.
-    assert next(iter(prefetch([np.ones(3)], "cuda"))).get().sum() == 3
+    assert next(iter(prefetch([np.ones(3)], "cuda:0"))).get().sum() == 3
 
 
 def test_tensors_of_a_batch_lie_in_one_piece():
     torch = needed("torch")
-    from mpiring.torch import prefetching
     xs = [torch.arange(6).view(2, 3).T, torch.tensor(True), torch.empty(0, 4),
           torch.ones(3, dtype=torch.bfloat16), torch.tensor([1 + 2j]).conj(), torch.ones(1) * 3]
-    starts, nbytes = data.laid_out([x.nbytes for x in xs])
+    starts, nbytes = carriers.laid_out([x.nbytes for x in xs])
     memory = torch.empty(nbytes, dtype=torch.uint8)
-    parts = prefetching._parts(memory, starts, xs)
+    parts = carriers.tensors_at(memory, starts, xs)
     for part, x in zip(parts, xs, strict=True):
         part.copy_(x)
     for part, x in zip(parts, xs, strict=True):

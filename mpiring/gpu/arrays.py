@@ -2,7 +2,10 @@
 
 import math
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -10,15 +13,14 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..memory.arrays import dtype_name, flat
-from .base import DeviceVector
+from ..memory.tensors import array_of, is_tensor, numpy_dtype, refuse_gaps
+from .base import DeviceVector, Event
 from .device import Device
 
 if TYPE_CHECKING:
-    from .cuda import Cuda
+    import torch
 
-# What sees the arrays of a package as vectors, of NumPy's or DeviceVectors: each returns one, or
-# None for what is not its own.
-VIEWS: list[Callable[[Any], Any]] = []
+    from .cuda import Cuda
 
 
 def device_named(wish: "str | Device", place: int) -> Device:
@@ -45,7 +47,7 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     """Return the elements of an array as a vector that shares its memory, wherever that is.
 
     Args:
-        x: A NumPy array, a tensor of PyTorch where mpiring.torch is imported, an array on a GPU
+        x: A NumPy array, a tensor of PyTorch, an array on a GPU
             (of CuPy, or any with `__cuda_array_interface__`), or a DeviceVector; of any shape,
             contiguous.
         writeable: Refuse arrays that cannot be written to.
@@ -61,9 +63,8 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
-        for view in VIEWS:
-            if (vector := view(x)) is not None:
-                return vector
+        if is_tensor(x):
+            return vector_of_tensor(x)
         if is_on_gpu(x):
             return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
@@ -98,7 +99,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     from . import cuda
     package = cuda.cupy()
     if isinstance(x, package.ndarray):
-        _refuse_gaps(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
+        _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
         stream = package.cuda.get_current_stream(x.device.id).ptr
         return vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
     interface = _interface_of(x)
@@ -111,7 +112,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     shape, dtype = tuple(interface["shape"]), np.dtype(interface["typestr"])
     strides = interface.get("strides")
     # Without strides it is C-contiguous.
-    _refuse_gaps(shape, strides, strides is None or _is_dense(shape, strides, dtype.itemsize))
+    _refuse_strides(shape, strides, strides is None or _is_dense(shape, strides, dtype.itemsize))
     address, read_only = interface["data"]
     if writeable and read_only:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
@@ -128,8 +129,8 @@ def _interface_of(x: Any) -> Any:
         raise ConfigError(f"{type(x).__module__}.{type(x).__qualname__}: {error}") from error
     if interface is not None and interface["version"] < 3:
         raise ConfigError(
-            f"{type(x).__module__}.{type(x).__qualname__} does not tell on which stream it was "
-            f"written; for a tensor of PyTorch, import mpiring.torch; else pass cupy.asarray(x)")
+            f"{type(x).__module__}.{type(x).__qualname__} does not say on which stream it was "
+            f"written; pass cupy.asarray(x)")
     return interface
 
 
@@ -160,7 +161,57 @@ def vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | 
     return DeviceVector(on, address, n, np.dtype(dtype), owner, ready)
 
 
-def _refuse_gaps(shape: Sequence[int], strides: object, dense: bool) -> None:
+def is_cuda_tensor(x: "torch.Tensor") -> bool:
+    """Return whether a tensor lies in a GPU's memory; replaced in tests."""
+    return bool(x.device.type == "cuda")
+
+
+class UserStream:
+    """The stream that PyTorch uses on this thread; in a hook of autograd's, the tensor's own.
+
+    Args:
+        where: The GPU.
+    """
+
+    def __init__(self, where: "torch.device") -> None:
+        self._where = where
+        self._stream = sys.modules["torch"].cuda.current_stream(where)
+
+    def device(self) -> Device:
+        """Return the GPU."""
+        from . import cuda
+        return cuda.device(self._where.index)
+
+    def vector(self, x: "torch.Tensor") -> DeviceVector:
+        """Return a contiguous tensor's elements; they are ready when a `mark` is done."""
+        return vector_at(
+            x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self._where.index, None, x)
+
+    def mark(self) -> Event:
+        """Return a mark behind all that is queued on it."""
+        return self.device().gpu.mark(self._stream.cuda_stream)
+
+    def in_use(self) -> AbstractContextManager[Any]:
+        """Let this thread queue its work on it, too."""
+        context: AbstractContextManager[Any] = sys.modules["torch"].cuda.stream(self._stream)
+        return context
+
+
+def stream_of(x: "torch.Tensor") -> UserStream | None:
+    """Return the stream in use on a tensor's GPU; None for a tensor in host memory."""
+    return UserStream(x.device) if is_cuda_tensor(x) else None
+
+
+def vector_of_tensor(x: "torch.Tensor") -> Any:
+    """Return a contiguous tensor's elements as `vector_of` does."""
+    stream = stream_of(x)
+    if stream is None:
+        return array_of(x)
+    refuse_gaps(x)
+    return replace(stream.vector(x), ready=stream.mark())
+
+
+def _refuse_strides(shape: Sequence[int], strides: object, dense: bool) -> None:
     if not dense:
         raise ConfigError(
             f"array of shape {shape} with strides {strides} is not contiguous, so it cannot "

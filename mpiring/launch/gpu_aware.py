@@ -9,11 +9,8 @@ import faulthandler
 import json
 import logging
 import os
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -25,6 +22,7 @@ from ..errors import MissingDependencyError, MpiringError
 from ..gpu import cuda
 from ..gpu.base import Event
 from ..gpu.device import Device
+from . import child_job
 from .cache import Cache
 from .environment import relevant_variables, variables_for_another_job
 from .start import find_mpiexec
@@ -33,8 +31,6 @@ _log = logging.getLogger("mpiring")
 
 # Two CUDA contexts and an MPI start take some seconds.
 _LIMIT_S = 60.0
-# Beyond its time limit, at which a rank ends by itself.
-_GRACE_S = 5.0
 _PROOF = "mpiring: MPI takes GPU memory"
 _PROBLEM = "mpiring: "
 # A message that is sent at once, and one that waits for its receiver, perhaps in pieces.
@@ -59,18 +55,18 @@ def takes_pointers(config: Config, library: str, index: int) -> bool:
     try:
         key = _key(library, cuda.versions())
     except MissingDependencyError as error:
-        return _said(str(error))
+        return _report(str(error))
     cache = Cache(config.tuning_folder, "gpu-aware-", key)
     problem = cache.read("problem")
     if not isinstance(problem, str):
         mpiexec = find_mpiexec()
         if mpiexec is None:
-            return _said("there is no mpiexec to try it with")
+            return _report("there is no mpiexec to try it with")
         problem = tried([mpiexec, "-n", "2", sys.executable, "-m", __name__, str(index)])
         # A folder that cannot be written to costs a trial each time, no more.
         with suppress(OSError):
             cache.write("problem", problem)
-    return _said(problem)
+    return _report(problem)
 
 
 def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
@@ -80,34 +76,22 @@ def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
         command: Starts two ranks of this module.
         limit_s: Seconds after which they are ended.
     """
-    with tempfile.TemporaryFile() as said:
-        try:
-            # In a session of its own, so that all of it can be ended.
-            job = subprocess.Popen(
-                [*command, str(limit_s)], stdin=subprocess.DEVNULL, stdout=said,
-                stderr=subprocess.STDOUT, env=variables_for_another_job(), start_new_session=True)
-        except OSError as error:
-            return f"{command[0]} cannot be started: {error}"
-        try:
-            status = job.wait(limit_s + _GRACE_S)
-        except subprocess.TimeoutExpired:
-            return f"a trial had not ended after {limit_s:g} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
-        said.seek(0)
-        lines = said.read().decode(errors="replace").splitlines()
-    if status == 0 and lines.count(_PROOF) == 2:
+    try:
+        ended = child_job.run([*command, str(limit_s)], limit_s, env=variables_for_another_job())
+    except OSError as error:
+        return f"{command[0]} cannot be started: {error}"
+    if ended.status is None:
+        return f"a trial had not ended after {limit_s:g} s"
+    if ended.status == 0 and ended.lines.count(_PROOF) == 2:
         return ""
-    # What the ranks said, else what the launcher said last of how they died.
-    told = list(dict.fromkeys(line.removeprefix(_PROBLEM) for line in lines
-                              if line.startswith(_PROBLEM) and line != _PROOF))
-    told = told or [line.strip() for line in lines if line.strip(" -=*")][-_MOST_LINES:]
-    return f"a trial ended with status {status}: {'; '.join(told)}"
+    # What the ranks reported, else the launcher's last words on how they died.
+    problems = list(dict.fromkeys(line.removeprefix(_PROBLEM) for line in ended.lines
+                                  if line.startswith(_PROBLEM) and line != _PROOF))
+    problems = problems or [line.strip() for line in ended.last_lines(_MOST_LINES)]
+    return f"a trial ended with status {ended.status}: {'; '.join(problems)}"
 
 
-def _said(problem: str) -> bool:
+def _report(problem: str) -> bool:
     if problem:
         _log.warning("MPI is handed no pointers of GPU memory, data goes through the host's (%s); "
                      "if you know better, set MPIRING_GPU_AWARE=yes", problem)

@@ -1,1 +1,1 @@
-"""Says where bytes live, which dtypes can be combined, and how."""
+"""Host memory: vectors, dtypes, how they are combined, and memory that processes share."""

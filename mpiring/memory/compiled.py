@@ -1,9 +1,9 @@
-"""Has numba compile loops over vectors: sums of float16 and bfloat16, and other rooms' own.
+"""Compiles loops over vectors with numba: sums of float16 and bfloat16, and loops of codecs.
 
-Only here is numba imported, and only when a loop is first needed: that takes 0.2 s and 50 MB, and
-compiling 0.1 to 0.6 s for each loop, before the operation begins and on all ranks at the same
-time. Nothing is kept on a disk: numba's cache is not made for many ranks, perhaps of several
-kinds of processor, that fill it at once.
+Only this file imports numba, and only when a loop is first needed: the import takes 0.2 s and
+50 MB, compiling 0.1 to 0.6 s per loop, before the operation begins and on all ranks at once. Code
+is not cached on disk: numba's cache is not made for many ranks, perhaps on different processors,
+that fill it at the same time.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from .arrays import Array
 
 Combine16 = Callable[[Callable[..., Any], Sequence[Array], float, Array], None]
 
-# Elements whose sums are kept at a time: 4 bytes each, in the level-1 cache.
+# Elements that are summed at a time: at 4 bytes each, the sums stay in the level-1 cache.
 _BLOCK = 4096
 
 _log = logging.getLogger("mpiring")
@@ -28,7 +28,7 @@ _functions: dict[Any, Any] = {}
 
 
 class _Scratch(threading.local):
-    """A thread's sums, and where they are, which takes NumPy a microsecond to tell."""
+    """A thread's sums, and their address, for which NumPy takes a microsecond."""
 
     def __init__(self) -> None:
         self.total = np.empty(_BLOCK, np.float32)
@@ -39,7 +39,7 @@ _scratch = _Scratch()
 
 
 def combiner(name: str) -> Combine16 | None:
-    """Return a function that does what `sixteen.combine` does, bit by bit; None if there is none.
+    """Return a function with the results of `sixteen.combine`; None where numba is missing.
 
     Args:
         name: Of the dtype, "float16" or "bfloat16".
@@ -51,17 +51,16 @@ def combiner(name: str) -> Combine16 | None:
 def loop(
     what: str, function: Callable[..., None], signature: str,
 ) -> Callable[..., None] | None:
-    """Return a loop over vectors, compiled; None where numba is missing or cannot compile it.
+    """Return a compiled loop over vectors; None where numba is missing or cannot compile it.
 
-    What it returns takes NumPy vectors for pointers, or None, and checks nothing: neither
-    dtypes, nor lengths, nor whether they are contiguous. Other threads run meanwhile. Division
-    by zero gives Inf or NaN, without a word. Vectors that may be one and the same should not
-    meet in one loop inside: LLVM would then not vectorise it.
+    The loop takes NumPy vectors, or None, for pointers, and checks neither dtypes, nor lengths,
+    nor whether vectors are contiguous. Other threads run meanwhile. Division by zero gives Inf or
+    NaN without a warning. LLVM does not vectorise an inner loop over vectors that may overlap.
 
     Args:
-        what: What the log says is compiled, or else made by NumPy: a plural.
-        function: Of pointers and numbers, in the Python that numba knows.
-        signature: Their types, divided by spaces, such as "float32* int8* intp".
+        what: What the loop computes, for the log: a plural.
+        function: Of pointers and numbers, in the Python that numba compiles.
+        signature: Their types, separated by spaces, such as "float32* int8* intp".
     """
     return _of_vectors(_once(what, function, signature, None))
 
@@ -69,20 +68,19 @@ def loop(
 def loop_16(
     what: str, make: Callable[..., Callable[..., None]], signature: str, name: str,
 ) -> Callable[..., None] | None:
-    """Return what `loop` returns, of a function that converts 16-bit numbers.
+    """Return a compiled loop, as `loop` does, of a function that converts 16-bit numbers.
 
     Args:
-        what: See `loop`.
+        what, signature: See `loop`.
         make: Returns the function, given two that convert one number: from the 16 bits of a
             uint16 to float32, and back.
-        signature: See `loop`.
         name: Of the dtype, "float16" or "bfloat16".
     """
     return _of_vectors(_once(what, make, signature, name))
 
 
 def _once(what: str, make: Callable[..., Any], signature: str, name: str | None) -> Any:
-    """Return the compiled function, made by the first thread that asks; None if there is none."""
+    """Return a compiled function, made by the first thread that needs it; None without numba."""
     key = (make, name)
     if key not in _functions:
         with _compiling:
@@ -95,7 +93,7 @@ def _function(what: str, make: Callable[..., Any], signature: str, name: str | N
     try:
         numba = importlib.import_module("numba")
     except ImportError as error:
-        # numba also refuses a version of NumPy that it does not know.
+        # numba raises it, too, where NumPy is newer than it supports.
         _log.info("%s are made by NumPy, which takes longer: %s", what, error)
         return None
     _log.info("compiling %s, which takes about a second", what)
@@ -118,14 +116,14 @@ def _compiled(numba: Any, function: Callable[..., None], signature: Sequence[str
         types.append(kind)
         c_types.append(ctypes.c_void_p if name != base else np.ctypeslib.as_ctypes_type(base))
     kernel = numba.cfunc(numba.types.void(*types), error_model="numpy")(function)
-    # ctypes lets other threads run meanwhile.
+    # ctypes releases Python's lock during the call.
     call = ctypes.CFUNCTYPE(None, *c_types)(kernel.address)
     call.kernel = kernel  # type: ignore[attr-defined]  # which owns the code
     return call
 
 
 def _of_vectors(function: Any) -> Callable[..., None] | None:
-    """Return a function that takes vectors for their addresses."""
+    """Return a function that takes vectors where the compiled one takes addresses."""
     if function is None:
         return None
 
@@ -177,7 +175,7 @@ def _caller(function: Any) -> Combine16:
 
 
 def _conversions(numba: Any, name: str) -> tuple[Any, Any]:
-    """Return functions that make a float32 of the bits of one 16-bit number, and the reverse."""
+    """Return functions that convert the bits of a 16-bit number to float32, and back."""
     if name == "float16":
         return _half_conversions(numba)
     return numba.njit(_widen_bfloat), numba.njit(_narrow_bfloat)
@@ -197,7 +195,7 @@ def _narrow_bfloat(x: Any) -> Any:
 
 
 def _half_conversions(numba: Any) -> tuple[Any, Any]:
-    """Return conversions by the processor's own instructions, to which numba has no name."""
+    """Return conversions by the processor's own instructions, for which numba has no name."""
     from llvmlite import ir
     intrinsic, types = numba.extending.intrinsic, numba.types
 
@@ -216,7 +214,7 @@ def _half_conversions(numba: Any) -> tuple[Any, Any]:
 
 
 def _refuse_without_instructions(numba: Any, context: Any) -> None:
-    """Raise where LLVM would call a library's function instead, which need not be there."""
+    """Raise where LLVM would call a function of a library that may be missing."""
     target, _, features = context.codegen().magic_tuple()
     if target.startswith("x86") and "+f16c" not in features.split(","):
         raise numba.errors.UnsupportedError("the processor does not convert float16 (F16C)")

@@ -13,8 +13,8 @@ from ..errors import ConfigError
 from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 
-# Vectors are combined block by block where they are three or more, or the result goes to several
-# places: scratch memory of this length, and the pieces of two ranks, stay in the cache. Measured.
+# Vectors are combined block by block where they are three or more, or where the result is stored
+# several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
 BLOCK_BYTES = 256 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
@@ -41,33 +41,33 @@ _REMEDIES = {
 
 
 class Combine(Protocol):
-    """What a schedule calls to combine what it received with what it has."""
+    """Combines the contributions of ranks in a schedule."""
 
     def prepare(self, x: Array) -> None:
-        """Change this rank's own contribution, in place, before anything is sent."""
+        """Prepare this rank's own contribution, in place, before it is sent."""
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Combine `contribution` into `out`, in place."""
 
     def finish(self, chunk: Array) -> None:
-        """Change a chunk that holds every rank's contribution, in place."""
+        """Finish a chunk that holds every rank's contribution, in place."""
 
     def combine(self, sources: Sequence[Array], out: Array) -> None:
-        """Combine all contributions, unprepared, in the order given, and finish."""
+        """Combine all contributions, not prepared, in the order given, and finish."""
 
     def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
         """Combine all contributions as `combine` does, and store the result in place of each.
 
-        That of `rank` is written first, and is the source of the others.
+        That of `rank` is written first, and copied to the others.
         """
 
 
 class _Thread(threading.local):
-    """What each thread has for itself, made when it is first needed.
+    """What each thread has of its own, made when it is first needed.
 
     Attributes:
         block: Scratch memory.
-        quiet: A context in which floating-point errors give Inf and NaN, no more.
+        quiet: A context in which floating-point errors give Inf and NaN without a warning.
     """
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ _thread = _Thread()
 
 
 def quietly(function: Callable[..., Any], *args: Any) -> None:
-    """Call a function in which overflow and the like raise no warning and no error.
+    """Call a function without warnings and errors for overflow and the like.
 
-    A user's numpy.seterr(all="raise") must not tear one rank out of a collective.
-    Since NumPy 2 the setting belongs to the context: to enter one that has it takes
-    0.1 µs, numpy.errstate 1.5 µs.
+    A user's numpy.seterr(all="raise") must not stop one rank in the middle of a collective. Since
+    NumPy 2 the setting belongs to the context: running in a context that has it takes 0.1 µs,
+    numpy.errstate 1.5 µs.
     """
     if _NUMPY_1:
         with np.errstate(all="ignore"):
@@ -97,14 +97,12 @@ def quietly(function: Callable[..., Any], *args: Any) -> None:
 class Reduction:
     """An op on a dtype, whose mean divides by `size`: the number of ranks, or a share of it.
 
-    NaN propagates through max and min. Overflow becomes Inf (floating) or wraps
-    (integers) without a warning, as in MPI. A mean divides once, at the end, the
-    chunk that a rank owns.
+    NaN propagates through max and min. Overflow becomes Inf (floating) or wraps (integers) without
+    a warning, as in MPI. A mean divides once, at the end, the chunk that a rank owns.
 
-    In 16 bits, `combine` adds or multiplies in float32, and rounds once, at the
-    end. The other methods round whenever they store; there a mean divides first,
-    because the sum may overflow where the mean does not (60000 + 60000 is Inf in
-    float16).
+    In 16 bits, `combine` adds or multiplies in float32, and rounds once, at the end. The other
+    methods round whenever they store; there a mean divides first, because the sum may overflow
+    where the mean does not (60000 + 60000 is Inf in float16).
 
     Any number of threads may use one Reduction.
 
@@ -125,7 +123,7 @@ class Reduction:
         self.widens = widens(dtype, op)
         self.divides_first = op == "mean" and self.widens
         self._combine = _UFUNCS[op]
-        # One rank alone has nothing to combine, and no reason to load what is fast at it.
+        # One rank alone has nothing to combine, and no reason to load numba.
         self._combine_16 = None if not self.widens else (
             sixteen.combine if size == 1 else sixteen.combiner(dtype))
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
@@ -141,7 +139,7 @@ class Reduction:
         self._quietly((out, contribution), 1, out)
 
     def finish(self, chunk: Array) -> None:
-        """Divide a chunk of sums by the number of ranks if a mean is asked for."""
+        """Divide a chunk of sums by the number of ranks where the op is a mean."""
         if self.op == "mean" and not self.divides_first:
             self._divide(chunk)
 
@@ -149,9 +147,9 @@ class Reduction:
         """Combine contributions elementwise, in the order given, and divide where it is a mean.
 
         Args:
-            sources: At least one vector of shape (n,), contiguous, as they are: not prepared.
-            out: Shape (n,), contiguous, overwritten by the result. May be any one of the
-                sources, but must not overlap one otherwise.
+            sources: At least one vector of shape (n,), contiguous, not prepared.
+            out: Shape (n,), contiguous, overwritten by the result. May be one of the sources, but
+                must not overlap them otherwise.
         """
         divisor = self._divisor
         if divisor == 1 and len(sources) == 1 and sources[0] is out:
@@ -163,7 +161,7 @@ class Reduction:
 
         Args:
             vectors: Shape (n,), contiguous.
-            rank: Whose is written first, and is the source of the others.
+            rank: The index of the vector that is written first, and copied to the others.
         """
         n = vectors[0].size
         step = max(1, BLOCK_BYTES // vectors[0].itemsize)
@@ -210,7 +208,7 @@ class Reduction:
 
 @functools.lru_cache(maxsize=1024)
 def reduction(op: str, dtype: np.dtype[Any], size: float) -> Reduction:
-    """Return `Reduction(op, dtype, size)`, kept from the last time."""
+    """Return `Reduction(op, dtype, size)`, from a cache."""
     return Reduction(op, dtype, size)
 
 

@@ -1,4 +1,4 @@
-"""Keeps receive buffers for reuse: fresh memory costs a page fault per 4 KiB."""
+"""Reuses receive buffers, since fresh memory costs a page fault per 4 KiB."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,8 +18,8 @@ class Scratch:
     """A small pool of buffers, for schedules of any thread.
 
     Args:
-        keep: How many idle buffers to hold on to; the largest ones are kept.
-        make: Makes one of so many bytes.
+        keep: How many idle buffers stay in the pool: the largest.
+        make: Returns a new buffer of so many bytes.
     """
 
     def __init__(self, keep: int, make: Callable[[int], Array] = _in_host_memory) -> None:
@@ -42,7 +42,7 @@ class Scratch:
 
     def _take(self, nbytes: int) -> Array:
         with self._lock:
-            for place, buffer in enumerate(self._idle):
+            for index, buffer in enumerate(self._idle):
                 if buffer.nbytes >= nbytes:
-                    return self._idle.pop(place)
+                    return self._idle.pop(index)
         return self._make(nbytes)

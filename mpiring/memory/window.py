@@ -1,8 +1,8 @@
-"""Maps memory that the processes of one node share; it is free again when nobody looks at it.
+"""Maps memory that the processes of a node share, until the last of them unmaps it.
 
-The memory is an anonymous file: it has no name that a crash could leave behind, and
-the size of /dev/shm does not bound it. A process lets go of it by itself, so that
-garbage collection can do it; MPI_Win_free would be a collective call.
+The memory is an anonymous file: it has no name that a crash could leave behind, and the size of
+/dev/shm does not limit it. Garbage collection may unmap it; MPI_Win_free would be a collective
+call.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ def create() -> int:
     """Return the descriptor of a new, empty anonymous file.
 
     Raises:
-        OSError: The system has none, or no descriptor is left.
+        OSError: The system has no memfd_create, or no descriptor is left.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
@@ -33,17 +33,18 @@ def create() -> int:
 
 
 def identity(descriptor: int) -> tuple[int, int]:
-    """Return what tells an open file from all others of this system: its device and number."""
+    """Return the device and number of an open file, which no other file of this system has."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino
 
 
 def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
-    """Return a descriptor of the file that another process of this node has open.
+    """Return a descriptor of a file that another process of this node has open.
 
     Args:
-        wanted: The file's identity. In another container the same path may lead to
-            another file, which must not be touched.
+        pid, descriptor: Of that process.
+        wanted: The file's identity. In another container the same path may lead to another file,
+            which must not be touched.
 
     Raises:
         OSError: The process lives in another container, or /proc is closed.
@@ -58,8 +59,8 @@ def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
 def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Array]:
     """Allocate this rank's segment of a file, and map those of all ranks.
 
-    Each process allocates its own, so that the pages lie in the memory of its own
-    processor. Another rank's segment may be touched once that rank has returned.
+    Each process allocates its own, so that the pages lie in the memory of its own processor. A
+    segment may be touched once its rank has returned from this function.
 
     Args:
         descriptor: From `create` or `attach`; may be closed afterwards.
@@ -70,10 +71,10 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Arr
         Per rank a byte vector; the memory is unmapped when the last view of any of them dies.
 
     Raises:
-        OSError: There is not so much memory, or a limit (`ulimit -f`, `-v`) forbids it.
+        OSError: Memory is too short, or a limit (`ulimit -f`, `-v`) forbids it.
     """
     stride = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    # To try would take all there is, before the system kills somebody for it.
+    # An attempt would take all memory, until the system kills a process.
     if size * stride > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise OSError(errno.ENOMEM, f"{size * stride} bytes are more than this node has")
     os.ftruncate(descriptor, size * stride)
@@ -84,9 +85,9 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Arr
 
 
 class _Mapping:
-    """A file in memory, until the last array that lies there dies.
+    """A mapped file, until the last array in it dies.
 
-    Python's own mmap would keep a descriptor open as long: before 3.13 it always does.
+    Python's mmap, before 3.13, would keep a descriptor open as long.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:

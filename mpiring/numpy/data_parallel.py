@@ -244,7 +244,5 @@ def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Rep
 
         return Replicated(name, functools.partial(bytes_of, x), write)
 
-    for name in params:
-        yield from replicated_in(params, name, name, leaf)
-    for name in watched:
-        yield from replicated_in(watched, name, name, leaf)
+    for name, x in (*params.items(), *watched.items()):
+        yield from replicated_in(x, name, leaf)

@@ -183,6 +183,11 @@ class DeviceCollectives(Collectives):
                 self._host.net, self._context.device, direct=self._context.direct)
         return self._channel
 
+    @property
+    def bytes_sent(self) -> int:
+        """How many this rank has sent in this operation so far; see Statistics."""
+        return self._host.bytes_sent
+
     def borrow(self, n: int, dtype: DTypeLike) -> Any:
         """Lend memory on the GPU for n elements, as long as the operation needs it."""
         return self._context.device.scratch.borrow(n, dtype)

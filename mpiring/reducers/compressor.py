@@ -40,7 +40,7 @@ class Compressor(ABC):
         feeds_back: What is not sent is remembered, and added to the next gradients.
         on_gpus: Gradients on a GPU are compressed there, and what is remembered lies there; else
             in host memory.
-        cost: What it has cost so far.
+        cost: What it has cost since `take_cost` was called.
     """
 
     feeds_back = on_gpus = False
@@ -142,6 +142,11 @@ class Compressor(ABC):
     def release(self) -> None:
         """Cease to serve a model; another one, or new buckets of the same, may follow."""
         self._user = None
+
+    def take_cost(self) -> Cost:
+        """Return what it has cost since the last call."""
+        cost, self.cost = self.cost, Cost()
+        return cost
 
     @property
     def loaded_order(self) -> Sequence[str] | None:

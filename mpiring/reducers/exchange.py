@@ -31,6 +31,10 @@ class Cost:
     wire_s: float = 0.0
     decode_s: float = 0.0
 
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.encode_s + other.encode_s, self.wire_s + other.wire_s,
+                    self.decode_s + other.decode_s)
+
 
 @dataclass(frozen=True)
 class SliceExchange:

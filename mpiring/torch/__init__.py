@@ -1,6 +1,6 @@
 """Joins PyTorch: a module wrapper, and a back end of torch.distributed that importing registers."""
 
-from . import prefetching, process_group, rendezvous
+from . import process_group, rendezvous
 from .checkpoints import Checkpoints, random_state, set_random_state
 from .data_parallel import DataParallel
 from .devices import device_for
@@ -10,7 +10,6 @@ from .sampler import DistributedSampler
 from .states import broadcast_optimizer_state, broadcast_parameters
 from .threads import share_cores
 
-prefetching.register()
 process_group.register()
 rendezvous.register()
 

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,32 @@ from torch.nn import Parameter
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import GradientError
+from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
 from ..training.nonfinite import NonFinite
-from .devices import current, gpu_of, marker_of, seen_as_tensor
+from .devices import current, gpu_of, marker_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
-from .tensors import numpy_dtype, tensors_in
+from .tensors import seen_as_tensor, tensors_in
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How gradients are averaged.
+
+    Attributes:
+        bucket_bytes, reducer, deterministic, order: As for `Gradients`.
+        find_unused: Contribute zeros for parameters that a backward pass did not reach.
+        deferred: Leave it to `wait` that gradients arrive.
+    """
+
+    bucket_bytes: int
+    reducer: Wish
+    deterministic: bool
+    order: Sequence[str] | None
+    find_unused: bool
+    deferred: bool
 
 
 class Averaging:
@@ -32,9 +52,7 @@ class Averaging:
         parameters: By name, in the same order on every rank; at least one, all on one device.
         sparse: Those of them whose gradients are sparse.
         comm: The ranks to average over.
-        bucket_bytes, reducer, deterministic, order: As for `Gradients`.
-        find_unused: Contribute zeros for parameters that a backward pass did not reach.
-        deferred: Leave it to `wait` that gradients arrive.
+        settings: How.
         completed: Is called when all have arrived.
         steps: How many were complete before.
 
@@ -47,16 +65,14 @@ class Averaging:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
-                 comm: Communicator, *, bucket_bytes: int, reducer: Wish,
-                 deterministic: bool, order: Sequence[str] | None, find_unused: bool,
-                 deferred: bool, completed: Callable[[], None], steps: int) -> None:
+                 comm: Communicator, settings: Settings, *, completed: Callable[[], None],
+                 steps: int) -> None:
         self.active, self.weight, self.under_way = True, 1.0, False
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
         self._comm = comm
-        self._find_unused = find_unused
-        self._deferred = deferred
+        self._settings = settings
         self._completed = completed
         self._unused: list[str] = []
         # Per gradient, whether this rank has one at the end of backward.
@@ -70,10 +86,10 @@ class Averaging:
         # Its device is that of all.
         self._first = first = next(iter(parameters.values()))
         with current(first):
-            self._gradients = Gradients(specs, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                        deterministic=deterministic, order=order,
-                                        moved=self._move, steps=steps, device=gpu_of(first),
-                                        mark=marker_of(first))
+            self._gradients = Gradients(
+                specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
+                deterministic=settings.deterministic, order=settings.order, moved=self._move,
+                steps=steps, device=gpu_of(first), mark=marker_of(first))
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self._gradients.tally)
@@ -232,7 +248,7 @@ class Averaging:
         if not self.active:
             return
         missing = self._missing
-        if missing and not self._find_unused:
+        if missing and not self._settings.find_unused:
             raise GradientError(
                 f"rank {self._comm.rank}: backward did not reach {len(missing)} of "
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
@@ -242,7 +258,7 @@ class Averaging:
             self._contribute_unreached(missing)
         self.under_way = True
         self._note_reached()
-        if self._deferred:
+        if self._settings.deferred:
             self._withhold()
         else:
             self.wait()
@@ -282,14 +298,14 @@ class Averaging:
 
     def _note_reached(self) -> None:
         """Note which gradients this rank has."""
-        if self._find_unused:
+        if self._settings.find_unused:
             self._has = np.array([name not in self._unused or p.grad is not None
                                   for name, p in self._dense.items()])
         self._unused = []
 
     def _reached_nowhere(self) -> set[str]:
         """Return which parameters no rank has reached, and that have no gradient either."""
-        if not self._find_unused:
+        if not self._settings.find_unused:
             return set()
         self._comm.allreduce(self._has, op="max")
         return {name for name, one in zip(self._dense, self._has) if not one}

@@ -1,8 +1,10 @@
 """Wraps a PyTorch module so that every backward pass leaves the mean gradients of all ranks."""
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -11,16 +13,17 @@ from torch import nn
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..record.statistics import Statistics
+from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import refuse_different
 from ..training.replicas import Replicas
-from .averaging import Averaging
-from .devices import KINDS, described
+from .averaging import Averaging, Settings
+from .devices import DEVICE_TYPES, described
 from .join import Uneven
 from .optimizers import follow_steps, replicated_parts, updates_any
 from .sparse import sparse_parameters
 from .states import broadcast_parameters
-from .tensors import numpy_dtype, tensors_in
+from .tensors import tensors_in
 from .threads import share_cores
 
 
@@ -87,12 +90,14 @@ class DataParallel(nn.Module):
         self.module = module
         self._comm = comm
         self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
-        self._options: dict[str, Any] = {
-            "bucket_bytes": bucket_bytes, "reducer": reducer, "deterministic": deterministic,
-            "order": order, "find_unused": find_unused_parameters, "deferred": defer_wait}
+        self._settings = Settings(bucket_bytes, reducer, deterministic, order,
+                                  find_unused_parameters, defer_wait)
         self._watched: dict[str, Any] = {}
+        # In the order of their last steps; a set that forgets.
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = (
+            weakref.WeakKeyDictionary())
         self._replicas = Replicas(
-            comm, functools.partial(replicated_parts, module, self._watched))
+            comm, functools.partial(replicated_parts, module, self._stepped, self._watched))
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs = True
@@ -230,7 +235,7 @@ class DataParallel(nn.Module):
                     f"rank {self._comm.rank}: watch({name}=...) is a {type(value).__name__}; pass "
                     f"a tensor, or a mapping or list of tensors")
             for tensor in tensors_in(value):
-                if tensor.device.type not in KINDS or tensor.layout is not torch.strided:
+                if tensor.device.type not in DEVICE_TYPES or tensor.layout is not torch.strided:
                     raise ConfigError(
                         f"rank {self._comm.rank}: watch({name}=...) has a {tensor.layout} tensor "
                         f"on {tensor.device}; expected dense ones on the CPU or a GPU")
@@ -248,6 +253,8 @@ class DataParallel(nn.Module):
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Complete the gradients that an optimizer is about to use; called by its hook."""
+        self._stepped.pop(optimizer, None)
+        self._stepped[optimizer] = None
         averaging = self._averaging
         if averaging is None or not (averaging.under_way or averaging.nonfinite.found):
             return
@@ -286,11 +293,11 @@ class DataParallel(nn.Module):
             self._shared_buffers.copy()
         if parameters:
             self._averaging = Averaging(
-                parameters, sparse_parameters(self.module), self._comm, steps=steps,
-                completed=functools.partial(_end_step, self._shared_buffers, self._replicas),
-                **self._options)
+                parameters, sparse_parameters(self.module), self._comm,
+                self._settings, steps=steps,
+                completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
             # Of the parameters that are trained first, not of those after freezing some.
-            self._options["order"] = None
+            self._settings = replace(self._settings, order=None)
         self._trained = trained
 
     # What users of the bare module find on it
@@ -368,7 +375,7 @@ def _refuse(module: nn.Module, comm: Communicator) -> None:
             raise ConfigError(
                 f"rank {comm.rank}: parameter {name} has no shape yet; run one batch through the "
                 f"module before it is wrapped")
-        if p.device.type not in KINDS:
+        if p.device.type not in DEVICE_TYPES:
             raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
                               f"CPU or a GPU of NVIDIA's: wrap module.cpu() or module.cuda()")
         numpy_dtype(p.dtype)

@@ -19,7 +19,7 @@ from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
 from . import sparse
-from .devices import KINDS
+from .devices import DEVICE_TYPES
 from .groups import monitored_barrier, open_group
 from .ops import op_of
 from .vectors import (
@@ -33,7 +33,7 @@ Tensors = Sequence[torch.Tensor]
 
 def register() -> None:
     """Make the back end known to torch.distributed."""
-    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=[*KINDS])
+    dist.Backend.register_backend("mpiring", _make, extended_api=True, devices=[*DEVICE_TYPES])
 
 
 def _make(options: Any, _: Any) -> "ProcessGroup":
@@ -98,7 +98,7 @@ class ProcessGroup(dist.ProcessGroup):
     @property
     def _device_types(self) -> list[torch.device]:
         """The kinds of device that the group serves; checkpoints look for the CPU among them."""
-        return [torch.device(kind) for kind in KINDS]
+        return [torch.device(kind) for kind in DEVICE_TYPES]
 
     def _get_backend(self, device: Any) -> "ProcessGroup":
         """Return the back end for a device: this group, for every device."""

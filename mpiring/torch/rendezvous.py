@@ -1,12 +1,10 @@
 """Finds, over MPI, the address of the store that torch.distributed wants."""
 
 import contextlib
-import fcntl
 import functools
 import logging
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -19,6 +17,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvo
 from ..communicator import Communicator, init, refuse_other_than_communicators
 from ..errors import ConfigError, TransportError
 from ..launch.environment import set_variables
+from ..launch.interfaces import ipv4_addresses
 
 _log = logging.getLogger("mpiring")
 
@@ -26,8 +25,6 @@ _Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 _LOOPBACK = "127.0.0.1"
 _PROBE_S = 1.0
-# Linux: the ioctl that tells the IPv4 address of an interface.
-_SIOCGIFADDR = 0x8915
 
 
 def register() -> None:
@@ -145,7 +142,7 @@ def _meet(comm: Communicator, listener: socket.socket | None) -> tuple[str, int]
     """Return an address and port of rank 0's listener that every rank reaches."""
     port = 0 if listener is None else int(listener.getsockname()[1])
     token = secrets.token_bytes(16)
-    offered: list[str] = [] if comm.num_nodes == 1 else _addresses()
+    offered: list[str] = [] if comm.num_nodes == 1 else list(ipv4_addresses().values())
     offered, port, token = comm.broadcast_object((offered, port, token))
     if comm.num_nodes == 1:
         return _LOOPBACK, port
@@ -159,19 +156,6 @@ def _meet(comm: Communicator, listener: socket.socket | None) -> tuple[str, int]
     raise TransportError(
         f"rank {comm.rank}: no address of rank 0 is reached by all ranks: it has {offered}, and "
         f"rank {lost} reaches {found[lost]}; does a firewall close port {port}?")
-
-
-def _addresses() -> list[str]:
-    """Return this host's IPv4 addresses, of all its interfaces but the loopback."""
-    addresses = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            # An interface may have no address.
-            with contextlib.suppress(OSError):
-                request = struct.pack("256s", name.encode()[:15])
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-                addresses.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in addresses if not address.startswith("127.")]
 
 
 @contextlib.contextmanager

@@ -10,12 +10,12 @@ from torch.nn import Parameter
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..memory.arrays import Array, is_finite
+from ..memory.tensors import array_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..training.tally import Tally
+from ..training.gradients import Tally
 from ..transport.base import Schedule
 from .ops import Op, quotient
-from .tensors import array_of
 from .vectors import Loan
 
 

@@ -1,13 +1,13 @@
 """Copies parameters, buffers and the state of optimizers from one rank to all."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
-from .devices import vector_of
+from ..memory.nests import mapped
 
 # Short tensors travel together; each broadcast costs a message's latency.
 _FUSED_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> No
     with torch.no_grad():
         parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
-        comm.broadcast(vector_of(flat), root=root)
+        comm.broadcast(flat, root=root)
         if comm.rank == root:
             return
         if len(parts) > 1:
@@ -91,43 +91,33 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
     state = optimizer.state_dict() if comm.rank == root else None
     # Tensors travel apart: pickled, each would be in memory three times.
     tensors: list[torch.Tensor] = []
-    outline = comm.broadcast_object(_outlined(state, tensors), root=root)
+    outline = comm.broadcast_object(mapped(state, lambda leaf: _taken(leaf, tensors)), root=root)
     if comm.rank != root:
-        state = _filled(outline, tensors)
+        state = mapped(outline, lambda leaf: _filled(leaf, tensors))
     broadcast_parameters(tensors, comm, root=root)
     if comm.rank != root:
         optimizer.load_state_dict(state)
 
 
-class _Place:
-    """Where a tensor was in a nest of dicts, lists and tuples."""
+class _Shape:
+    """The shape and dtype of a tensor, in its place in a nest."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
-def _outlined(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `tree` with places for its tensors, which are appended to `tensors`."""
-    if isinstance(tree, torch.Tensor):
-        # load_state_dict copies it to where the parameter is.
-        tensors.append(tree.cpu())
-        return _Place(tree)
-    return _mapped(tree, lambda part: _outlined(part, tensors))
+def _taken(leaf: Any, tensors: list[torch.Tensor]) -> Any:
+    """Append a leaf that is a tensor to `tensors`, and return what is to be sent in its place."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    # load_state_dict copies it to where the parameter is.
+    tensors.append(leaf.cpu())
+    return _Shape(leaf)
 
 
-def _filled(tree: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return `tree` with new tensors in their places; they are appended to `tensors`, too."""
-    if isinstance(tree, _Place):
-        tensors.append(torch.empty(tree.shape, dtype=tree.dtype, device="cpu"))
-        return tensors[-1]
-    return _mapped(tree, lambda part: _filled(part, tensors))
-
-
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(tree, dict):
-        return {key: function(value) for key, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        values = [function(value) for value in tree]
-        # That of a namedtuple takes them one by one.
-        return type(tree)(*values) if hasattr(tree, "_fields") else type(tree)(values)
-    return tree
+def _filled(leaf: Any, tensors: list[torch.Tensor]) -> Any:
+    """Return a new tensor for a _Shape, and append it to `tensors`; return other leaves."""
+    if not isinstance(leaf, _Shape):
+        return leaf
+    tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
+    return tensors[-1]

@@ -9,12 +9,13 @@ import torch
 
 from ..engine.group import Build, Group
 from ..errors import ConfigError
+from ..gpu.arrays import UserStream, stream_of
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
+from ..memory.tensors import array_of
 from ..transport.base import Schedule, T
-from . import devices
+from .devices import DEVICE_TYPES
 from .ops import quotient
-from .tensors import array_of
 
 
 class Loan:
@@ -33,7 +34,7 @@ class Loan:
 
     def __init__(self, *, staged: bool = False) -> None:
         self.nbytes = 0
-        self.stream: devices.UserStream | None = None
+        self.stream: UserStream | None = None
         self._staged = staged
         self._where: torch.device | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -68,7 +69,7 @@ class Loan:
         return self._vector(_seen_as(self._contiguous(tensor, written), torch.uint8))
 
     def _contiguous(self, tensor: torch.Tensor, written: bool) -> torch.Tensor:
-        if tensor.layout is not torch.strided or tensor.device.type not in devices.KINDS:
+        if tensor.layout is not torch.strided or tensor.device.type not in DEVICE_TYPES:
             raise ConfigError(
                 f"a {tensor.layout} tensor on {tensor.device}: this collective takes dense "
                 f"tensors on the CPU or a GPU of NVIDIA's")
@@ -81,7 +82,7 @@ class Loan:
                               f"{tensor.stride()}, several of whose elements are one: it cannot "
                               f"take a result; pass tensor.clone()")
         if self._where is None:
-            self._where, self.stream = tensor.device, devices.stream_of(tensor)
+            self._where, self.stream = tensor.device, stream_of(tensor)
         self.nbytes += tensor.nbytes
         plain = tensor.detach()
         contiguous = plain.resolve_conj().resolve_neg().contiguous()

@@ -1,7 +1,9 @@
 """Compares what all ranks should have in common, and stops or mends a rank that differs."""
 
 import collections
+import functools
 import logging
+import operator
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from ..communicator import Communicator
 from ..errors import ReplicaError
 from ..memory.arrays import Array
 from ..memory.digest import digest
+from ..memory.nests import leaves
 from ..operations.agreement import Call
 from ..text import first_few
 
@@ -181,31 +184,27 @@ def _list(ranks: Sequence[int]) -> str:
     return first_few([str(rank) for rank in ranks], 8)
 
 
-def replicated_in(holder: Any, key: Any, name: str,
-                  leaf: Callable[[str, Any], Replicated | None]) -> Iterator[Replicated]:
-    """Yield the parts of nested mappings, lists and tuples: their arrays, and their numbers.
+def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | None],
+                  ) -> Iterator[Replicated]:
+    """Yield the arrays of a nest, and the numbers of its mappings and lists, as parts.
 
     Args:
-        holder, key: Where it stands: `holder[key]`.
-        name: Of it.
-        leaf: Returns the part that an array is; None for what is none, or known already.
+        nest: See memory.nests.
+        name: Of the nest.
+        leaf: Returns the part that an array is; None for other leaves, and for arrays that were
+            yielded before.
     """
-    value = holder[key]
-    inner: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inner = list(value)
-    elif isinstance(value, list | tuple):
-        inner = range(len(value))
-    elif isinstance(value, bool | int | float):
-        # Those of a tuple cannot be replaced.
-        if isinstance(holder, MutableMapping | list) and abs(value) < 2**63:
-            yield _number(holder, key, name)
-    else:
-        part = leaf(name, value)
-        if part is not None:
-            yield part
-    for one in inner:
-        yield from replicated_in(value, one, f"{name}[{one!r}]", leaf)
+    for path, value in leaves(nest):
+        its_name = name + "".join(f"[{key!r}]" for key in path)
+        if not isinstance(value, bool | int | float):
+            part = leaf(its_name, value)
+            if part is not None:
+                yield part
+        elif path and abs(value) < 2**63:
+            holder = functools.reduce(operator.getitem, path[:-1], nest)
+            # Those of a tuple cannot be replaced.
+            if isinstance(holder, MutableMapping | list):
+                yield _number(holder, path[-1], its_name)
 
 
 def _number(holder: Any, key: Any, name: str) -> Replicated:

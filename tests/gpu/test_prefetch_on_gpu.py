@@ -40,7 +40,6 @@ def test_cupy_arrays(cupy, depth, own_stream):
 @pytest.mark.parametrize("own_stream", [False, True])
 def test_cuda_tensors(own_stream):
     torch = needed("torch")
-    import mpiring.torch  # noqa: F401
     if not torch.cuda.is_available():
         pytest.skip(reason="PyTorch finds no GPU")
     stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()

@@ -1,10 +1,10 @@
 """Tests that what all ranks do wrong is told by its name, and leaves the communicator as it was."""
 
 import signal
-import sys
 
 import numpy as np
 import pytest
+from launching import needed
 from mpi4py import MPI
 
 import mpiring
@@ -167,14 +167,12 @@ def test_reducers_that_are_loaded_with_anything(comm):
             TopK().load_state_dict(state)
 
 
-def test_tensors_before_mpiring_torch_is_imported(comm, monkeypatch):
-    class Tensor:
-        pass
-
-    class FakeTorch:
-        pass
-
-    FakeTorch.Tensor = Tensor
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch)
-    with pytest.raises(ConfigError, match="add import mpiring.torch"):
-        comm.allreduce(Tensor())
+def test_tensors_that_cannot_be_reduced(comm):
+    torch = needed("torch")
+    for tensor, problem in (
+            (torch.ones(4, 4).T[1:], "not contiguous.*x.copy_"),
+            (torch.ones(3).to_sparse(), "sparse_coo tensor on cpu: expected a dense"),
+            (torch.ones(3, device="meta"), "on meta: expected one on the CPU"),
+            (torch.ones(3).to(torch.float8_e5m2), "cannot be reduced")):
+        with pytest.raises(ConfigError, match=problem):
+            comm.allreduce(tensor)

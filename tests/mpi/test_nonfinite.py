@@ -114,7 +114,7 @@ def test_finite_is_known_of_all_gradients(dp):
 
 def test_padding_does_not_count(comm):
     dp = DataParallel({"w": np.zeros(3, np.float32)}, comm)
-    bucket = dp._gradients._buckets[0]
+    bucket = dp._gradients.buckets[0]
     bucket.flat[5] = np.nan
     dp.ready("w")
     dp.wait()

@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import torch
 
+from mpiring.gpu import arrays
 from mpiring.launch.start import load_mpi
 from mpiring.memory import compiled
-from mpiring.torch import devices
-from mpiring.torch.tensors import tensor_of
+from mpiring.torch import tensors
 
 SIMULATED, CUDA = (sys.argv[-1] == name for name in ("simulated", "cuda"))
 ON_GPU = SIMULATED or CUDA
@@ -32,8 +32,8 @@ def _simulate():
     for name in ("loop", "loop_16"):
         patch.setattr(compiled, name, lambda *arguments: None)
     simulated_gpu.installed(patch)
-    patch.setattr(devices, "is_on_gpu", lambda x: True)
-    patch.setattr(devices, "shared_with", lambda x: tensor_of(x.inside))
+    patch.setattr(arrays, "is_cuda_tensor", lambda x: True)
+    patch.setattr(tensors, "shared_with", lambda x: tensors.tensor_of(x.inside))
     patch.setattr(torch.cuda, "current_stream", lambda where: SimpleNamespace(cuda_stream=7))
     for name in ("stream", "device"):
         patch.setattr(torch.cuda, name, lambda which: nullcontext())

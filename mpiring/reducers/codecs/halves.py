@@ -9,7 +9,7 @@ from numpy.typing import DTypeLike
 
 from ...errors import ConfigError
 from ...memory import compiled, sixteen
-from ...memory.arrays import SIXTEEN_BIT, Array
+from ...memory.arrays import SIXTEEN_BIT, Array, peak
 from ...memory.reduction import quietly
 from . import pieces
 from .pieces import APART, NOWHERE
@@ -67,7 +67,7 @@ class Halves:
 
     def is_finite(self, payload: Array, n: int) -> bool:
         """See `Codec.is_finite`; reads the whole payload."""
-        return n == 0 or sixteen.peak(self._halves(payload, n)) < _INFINITY[self.dtype]
+        return n == 0 or peak(self._halves(payload, n)) < _INFINITY[self.dtype]
 
     def _decode(self, payload: Array, out: Array, adds: bool) -> None:
         halves = self._halves(payload, out.size)

@@ -1,16 +1,14 @@
 """Calls the peers, Gloo and Horovod, on tensors that share an array's memory; needs PyTorch."""
 
-import fcntl
 import importlib.util
 import itertools
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-
 from ...errors import ConfigError, MissingDependencyError
+from ...launch.interfaces import ipv4_address, ipv4_addresses
 from ...memory.arrays import Array
 from .world import World
 
@@ -20,7 +18,6 @@ NAMES = ("gloo", "horovod")
 TORCH = ("torch", "ml_dtypes")
 _NEEDS = {"gloo": TORCH, "horovod": (*TORCH, "horovod")}
 _TIMEOUT_S = 120
-_SIOCGIFADDR = 0x8915
 
 Call = Callable[[], object]
 Peer = tuple[str, Callable[[Array], Call], Callable[[Array], Callable[[], Call]]]
@@ -83,7 +80,7 @@ def tensor_of(x: Array) -> Any:
     Raises:
         ConfigError: PyTorch has no such dtype.
     """
-    from ...torch.devices import seen_as_tensor
+    from ...torch.tensors import seen_as_tensor
     try:
         return seen_as_tensor(x)
     except TypeError as exc:
@@ -96,7 +93,13 @@ def interface_for(world: World) -> str:
     Raises:
         ConfigError: No interface has an address.
     """
-    return "lo" if world.comm.num_nodes == 1 else _first_interface()
+    if world.comm.num_nodes == 1:
+        return "lo"
+    for name in ipv4_addresses():
+        return name
+    names = [name for _, name in socket.if_nameindex() if name != "lo"]
+    raise ConfigError(f"none of the network interfaces {names} has an IPv4 address; name one with "
+                      f"--interface, or leave Gloo out with --contenders")
 
 
 def store_of_rank_0(world: World, interface: str) -> Any:
@@ -111,7 +114,7 @@ def store_of_rank_0(world: World, interface: str) -> Any:
     store = None
     if world.rank == 0:
         # Port 0: the system picks a free one.
-        store = dist.TCPStore(_address(interface), 0, is_master=True, wait_for_workers=False,
+        store = dist.TCPStore(ipv4_address(interface), 0, is_master=True, wait_for_workers=False,
                               timeout=timedelta(seconds=_TIMEOUT_S))
     place = world.raw.bcast(store and (store.host, store.port), root=0)
     if store is None:
@@ -145,30 +148,6 @@ def _gloo(world: World, interface: str | None) -> Peer:
         return lambda: group.allreduce(tensors).wait
 
     return "Gloo", call, start
-
-
-def _first_interface() -> str:
-    """Return the first network interface, other than the loopback, that has an address.
-
-    Raises:
-        ConfigError: There is none.
-    """
-    names = [name for _, name in socket.if_nameindex() if name != "lo"]
-    for name in names:
-        try:
-            _address(name)
-        except OSError:
-            continue
-        return name
-    raise ConfigError(f"none of the network interfaces {names} has an IPv4 address; name one with "
-                      f"--interface, or leave Gloo out with --contenders")
-
-
-def _address(interface: str) -> str:
-    """Return the IPv4 address of a network interface (Linux)."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _horovod() -> Peer:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from ...gpu.carriers import torch_cuda
 from ...memory.arrays import Array
 from ...torch import DataParallel, device_for, share_cores
-from ...torch.devices import refuse_missing
 from . import peers, timing
 from .contenders import ALONE, GLOO, OURS
 from .world import World
@@ -178,7 +178,7 @@ def place_named(world: World, device: str) -> Place:
     if device == "cpu":
         return Place()
     # Ranks that have a GPU would wait for one that has none.
-    world.everywhere(refuse_missing)
+    world.everywhere(torch_cuda)
     return GpuPlace(device_for(world.comm))
 
 

@@ -10,7 +10,7 @@ from launching import HANG_S, ROOT, environment
 
 from mpiring.config import unknown_variables
 from mpiring.launch.environment import launch_variables, launched_rank
-from mpiring.tools.doctor import child, gather, memory
+from mpiring.tools.doctor import gather, memory
 from mpiring.tools.doctor.facts import Device, Library
 from mpiring.tools.doctor.measure import rounds
 
@@ -147,11 +147,6 @@ def test_launchers_variables():
 ])
 def test_who_is_measured_with_whom(leaders, expected):
     assert rounds(leaders) == expected
-
-
-def test_what_mpi_prints_is_told_without_noise_and_traces():
-    assert child._told(["-----", "", "MPI_Init failed ", "Timeout (0:00:30)!", "File"]) == [
-        "MPI_Init failed"]
 
 
 def test_a_child_that_dies_is_told(monkeypatch, tmp_path):

@@ -1,0 +1,177 @@
+"""Brings the arrays and tensors of a batch to a GPU, in one piece, on a stream of its own."""
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from ..errors import MissingDependencyError
+from .base import DeviceVector, Event
+from .device import Device
+from .staging import Staging
+
+if TYPE_CHECKING:
+    import torch
+
+# As CUDA aligns its own allocations, which suits every dtype and vector load.
+_ALIGNMENT = 256
+
+Arrive = Callable[[], Sequence[Any]]
+
+
+class Carrier(Protocol):
+    """Brings arrays of one framework to one GPU."""
+
+    def send(self, xs: Sequence[Any]) -> Arrive:
+        """Queue copies of arrays; called by the thread that loads.
+
+        Returns:
+            A function for the thread that asks for batches: it returns the copies, and has the
+            current stream of that thread wait for them.
+        """
+
+
+class ArrayCarrier:
+    """Brings NumPy arrays to a GPU, as CuPy arrays; see Carrier.
+
+    The memory of a batch whose arrays have died is written to again behind what its user had
+    queued by the next time that a batch was asked for.
+
+    Args:
+        device: The GPU.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._stream = device.gpu.stream()
+        self._staging = Staging(device.gpu)
+        # Between the threads that load and those that ask.
+        self._lock = threading.Lock()
+        # The memory of batches that have died; and, once a mark is set behind them, with it.
+        self._dead: deque[DeviceVector] = deque()
+        self._idle: list[tuple[DeviceVector, Event]] = []
+
+    def send(self, xs: Sequence[Any]) -> Arrive:
+        """Queue copies of arrays; see Carrier."""
+        starts, nbytes = laid_out([x.nbytes for x in xs])
+        slot = self._staging.take(nbytes)
+        for start, x in zip(starts, xs):
+            slot[start:start + x.nbytes].view(x.dtype).reshape(x.shape)[...] = x
+        with self._lock:
+            memory = self._take(nbytes)
+            if nbytes:
+                self._stream.upload(slot[:nbytes], memory[:nbytes])
+            copied = self._stream.record()
+        self._staging.give(slot, copied)
+        # Not the arrays themselves: whoever loads may reuse them.
+        looks = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
+        return lambda: self._arrived(memory, copied, looks)
+
+    def _take(self, nbytes: int) -> DeviceVector:
+        """Return memory that the stream may write to."""
+        fitting = [i for i, (memory, _) in enumerate(self._idle) if memory.size >= nbytes]
+        if fitting:
+            memory, until = self._idle.pop(min(fitting, key=lambda i: self._idle[i][0].size))
+            self._stream.wait(until)
+            return memory
+        # Batches have grown; memory for smaller ones is given back.
+        self._idle.clear()
+        return self._device.allocate(1 << max(nbytes - 1, 4095).bit_length())
+
+    def _arrived(self, memory: DeviceVector, copied: Event,
+                 looks: Sequence[tuple[int, int, np.dtype[Any], tuple[int, ...]]]) -> list[Any]:
+        gpu = self._device.gpu
+        with self._lock:
+            if self._dead:
+                # All that was queued with them is before this mark, on the current stream of the
+                # thread that asks: another thread may have seen them die.
+                until = gpu.mark()
+                while self._dead:
+                    self._idle.append((self._dead.popleft(), until))
+        gpu.follow(copied)
+        owner = _BatchMemory(memory, self._dead)
+        return [gpu.array(replace(memory[start:start + nbytes].view(dtype), owner=owner), shape)
+                for start, nbytes, dtype, shape in looks]
+
+
+class _BatchMemory:
+    """Owner of a batch's arrays, which gives their memory back when all of them have died."""
+
+    def __init__(self, memory: DeviceVector, dead: deque[DeviceVector]) -> None:
+        self._memory, self._dead = memory, dead
+
+    def __del__(self) -> None:
+        self._dead.append(self._memory)
+
+
+class TensorCarrier:
+    """Brings PyTorch's dense CPU tensors to a GPU; see Carrier.
+
+    PyTorch keeps pinned memory until copies from it are done, and memory of the GPU until the
+    streams that it was recorded on are through.
+
+    Args:
+        index: Of the GPU.
+
+    Raises:
+        MissingDependencyError: PyTorch finds no GPU.
+    """
+
+    def __init__(self, index: int) -> None:
+        cuda = torch_cuda()
+        self._torch = sys.modules["torch"]
+        self._device = self._torch.device("cuda", index)
+        self._stream = cuda.Stream(self._device)
+
+    def send(self, xs: Sequence[Any]) -> Arrive:
+        """Queue copies of tensors; see Carrier."""
+        torch = self._torch
+        starts, nbytes = laid_out([x.nbytes for x in xs])
+        # Makes its GPU this thread's, too: to pin memory takes one, and would open the first.
+        with torch.cuda.stream(self._stream):
+            pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            for part, x in zip(tensors_at(pinned, starts, xs), xs):
+                part.copy_(x.detach())
+            moved = pinned.to(self._device, non_blocking=True)
+            copied = self._stream.record_event()
+
+        def arrive() -> list[Any]:
+            user = torch.cuda.current_stream(self._device)
+            user.wait_event(copied)
+            moved.record_stream(user)
+            return tensors_at(moved, starts, xs)
+
+        return arrive
+
+
+def tensors_at(memory: "torch.Tensor", starts: Sequence[int], like: Sequence[Any]) -> list[Any]:
+    """Return tensors in a tensor of bytes, of the shapes and dtypes of others."""
+    return [memory[start:start + x.nbytes].view(x.dtype).view(x.shape)
+            for start, x in zip(starts, like)]
+
+
+def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Return where arrays of so many bytes begin, one behind the other, and all their bytes."""
+    starts, end = [], 0
+    for nbytes in sizes:
+        starts.append(end)
+        end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+    return starts, end
+
+
+def torch_cuda() -> Any:
+    """Return torch.cuda of the PyTorch that is imported.
+
+    Raises:
+        MissingDependencyError: It finds no GPU.
+    """
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_available():
+        raise MissingDependencyError(
+            f"PyTorch {torch.__version__} finds no GPU: install a build with CUDA, as "
+            f"https://pytorch.org/get-started says, and run nvidia-smi, which must list one")
+    return torch.cuda

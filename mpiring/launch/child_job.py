@@ -1,0 +1,62 @@
+"""Runs a command that may crash or hang in a child process, until a deadline at the latest."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Beyond the deadline, at which a child is expected to end by itself.
+_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a child ended.
+
+    Attributes:
+        status: Its exit status, below 0 for a signal; None where it was ended at the deadline.
+        lines: What it printed, on standard output and standard error.
+    """
+
+    status: int | None
+    lines: Sequence[str]
+
+    def last_lines(self, most: int) -> list[str]:
+        """Return the last lines that say something."""
+        return [line.rstrip() for line in self.lines if line.strip(" -=*")][-most:]
+
+
+def run(command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None,
+        in_place: bool = False) -> Ended:
+    """Run a command to its end, or end it some seconds after the deadline.
+
+    Args:
+        limit_s: Seconds until the deadline.
+        env: Its environment; by default this process's.
+        in_place: The child stands for this process among a launcher's ranks: it inherits open
+            files and stays in the session. Otherwise it has a session of its own, all of which
+            ends with it.
+
+    Raises:
+        OSError: The command cannot be started.
+    """
+    with tempfile.TemporaryFile() as output:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, env=env,
+            close_fds=not in_place, start_new_session=not in_place)
+        status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = child.wait(limit_s + _GRACE_S)
+        finally:
+            if in_place:
+                child.kill()
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        output.seek(0)
+        return Ended(status, output.read().decode(errors="replace").splitlines())

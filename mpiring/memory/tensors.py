@@ -1,0 +1,78 @@
+"""Sees PyTorch's tensors as vectors of the same memory, without importing PyTorch."""
+
+import functools
+import sys
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+
+from ..errors import ConfigError, MissingDependencyError
+from .arrays import Array
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
+           "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+
+
+def is_tensor(x: object) -> "TypeGuard[torch.Tensor]":
+    """Return whether `x` is a tensor of PyTorch, in host memory or on a GPU."""
+    # While another thread imports PyTorch, the module has no Tensor yet.
+    return isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ()))
+
+
+@functools.cache
+def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
+    """Return NumPy's equal of a dtype.
+
+    Raises:
+        ConfigError: Collectives cannot calculate with it.
+        MissingDependencyError: bfloat16, without ml_dtypes.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"{dtype} cannot be reduced; expected one of {', '.join(_DTYPES)}")
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingDependencyError(
+            "tensors of torch.bfloat16 need ml_dtypes: pip install ml_dtypes") from error
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
+
+
+def array_of(tensor: "torch.Tensor") -> Array:
+    """Return a tensor's elements as a vector of the same memory.
+
+    Args:
+        tensor: Any shape; on the CPU, strided, contiguous.
+
+    Raises:
+        ConfigError: It is none of that, or of a dtype that cannot be reduced.
+        MissingDependencyError: bfloat16, without ml_dtypes.
+    """
+    torch, dtype = sys.modules["torch"], numpy_dtype(tensor.dtype)
+    if tensor.device.type != "cpu":
+        raise ConfigError(f"a tensor on {tensor.device}: expected one on the CPU")
+    refuse_gaps(tensor)
+    flat = tensor.detach().view(-1)
+    if tensor.dtype is torch.bfloat16:
+        # PyTorch does not hand it to NumPy.
+        flat = flat.view(torch.int16)
+    array: Array = flat.numpy()
+    return array.view(dtype)
+
+
+def refuse_gaps(tensor: "torch.Tensor") -> None:
+    """Raise ConfigError unless a tensor is strided and contiguous."""
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise ConfigError(
+            f"a {tensor.layout} tensor on {tensor.device}: expected a dense one")
+    if not tensor.is_contiguous():
+        raise ConfigError(
+            f"tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not "
+            f"contiguous, so it cannot be combined in place; pass y = x.contiguous(), and "
+            f"afterwards x.copy_(y)")

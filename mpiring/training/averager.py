@@ -1,0 +1,436 @@
+"""Averages named tensors that lie in buckets: each bucket leaves once it is full, in one order."""
+
+import difflib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from ..arguments import number, whole_number
+from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan
+from ..communicator import Communicator
+from ..engine.group import Build
+from ..engine.handle import Handle
+from ..errors import ConfigError, GradientError
+from ..gpu.base import Event, await_event
+from ..gpu.device import Device
+from ..operations.agreement import Call
+from ..reducers.by_name import Wish, compressors, reducers_of
+from ..reducers.compressor import Compressor
+from ..reducers.reducer import Reducer
+from .host_copy import HostCopy
+
+
+class Submit(Protocol):
+    """Begins an operation; see Communicator.submit."""
+
+    def __call__(self, call: Call, build: Build[None], *, device: Device | None,
+                 ready: Sequence[Event]) -> Handle[None]: ...
+
+
+class Views(Mapping[str, NDArray[Any]]):
+    """Tensors by name, which can be written into, but not replaced.
+
+    Args:
+        views: The tensors; may change.
+        holder: What the user calls this mapping, for messages.
+    """
+
+    def __init__(self, views: Mapping[str, NDArray[Any]], holder: str) -> None:
+        self._views, self._holder = views, holder
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        """Accept the end of `views[name] += value`, which has written in place already.
+
+        Raises:
+            GradientError: Another array is assigned, which no bucket would hold.
+        """
+        if value is not self._views.get(name):
+            what = f"{self._holder}[{name!r}]"
+            raise GradientError(f"{what} lies in a bucket and cannot be replaced; write into it: "
+                                f"{what}[...] = ...")
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """How a bucket becomes its mean, decided when the bucket is built.
+
+    Attributes:
+        reducer: Does it.
+        bucket: As the Reducer knows it: perhaps the copy in host memory.
+        build: Returns the schedule, given collectives.
+        device: The GPU on whose memory the schedule works; None for host memory.
+        text: What is reduced how, for messages.
+    """
+
+    reducer: Reducer
+    bucket: Bucket
+    build: Build[None]
+    device: Device | None
+    text: str
+
+
+class Averager:
+    """Tensors as views into buckets, averaged over ranks while others are still being written.
+
+    A step: write tensors into `views`, mark each with `ready`, and `wait`. Buckets leave in one
+    order, the same on all ranks; `arrived` shows each one when its means are there.
+
+    At first, tensors are fused in the reverse of their order, which is that of most backward
+    passes. After the first step the buckets are built anew, once, in the order in which rank 0's
+    tensors really became ready.
+
+    Args:
+        tensors: The same, in the same order, on every rank.
+        comm: The ranks to average over.
+        bucket_bytes: Size of a bucket.
+        reducer: How a bucket becomes its mean; or a mapping from names and patterns.
+        deterministic: Keep the first plan, so that results do not depend on the order
+            in which tensors became ready.
+        order: As `order` was when a state was saved, to go on from it with the same buckets.
+        steps: Steps that were complete before, in other buckets.
+        moved: Called with a name when its view has moved to a new bucket, so that nobody
+            holds the old one, whose memory is free once all its views have moved. Without it,
+            buckets that were given up are filled with NaN, for whoever kept a view of them.
+        device: The GPU that tensors are to lie on; in host memory by default.
+        mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
+            CuPy's stream by default.
+        submit: Begins the operations that average; `comm.submit` by default.
+
+    Attributes:
+        views: By name; replaced by new views when buckets are built anew.
+        buckets: In the order in which they leave.
+        steps: Steps that are complete.
+
+    Raises:
+        ConfigError: A reducer is none, or does not suit; a pattern fits no name; an order is of
+            other names.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    # Words of messages: what the tensors are, what the user calls `views`, what a step is.
+    noun, holder, cycle = "tensor", "views", "step"
+
+    def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
+                 bucket_bytes: int, reducer: Wish = None, deterministic: bool = False,
+                 order: Sequence[str] | None = None, steps: int = 0,
+                 moved: Callable[[str], None] | None = None, device: Device | None = None,
+                 mark: Callable[[], Event] | None = None, submit: Submit | None = None) -> None:
+        self._device = device
+        self._mark = device.gpu.mark if device is not None and mark is None else mark
+        self._comm, self._submit = comm, submit or comm.submit
+        self._tensors = {tensor.name: tensor for tensor in tensors}
+        self._reducers = reducers_of(self._tensors, reducer)
+        self._compressors = compressors(self._reducers.values())
+        self._bucket_bytes = bucket_bytes
+        self._moved = moved
+        self._views: dict[str, NDArray[Any]] = {}
+        self.views = Views(self._views, self.holder)
+        self.buckets: list[Bucket] = []
+        self._home: dict[str, Bucket] = {}
+        self._reductions: list[_Reduction] = []
+        # As they are fused.
+        self._fused: list[TensorSpec] = []
+        self._is_final = deterministic or order is not None
+        self._retired: list[Bucket] = []
+        self.steps = steps
+        # Of the present step: who was ready, when the first one was, which buckets have left.
+        self._order: list[str] = []
+        self._began_s = 0.0
+        self._handles: list[Handle[None]] = []
+        self._finite: bool | None = True
+        for compressor in self._compressors:
+            compressor.serve(self)
+        if not self._resume():
+            self._build(tensors[::-1] if order is None else self._ordered(order))
+        comm.prepare()
+
+    def ready(self, name: str) -> None:
+        """Mark a tensor as written; send its bucket if it and all earlier ones are full.
+
+        Raises:
+            GradientError: The name is unknown, or was marked in this step already.
+
+        Collective: yes, over a step. Blocking: no.
+        """
+        bucket = self._home.get(name) if isinstance(name, str) else None
+        if bucket is None:
+            close = difflib.get_close_matches(str(name), self._home, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._home)}"
+            raise GradientError(
+                f"rank {self._comm.rank}: there is no {self.noun} {name!r}; {hint}")
+        if name not in bucket.missing:
+            raise GradientError(
+                f"rank {self._comm.rank}: {self.noun} {name!r} was marked ready twice; call wait() "
+                f"after each {self.cycle}, and ready() once per {self.noun} between two waits")
+        if self._retired:
+            self._drop_retired()
+        if not self._order:
+            self._began_s = time.monotonic()
+            if self._resume():
+                bucket = self._home[name]
+        bucket.missing.remove(name)
+        if self._mark is not None:
+            bucket.written.append(self._mark())
+        self._order.append(name)
+        while len(self._handles) < len(self.buckets):
+            bucket = self.buckets[len(self._handles)]
+            if bucket.missing:
+                break
+            self._handles.append(self._send(bucket))
+        self._comm.poke()
+
+    def _send(self, bucket: Bucket) -> Handle[None]:
+        reduction = self._reductions[bucket.index]
+        bucket.finite = None
+        call = Call("reduce", f"{reduction.text} in step {self.steps}", bucket.label,
+                    bucket.flat.nbytes)
+        return self._submit(call, reduction.build, device=reduction.device, ready=bucket.written)
+
+    def expects(self, name: str) -> bool:
+        """Return whether a tensor is yet to be marked as written in this step."""
+        return name in self._home[name].missing
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the tensors that are not ready in this step."""
+        return [name for name, bucket in self._home.items() if name in bucket.missing]
+
+    def arrived(self) -> Iterator[Bucket]:
+        """Yield each bucket when it holds means, in the order in which they leave.
+
+        To be called when all tensors are ready; `wait` has to end the step afterwards.
+
+        Raises:
+            GradientError: Some tensors were not marked ready; names them.
+
+        Collective: no. Blocking: yes.
+        """
+        self._refuse_missing("arrived()")
+        for bucket, handle in zip(self.buckets, self._handles):
+            handle.wait()
+            yield bucket
+
+    def wait(self) -> None:
+        """Return when every tensor is the mean over ranks, and end the step.
+
+        Raises:
+            GradientError: Some tensors were not marked ready; names them.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._await_means()
+        self._end_step()
+
+    def _await_means(self) -> None:
+        self._refuse_missing("wait()")
+        for handle in self._handles:
+            handle.wait()
+        self._handles.clear()
+
+    def _refuse_missing(self, where: str) -> None:
+        missing = self.missing
+        if missing:
+            raise GradientError(
+                f"rank {self._comm.rank}: {where} with {len(missing)} of {len(self._home)} "
+                f"{self.noun}s missing: {', '.join(missing)}; call ready(name) for each, also for "
+                f"one that is zero in this step")
+
+    def _end_step(self, finite: bool = True) -> None:
+        """Let Reducers know whether the step counts, and get ready for the next one.
+
+        Args:
+            finite: Whether no mean is known that is not, nor anything else that belongs to the
+                step.
+        """
+        # Of the other buckets few ask.
+        self._finite = None if finite and not self._compressors else finite and self._are_finite()
+        for compressor in self._compressors:
+            compressor.settle(self._finite is True)
+        self._expect_all()
+        if not self._is_final:
+            self._fuse_as_ready()
+        self._order.clear()
+        self.steps += 1
+
+    def _expect_all(self) -> None:
+        # In `_end_step`, the loop's variable would keep a bucket while others are built.
+        for bucket in self.buckets:
+            bucket.expect_all()
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means of the last complete step are finite; True before the first one.
+
+        The same on all ranks, without a message: their bits are.
+
+        Raises:
+            GradientError: The next step has begun, so that tensors are this rank's own.
+        """
+        if self._finite is None:
+            if self._order:
+                raise GradientError(
+                    f"rank {self._comm.rank}: whether {self.noun}s are finite can be told between "
+                    f"wait() and the next ready(); ask earlier")
+            self._finite = self._are_finite()
+        return self._finite
+
+    def _are_finite(self) -> bool:
+        return all([bucket.is_finite() for bucket in self.buckets])
+
+    @property
+    def order(self) -> list[str] | None:
+        """The names in the order in which they are fused; None while that may change."""
+        return [tensor.name for tensor in self._fused] if self._is_final else None
+
+    def rescale(self, factor: float) -> None:
+        """Multiply what Reducers remember: the tensors are scaled otherwise from now on.
+
+        Raises:
+            ConfigError: The factor is no finite number above 0.
+        """
+        factor = number("factor", factor, lambda x: 0 < x < math.inf, "a finite number above 0")
+        for compressor in self._compressors:
+            compressor.rescale(factor)
+
+    def replan(self, *, bucket_bytes: int) -> None:
+        """Fuse the tensors, in their present order, into buckets of another size, between steps.
+
+        Their values move along, and what Reducers remember of them.
+
+        Raises:
+            ConfigError: `bucket_bytes` is not positive.
+            GradientError: A step has begun.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._order:
+            raise GradientError(
+                f"rank {self._comm.rank}: replan() amid a step; call it between wait() and the "
+                f"next ready()")
+        self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 1)
+        self._fuse(self._fused)
+
+    def close(self) -> None:
+        """Let Reducers serve another model, or these tensors in other buckets."""
+        for compressor in self._compressors:
+            compressor.release()
+
+    # Building buckets
+
+    def _fuse_as_ready(self) -> None:
+        """Fuse the tensors in the order in which rank 0's became ready."""
+        self._is_final = True
+        order = self._comm.broadcast_object(list(self._order), root=0)
+        self._fuse([self._tensors[name] for name in order])
+
+    def _fuse(self, tensors: Sequence[TensorSpec]) -> None:
+        """Build the buckets anew if they are to be others."""
+        self._fused = list(tensors)
+        if self._plan(tensors) != tuple(bucket.plan for bucket in self.buckets):
+            self._rebuild(tensors)
+
+    def _resume(self) -> bool:
+        """Build the buckets as they were when the state was saved that a Reducer has loaded."""
+        orders = [compressor.loaded_order for compressor in self._compressors
+                  if compressor.loaded_order is not None]
+        if not orders:
+            return False
+        tensors = [self._ordered(order) for order in orders][0]
+        # A rank that has not loaded anything finds out here.
+        self._comm.submit(Call("load", "the states of all ranks' reducers"),
+                          lambda collectives: collectives.barrier()).wait()
+        self._is_final = True
+        self._rebuild(tensors)
+        return True
+
+    def _ordered(self, order: Sequence[str]) -> list[TensorSpec]:
+        """Return the tensors in the order that a saved state has.
+
+        Raises:
+            ConfigError: It is of another model.
+        """
+        if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
+            raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
+                              f"`order` was")
+        if sorted(order) != sorted(self._tensors):
+            raise ConfigError(
+                f"rank {self._comm.rank}: the state to go on from is of another model: it has "
+                f"{', '.join(order)}; this one has {', '.join(self._tensors)}")
+        return [self._tensors[name] for name in order]
+
+    def _rebuild(self, tensors: Sequence[TensorSpec]) -> None:
+        """Build the buckets anew; the present ones are not to be used any more."""
+        if self._moved is None:
+            self._retired += self.buckets
+        self._build(tensors)
+        for old in self._retired:
+            old.retire()
+
+    def _drop_retired(self) -> None:
+        """Give up buckets that were replaced: views of them that a user kept read NaN."""
+        for bucket in self._retired:
+            bucket.poison()
+        self._retired = []
+
+    def _plan(self, tensors: Sequence[TensorSpec]) -> tuple[BucketPlan, ...]:
+        return plan(tensors, self._bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
+
+    def _build(self, tensors: Sequence[TensorSpec]) -> None:
+        """Build buckets, one after the other, and move what there is into them."""
+        self._fused, self.buckets, self._reductions = list(tensors), [], []
+        self._home.clear()
+        empty = functools.partial(self._comm.empty, device=self._device or "cpu")
+        if self._views and self._mark is not None:
+            # What is to be moved may have been written a moment ago.
+            await_event(self._mark())
+        for index, bucket_plan in enumerate(self._plan(tensors)):
+            bucket = Bucket(index, bucket_plan, empty, self._device)
+            self.buckets.append(bucket)
+            self._move_into(bucket)
+            self._reductions.append(self._reduction_of(bucket))
+        if self._device is not None:
+            # Others than CuPy may write on streams of their own.
+            await_event(self._device.gpu.mark())
+        order = [tensor.name for tensor in tensors]
+        for compressor in self._compressors:
+            known = [reduction.bucket for reduction in self._reductions
+                     if reduction.reducer is compressor]
+            self._comm.submit(
+                Call("take over", f"{len(known)} buckets of {compressor!r}"),
+                functools.partial(compressor.take_over, buckets=known, order=order)).wait()
+
+    def _move_into(self, bucket: Bucket) -> None:
+        for name, view in bucket.views.items():
+            old = self._views.get(name)
+            self._views[name] = view
+            self._home[name] = bucket
+            if old is not None:
+                view[...] = old
+                del old
+                if self._moved is not None:
+                    self._moved(name)
+
+    def _reduction_of(self, bucket: Bucket) -> _Reduction:
+        reducer = self._reducers[bucket.plan.tensors[0].name]
+        text = f"{reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape}"
+        if self._device is not None and isinstance(reducer, Compressor) and not reducer.on_gpus:
+            copy = HostCopy(bucket, self._device, self._comm, reducer)
+            return _Reduction(reducer, copy.host, copy.reduce, None, text)
+        return _Reduction(reducer, bucket,
+                          lambda collectives: reducer.reduce(collectives, bucket),
+                          self._device, text)

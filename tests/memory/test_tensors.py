@@ -1,0 +1,39 @@
+"""Tests that PyTorch's tensors are seen as vectors, and that PyTorch is imported by nobody else."""
+
+import subprocess
+import sys
+
+import pytest
+from launching import HANG_S, needed
+
+from mpiring import ConfigError
+from mpiring.memory.tensors import array_of, is_tensor
+
+
+@pytest.mark.parametrize("name", ["bool", "uint8", "int64", "float16", "bfloat16", "float32",
+                                  "complex128"])
+def test_a_vector_shares_the_memory_of_its_tensor(name):
+    torch = needed("torch")
+    tensor = torch.zeros(2, 3, dtype=getattr(torch, name), requires_grad=name == "float32")
+    vector = array_of(tensor)
+    assert vector.shape == (6,) and vector.dtype.name == name
+    vector[4] = 1
+    assert tensor[1, 1] == 1 and is_tensor(tensor) and not is_tensor(vector)
+
+
+def test_other_tensors_are_refused():
+    torch = needed("torch")
+    for tensor in (torch.ones(3, 2).T, torch.ones(3).to_sparse(), torch.ones(2, device="meta"),
+                   torch.ones(2).to(torch.float8_e5m2)):
+        with pytest.raises(ConfigError):
+            array_of(tensor)
+
+
+def test_arrays_and_tensors_need_no_adapter():
+    needed("torch")
+    code = ("import sys, numpy, mpiring; comm = mpiring.init(); comm.allreduce(numpy.ones(3)); "
+            "print('torch' in sys.modules); import torch; x = torch.ones(2, 2); "
+            "comm.allreduce(x); print(x.sum().item(), 'mpiring.torch' in sys.modules)")
+    done = subprocess.run([sys.executable, "-c", code], check=True, text=True, timeout=HANG_S,
+                          capture_output=True)
+    assert done.stdout.split() == ["False", "4.0", "False"]

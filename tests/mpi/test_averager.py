@@ -1,0 +1,161 @@
+"""Tests the averager on its own, with tensors that are no gradients, on real MPI."""
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiring
+from mpiring.buckets.bucket import TensorSpec
+from mpiring.reducers import Cast, ErrorFeedback, Mean
+from mpiring.training.averager import Averager
+
+pytestmark = pytest.mark.mpi
+
+SHAPES = {"a": (30,), "b": (4, 5), "c": (), "d": (70,)}
+TENSORS = [TensorSpec(name, shape, np.dtype("float32")) for name, shape in SHAPES.items()]
+ORDER = ["c", "a", "d", "b"]
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """A communicator in which each rank is a node, as compression needs."""
+    config = mpiring.Config(shared_memory=False, tuning=False)
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as communicator:
+        yield communicator
+
+
+def write(averager, comm, step, order=ORDER):
+    """Write tensors that differ between ranks; return their means."""
+    means = {}
+    for name in order:
+        rows = [np.random.default_rng([step, rank, *name.encode()]).integers(
+            -99, 99, SHAPES[name]).astype("float32") for rank in range(comm.size)]
+        averager.views[name][...] = rows[comm.rank]
+        means[name] = np.mean(rows, axis=0, dtype="float32")
+        averager.ready(name)
+    return means
+
+
+def assert_equal(averager, means):
+    for name, mean in means.items():
+        np.testing.assert_allclose(averager.views[name], mean, rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_become_their_means(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=300)
+    for step in range(3):
+        assert averager.steps == step
+        means = write(averager, comm, step)
+        averager.wait()
+        assert_equal(averager, means)
+        assert averager.finite and averager.order == ORDER
+
+
+def test_buckets_arrive_in_the_order_in_which_they_leave(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=100, deterministic=True)
+    assert len(averager.buckets) > 2
+    for step in range(2):
+        means = write(averager, comm, step)
+        for bucket, wanted in zip(averager.arrived(), averager.buckets):
+            assert bucket is wanted
+            for name, view in bucket.views.items():
+                np.testing.assert_allclose(view, means[name], rtol=1e-5, atol=1e-5)
+            if step:
+                break
+        averager.wait()
+        assert_equal(averager, means)
+
+
+def test_other_buckets_between_steps(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=1 << 20)
+    means = write(averager, comm, 0)
+    averager.wait()
+    assert len(averager.buckets) == 1
+    for bucket_bytes, count in ((1, 4), (1, 4), (1 << 20, 1)):
+        averager.replan(bucket_bytes=bucket_bytes)
+        assert len(averager.buckets) == count and averager.order == ORDER
+        assert_equal(averager, means)
+    means = write(averager, comm, 1)
+    averager.wait()
+    assert_equal(averager, means)
+
+
+def test_before_the_first_step_too(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=1)
+    averager.replan(bucket_bytes=1 << 20)
+    assert len(averager.buckets) == 1 and averager.order is None
+    means = write(averager, comm, 0)
+    averager.wait()
+    assert_equal(averager, means)
+    assert averager.order == ORDER
+
+
+def test_reducers_remember_what_they_did_not_send(apart):
+    """Over all steps the means and the residual are those of the inputs, whatever the buckets."""
+    reducer = ErrorFeedback(Cast("bfloat16"))
+    averager = Averager(TENSORS, apart, bucket_bytes=400, reducer={"b": Mean(), "*": reducer})
+    wanted = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    got = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(6):
+        if step in (2, 4):
+            averager.replan(bucket_bytes=step * 100)
+        for name, mean in write(averager, apart, step).items():
+            wanted[name] += mean
+        averager.wait()
+        for name, view in averager.views.items():
+            got[name] += view
+    state = apart.allgather_object(reducer.state_dict()["tensors"])
+    assert set(state[0]) == {"a", "c", "d"}
+    for name, total in got.items():
+        for theirs in (theirs[name] for theirs in state if name in theirs):
+            assert theirs["steps"] == 6
+            for piece in theirs["pieces"]:
+                here = total.reshape(-1)[piece["start"]:piece["stop"]]
+                if "residual" in piece["vectors"]:
+                    here += piece["vectors"]["residual"][:here.size] / apart.size
+        np.testing.assert_allclose(total, wanted[name], rtol=1e-5, atol=1e-3)
+
+
+def test_a_nan_is_known_on_all_ranks(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=100)
+    for name in ORDER:
+        averager.views[name][...] = np.nan if name == "a" and comm.rank == 0 else 1
+        averager.ready(name)
+    averager.wait()
+    assert not averager.finite
+    write(averager, comm, 0)
+    averager.wait()
+    assert averager.finite
+
+
+def test_mistakes_are_named(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=100)
+    with pytest.raises(mpiring.GradientError, match="there is no tensor 'aa'; did you mean 'a'"):
+        averager.ready("aa")
+    with pytest.raises(mpiring.GradientError, match=r"views\['a'\] lies in a bucket and cannot"):
+        averager.views["a"] = np.zeros(30)
+    averager.ready("a")
+    with pytest.raises(mpiring.GradientError, match="tensor 'a' was marked ready twice; call wai"):
+        averager.ready("a")
+    for call in (averager.wait, lambda: list(averager.arrived())):
+        with pytest.raises(mpiring.GradientError, match="with 3 of 4 tensors missing: d, c, b; "):
+            call()
+    with pytest.raises(mpiring.GradientError, match="replan.. amid a step; call it between"):
+        averager.replan(bucket_bytes=1)
+    for name in ("b", "c", "d"):
+        averager.ready(name)
+    averager.wait()
+    with pytest.raises(mpiring.ConfigError, match="bucket_bytes=0: expected a whole number"):
+        averager.replan(bucket_bytes=0)
+    averager.close()
+
+
+def test_a_view_of_buckets_that_were_replaced_reads_nan(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=1)
+    old = averager.views["a"]
+    averager.replan(bucket_bytes=1 << 20)
+    with pytest.raises(ValueError, match="read-only"):
+        old[...] = 1
+    write(averager, comm, 0)
+    assert np.isnan(old).all()
+    averager.wait()
