@@ -1,4 +1,4 @@
-"""Checks arguments that are numbers or paths, and says what was expected instead."""
+"""Checks arguments that are numbers, paths or states; errors say what was expected."""
 
 import math
 import numbers
@@ -16,10 +16,10 @@ MOST_OF_MPI = 2**31 - 1
 
 
 def whole_number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> int:
-    """Return an argument that is a whole number; also one that NumPy has saved as an array.
+    """Return an argument as a whole number; it may be a NumPy array of one.
 
     Raises:
-        ConfigError: It is none (True and False are none either), or out of range.
+        ConfigError: It is not a whole number, or out of range. True and False are refused.
     """
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -33,14 +33,14 @@ def whole_number(name: str, value: Any, least: float = -math.inf, most: float = 
 
 
 def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) -> float:
-    """Return an argument that is a real number.
+    """Return an argument as a real number.
 
     Args:
         fits: Returns whether the number is in range; not True for NaN.
-        expected: What is, for the message.
+        expected: Completes the message "expected ...".
 
     Raises:
-        ConfigError: It is none, or out of range.
+        ConfigError: It is not a real number, or out of range.
     """
     plain = value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
     if isinstance(plain, bool) or not isinstance(plain, numbers.Real) or not fits(float(plain)):
@@ -49,10 +49,10 @@ def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) 
 
 
 def refuse_other_state(state: Any, names: Iterable[str], whose: str) -> None:
-    """Raise ConfigError unless a state is a mapping that has all these names.
+    """Raise ConfigError unless a state is a mapping with all these names.
 
     Args:
-        whose: For the message, as "of a LossScaler".
+        whose: Completes the message "the state ...", as "of a LossScaler".
     """
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state {whose} is a {type(state).__name__}: pass what "
@@ -67,7 +67,7 @@ def path(name: str, value: Any) -> str:
     """Return an argument that is a path, as text.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is not a path.
     """
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(f"{name}={value!r:.200}: expected a path, as text or pathlib.Path")

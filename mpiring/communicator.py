@@ -1,4 +1,4 @@
-"""The face of the library: ranks, collectives on arrays and objects, handles."""
+"""The public face: a Communicator's ranks, collectives on arrays and objects, and messages."""
 
 import pickle
 import sys
@@ -20,9 +20,8 @@ from .gpu.arrays import device_named, vector_of
 from .gpu.base import Event
 from .gpu.device import Device
 from .launch.start import mpi_world
-from .memory.arrays import dtype_name
-from .operations.agreement import Call
-from .operations.calls import allreduce_call, described, op_named, part_of
+from .memory.arrays import dtype_name, flat
+from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.model import Model
 from .record.statistics import Statistics
 from .transport.base import Schedule, T
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 
     from .transport.survivors import Survivors
 
-# An array: of NumPy, PyTorch, CuPy.
+# An array of NumPy, PyTorch or CuPy.
 A = TypeVar("A")
 
 
 def init(*, config: Config | None = None) -> "Communicator":
-    """Start MPI if nobody has, and return a Communicator over all its ranks.
+    """Start MPI unless it runs, and return a Communicator over all its ranks.
 
     Args:
         config: Settings; by default the MPIRING_* variables and the defaults.
@@ -57,24 +56,23 @@ def init(*, config: Config | None = None) -> "Communicator":
 class Communicator:
     """The ranks of one MPI communicator, and the collectives among them.
 
-    Every rank must call the same collectives in the same order, from one thread
-    at a time. Different calls raise BufferMismatchError; a call that some rank
-    never makes raises StallError.
+    Every rank must call the same collectives in the same order, from one thread at a time.
+    Different calls raise BufferMismatchError; a call that a rank never makes raises StallError.
 
     Args:
-        mpi_comm: An mpi4py intracommunicator; duplicated, so that mpiring's
-            messages never meet yours.
+        mpi_comm: An mpi4py intracommunicator; duplicated, so that mpiring's messages never meet
+            yours.
         config: Settings; by default the MPIRING_* variables and the defaults.
 
     Attributes:
-        rank, size: This rank, and how many there are.
+        rank, size: This rank, and the number of ranks.
         local_rank, local_size: The same within this node.
-        node_rank, num_nodes: This node, and how many there are.
+        node_rank, num_nodes: This node, and the number of nodes.
         memory_groups: The ranks that share a memory, for each memory: those of a node, or a
             single rank where there is no shared memory (see the setting `shared_memory`).
         config: The settings.
-        recorder: What this rank did last; `recorder.end_step()` marks the end of a training
-            step in the trace, as `DataParallel` does by itself.
+        recorder: The last operations of this rank; `recorder.end_step()` marks the end of a
+            training step in the trace, as `DataParallel` does.
 
     Raises:
         ConfigError: Not an intracommunicator, or the ranks' settings differ.
@@ -89,9 +87,10 @@ class Communicator:
         self._group = group
         self.config, self.recorder = group.config, group.recorder
         self.rank, self.size = group.rank, group.size
-        self.local_rank, self.local_size = group.place.local_rank, group.place.local_size
-        self.node_rank, self.num_nodes = group.place.node_rank, group.place.num_nodes
-        self.memory_groups = [list(ranks) for ranks in group.nodes]
+        nodes = group.sharing.topology
+        self.local_rank, self.local_size = nodes.local_rank, nodes.local_size
+        self.node_rank, self.num_nodes = nodes.node_rank, nodes.num_nodes
+        self.memory_groups = [list(ranks) for ranks in group.sharing.memory_groups]
         weakref.finalize(self, group.drop).atexit = False
 
     def __repr__(self) -> str:
@@ -101,16 +100,16 @@ class Communicator:
 
     def empty(self, shape: int | tuple[int, ...], dtype: DTypeLike = np.float32, *,
               device: str | Device = "cpu") -> Any:
-        """Return a new array in the memory that suits collectives best; its content is undefined.
+        """Return a new array in memory that suits collectives best; its content is undefined.
 
-        It is shared with the other ranks of this node where there is memory for that:
-        collectives on it, or on contiguous parts of it, copy nothing.
+        Where possible it is shared with the other ranks of this node: collectives on it, or on
+        contiguous parts of it, copy nothing.
 
         Args:
             shape: The same on all ranks.
             dtype: As in `allreduce`.
-            device: "cpu" for a NumPy array; "cuda" for one of CuPy, on the GPU that is this
-                rank's in turn among those that the process sees, or "cuda:1" for GPU 1 of them.
+            device: "cpu" for a NumPy array; "cuda:1" for a CuPy array on GPU 1 of those that the
+                process sees; "cuda" to deal these out to the ranks of the node in turn.
 
         Raises:
             ConfigError: There is no such shape, dtype or device.
@@ -142,18 +141,17 @@ class Communicator:
         """Combine `x` over all ranks, in place, and return it.
 
         Args:
-            x: Any shape, contiguous, writeable; bool, integer, floating (bfloat16 of
-                ml_dtypes included) or complex. Of NumPy; of PyTorch, where mpiring.torch is
-                imported; of CuPy, or any with `__cuda_array_interface__`. All ranks' in host
-                memory, or all on GPUs. Bits are equal on all ranks afterwards.
-            op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN
-                propagates; on bool: or, and), "prod", or, bit by bit, "band", "bor" or
-                "bxor" (integers, bool). Or one of mpi4py's, as MPI.SUM; of the logical ones
-                on bool only.
+            x: Any shape, contiguous, writeable; bool, integer, floating (also bfloat16 of
+                ml_dtypes) or complex. A NumPy array; a PyTorch tensor, where mpiring.torch is
+                imported; a CuPy array, or any with `__cuda_array_interface__`. All ranks' in
+                host memory, or all on GPUs. Bits are equal on all ranks afterwards.
+            op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN propagates;
+                on bool: or, and), "prod", or, bit by bit, "band", "bor" or "bxor" (integers,
+                bool). Or an op of mpi4py's, such as MPI.SUM; the logical ones on bool only.
             algorithm: "auto", "ring", "direct", "shared" (in a node's memory), "hierarchical"
-                (in the memory of several nodes, then between them), or "native" (MPI's
-                own). Sums in 16 bits are made in float32 and rounded once ("hierarchical":
-                once per node and once more; "ring": at every hop).
+                (in the memory of several nodes, then between them), or "native" (MPI's own).
+                Sums in 16 bits are made in float32 and rounded once ("hierarchical": once per
+                node and once more; "ring": at every hop).
 
         Raises:
             ConfigError: The array, op or algorithm cannot work.
@@ -182,22 +180,22 @@ class Communicator:
         return self.submit(call, lambda collectives: _returning(x, build(collectives)))
 
     def _allreduce(self, x: Any, op: str, algorithm: str) -> tuple[Call, Build[None]]:
-        vector = vector_of(x)
+        vector = flat(x) if type(x) is np.ndarray else vector_of(x)
         if type(op) is not str:
             op = op_named(op, vector.dtype)
-        return allreduce_call(op, x, vector, algorithm), self._group.gpus.where(
+        return allreduce_call(op, x, vector, algorithm), self._where(
             vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
 
         Args:
-            x: As in `allreduce`. Overwritten; only this rank's chunk is meaningful afterwards.
+            x: As in `allreduce`. Overwritten; only this rank's chunk is valid afterwards.
             op: As in `allreduce`.
 
         Returns:
-            Chunk `rank` of `x`, a view of the same package and of one dimension: elements
-            `rank * n // size` to `(rank + 1) * n // size` in the order of its memory.
+            Chunk `rank` of `x`, a view with one dimension: elements `rank * n // size` to
+            `(rank + 1) * n // size` in the order of its memory.
 
         Raises: as `allreduce`.
 
@@ -245,9 +243,12 @@ class Communicator:
         return x
 
     def _run(self, kind: str, detail: str, vector: Any, build: Build[T]) -> T:
-        """Run an operation on a vector, where that lies."""
         return self._group.run(Call(kind, detail, nbytes=vector.nbytes),
-                               self._group.gpus.where(vector, build))
+                               self._where(vector, build))
+
+    def _where(self, vector: Any, build: Build[T]) -> Build[T]:
+        """Return `build` for the memory, of the host or a GPU, that holds a vector."""
+        return build if isinstance(vector, np.ndarray) else self._group.gpus.where(vector, build)
 
     def barrier(self) -> None:
         """Return after every rank has called.
@@ -266,7 +267,7 @@ class Communicator:
             root: The rank whose object is copied.
 
         Raises:
-            ConfigError: It does not pickle; on all ranks.
+            ConfigError: It does not pickle; raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -286,7 +287,7 @@ class Communicator:
             obj: Anything that pickles; types and sizes may differ.
 
         Raises:
-            ConfigError: A rank's does not pickle; on all ranks.
+            ConfigError: A rank's does not pickle; raised on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -301,20 +302,20 @@ class Communicator:
     # Operations
 
     def tune(self, *, fresh: bool = False) -> Model:
-        """Measure what each algorithm costs here, and return it; "auto" goes by it from now on.
+        """Measure what each algorithm costs here; "auto" goes by the result from now on.
 
-        Done by itself before the first blocking allreduce between nodes, and by `DataParallel`,
-        unless the setting `tuning` forbids it; takes less than half a second on usual networks.
+        Runs before the first blocking allreduce between nodes, and in `DataParallel`, unless the
+        setting `tuning` forbids it; takes less than half a second on usual networks.
 
         Args:
-            fresh: Measure, even if an earlier job on such a cluster has.
+            fresh: Measure even if an earlier job on such a cluster has.
 
         Collective: yes. Blocking: yes.
         """
         return self._group.tune(fresh=fresh)
 
     def prepare(self) -> None:
-        """Tune now, unless that was done or is not wanted, rather than amid other work.
+        """Tune now, if that is still to come, rather than amid other work.
 
         Collective: yes. Blocking: yes.
         """
@@ -360,14 +361,14 @@ class Communicator:
 
     @property
     def statistics(self) -> Statistics:
-        """What this communicator's operations have cost so far.
+        """Costs of this communicator's operations so far.
 
-        Subtract two to see a stretch of time. Communicators split from this one count their own.
+        Subtract two of them for a period of time. Those split from this one count for themselves.
         """
         return self._group.statistics
 
     def poke(self) -> None:
-        """Make some progress, where no background thread makes it.
+        """Make some progress, where no background thread does.
 
         Collective: no. Blocking: no.
         """
@@ -376,12 +377,12 @@ class Communicator:
     def dump_flight(self, *, last: int = 32, file: TextIO | None = None) -> None:
         """Print this rank's last operations, also those that are not complete.
 
-        With the setting `trace`, some thousand are written to a file in its folder as well. May
+        With the setting `trace`, the last thousand are also written to a file in its folder. May
         be called at any time, also from a signal's handler.
 
         Args:
-            last: How many are printed, from 0.
-            file: Where to; standard error by default.
+            last: How many to print, from 0.
+            file: Standard error by default.
 
         Collective: no. Blocking: no.
         """
@@ -390,9 +391,7 @@ class Communicator:
     # Life
 
     def split(self, color: int | None, *, key: int = 0) -> "Communicator | None":
-        """Return a communicator of the ranks that pass the same color.
-
-        Waits for the operations under way.
+        """Wait for the operations under way; return a communicator of the ranks of one color.
 
         Args:
             color: A whole number from 0, True or False, or None to join no communicator.
@@ -402,7 +401,7 @@ class Communicator:
             The new communicator, or None where `color` is None.
 
         Raises:
-            ConfigError: The color or the key is none.
+            ConfigError: The color or the key is not such a number.
 
         Collective: yes. Blocking: yes.
         """
@@ -420,17 +419,16 @@ class Communicator:
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.
 
-        What is open when the program ends is closed then. One that is dropped before, without
-        this, gives back its thread, but keeps some 2 MiB per rank and a communicator of MPI's,
-        of which MPICH has 2,048; a ResourceWarning (`python -W default`) names the line that
-        made it.
+        Communicators are closed when the program ends. One that is garbage-collected before
+        gives back its thread, but keeps some 2 MiB per rank and a communicator of MPI's, of which
+        MPICH has 2,048; a ResourceWarning (`python -W default`) names the line that made it.
 
         Collective: yes. Blocking: yes.
         """
         self._group.close()
 
     def survivors(self) -> "Survivors":
-        """Return what lets these ranks go on when one of them dies; for `mpiring.elastic`.
+        """Return these ranks as those that may survive deaths; for `mpiring.elastic`.
 
         Collective: no. Blocking: no.
         """
@@ -460,8 +458,8 @@ class Communicator:
 
 
 def refuse_other_than_communicators(comm: object) -> None:
-    """Raise ConfigError unless an argument is a Communicator; says how to make one."""
-    # Whatever looks like one will do; an mpi4py communicator does not.
+    """Raise ConfigError, which says how to make one, unless an argument is a Communicator."""
+    # Anything with its methods will do; an mpi4py communicator does not have them.
     if not hasattr(comm, "allgather_object"):
         raise ConfigError(
             f"comm is a {type(comm).__name__}; pass mpiring.init(), or "
@@ -482,9 +480,9 @@ def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:
 
 
 def _pickled(obj: object) -> tuple[NDArray[Any], str]:
-    """Return an object, and why it does not pickle, as bytes; and the latter, or "", once more.
+    """Return a pair of an object and a problem, "" if it pickles, as bytes; and the problem.
 
-    The other ranks wait for the bytes: so they learn of it.
+    The other ranks wait for the bytes, and so learn of the problem.
     """
     problem = ""
     try:

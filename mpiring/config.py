@@ -13,11 +13,10 @@ from typing import Any
 from .errors import ConfigError
 
 PREFIX = "MPIRING_"
-ALGORITHMS = ("auto", "ring", "direct", "shared", "hierarchical", "native")
 PROGRESS = ("auto", "thread", "inline")
 DIGEST_ACTIONS = ("stop", "restore")
 GPU_AWARE = ("auto", "yes", "no")
-# Without these in common, ranks would not make the same calls.
+# Ranks with other values of these would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
           "digest_action", "gpu_aware")
 _KINDS = {bool: "True or False, in a variable 1 or 0", int: "a whole number",
@@ -37,39 +36,41 @@ class Config:
     (`stall_timeout_s` is `MPIRING_STALL_TIMEOUT_S`), else the default.
 
     Attributes:
-        algorithm: How allreduce runs where the call says "auto"; the same names. "auto"
-            takes over where the configured one cannot be used.
-        shared_memory: Let the ranks of a node reduce out of each other's memory; without,
-            each rank is a node of its own.
-        tuning: Before the first allreduce between nodes, measure which algorithm is the
-            fastest for which size, or take what an earlier job has found.
-        tuning_folder: Where rank 0 keeps what was measured or tried; "" keeps nothing.
-        progress: "thread" advances operations in the background, "inline" only
-            inside mpiring's calls; "auto" takes the thread where MPI allows it.
-        operations_in_flight: How many nonblocking operations advance at a time;
-            later ones queue. Must be the same on every rank.
-        max_pause_s: Longest sleep of the progress thread between two looks at MPI,
-            in seconds, while nobody waits.
-        stall_warning_s: Seconds without progress after which a report is printed.
-        stall_timeout_s: Seconds without progress after which StallError is
-            raised and the job is aborted; 0 waits for ever.
+        algorithm: The algorithm of an allreduce whose call says "auto", by the same names;
+            "auto" where the configured one cannot be used.
+        shared_memory: Let the ranks of a node reduce out of each other's memory. Otherwise they
+            exchange messages, as if each had a node of its own.
+        tuning: Before the first allreduce between nodes, measure which algorithm is the fastest
+            for which size, or take what an earlier job has saved.
+        tuning_folder: Where rank 0 saves what was measured or tried; "" saves nothing.
+        progress: "thread" advances operations in the background, "inline" only inside mpiring's
+            calls; "auto" takes the thread where MPI allows it.
+        operations_in_flight: How many nonblocking operations advance at a time; later ones queue.
+        max_pause_s: Longest sleep of the progress thread between two looks at MPI, in seconds,
+            while no caller waits.
+        stall_warning_s: Seconds without progress after which a report is printed; 0 for never.
+        stall_timeout_s: Seconds without progress after which StallError is raised and the job is
+            aborted; 0 for never.
         digest_steps: Steps of a DataParallel after which ranks compare digests of their
-            parameters and optimiser state; 0 for never. Must be the same on every rank.
+            parameters and optimiser state; 0 for never.
         digest_action: "stop" ends the job with ReplicaError where they differ; "restore" copies
-            what differs from a rank of the majority. Must be the same on every rank.
-        gpu_aware: Hand pointers of GPU memory to MPI. "auto" does where a trial in processes of
-            its own has shown that MPI takes them. Must be the same on every rank.
-        abort_on_exception: End the whole job when one rank dies of an exception. A
-            rank that ends with operations it cannot complete always ends the job.
+            what differs from a rank of the majority.
+        gpu_aware: Hand pointers of GPU memory to MPI: "yes", "no", or "auto", where a trial in
+            processes of its own has shown that MPI takes them.
+        abort_on_exception: End the whole job when a rank dies of an exception. A rank that ends
+            with operations it cannot complete always ends the job.
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
-        trace: A folder in which each rank writes what it does, to be looked at as a picture;
-            see `python -m mpiring trace`. "" for none.
+        trace: A folder in which each rank writes what it does, for `python -m mpiring trace`;
+            "" for none.
+
+    Ranks must agree on all but the paths, the seconds, `progress`, `abort_on_exception` and
+    `allow_singleton`.
 
     Raises:
         ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
     """
 
-    algorithm: str = _setting("auto", *ALGORITHMS)
+    algorithm: str = _setting("auto")
     shared_memory: bool = _setting(True)
     tuning: bool = _setting(True)
     tuning_folder: str = _setting("~/.cache/mpiring")
@@ -114,15 +115,12 @@ def unknown_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]
 
 def _converted(value: Any, kind: type, name: str) -> Any:
     """Turn a variable's text, or a Python number, into the field's type."""
+    number: Any = {int: numbers.Integral, float: numbers.Real}.get(kind)
     if kind is bool and isinstance(value, str):
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
-    elif kind in (int, float) and isinstance(value, str):
+    elif number and isinstance(value, (str, number)) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):
             value = kind(value)
-    elif kind is float and isinstance(value, numbers.Real) and not isinstance(value, bool):
-        value = float(value)
-    elif kind is int and isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        value = int(value)
     if type(value) is not kind:
         raise ConfigError(f"{name}={value!r}: expected {_KINDS[kind]}")
     return value

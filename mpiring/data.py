@@ -1,4 +1,4 @@
-"""Brings batches of data to the device while the one before is computed with."""
+"""Copies batches of data to a GPU while earlier ones are used."""
 
 import functools
 import queue
@@ -24,14 +24,14 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2) -> "Prefe
             ...
 
     A thread draws batches from the loader, copies their arrays into pinned memory, and has the
-    GPU fetch them on a stream of its own. So the loader runs ahead by `depth` batches: where it
-    stands is not where training stands (`DistributedSampler.state_dict` takes `seen`).
+    GPU fetch them on a stream of its own. The loader is therefore `depth` batches ahead of
+    training (`DistributedSampler.state_dict` takes `seen`).
 
     NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors; in C's order, row
     after row. Whatever else is in a batch stays what it is.
 
-    Batches are used on one stream: that which is current when they are asked for. Arrays may be
-    kept as long as one likes; those of a batch share memory: to keep one keeps all.
+    Use batches on the stream that is current when they are drawn. Arrays live as long as you keep
+    them; those of a batch share memory, so that one keeps the memory of all.
 
     Args:
         loader: Any iterable. Its batches are arrays, or nests of dicts, lists and tuples.
@@ -40,8 +40,8 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2) -> "Prefe
         depth: How many batches are fetched ahead.
 
     Returns:
-        An iterable, with a length if the loader has one. Each iteration is one of the loader's;
-        what the loader raises comes out after the batches before.
+        An iterable, with a length if the loader has one. Each iteration is one of the loader;
+        its exceptions are raised after the batches before them.
 
     Raises:
         ConfigError: There is no such device.
@@ -85,7 +85,7 @@ class Prefetched:
         try:
             while (arrive := ready.get()) is not None:
                 room.release()
-                # Nothing here may hold on to a batch: its memory is free once its user says so.
+                # No reference to a batch stays here: its memory is free once its user drops it.
                 yield arrive()
                 del arrive
         finally:
@@ -95,7 +95,7 @@ class Prefetched:
 
     def _load(self, ready: "queue.SimpleQueue[Callable[[], Any] | None]",
               room: threading.Semaphore, stop: threading.Event) -> None:
-        """Send batches until there are no more, or nobody wants them."""
+        """Send batches until the loader is empty, or the iteration has ended."""
         try:
             batches = iter(self._loader)
             while room.acquire() and not stop.is_set():

@@ -2,11 +2,11 @@
 
     MpiringError
     ├── ConfigError             an argument, Config field or MPIRING_* variable cannot work
-    ├── LaunchError             the ranks that were asked for did not become one MPI world
+    ├── LaunchError             the launched ranks did not become one MPI world
     ├── BufferMismatchError     ranks disagree on shape, dtype, op, root or order
     ├── GradientError           a gradient was marked ready twice, is missing, or is never finite
-    ├── CheckpointError         a checkpoint cannot be written, or none that is there can be used
-    ├── ReplicaError            parameters or optimiser state are not the same on all ranks
+    ├── CheckpointError         a checkpoint cannot be written or read, or belongs elsewhere
+    ├── ReplicaError            parameters or optimiser state differ between ranks
     ├── ClosedError             the communicator is closed, MPI is finalised, or this is a fork
     ├── TransportError          MPI failed, or another rank is gone
     │   ├── StallError          an operation waits for ranks that do not arrive
@@ -24,7 +24,7 @@ class ConfigError(MpiringError, ValueError):
 
 
 class LaunchError(MpiringError, RuntimeError):
-    """Several ranks were asked for, but this process is alone in its MPI world, or a fork."""
+    """Several ranks were launched, but this process is alone in its MPI world, or is a fork."""
 
 
 class BufferMismatchError(MpiringError, ValueError):
@@ -40,7 +40,7 @@ class CheckpointError(MpiringError, RuntimeError):
 
 
 class ReplicaError(MpiringError, RuntimeError):
-    """Parameters or optimiser state, which all ranks have in common, differ between them."""
+    """Parameters or optimiser state, which must be the same on all ranks, differ."""
 
 
 class ClosedError(MpiringError, RuntimeError):
@@ -56,7 +56,7 @@ class StallError(TransportError):
 
 
 class ProcessFailedError(TransportError):
-    """A rank has died, and MPI lets the others go on; see mpiring.elastic."""
+    """A rank has died, and MPI lets the others continue; see mpiring.elastic."""
 
 
 class MissingDependencyError(MpiringError, ImportError):

@@ -1,4 +1,4 @@
-"""Shares out a node's GPUs among its ranks, which take them in turn."""
+"""Assigns a node's GPUs to its ranks, in turn."""
 
 import logging
 from collections.abc import Callable
@@ -10,12 +10,12 @@ _log = logging.getLogger("mpiring")
 
 
 def cupy_for(comm: Communicator) -> Any:
-    """Return CuPy, with the GPU that is this rank's in use on this thread.
+    """Return CuPy, with this rank's GPU current on this thread.
 
         xp = mpiring.gpus.cupy_for(comm)
         params = {"w": xp.zeros((3, 4))}
 
-    It is that of `comm.empty(..., device="cuda")`.
+    It is also the GPU of `comm.empty(..., device="cuda")`.
 
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
@@ -31,13 +31,13 @@ def cupy_for(comm: Communicator) -> Any:
 
 
 def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) -> int:
-    """Return which of the GPUs that this rank sees is its own; say once where ranks share them.
+    """Return the index of this rank's GPU; warn on rank 0 where ranks share one.
 
     Args:
         comm: The ranks.
-        count: How many GPUs this rank sees: CUDA_VISIBLE_DEVICES, as Slurm sets it, may show it
-            fewer than the node has, and others than its neighbours.
-        name_of: Returns a name of the GPU of an index, unique within the node.
+        count: How many GPUs this rank sees: CUDA_VISIBLE_DEVICES, as Slurm sets it, may show each
+            rank other GPUs, and fewer than the node has.
+        name_of: Returns the name of the GPU of an index, unique within the node.
 
     Collective: yes. Blocking: yes.
     """
@@ -47,7 +47,7 @@ def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) ->
     everybodys = comm.allgather_object(mine)
     most = max(map(everybodys.count, everybodys))
     if most > 1 and comm.rank == 0:
-        node, gpu = next(place for place in everybodys if everybodys.count(place) == most)
-        _log.warning("%d ranks share GPU %s of node %d: each has its own part of its memory, and "
+        node, gpu = next(found for found in everybodys if everybodys.count(found) == most)
+        _log.warning("%d ranks share GPU %s of node %d: each uses memory of its own there, and "
                      "they take turns in computing", most, gpu, node)
     return index

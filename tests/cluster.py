@@ -2,6 +2,7 @@
 
 from mpiring.operations.agreement import Call, agreed
 from mpiring.collectives.native import Turns
+from mpiring.collectives.operation import Tuning
 from mpiring.operations.operation import Collectives
 from mpiring.operations.resources import Resources
 from mpiring.operations.windows import Windows
@@ -27,7 +28,8 @@ def order_of(node_of):
 
 
 def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=None,
-        slot_bytes=512, barrier_s=0.0, return_errors=False, network=None, algorithm="auto"):
+        slot_bytes=512, barrier_s=0.0, return_errors=False, network=None, algorithm="auto",
+        tuning=Tuning()):
     """Run a program on every rank, given the collectives of its operation.
 
     Args:
@@ -35,6 +37,7 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
         program: Takes a Collectives, and returns a schedule.
         call: What each rank was asked to do.
         algorithm: What "auto" means; MPI's own is not there.
+        tuning: Lengths and counts.
     """
     node_of = list(node_of)
     network = network or SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
@@ -48,7 +51,7 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
         alone = node_of.count(node_of[rank]) == 1
         node = None if alone else memory.node(rank, header=call(rank).header)
         own = Resources(Transport(net), Turns(), Scratch(keep=2), Windows(), order, nodes,
-                        algorithm)
+                        algorithm, tuning=tuning)
         collectives = Collectives(own, node, 0)
         between = neighbours(rank, nodes)
         return agreed(lambda: collectives.net, node, between, call(rank), program(collectives))

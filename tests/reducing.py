@@ -10,6 +10,7 @@ from mpiring.operations.agreement import Call
 from mpiring.operations.exports import Exports
 from mpiring.operations.on_device import GpuContext, in_context
 from mpiring.reducers import Compressor
+from mpiring.reducers.reducer import scatter_of
 from mpiring.simulated.network import SimulatedNetwork
 
 SHAPES = {"momentum": (40, 30), "b1": (30,), "conv": (8, 3, 5, 5), "residual": (7,), "scale": ()}
@@ -24,10 +25,12 @@ class Model:
         shapes: Of the tensors.
         seed: Of the simulated network.
         states: Per rank, what its Reducer loads first.
+        scatters: Leave each rank its slice, and gather these afterwards.
     """
 
-    def __init__(self, make, node_of, shapes=SHAPES, dtype="float32", seed=None, states=None):
-        self.node_of, self.seed = node_of, seed
+    def __init__(self, make, node_of, shapes=SHAPES, dtype="float32", seed=None, states=None,
+                 scatters=False):
+        self.node_of, self.seed, self.scatters = node_of, seed, scatters
         self.reducers = [make() for _ in node_of]
         self.network = None
         tensors = [TensorSpec(name, shape, np.dtype(dtype)) for name, shape in shapes.items()]
@@ -68,6 +71,8 @@ class Model:
         self.network = SimulatedNetwork(len(self.node_of), node_of=self.node_of, seed=self.seed)
         run(self.node_of, lambda collectives: self.reduce(collectives, index), slot_bytes=2048,
             network=self.network, algorithm="ring", call=lambda rank: Call("reduce", ""))
+        if self.scatters:
+            run(self.node_of, lambda collectives: self.gather(collectives, index))
         finite = [buckets[index].is_finite() for buckets in self.buckets]
         assert len(set(finite)) == 1, "ranks do not agree whether all is finite"
         self.settle(finite[0] if taken is None else taken)
@@ -76,7 +81,19 @@ class Model:
     def reduce(self, collectives, index):
         """Return the schedule that reduces a bucket on one rank."""
         rank = collectives.rank
-        return self.reducers[rank].reduce(collectives, self.buckets[rank][index])
+        reducer, bucket = self.reducers[rank], self.buckets[rank][index]
+        if self.scatters:
+            return scatter_of(reducer, collectives, bucket)
+        return reducer.reduce(collectives, bucket)
+
+    def gather(self, collectives, index):
+        """Return the schedule that gathers the slices of all ranks, and nothing else."""
+        bucket = self.buckets[collectives.rank][index]
+        bounds = bucket.bounds(collectives.size)
+        mine = slice(*bounds[collectives.rank:collectives.rank + 2])
+        others = np.delete(np.arange(bucket.flat.size), mine)
+        bucket.flat[others], bucket.finite = np.nan, None
+        return collectives.allgather(bucket.vector, bounds=bounds)
 
     def settle(self, taken):
         for reducer in self.reducers:
@@ -118,10 +135,10 @@ class ModelOnGpus(Model):
 
     def reduce(self, collectives, index):
         rank, device = collectives.rank, self.devices[collectives.rank]
-        if collectives.node is not None:
+        if collectives.node.size > 1:
             for slot in collectives.node.slots(np.dtype(np.uint8)):
                 device.gpu.pin(slot)
-        context = GpuContext(device, Exports(collectives._own.windows))
+        context = GpuContext(device, Exports(collectives.windows))
         with device.gpu.on(self.network, rank):
             yield from in_context(collectives, context, [], lambda on_gpu: super(
                 ModelOnGpus, self).reduce(on_gpu, index))

@@ -3,6 +3,7 @@
 import numpy as np
 
 from mpiring.collectives import direct, ring
+from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call, agreed
 from mpiring.memory.arrays import chunks_of
 from mpiring.memory.reduction import Reduction
@@ -10,13 +11,13 @@ from mpiring.transport.base import together
 from mpiring.transport.members import Members
 
 
-def by_ring(net, x, op, piece_bytes=ring.PIECE_BYTES):
+def by_ring(net, x, op, piece_bytes=Tuning.ring_bytes):
     """Run allreduce itself."""
     inbox = np.empty(ring.inbox_size(x.size, net.size, x.itemsize, piece_bytes), x.dtype)
     yield from ring.allreduce(net, x, inbox, Reduction(op, x.dtype, net.size), piece_bytes)
 
 
-def by_ring_halves(net, x, op, piece_bytes=ring.PIECE_BYTES):
+def by_ring_halves(net, x, op, piece_bytes=Tuning.ring_bytes):
     """Run reduce-scatter, then allgather."""
     chunks = chunks_of(x, net.size)
     inbox = np.empty(ring.inbox_size(x.size, net.size, x.itemsize, piece_bytes), x.dtype)

@@ -35,7 +35,6 @@ def test_frozen():
     ("MPIRING_STALL_TIMEOUT_S", "soon", "MPIRING_STALL_TIMEOUT_S='soon': expected a number"),
     ("MPIRING_STALL_TIMEOUT_S", "-1", "MPIRING_STALL_TIMEOUT_S=-1.0: expected a finite number"),
     ("MPIRING_ABORT_ON_EXCEPTION", "maybe", "='maybe': expected .* in a variable 1 or 0"),
-    ("MPIRING_ALGORITHM", "tree", "MPIRING_ALGORITHM='tree': expected one of auto, ring"),
     ("MPIRING_TRACE", "1", "MPIRING_TRACE='1': expected a folder"),
     ("MPIRING_TUNING_FOLDER", "here", "MPIRING_TUNING_FOLDER='here': expected an absolute path"),
 ])

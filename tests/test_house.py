@@ -35,7 +35,8 @@ LAYERS = [
 ]
 ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "engine/group.py",
-             "communicator.py", "launch/gpu_aware.py", "tools/doctor/examine.py"}
+             "engine/opening.py", "communicator.py", "launch/gpu_aware.py",
+             "tools/doctor/examine.py"}
 
 
 def name_of(path):

@@ -1,4 +1,4 @@
-"""Fuses tensors into flat buckets: the plan (a pure function) and the memory."""
+"""Flat buckets in which tensors are fused: the plan, a pure function, and the memory."""
 
 import collections
 import math
@@ -14,15 +14,13 @@ from ..gpu import vectors
 from ..gpu.arrays import vector_of
 from ..gpu.base import Event, await_event
 from ..gpu.device import Device
-from ..memory.arrays import is_finite
+from ..memory.arrays import CACHE_LINE_BYTES, aligned_bounds, is_finite
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of
 # gradients took 678 ms with two buckets of 25 MiB, and 599 ms so. The last ones are short, too:
 # what leaves last has nothing to hide behind. A bucket has at most half of what is left.
 FIRST_BUCKET_BYTES = 1 << 20
-# Tensors start on cache lines, so that two threads or ranks never share one.
-ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -40,8 +38,11 @@ class TensorSpec:
 
     @property
     def padded_size(self) -> int:
-        """Number of elements that the tensor takes up in a bucket."""
-        unit = max(1, ALIGNMENT_BYTES // self.dtype.itemsize)
+        """Number of elements that the tensor takes up in a bucket.
+
+        Tensors start on cache lines, so that two threads or ranks never share one.
+        """
+        unit = max(1, CACHE_LINE_BYTES // self.dtype.itemsize)
         return -(-self.size // unit) * unit
 
     @property
@@ -55,7 +56,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Which tensors of one dtype share a bucket, in the order of its memory."""
+    """The tensors of one dtype that share a bucket, in the order of its memory."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -76,11 +77,11 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
     """Fuse tensors, in their order, into buckets of one dtype and one kind each.
 
     Args:
-        tensors: In the order in which their gradients become ready.
-        kind_of: Tensors of different kinds do not share a bucket.
+        tensors: In the order in which they become ready.
         bucket_bytes: A bucket is full when the next tensor would exceed this, or, for the
             first ones, FIRST_BUCKET_BYTES, twice that, and so on, and for the last ones half
             of what is left, but no less than the first; a larger tensor has a bucket of its own.
+        kind_of: Tensors of different kinds do not share a bucket.
 
     Returns:
         The buckets, in the order in which their last tensor becomes ready.
@@ -89,7 +90,7 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
         ConfigError: `bucket_bytes` is not positive.
     """
     whole_number("bucket_bytes", bucket_bytes, 1)
-    place = {tensor.name: i for i, tensor in enumerate(tensors)}
+    position = {tensor.name: i for i, tensor in enumerate(tensors)}
     full: list[list[TensorSpec]] = []
     filling: dict[Hashable, list[TensorSpec]] = collections.defaultdict(list)
     first = min(FIRST_BUCKET_BYTES, bucket_bytes)
@@ -108,27 +109,26 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
         filling[kind].append(tensor)
         used[kind] += tensor.padded_bytes
     full.extend(filling.values())
-    full.sort(key=lambda bucket: place[bucket[-1].name])
+    full.sort(key=lambda bucket: position[bucket[-1].name])
     return tuple(BucketPlan(tuple(bucket)) for bucket in full)
 
 
 class Bucket:
-    """A flat piece of memory in which the gradients of a plan live.
+    """A flat piece of memory with views into it: the tensors of a plan.
 
     Args:
-        index: Its place in the order of reduction.
+        index: Its position in the order in which buckets are reduced.
         plan: Its tensors.
-        empty: Makes the memory: `Communicator.empty`.
-        device: The GPU on which that is, if it is on one.
+        empty: Allocates the memory: `Communicator.empty`.
+        device: The GPU on which it lies; None for host memory.
 
     Attributes:
         flat: Shape (plan.size,), of NumPy, or CuPy where it is on a GPU; zeros at first.
         views: A view into `flat` for each tensor, by name.
-        missing: The names of gradients that are not ready in this step.
-        device: As above.
-        written: When the GPU will have written the gradients that are.
-        finite: Whether the means are, where whoever reduced the bucket knows; else None.
-        label: Its index and the names of its tensors, for messages.
+        missing: The names of tensors that are not ready in this step.
+        written: When the GPU will have written those that are.
+        finite: Whether the means are finite, where the Reducer knows; else None.
+        label: Index and names of the tensors, for messages.
     """
 
     def __init__(self, index: int, plan: BucketPlan,
@@ -156,40 +156,47 @@ class Bucket:
 
     @property
     def vector(self) -> Any:
-        """What collectives take for `flat`: it itself, or a DeviceVector."""
+        """`flat` as collectives take it: a DeviceVector where it is on a GPU."""
         return self.flat if self.device is None else vector_of(self.flat)
 
+    def bounds(self, size: int) -> list[int]:
+        """Return the offsets that cut it into slices, one for each of `size` ranks.
+
+        Slices start on cache lines; the last ones may be shorter than others, or empty.
+        """
+        return aligned_bounds(self.flat.size, self.flat.itemsize, size)
+
     def expect_all(self) -> None:
-        """Begin a step: no gradient is ready."""
+        """Begin a step: no tensor is ready."""
         self.missing = set(self.views)
         self.written = []
 
     def clear_padding(self) -> None:
-        """Let there be zeros between the tensors, whatever a lossy reducer has left there."""
+        """Write zeros between the tensors, where a lossy Reducer may have left something."""
         vector = self.vector
         for gap in self._padding:
             vectors.clear(vector[gap])
 
     def is_finite(self) -> bool:
-        """Return whether all of it is, after it was reduced; the same on all ranks."""
+        """Return whether all of it is finite, after it was reduced; the same on all ranks."""
         if self.finite is None:
             self.finite = self.holds_finite(self.flat)
         return self.finite
 
-    def holds_finite(self, part: NDArray[Any]) -> bool:
-        """Return whether a part of it is finite, when it was written."""
+    def holds_finite(self, x: NDArray[Any]) -> bool:
+        """Return whether `flat` or a view is finite, once it is written."""
         if self.device is None:
-            return is_finite(part.reshape(-1))
+            return is_finite(x.reshape(-1))
         for event in self.written:
             await_event(event)
-        return self.device.gpu.is_finite(part)
+        return self.device.gpu.is_finite(x)
 
     def retire(self) -> None:
-        """Make writing through the views that were handed out an error, where there can be one."""
+        """Make writing through its views an error, in host memory."""
         if self.device is None:
             for view in self.views.values():
                 view.flags.writeable = False
 
     def poison(self) -> None:
-        """Fill the memory with NaN, so that a view kept by mistake is noticed."""
+        """Fill the memory with NaN, so that a view that is used by mistake is noticed."""
         self.flat[...] = np.nan

@@ -2,14 +2,11 @@
 
 from ..memory.arrays import Array, pieces_of
 from ..transport.base import NO_BYTES, Channel, Request, Schedule
-
-# A piece is on the wire of every hop at once; measured on one node, 256 KiB to
-# 1 MiB differ by less than the noise.
-PIECE_BYTES = 512 << 10
+from .operation import Tuning
 
 
 def broadcast(
-    net: Channel, x: Array, root: int, piece_bytes: int = PIECE_BYTES,
+    net: Channel, x: Array, root: int, piece_bytes: int = Tuning.broadcast_bytes,
 ) -> Schedule[None]:
     """Copy `x` of `root` to all ranks along the chain root, root+1, … root-1.
 

@@ -6,16 +6,12 @@ from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine
 from ..transport.base import Channel, Request, Schedule
 from . import ring
-
-# Length of the shortest and longest pieces. Two pieces from every other rank are held at a
-# time; those of two operations take no more than a chunk, but where shorter ones would cost
-# more in messages than they save in memory. Longer ones gain nothing.
-PIECE_BYTES = 16 << 10, 256 << 10
+from .operation import Tuning
 
 
 def reduce_scatter(
     net: Channel, chunks: Sequence[Array], inbox: Array, combine: Combine,
-    piece_bytes: tuple[int, int] = PIECE_BYTES,
+    piece_bytes: tuple[int, int] = Tuning.direct_bytes,
 ) -> Schedule[Array]:
     """Combine `chunks[r]` of all ranks on rank r, in rank order, all at once.
 
@@ -65,7 +61,7 @@ def reduce_scatter(
 
 def allreduce(
     net: Channel, x: Array, inbox: Array, combine: Combine,
-    piece_bytes: tuple[int, int] = PIECE_BYTES, ring_bytes: int = ring.PIECE_BYTES,
+    piece_bytes: tuple[int, int] = Tuning.direct_bytes, ring_bytes: int = Tuning.ring_bytes,
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place: directly, then around a ring.
 
@@ -86,7 +82,8 @@ def allreduce(
     yield from ring.allgather(net, chunks, ring_bytes)
 
 
-def inbox_size(n: int, p: int, itemsize: int, piece_bytes: tuple[int, int] = PIECE_BYTES) -> int:
+def inbox_size(n: int, p: int, itemsize: int,
+               piece_bytes: tuple[int, int] = Tuning.direct_bytes) -> int:
     """Return how much scratch memory a rank needs to combine n elements over p ranks."""
     longest = -(-n // p)
     count = _pieces(longest, p, itemsize, piece_bytes)

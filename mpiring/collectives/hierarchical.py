@@ -9,6 +9,9 @@ add, and each of N nodes still sends 2(N-1)/N of the array, which is the least p
 
 A few pieces are under way at once, so that the wire carries one while another is added. The
 pieces are the same on all nodes, whatever memory the arrays of each are in.
+
+Where each rank is to have its own slice only, ring j goes through the slices of the ranks
+with local number j: one on each node, none where a node has fewer ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,30 +21,20 @@ from typing import Protocol
 import numpy as np
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of
+from ..memory.arrays import Array, chunks_of, equal_bounds
 from ..memory.reduction import Combine, widens
 from ..transport.base import Channel, Node, Schedule, T, together
 from ..transport.members import Members
 from . import direct, ring, shared
+from .operation import Operation, Tuning
 
-# Length of the slices, and how many pieces are under way at a time. Measured with 4 hosts of
-# 2 ranks at 1 Gbit/s: 320 to 640 KiB are the same; with two pieces, nodes that compete for
-# the processor let the wire wait.
-SLICE_BYTES = 320 << 10
-IN_FLIGHT = 3
-# On many nodes slices are longer, so that messages are worth their latency.
-CHUNK_BYTES = 64 << 10
-# Up to here each node tells all others at once: that takes half the time of the rings, and at
-# 64 KiB as long. MPI's own call takes about as long.
-SHORT_BYTES = 16 << 10
-
-# One piece of an array, as its slices.
+# One piece of an array, as its slices: those of ring 0, 1, …
 Piece = Sequence[slice]
 # What nodes do with a slice: given the ranks that have it, one of each node; the slice, as this
-# node has it; and its place in the piece.
+# node has it; and the number of its ring.
 Exchange = Callable[[Channel, Array, int], Schedule[T]]
-# Where on a slot a section of a slice lies: the slot, the shelf's number, the section.
-Shelf = Callable[[Array, int, Array], Array]
+# Where in a staging slot a section of a slice lies: the slot, its number there, the section.
+Position = Callable[[Array, int, Array], Array]
 
 
 @dataclass(frozen=True)
@@ -89,39 +82,127 @@ class Inside(Protocol):
         """Copy this rank's slices to the other ranks of the node."""
 
 
+def meet(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[Inside]]:
+    """Meet the ranks of the node; return, per lane, how they combine their vectors.
+
+    Args:
+        x: This rank's vector.
+        within: The op within the node.
+    """
+    node, windows, tuning = operation.node, operation.windows, operation.tuning
+    positions = yield from node.share(*windows.position_of(x))
+    vectors = [x] if node.size == 1 else windows.vectors(positions, x)
+    if vectors is None:
+        return by_slots(node, x, within, tuning.in_flight)
+    return in_windows(node, vectors, within, tuning.in_flight)
+
+
 def allreduce(
     net: Channel, nodes: Sequence[Sequence[int]], inside: Sequence[Inside], node: Node,
-    x: Array, inbox: Array, levels: Levels, slice_bytes: int | None = None,
+    x: Array, inbox: Array, levels: Levels, tuning: Tuning,
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place. To be called when all ranks of the node have arrived.
 
     Args:
         nodes: The ranks of each node, in the same order on all ranks.
-        inside: From `in_windows` or `by_slots`; the nodes' may differ.
+        inside: Per lane, from `in_windows` or `by_slots`; the nodes' may differ.
         node: The meeting place of this rank's node.
         x: Shape (n,), contiguous. Overwritten by the result.
         inbox: Scratch vector of at least `inbox_size` elements of the same dtype.
         levels: The op.
-        slice_bytes: Length of the slices; SLICE_BYTES by default. The same on all ranks.
+        tuning: The same on all ranks.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    pieces = pieces_of(x.size, x.itemsize, nodes, slice_bytes)
-    inboxes = chunks_of(inbox, IN_FLIGHT)
-    between = direct.allreduce if levels.direct else ring.allreduce
+    inboxes = chunks_of(inbox, len(inside))
 
-    def lane(index: int) -> Schedule[None]:
-        """Combine every third piece, one after the other."""
-        def exchange(members: Channel, part: Array, place: int) -> Schedule[None]:
-            return between(members, part, inboxes[index], levels.between)
+    def lane(index: int, piece: Piece) -> Schedule[object]:
+        def exchange(members: Channel, part: Array, j: int) -> Schedule[None]:
+            if levels.direct:
+                return direct.allreduce(members, part, inboxes[index], levels.between,
+                                        tuning.direct_bytes, tuning.ring_bytes)
+            return ring.allreduce(
+                members, part, inboxes[index], levels.between, tuning.ring_bytes)
 
-        for piece in pieces[index::IN_FLIGHT]:
-            yield from by_slices(net.lane(index), nodes, inside[index], node, x, piece, exchange)
+        return by_slices(net.lane(index), nodes, inside[index], node, x, piece, exchange)
 
-    yield from together(map(lane, range(IN_FLIGHT)), IN_FLIGHT)
-    # Nobody's vector is complete before. And whoever does not agree with another node is
-    # not here: no result of theirs leaves the node.
+    return _in_lanes(node, pieces_of(x.size, x.itemsize, nodes, tuning), len(inside), lane)
+
+
+def reduce_scatter(
+    net: Channel, nodes: Sequence[Sequence[int]], inside: Sequence[Inside], node: Node,
+    x: Array, bounds: Sequence[int], inbox: Array, levels: Levels, tuning: Tuning,
+) -> Schedule[None]:
+    """Combine slice r of `x` over all ranks on rank r.
+
+    Each of N nodes sends the slices of the other nodes' ranks, (N-1)/N of the array where
+    they are equal, which is the least possible.
+
+    Args:
+        x: Shape (n,), contiguous. Overwritten; this rank's slice holds the result.
+        bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
+        inbox: Scratch vector of at least `inbox_size_of_slices` elements.
+        net, nodes, inside, node, levels, tuning: As for `allreduce`.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    inboxes = chunks_of(inbox, len(inside))
+
+    def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
+        for row in rows:
+            yield from inside[index].collect(row)
+        for j in range(node.rank, len(rows[0]), node.size):
+            members, chunks = _ring(net.lane(index), nodes, j), [x[row[j]] for row in rows]
+            if levels.direct:
+                yield from direct.reduce_scatter(
+                    members, chunks, inboxes[index], levels.between, tuning.direct_bytes)
+            else:
+                yield from ring.reduce_scatter(
+                    members, chunks, inboxes[index], levels.between, tuning.ring_bytes)
+
+    return _in_lanes(
+        node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
+
+
+def allgather(
+    net: Channel, nodes: Sequence[Sequence[int]], inside: Sequence[Inside], node: Node,
+    x: Array, bounds: Sequence[int], tuning: Tuning,
+) -> Schedule[None]:
+    """Copy slice r of `x` of rank r to all ranks; the way back from `reduce_scatter`.
+
+    Args:
+        x: Shape (n,), contiguous. All but this rank's slice is overwritten.
+        bounds, net, nodes, inside, node, tuning: As for `reduce_scatter`.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
+        for j in range(node.rank, len(rows[0]), node.size):
+            yield from ring.allgather(_ring(net.lane(index), nodes, j),
+                                      [x[row[j]] for row in rows], tuning.ring_bytes)
+        for row in rows:
+            yield from inside[index].spread(row)
+
+    return _in_lanes(
+        node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
+
+
+def _in_lanes(node: Node, pieces: Sequence[T], count: int,
+              lane: Callable[[int, T], Schedule[object]]) -> Schedule[None]:
+    """Deal the pieces out to a few lanes, each of which takes its own one after the other."""
+    def run(index: int) -> Schedule[None]:
+        for piece in pieces[index::count]:
+            yield from lane(index, piece)
+
+    yield from together(map(run, range(count)), count)
+    # No rank's vector is complete before. And a rank that does not agree with another node is
+    # not here: no result leaves its node.
     yield (node.barrier(),)
+
+
+def _ring(net: Channel, nodes: Sequence[Sequence[int]], j: int) -> Channel:
+    """Return the channel of the ranks, one of each node, that exchange slice j."""
+    return Members(net, [ranks[j % len(ranks)] for ranks in nodes])
 
 
 def short(
@@ -134,13 +215,13 @@ def short(
     what all have, in the order of nodes.
 
     Args:
-        x: Shape (n,), contiguous, at most SHORT_BYTES long. Overwritten by the result.
+        x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
         inbox: Scratch vector of at least `(len(nodes) - 1) * n` elements.
         nodes, node, levels: As for `allreduce`.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    # Not after the messages: who disagrees with another node must not have sent any.
+    # Not after the messages: a rank that disagrees with another node must not have sent any.
     if node.met:
         yield (node.barrier(),)
     copies = shared.laid_out(node, x)
@@ -180,66 +261,108 @@ def by_slices(
     returned = []
     yield from inside.collect(piece)
     for j in range(node.rank, len(piece), node.size):
-        members = Members(net, [ranks[j % len(ranks)] for ranks in nodes])
-        returned.append((yield from exchange(members, x[piece[j]], j)))
+        returned.append((yield from exchange(_ring(net, nodes, j), x[piece[j]], j)))
     yield from inside.spread(piece)
     return returned
 
 
 def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
-              slice_bytes: int | None = None) -> list[Piece]:
+              tuning: Tuning) -> list[Piece]:
     """Cut n elements into pieces, and those into slices."""
-    slices, count = max(map(len, nodes)), _count(n, itemsize, nodes, slice_bytes)
-    bounds = [i * n // (count * slices) for i in range(count * slices + 1)]
+    slices, count = max(map(len, nodes)), _count(n, itemsize, nodes, tuning)
+    bounds = equal_bounds(n, count * slices)
     flat = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
     return [flat[i * slices:(i + 1) * slices] for i in range(count)]
 
 
-def _count(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
-           slice_bytes: int | None) -> int:
+def pieces_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
+                     tuning: Tuning) -> list[Sequence[Piece]]:
+    """Cut each rank's slice into as many pieces.
+
+    Returns:
+        Per piece, and per node, a piece of the slice of each of its ranks, and empty ones on
+        nodes that are not the largest.
+    """
+    largest, count = max(map(len, nodes)), _count_of_slices(bounds, itemsize, nodes, tuning)
+    parts = [[slice(start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count)
+              for start, stop in zip(bounds, bounds[1:])] for i in range(count)]
+    return [[[part[rank] for rank in ranks] + [slice(0)] * (largest - len(ranks))
+             for ranks in nodes] for part in parts]
+
+
+def _count(n: int, itemsize: int, nodes: Sequence[Sequence[int]], tuning: Tuning) -> int:
     """Return in how many pieces n elements travel."""
     # The ring cuts a slice once more, into as many chunks as there are nodes.
-    slice_bytes = max(slice_bytes or SLICE_BYTES, len(nodes) * CHUNK_BYTES)
+    slice_bytes = max(tuning.slice_bytes, len(nodes) * tuning.chunk_bytes)
     return max(1, -(-n * itemsize // (max(map(len, nodes)) * slice_bytes)))
 
 
+def _count_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
+                     tuning: Tuning) -> int:
+    """Return in how many pieces each rank's slice travels: as if all were as the longest."""
+    slices = len(nodes) * max(map(len, nodes))
+    return _count(_longest(bounds) * slices, itemsize, nodes, tuning)
+
+
+def _longest(bounds: Sequence[int]) -> int:
+    return max(stop - start for start, stop in zip(bounds, bounds[1:]))
+
+
 def inbox_size(n: int, itemsize: int, nodes: Sequence[Sequence[int]], levels: Levels,
-               slice_bytes: int | None = None) -> int:
-    """Return how many elements of scratch memory a rank needs to combine n."""
-    slices = max(map(len, nodes)) * _count(n, itemsize, nodes, slice_bytes)
-    of_one = direct.inbox_size if levels.direct else ring.inbox_size
+               tuning: Tuning) -> int:
+    """Return how many elements of scratch memory `allreduce` of n needs."""
+    slices = max(map(len, nodes)) * _count(n, itemsize, nodes, tuning)
+    return _inbox_size((n // slices, -(-n // slices)), itemsize, len(nodes), levels, tuning)
+
+
+def inbox_size_of_slices(bounds: Sequence[int], itemsize: int, nodes: Sequence[Sequence[int]],
+                         levels: Levels, tuning: Tuning) -> int:
+    """Return how many elements of scratch memory `reduce_scatter` needs."""
+    longest, count = _longest(bounds), _count_of_slices(bounds, itemsize, nodes, tuning)
+    lengths = [len(nodes) * chunk for chunk in (longest // count, -(-longest // count))]
+    return _inbox_size(lengths, itemsize, len(nodes), levels, tuning)
+
+
+def _inbox_size(lengths: Sequence[int], itemsize: int, p: int, levels: Levels,
+                tuning: Tuning) -> int:
+    """Return how much a few exchanges at once need, each of p ranks and one of some lengths."""
     # A longer slice, cut into more pieces, may need less than a shorter one.
-    return IN_FLIGHT * max(of_one(length, len(nodes), itemsize)
-                           for length in (n // slices, -(-n // slices)))
+    return tuning.in_flight * max(
+        direct.inbox_size(n, p, itemsize, tuning.direct_bytes) if levels.direct else
+        ring.inbox_size(n, p, itemsize, tuning.ring_bytes) for n in lengths)
 
 
-def in_windows(node: Node, vectors: Sequence[Array], combine: Combine) -> Sequence[Inside]:
+def in_windows(
+    node: Node, vectors: Sequence[Array], combine: Combine, in_flight: int,
+) -> Sequence[Inside]:
     """Return how lanes combine vectors that lie in shared memory.
 
     Args:
         vectors: Per rank of the node.
         combine: The op within the node.
+        in_flight: How many lanes there are.
     """
-    return [_InWindows(node.rank, vectors, combine)] * IN_FLIGHT
+    return [_InWindows(node.rank, vectors, combine)] * in_flight
 
 
-def by_slots(node: Node, x: Array, combine: Combine) -> Sequence[Inside]:
-    """Return how lanes combine private vectors: by the slots of the node.
+def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[Inside]:
+    """Return how lanes combine private vectors: by way of the node's staging slots.
 
     Args:
         x: This rank's vector.
         combine: The op within the node.
+        in_flight: How many lanes there are.
     """
     slots = node.slots(x.dtype)
-    size = slots[0].size // (2 * IN_FLIGHT)
+    size = slots[0].size // (2 * in_flight)
     halves = [[slot[start:start + size] for slot in slots]
-              for start in range(0, 2 * IN_FLIGHT * size, size)]
+              for start in range(0, 2 * in_flight * size, size)]
     return [_BySlots(node.lane(1 + index), x, combine, halves[2 * index:2 * index + 2])
-            for index in range(IN_FLIGHT)]
+            for index in range(in_flight)]
 
 
 class _InWindows:
-    """Nobody but the rank that combines a slice touches it, in any vector: no barriers."""
+    """A slice is touched by none but the rank that combines it, in any vector: no barriers."""
 
     def __init__(self, rank: int, vectors: Sequence[Array], combine: Combine) -> None:
         self._rank, self._vectors, self._combine = rank, vectors, combine
@@ -252,18 +375,19 @@ class _InWindows:
         yield ()
 
     def spread(self, piece: Piece) -> Schedule[None]:
+        mine = self._vectors[self._rank]
         for part in piece[self._rank::len(self._vectors)]:
-            for place, x in enumerate(self._vectors):
-                if place != self._rank:
-                    copy_to(x[part], self._vectors[self._rank][part])
+            for x in self._vectors:
+                if x is not mine:
+                    copy_to(x[part], mine[part])
         return
         yield ()
 
 
 class _BySlots:
-    """Sections of slices go by two halves of the slots in turn.
+    """Sections of slices go by the halves of the slots in turn.
 
-    At a barrier, what lies on one half is complete, and nobody looks at the other any more.
+    At a barrier, what lies in one half is complete, and the other is not read any more.
     """
 
     def __init__(self, node: Node, x: Array, combine: Combine,
@@ -274,45 +398,45 @@ class _BySlots:
     def collect(self, piece: Piece) -> Schedule[None]:
         """Combine what the node has of this rank's slices: each lays out those of the others."""
         node, r, m = self._node, self._node.rank, self._node.size
-        for parts, shelf in self._sections(piece, len(piece) - len(piece) // m):
+        for parts, position in self._sections(piece, len(piece) - len(piece) // m):
             slots = self._turn()
             for j, part in enumerate(parts):
                 if j % m != r:
                     # Before j come so many slices that are not r's.
-                    copy_to(shelf(slots[r], j + (r - j) // m, part), part)
+                    copy_to(position(slots[r], j + (r - j) // m, part), part)
             yield (node.barrier(),)
             for j in range(r, len(parts), m):
                 self._combine.combine([
-                    parts[j] if rank == r else shelf(slot, j + (rank - j) // m, parts[j])
+                    parts[j] if rank == r else position(slot, j + (rank - j) // m, parts[j])
                     for rank, slot in enumerate(slots)], parts[j])
 
     def spread(self, piece: Piece) -> Schedule[None]:
         """Copy this rank's slices to the others: each lays out its own."""
         node, r, m = self._node, self._node.rank, self._node.size
-        for parts, shelf in self._sections(piece, -(-len(piece) // m)):
+        for parts, position in self._sections(piece, -(-len(piece) // m)):
             slots = self._turn()
             for j in range(r, len(parts), m):
-                copy_to(shelf(slots[r], j // m, parts[j]), parts[j])
+                copy_to(position(slots[r], j // m, parts[j]), parts[j])
             yield (node.barrier(),)
             for j, part in enumerate(parts):
                 if j % m != r:
-                    copy_to(part, shelf(slots[j % m], j // m, part))
+                    copy_to(part, position(slots[j % m], j // m, part))
 
     def _turn(self) -> Sequence[Array]:
         self._halves.reverse()
         return self._halves[0]
 
-    def _sections(self, piece: Piece, shelves: int) -> Iterator[tuple[list[Array], Shelf]]:
-        """Cut the slices of a piece into sections, of which each fits a shelf of a slot.
+    def _sections(self, piece: Piece, positions: int) -> Iterator[tuple[list[Array], Position]]:
+        """Cut the slices of a piece into sections that each fit one position in a slot.
 
         Args:
-            shelves: How many a slot must have.
+            positions: How many a half of a slot must have.
 
         Returns:
-            A section of each slice, and a function that returns a section's place.
+            A section of each slice, and a function that returns where a section lies.
         """
-        width = self._halves[0][0].size // shelves
+        width = self._halves[0][0].size // positions
         slices = [self._x[part] for part in piece]
         for start in range(0, max(map(len, slices)), width):
             yield ([part[start:start + width] for part in slices],
-                   lambda slot, place, part: slot[place * width:place * width + part.size])
+                   lambda slot, k, part: slot[k * width:k * width + part.size])

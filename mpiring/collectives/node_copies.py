@@ -17,7 +17,7 @@ from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
 
 # The pieces of two ranks stay in a core's cache. Measured.
-ROUND_BYTES = 128 << 10
+_ROUND_BYTES = 128 << 10
 
 _BYTES = np.dtype(np.uint8)
 
@@ -39,7 +39,7 @@ class _Slots:
         self._slots = node.slots(dtype)
         # The rest is for `announce`.
         self._half = (self._slots[0].size - node.size * 8 // dtype.itemsize) // 2
-        self._size = min(self._half, ROUND_BYTES // dtype.itemsize) // places
+        self._size = min(self._half, _ROUND_BYTES // dtype.itemsize) // places
 
     def piece(self, x: Array, j: int) -> Array:
         """Return piece j of a vector; empty behind its end."""

@@ -10,18 +10,15 @@ from collections.abc import Sequence
 from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine
 from ..transport.base import NO_BYTES, Channel, Request, Schedule
+from .operation import Tuning
 
-# A chunk travels in pieces, so that one is combined while the next is on the wire.
-# Measured: at 1 Gbit/s all of 128 KiB to 1 MiB reach 1.02 of the wire's limit; more in
-# flight gains nothing. (On a node, where shared memory is used instead, longer pieces
-# would gain up to 14 %, and cost memory.)
-PIECE_BYTES = 512 << 10
-IN_FLIGHT = 2
+# Pieces under way from each rank; measured: more gain nothing.
+_IN_FLIGHT = 2
 
 
 def reduce_scatter(
     net: Channel, chunks: Sequence[Array], inbox: Array, combine: Combine,
-    piece_bytes: int = PIECE_BYTES,
+    piece_bytes: int = Tuning.ring_bytes,
 ) -> Schedule[Array]:
     """Combine `chunks[r]` of all ranks on rank r, in p-1 steps.
 
@@ -45,7 +42,7 @@ def reduce_scatter(
 
 
 def allgather(
-    net: Channel, chunks: Sequence[Array], piece_bytes: int = PIECE_BYTES,
+    net: Channel, chunks: Sequence[Array], piece_bytes: int = Tuning.ring_bytes,
 ) -> Schedule[None]:
     """Copy `chunks[r]` of rank r to all ranks, in p-1 steps.
 
@@ -61,7 +58,7 @@ def allgather(
 
 
 def allreduce(
-    net: Channel, x: Array, inbox: Array, combine: Combine, piece_bytes: int = PIECE_BYTES,
+    net: Channel, x: Array, inbox: Array, combine: Combine, piece_bytes: int = Tuning.ring_bytes,
 ) -> Schedule[None]:
     """Combine `x` over all ranks, in place, around a ring.
 
@@ -95,7 +92,7 @@ def _circulate(
     p, r = net.size, net.rank
     k = _pieces(len(max(chunks, key=len)), chunks[r].itemsize, piece_bytes)
     pieces = [chunks_of(chunk, k) for chunk in chunks]
-    slots = chunks_of(inbox, min(k, IN_FLIGHT))
+    slots = chunks_of(inbox, min(k, _IN_FLIGHT))
 
     def piece(hop: int) -> Array:
         """Return what is sent in a hop; it was received k hops before."""
@@ -121,12 +118,12 @@ def _circulate(
                     combine.finish(piece(landing + k))
 
 
-def inbox_size(n: int, p: int, itemsize: int, piece_bytes: int = PIECE_BYTES) -> int:
+def inbox_size(n: int, p: int, itemsize: int, piece_bytes: int = Tuning.ring_bytes) -> int:
     """Return how many elements of scratch memory a ring of p ranks needs for n elements."""
     if p == 1:
         return 0
     k = _pieces(-(-n // p), itemsize, piece_bytes)
-    return min(k, IN_FLIGHT) * -(-n // (p * k))
+    return min(k, _IN_FLIGHT) * -(-n // (p * k))
 
 
 def _pieces(n: int, itemsize: int, piece_bytes: int) -> int:

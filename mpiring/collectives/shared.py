@@ -1,9 +1,9 @@
-"""Combines arrays through memory that the ranks of a node share.
+"""Combines and copies vectors through memory that the ranks of a node share.
 
 Rank r combines slice r out of all ranks' memory, block by block while it is in the
 cache, and stores each finished block into all ranks' memory: 2n bytes per rank, which
 is the least possible. The slices are combined in rank order, so that the result does
-not depend on who owns them.
+not depend on which rank combines them.
 """
 
 from collections.abc import Sequence
@@ -11,17 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of, slice_of
+from ..memory.arrays import Array, chunks_of, cut, slice_of
 from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
-
-# Where all ranks' vectors together are not longer, everybody combines everything: one
-# barrier instead of two. Measured on 2 and 4 ranks: it wins up to 16 KiB each for vectors
-# in shared memory, which it copies, and up to 64 KiB each for others.
-EAGER_BYTES = 64 << 10
-EAGER_PRIVATE_BYTES = 256 << 10
-# So that the pieces of two ranks stay in a core's cache. Measured.
-STAGED_BYTES = 128 << 10
+from . import node_copies
+from .operation import NOWHERE, Operation, Tuning
 
 
 def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int) -> bool:
@@ -36,18 +30,46 @@ def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int)
     return nbytes * max(ranks, 4) <= limit and dtype.char not in "gG"
 
 
+def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
+    """Combine `x` over the ranks of a node, in place: in windows, or by way of staging slots.
+
+    Args:
+        operation: Of the ranks of one node.
+        x: Shape (n,), contiguous, in host memory. Overwritten by the result.
+        op, combine: The op, and what combines by it.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    node, windows, tuning = operation.node, operation.windows, operation.tuning
+    position = windows.position_of(x)
+    short = is_short(x.nbytes, x.dtype, node.size, tuning.eager_private_bytes)
+    if short and node.met:
+        yield (node.barrier(),)
+    if short and position == NOWHERE:
+        # The others' vectors are probably private, too.
+        copies = laid_out(node, x)
+    positions = yield from node.share(*position)
+    slices = windows.slices(node, positions, x)
+    if slices is not None:
+        yield from in_place(node, slices, combine)
+    elif short and all(other == NOWHERE for other in positions):
+        combine.combine(copies, x)
+    else:
+        yield from staged(node, x, combine, tuning.staged_bytes)
+
+
 def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Schedule[None]:
     """Combine a short vector over the ranks of a node, in place: each rank reads all of them.
 
     Args:
-        x: Shape (n,), contiguous, not longer than a slot. Overwritten by the result.
+        x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
         combine: The op.
         root: The only rank that shall have the result; by default, all.
 
     Collective: yes. Blocking: no (a schedule).
     """
     if node.met:
-        # What an earlier part of this operation has laid on the slots may be read yet.
+        # What an earlier part of this operation has left in the slots may be read yet.
         yield (node.barrier(),)
     copies = laid_out(node, x)
     yield (node.barrier(),)
@@ -56,7 +78,7 @@ def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Sc
 
 
 def laid_out(node: Node, x: Array) -> Sequence[Array]:
-    """Copy a short vector to this rank's slot, and return where all ranks' copies are."""
+    """Copy a short vector to this rank's staging slot, and return where all ranks' copies are."""
     copies = node.slots(x.dtype, x.size)
     copy_to(copies[node.rank], x)
     return copies
@@ -65,7 +87,7 @@ def laid_out(node: Node, x: Array) -> Sequence[Array]:
 def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[None]:
     """Combine vectors in shared memory over the ranks of a node, in place.
 
-    To be called when all ranks have arrived and said where their vectors are.
+    To be called when all ranks have arrived and shared where their vectors are.
 
     Args:
         slices: Per rank of the node, slice `node.rank` of its vector, see `slice_of`.
@@ -77,20 +99,22 @@ def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[
     yield (node.barrier(),)
 
 
-def staged(node: Node, x: Array, combine: Combine) -> Schedule[None]:
+def staged(node: Node, x: Array, combine: Combine,
+           piece_bytes: int = Tuning.staged_bytes) -> Schedule[None]:
     """Combine private vectors over the ranks of a node, in place, piece by piece.
 
-    Pieces go by two slots in turn: at one barrier a piece is finished, and the next
-    one lies ready. To be called when all ranks have arrived.
+    Pieces go by the halves of the slots in turn: at one barrier a piece is finished, and the
+    next one lies ready. To be called when all ranks have arrived.
 
     Args:
-        x: Shape (n,), contiguous, in any memory. Overwritten by the result.
+        x: Shape (n,), contiguous, in host memory. Overwritten by the result.
         combine: The op.
+        piece_bytes: Longest piece; the same on all ranks.
 
     Collective: yes. Blocking: no (a schedule).
     """
     slots = [chunks_of(slot, 2) for slot in node.slots(x.dtype)]
-    step = min(slots[0][0].size, STAGED_BYTES // x.itemsize)
+    step = min(slots[0][0].size, piece_bytes // x.itemsize)
     pieces = [x[start:start + step] for start in range(0, x.size, step)]
     for j in range(len(pieces) + 1):
         if j < len(pieces):
@@ -103,3 +127,57 @@ def staged(node: Node, x: Array, combine: Combine) -> Schedule[None]:
         yield (node.barrier(),)
         if j > 0:
             last[...] = slots[node.rank][(j - 1) % 2][:last.size]
+
+
+def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
+                   combine: Combine) -> Schedule[None]:
+    """Combine slice r of `x` over the ranks of a node on rank r: out of windows, or staged.
+
+    Args:
+        operation: Of the ranks of one node.
+        x: Shape (n,), contiguous. This rank's slice is overwritten by the result, the others
+            are only read.
+        bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
+        op, combine: The op, and what combines by it.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    node = operation.node
+    vectors = yield from _vectors(operation, x)
+    if vectors is None:
+        yield from node_copies.reduce_scatter(node, cut(x, bounds), combine)
+        return
+    mine = slice(bounds[node.rank], bounds[node.rank + 1])
+    sources = [vector[mine] for vector in vectors]
+    combine.combine(sources, sources[node.rank])
+    # The others may still read what this rank has contributed.
+    yield (node.barrier(),)
+
+
+def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    """Copy slice r of `x` of rank r to all ranks of a node: out of windows, or staged.
+
+    Args:
+        operation: Of the ranks of one node.
+        x: Shape (n,), contiguous. All but this rank's slice is overwritten.
+        bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    node = operation.node
+    vectors = yield from _vectors(operation, x)
+    if vectors is None:
+        yield from node_copies.allgather(node, cut(x, bounds))
+        return
+    for rank, vector in enumerate(vectors):
+        if rank != node.rank:
+            theirs = slice(bounds[rank], bounds[rank + 1])
+            copy_to(x[theirs], vector[theirs])
+    yield (node.barrier(),)
+
+
+def _vectors(operation: Operation, x: Array) -> Schedule[Sequence[Array] | None]:
+    """Meet the ranks of the node; return their vectors if all lie in one window."""
+    windows = operation.windows
+    positions = yield from operation.node.share(*windows.position_of(x))
+    return windows.vectors(positions, x)

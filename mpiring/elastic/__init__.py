@@ -1,4 +1,4 @@
-"""Trains on when ranks die: those that are left begin again at the last commit in memory."""
+"""Training that survives the death of ranks: the others return to the last commit in memory."""
 
 from .recovery import run
 from .state import State

@@ -1,4 +1,4 @@
-"""Runs training to its end, with the ranks that are left."""
+"""Runs training to its end with the ranks that survive."""
 
 import atexit
 import contextlib
@@ -26,19 +26,19 @@ _log = logging.getLogger("mpiring")
 
 
 def run(train: Callable[[State], T], state: State) -> T:
-    """Return what `train(state)` returns; when ranks die, let the others go on without them.
+    """Return what `train(state)` returns; when ranks die, the others continue without them.
 
-    Those that are left make a new communicator, `state.comm`, return to the last
-    `state.commit()` that all of them have, and call `train(state)` again: it must make all
-    that it needs of the communicator, such as a `DataParallel`, and go on from `state.step`.
-    Means are then over the ranks that are left.
+    The survivors make a new communicator, `state.comm`, return to the last `state.commit()` that
+    all of them have, and call `train(state)` again: it must make all that it needs of the
+    communicator, such as a `DataParallel`, and continue from `state.step`. Means are then over
+    the survivors.
 
     Needs Open MPI's `mpirun --with-ft ulfm`; elsewhere `train` is called once, and a rank that
     dies ends the job. An exception in `train` that is not due to a death is raised.
 
     Args:
         train: Trains to the end.
-        state: What it goes on from; at first, as it is here.
+        state: Where training begins.
 
     Raises:
         ConfigError: An attribute of the state cannot be copied.
@@ -49,7 +49,8 @@ def run(train: Callable[[State], T], state: State) -> T:
         raise ConfigError(f"state is a {type(state).__name__}; pass mpiring.elastic.State(comm)")
     if not callable(train):
         raise ConfigError(f"train is a {type(train).__name__}; pass a function of the state")
-    # All begin at the same place: no barrier is needed, and what cannot be kept shows anywhere.
+    # All ranks begin alike, so no barrier is needed; also where ranks cannot survive, it shows
+    # which attributes cannot be copied.
     commits = Commits()
     commits.add(state._attributes)
     if survives_deaths():
@@ -66,14 +67,14 @@ def run(train: Callable[[State], T], state: State) -> T:
 
 
 class _Run(Generic[T]):
-    """Attempts, each with the ranks that the one before has left."""
+    """Attempts, each with the survivors of the one before."""
 
     def __init__(self, train: Callable[[State], T], state: State, commits: Commits) -> None:
         self._train = train
         self._state = state
         self._commits = commits
         self._config = state.comm.config
-        # All that are left agree here, also those that have no new communicator yet.
+        # All survivors agree here, also those that have no new communicator yet.
         self._survivors = state.comm.survivors()
 
     def result(self) -> T:
@@ -88,11 +89,11 @@ class _Run(Generic[T]):
         return result  # type: ignore[return-value]
 
     def _attempt(self, action: Callable[[], T]) -> tuple[bool, T | None]:
-        """Return whether an action comes to its end, and what it returns then."""
+        """Return whether an action comes to its end, and its result."""
         try:
             return True, action()
         except Exception as error:
-            # Whatever became of it on its way here, a death is the cause of it.
+            # A death is the cause, whatever error it has become on its way here.
             if not isinstance(error, ProcessFailedError) and not self._survivors.lost():
                 raise
             _log.debug("rank %d of %d stops", self._state.comm.rank, self._survivors.size,
@@ -101,13 +102,13 @@ class _Run(Generic[T]):
         self._state.comm.abandon(ProcessFailedError(
             "a rank has died, and this communicator with it; use state.comm instead"))
         self._survivors.leave()
-        # Models and their buckets: a hook that lived on would use the dead communicator.
+        # Models and their buckets: a hook that stayed would use the dead communicator.
         gc.collect()
         return False, None
 
     def _trained(self) -> T:
         result = self._train(self._state)
-        # Who is ready first must stay, to go back if another rank dies before it is.
+        # A rank that is ready early must stay, to go back if another one dies before it is.
         _wait_for_all(self._state.comm, "end of training")
         return result
 
@@ -129,11 +130,11 @@ def _wait_for_all(comm: Communicator, purpose: str) -> None:
 
 
 def _leave(state: State, survivors: "Survivors") -> None:
-    """End this process when all that are left have come to their end.
+    """End this process when all survivors have come to their end.
 
     Without MPI_Finalize, which was seen to hang after a death.
     """
-    if forks.is_fork():
+    if forks.in_fork:
         return
     with contextlib.suppress(MpiringError):
         _wait_for_all(state.comm, "exit")

@@ -1,4 +1,4 @@
-"""Holds what training goes on from, and keeps its last two commits in memory."""
+"""Holds the state from which training continues, and its last two commits, in memory."""
 
 import copy
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ import numpy as np
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, TransportError
 
-# What nobody can change, so that it needs no copy.
+# Immutable, so that no copy is needed.
 _VALUES = (bool, int, float, complex, str, bytes, type(None), np.generic, np.dtype)
 
 
 class State:
-    """What training goes on from when ranks have died: every public attribute but `comm`.
+    """State from which training continues after deaths: every public attribute but `comm`.
 
         state = State(mpiring.init(), params=params, rng=generator.bit_generator.state)
         state.loss = 0.0
@@ -28,11 +28,11 @@ class State:
         attributes: To begin with; others can be set later.
 
     Attributes:
-        comm: The ranks that are left; another communicator after each death.
-        step: Counts steps; it is for `train` to add to it.
+        comm: The surviving ranks; another communicator after each death.
+        step: For `train` to count its steps.
 
     Raises:
-        ConfigError: `comm` is none, or a name is taken.
+        ConfigError: `comm` is not a Communicator, or a name is taken.
     """
 
     comm: Communicator
@@ -44,7 +44,7 @@ class State:
             if name.startswith("_") or hasattr(type(self), name):
                 raise ConfigError(f"{name!r} cannot be an attribute's name here; choose another")
         self.comm, self.step = comm, 0
-        # Only within `run`, and where there is a use for them.
+        # Only within `run`, and where ranks can survive.
         self._commits: Commits | None = None
         vars(self).update(attributes)
 
@@ -52,9 +52,9 @@ class State:
         def __getattr__(self, name: str) -> Any: ...
 
     def commit(self) -> None:
-        """Copy all attributes, in memory, to go on from here if a rank dies later.
+        """Copy all attributes, in memory, to return to them if a rank dies later.
 
-        Costs a barrier and a copy; where MPI cannot go on without a dead rank, nothing.
+        Costs a barrier and a copy; nothing where MPI cannot continue without a dead rank.
         Operations on the arrays must be complete.
 
         Raises:
@@ -63,7 +63,7 @@ class State:
         Collective: yes. Blocking: yes.
         """
         if self._commits is not None:
-            # Once all have come here, all have the last commit: the one before it may go.
+            # Once all ranks are here, all have the last commit: the one before it may go.
             self.comm.barrier()
             self._commits.add(self._attributes)
 
@@ -77,34 +77,34 @@ class State:
 
         Collective: yes. Blocking: yes.
         """
-        kept = commits.at(commits.agreed(self.comm))
-        for name in self._attributes.keys() - kept.keys():
+        committed = commits.at(commits.agreed(self.comm))
+        for name in self._attributes.keys() - committed.keys():
             delattr(self, name)
-        for name, value in kept.items():
+        for name, value in committed.items():
             vars(self)[name] = restored(value, vars(self).get(name))
 
 
 @dataclass
 class _Commit:
-    """A slot: what was committed, whose memory the next commit but one takes over."""
+    """A commit; the next but one takes over its memory."""
 
     number: int | None = None
     attributes: dict[str, Any] = field(default_factory=dict)
 
 
 class Commits:
-    """The last two commits of one rank: while one is being written, there is another."""
+    """The last two commits of a rank: while one is being written, the other is whole."""
 
     def __init__(self) -> None:
         self._slots = _Commit(), _Commit()
         self._next = 0
 
     def add(self, attributes: dict[str, Any]) -> None:
-        """Keep a copy of some attributes, in place of that of the commit before the last."""
+        """Commit a copy of the attributes, in place of the commit before the last."""
         slot = self._slots[self._next % 2]
         slot.number = None
         slot.attributes = {
-            name: _kept(name, value, slot.attributes.get(name))
+            name: _committed(name, value, slot.attributes.get(name))
             for name, value in attributes.items()}
         slot.number = self._next
         self._next += 1
@@ -122,7 +122,7 @@ class Commits:
         return max(common)
 
     def at(self, number: int) -> dict[str, Any]:
-        """Return what was committed, and forget what came after."""
+        """Return the attributes of a commit, and forget later ones."""
         self._next = number + 1
         self._slots[self._next % 2].number = None
         return self._slots[number % 2].attributes
@@ -136,7 +136,7 @@ class _Saved:
     state: Any
 
 
-def _kept(name: str, value: Any, old: Any) -> Any:
+def _committed(name: str, value: Any, old: Any) -> Any:
     try:
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
             memory = old.state if isinstance(old, _Saved) else None
@@ -146,27 +146,27 @@ def _kept(name: str, value: Any, old: Any) -> Any:
         raise ConfigError(f"attribute {name!r} of the state: {error}") from error
 
 
-def restored(kept: Any, present: Any) -> Any:
-    """Return what an attribute was at its commit; in the memory of what it is now, if possible."""
-    if not isinstance(kept, _Saved):
-        return copied(kept, present)
-    # A copy: an optimizer would go on to write into what it is given.
-    kept.owner.load_state_dict(copied(kept.state))
-    if hasattr(kept.owner, "zero_grad"):
-        # Those of a step that came to nothing.
-        kept.owner.zero_grad()
-    return kept.owner
+def restored(committed: Any, present: Any) -> Any:
+    """Return an attribute as it was committed, in the memory of its present value if possible."""
+    if not isinstance(committed, _Saved):
+        return copied(committed, present)
+    # A copy: an optimizer writes into what it is given.
+    committed.owner.load_state_dict(copied(committed.state))
+    if hasattr(committed.owner, "zero_grad"):
+        # Gradients of a step that came to nothing.
+        committed.owner.zero_grad()
+    return committed.owner
 
 
 def copied(value: Any, memory: Any = None) -> Any:
-    """Return a copy of arrays, numbers and texts, and of dicts, lists and tuples of those.
+    """Return a copy of an array, a number or text, or a nest of dicts, lists and tuples of these.
 
     Args:
         memory: An earlier copy, or the original: where it has the same form, it is overwritten
             and returned. Fresh memory takes three times as long.
 
     Raises:
-        ConfigError: There is something else in it.
+        ConfigError: It contains something else.
     """
     if isinstance(value, _VALUES):
         return value
@@ -179,8 +179,8 @@ def copied(value: Any, memory: Any = None) -> Any:
         return target
     if isinstance(value, list | tuple):
         alike = type(memory) is type(value) and len(memory) == len(value)
-        parts = [copied(item, memory[place] if alike else None)
-                 for place, item in enumerate(value)]
+        parts = [copied(item, memory[index] if alike else None)
+                 for index, item in enumerate(value)]
         if isinstance(value, tuple):
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
         if not alike:
@@ -193,11 +193,11 @@ def copied(value: Any, memory: Any = None) -> Any:
 def _copied_array(value: Any, memory: Any) -> Any:
     if not hasattr(value, "dtype") or not hasattr(value, "shape") or value.dtype == object:
         raise ConfigError(
-            f"a {type(value).__name__} cannot be kept; expected numbers, texts, arrays, dicts, "
+            f"a {type(value).__name__} cannot be copied; expected numbers, texts, arrays, dicts, "
             f"lists and tuples of them, or, by itself, an object with state_dict and "
             f"load_state_dict")
-    # A tensor that requires gradients must not be written to, its data may be.
-    plain, target = (one.detach() if hasattr(one, "detach") else one for one in (value, memory))
+    # A tensor that requires gradients must not be written to; its data may be.
+    plain, target = (x.detach() if hasattr(x, "detach") else x for x in (value, memory))
     if type(target) is type(plain) and _form(target) == _form(plain) and _is_writeable(target):
         target[...] = plain
         return memory

@@ -1,9 +1,8 @@
-"""Advances operations: now for who waits, in the background for who computes.
+"""Advances operations: in the caller's thread during a wait, else in a background thread.
 
-MPI makes no progress by itself: somebody has to test. A thread that tests
-without pause steals the core it should hide on, so the engine's thread sleeps,
-the longer the more rarely something moves, and steps aside when a caller waits: the
-caller then tests itself, without pause.
+MPI makes no progress by itself: a thread has to test. One that tests without pause takes the
+core that computation needs, so the engine's thread sleeps, longer the more rarely something
+moves, and steps aside during a wait: the waiting caller tests without pause.
 """
 
 import os
@@ -15,34 +14,57 @@ from typing import Any
 from ..config import Config
 from ..errors import ClosedError, ProcessFailedError, StallError, TransportError
 from ..launch import forks
-from ..record.recorder import Flight, Recorder
+from ..record.recorder import Recorder
 from ..transport.base import T, Task
-from .handle import Action, Handle, Lane, Watch
-from .pause import Pause
+from .handle import Action, Handle, Lane
 
-# The thread looks several times before it sleeps: between hosts, one look moved at
-# most some 100 KiB (MPICH over TCP), the wire 250 KB in a pause of 2 ms. With one
-# look, an allreduce behind a computation took twice its time.
-_LOOKS = 4
+# The thread tests several times before it sleeps: between hosts, one test moved at most some
+# 100 KiB (MPICH over TCP), but the wire 250 KB in a pause of 2 ms. With one test, an allreduce
+# behind a computation took twice its time.
+_TESTS = 4
+# The pauses of the thread, and by how much they change.
+_FIRST_PAUSE_S = 20e-6
+_PAUSE_GROWTH = 1.5
+_PAUSE_SHRINKAGE = 2.0
 # How often an idle engine answers other ranks' questions.
 _LOOK_S = 0.1
-# How often a busy one does, and looks for stalls and dead ranks. (Open MPI was seen to tell of
-# a death at the third look or so: with 0.1 s, after 0.25 to 0.45 s.)
+# How often a busy one does, and looks for stalls and dead ranks. (Open MPI reported a death at
+# the third look or so: with 0.1 s, after 0.25 to 0.45 s.)
 _BUSY_LOOK_S = 0.02
-# A waiting caller first only yields its core: two ranks that share one must alternate.
+# A waiting caller first only yields its core: two ranks that share a core must alternate.
 _YIELDS = 2000
 _WAITER_PAUSE_S = 50e-6
 # By how much a wait with a timeout may be late because another thread steps operations.
 _LATE_S = 0.01
-# How often a blocking call looks by itself before it bothers the engine: on a node, most
-# operations are over by then. The first looks keep the core.
-_TRIES = 300
-_TRIES_ALONE = 20
-# How long a failure in the background waits for the main thread to notice it, so
-# that the traceback shows the user's line; after that the thread ends the job.
+# How long a failure in the background waits for the main thread to notice it, so that the
+# traceback shows the user's line; after that the thread ends the job.
 _GRACE_S = 2.0
 
-_give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Pause:
+    """Pauses of the thread, which settle at a fraction of the time between two movements.
+
+    Pauses that began anew after each movement would test, and take the core from a
+    computation, ten times for each piece of a long message.
+
+    Args:
+        longest_s: The longest pause, in seconds.
+    """
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._next_s = _FIRST_PAUSE_S
+
+    def after(self, moved: bool) -> float:
+        """Return the seconds to sleep after tests that moved something, or nothing."""
+        if moved:
+            self._next_s = max(self._next_s / _PAUSE_SHRINKAGE, _FIRST_PAUSE_S)
+        pause = min(self._next_s, self._longest_s)
+        if not moved:
+            self._next_s = min(self._next_s * _PAUSE_GROWTH, self._longest_s)
+        return pause
 
 
 class Engine:
@@ -51,12 +73,16 @@ class Engine:
     Args:
         config: Settings.
         threaded: Advance in the background; MPI must offer MPI_THREAD_MULTIPLE.
-        end_job: Called with an error of the background thread that nobody fetched.
-        recorder: Is told what becomes of operations; one of its own by default.
+        end_job: Called with an error of the background thread that no caller has met.
+        recorder: Records what becomes of operations; a new one by default.
 
     Attributes:
         recorder: As above.
+        threaded: As above.
         given_up: Nothing is advanced any more, see `give_up`.
+        failure: The first error of any operation; no result can be trusted after it.
+        lock: Held to step operations. Reentrant, because a signal handler may raise between
+            taking it and the `try` that follows: that must not block the main thread.
     """
 
     def __init__(
@@ -66,18 +92,16 @@ class Engine:
         self.recorder = recorder or Recorder()
         self.threaded = threaded
         self.given_up = False
+        self.failure: BaseException | None = None
+        self.lock = threading.RLock()
         self._config = config
         self._end_job = end_job
         self._lanes: list[Lane] = []
         self._blocking: list[Handle[Any]] = []
-        # Held by who steps operations. Reentrant, because a signal handler may raise
-        # between taking it and the `try` behind: that must not block the main thread.
-        self._lock = threading.RLock()
         self._waiting: set[int] = set()
         self._waiting_lock = threading.Lock()
         self._nobody_waits = threading.Event()
         self._nobody_waits.set()
-        self._failure: BaseException | None = None
         self._failure_noticed = False
         self._failed: Task[Any] | None = None
         self._next_look_s = 0.0
@@ -85,14 +109,14 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
 
-    def join(self, watch: Watch, in_flight: float | None = None) -> Lane:
-        """Begin to look after a communicator.
+    def join(self, look: Callable[[], object], in_flight: float | None = None) -> Lane:
+        """Return a lane for the operations of a communicator.
 
         Args:
-            watch: Is called now and then.
+            look: Called now and then; raises StallError if an operation is overdue.
             in_flight: How many operations may be under way; by default, as in the settings.
         """
-        lane = Lane(self, watch, in_flight or self._config.operations_in_flight)
+        lane = Lane(self, look, in_flight or self._config.operations_in_flight)
         self._lanes.append(lane)
         if self.threaded and self._thread is None:
             self._thread = threading.Thread(target=self._loop, name="mpiring", daemon=True)
@@ -100,40 +124,40 @@ class Engine:
         return lane
 
     def take_back(self, lane: Lane) -> None:
-        """Look after a communicator that was dropped, because it is to be closed after all."""
-        with self._lock:
+        """Advance the operations of a dropped communicator, which is to be closed after all."""
+        with self.lock:
             lane.dropped = False
             if lane not in self._lanes:
                 self._lanes.append(lane)
 
-    def abandon(self, lane: Lane) -> list[Handle[Any]]:
-        """Advance a lane's operations no more, and return those that are not complete."""
-        with self._lock:
-            left = [*lane.active, *lane.queue]
-            lane.active.clear()
-            lane.queue.clear()
-        return left
+    def leave(self, lane: Lane, *, quietly: bool = False) -> list[Handle[Any]]:
+        """Forget a communicator; return its operations that are not complete.
 
-    def leave(self, lane: Lane) -> None:
-        """Cease to look after a communicator; when it was the last, stop the thread."""
-        with self._lock:
-            if lane.queue or lane.active:
-                self._failure = self._failure or ClosedError("MPI ended before all operations did")
+        When it was the last one, stop the thread.
+
+        Args:
+            quietly: Incomplete operations are no failure.
+        """
+        with self.lock:
+            left = [*lane.active, *lane.queue]
+            if left and not quietly:
+                self.failure = self.failure or ClosedError("MPI ended before all operations did")
             if lane in self._lanes:
                 self._lanes.remove(lane)
         if not self._lanes:
             self.stop()
+        return left
 
     def give_up(self, error: BaseException) -> list[Task[Any]]:
-        """Stop for good, because a rank has died, and return the schedules under way.
+        """Stop for good, because a rank has died; return the schedules under way.
 
         Args:
             error: What every later call raises.
         """
         self.stop()
         self.given_up = True
-        with self._lock:
-            handles = [*self._blocking, *(one for lane in self._lanes for one in lane.active)]
+        with self.lock:
+            handles = [*self._blocking, *(handle for lane in self._lanes for handle in lane.active)]
             left = [handle.task for handle in handles]
             if self._failed is not None:
                 left.append(self._failed)
@@ -141,8 +165,8 @@ class Engine:
             for lane in self._lanes:
                 lane.active.clear()
                 lane.queue.clear()
-            # Not the first one, whose traceback holds on to the user's arrays.
-            self._failure, self._failed = error, None
+            # Not the first failure: its traceback keeps the user's arrays alive.
+            self.failure, self._failed = error, None
         return left
 
     def stop(self) -> None:
@@ -162,33 +186,9 @@ class Engine:
         self._wake.set()
         return handle
 
-    def run_at_once(self, task: Task[Any], flight: Flight, lane: Lane) -> bool:
-        """Start an operation, and return whether it is complete after a moment.
-
-        Within a node most are: it is not worth while to let anybody else know of them. So it
-        is for the caller to `keep` what this raises.
-        """
-        if self._failure is not None:
-            self.raise_failure()
-        flight.started_s = began = time.monotonic()
-        with self._lock:
-            for attempt in range(_TRIES):
-                if not task.step() and attempt > _TRIES_ALONE:
-                    _give_way()
-                if task.done:
-                    break
-            now = time.monotonic()
-            lane.at_once_s += now - began
-            if task.done:
-                lane.ended_at_once(now - began)
-                self.recorder.at_once(flight, began, now)
-            else:
-                self.recorder.waited(flight, began, now)
-        return task.done
-
     def run(self, handle: Handle[T]) -> None:
-        """Advance an operation that was started, ahead of the queue, and wait for it."""
-        with self._lock:
+        """Advance an operation ahead of the queue, and wait for it."""
+        with self.lock:
             handle.lane.begun(handle.flight.started_s or time.monotonic())
             self._blocking.append(handle)
         self.wait(handle)
@@ -197,115 +197,106 @@ class Engine:
         """Return when `handle` is complete, testing in this thread.
 
         Raises:
-            StallError: It is not, after `timeout_s`; some 10 ms late at most, whatever else moves,
-                and by as long as a step of an operation, or an action, takes.
+            StallError: It is not, after `timeout_s`; late by 10 ms at most, plus the duration of
+                a step of an operation or of an action.
             ClosedError: This process is a fork.
         """
         forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
         try:
-            self._enter()
+            with self._waiting_lock:
+                self._waiting.add(threading.get_ident())
+                self._nobody_waits.clear()
             fruitless = 0
             while not handle.done:
                 self.raise_failure()
                 moved = False
-                # Locks are not fair: a thread whose operations move may have it again and again.
-                if self._lock.acquire(timeout=-1 if timeout_s is None else _LATE_S):
+                # Locks are not fair: a thread whose operations move may take it again and again.
+                if self.lock.acquire(timeout=-1 if timeout_s is None else _LATE_S):
                     try:
                         moved = self._progress()
                     finally:
-                        self._lock.release()
+                        self.lock.release()
                 self._call_actions()
-                if timeout_s is not None and not handle.done:
-                    _give_up_after(timeout_s, began, handle)
+                late = timeout_s is not None and time.monotonic() - began > timeout_s
+                if late and not handle.done:
+                    raise StallError(
+                        f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
+                        f"under way, and wait may be called again with a longer timeout")
                 fruitless = 0 if moved else fruitless + 1
                 if fruitless > _YIELDS:
                     time.sleep(_WAITER_PAUSE_S)
                 elif fruitless:
-                    _give_way()
+                    give_way()
         finally:
-            self._leave(handle, began)
+            with self._waiting_lock:
+                now = time.monotonic()
+                handle.lane.waited_s += now - began
+                self.recorder.waited(handle.flight, began, now)
+                self._waiting.discard(threading.get_ident())
+                if not self._waiting:
+                    self._nobody_waits.set()
 
     def advance(self) -> None:
-        """Progress once, if nobody else is at it, without waiting for anything."""
+        """Make progress once, unless another thread does, without waiting for anything."""
         forks.refuse_calls(self.recorder.rank)
         if not self._unless_busy(self._progress):
-            _give_way()
+            give_way()
 
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
         forks.refuse_calls(self.recorder.rank)
         handle.lane.actions.append((handle, action))
         self._call_actions(handle.lane)
-        # Another thread may just have found nothing to call.
+        # The thread may just have found nothing to call.
         self._wake.set()
 
     def _call_actions(self, *lanes: Lane) -> None:
-        """Call what was to be called when operations are complete. Nobody holds the lock.
+        """Call the actions of complete operations. The caller does not hold the lock.
 
         Args:
-            lanes: Of whose operations; all by default.
+            lanes: Whose actions; all by default.
         """
         for lane in lanes or tuple(self._lanes):
             if lane.actions and lane.calling.acquire(blocking=False):
                 try:
-                    while lane.actions and (lane.actions[0][0].done or self._failure):
+                    while lane.actions and (lane.actions[0][0].done or self.failure):
                         handle, action = lane.actions.popleft()
-                        action(None if handle.done else self._failure)
+                        action(None if handle.done else self.failure)
                 finally:
                     lane.calling.release()
 
-    def poke(self) -> None:
-        """Progress once where no thread does it."""
-        forks.refuse_calls(self.recorder.rank)
-        if not self.threaded:
-            self.advance()
-
-    def keep(self, error: BaseException, task: Task[Any] | None = None) -> None:
-        """Remember an error that is about to be raised: no operation can be trusted after it.
+    def fail(self, error: BaseException, task: Task[Any] | None = None) -> None:
+        """Remember an error that is about to be raised.
 
         Args:
-            task: Whose error it is, if the engine does not know of it.
+            task: The schedule that raised it, if the engine does not know it.
         """
-        if self._failure is None:
-            self._failure, self._failed = error, task
+        if self.failure is None:
+            self.failure, self._failed = error, task
             self._failure_noticed = threading.current_thread() is not self._thread
 
     def raise_failure(self) -> None:
-        """Raise the error of an operation that failed; nothing can be trusted after it."""
-        if self._failure is not None:
+        """Raise the first error of any operation, if there was one."""
+        if self.failure is not None:
             first, self._failure_noticed = not self._failure_noticed, True
             if first:
-                raise self._failure
+                raise self.failure
             raise TransportError(
-                f"an earlier operation failed: {self._failure!r}") from self._failure
-
-    def _enter(self) -> None:
-        with self._waiting_lock:
-            self._waiting.add(threading.get_ident())
-            self._nobody_waits.clear()
-
-    def _leave(self, handle: Handle[Any], began: float) -> None:
-        with self._waiting_lock:
-            now = time.monotonic()
-            handle.lane.waited_s += now - began
-            self.recorder.waited(handle.flight, began, now)
-            self._waiting.discard(threading.get_ident())
-            if not self._waiting:
-                self._nobody_waits.set()
+                f"an earlier operation failed: {self.failure!r}") from self.failure
 
     def _unless_busy(self, action: Callable[[], bool]) -> bool:
-        """Do something under the lock, or nothing where another thread has it."""
-        if not self._lock.acquire(blocking=False):
+        """Return `action()`, called under the lock; False where another thread has it."""
+        if not self.lock.acquire(blocking=False):
             return False
         try:
             return action()
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def _progress(self) -> bool:
         """Step every operation once; return whether any moved. The caller holds the lock."""
-        if self._failure is not None:
+        if self.failure is not None:
             return False
         moved = False
         try:
@@ -314,29 +305,29 @@ class Engine:
             for active in (self._blocking, *(lane.active for lane in self._lanes)):
                 for handle in tuple(active):
                     moved |= handle.step()
-                    if handle.finished:
+                    if handle.task.done:
                         active.remove(handle)
                         self._completed(handle)
             now = time.monotonic()
             if now >= self._next_look_s:
                 self._next_look_s = now + _BUSY_LOOK_S
                 for lane in self._lanes:
-                    lane.watch.look()
-                self._let_go()
+                    lane.look()
+                self._forget_dropped()
         except BaseException as error:
-            self.keep(error)
+            self.fail(error)
             raise
         return moved
 
-    def _let_go(self) -> None:
-        """Cease to look after communicators that were dropped. The caller holds the lock."""
+    def _forget_dropped(self) -> None:
+        """Forget dropped communicators that have nothing under way. The caller holds the lock."""
         waited_for = [handle.lane for handle in self._blocking]
         for lane in tuple(self._lanes):
             if not lane.in_use and lane not in waited_for:
                 self._lanes.remove(lane)
 
     def _admit(self, lane: Lane) -> bool:
-        """Start queued operations, in order, as long as few are under way."""
+        """Start queued operations, in order, while few are under way; return whether any was."""
         admitted = False
         while lane.queue and len(lane.active) < lane.in_flight:
             self._start(lane.queue.popleft(), lane.active)
@@ -349,9 +340,9 @@ class Engine:
         try:
             handle.start()
         except BaseException as error:
-            self.keep(error)
+            self.fail(error)
             raise
-        if handle.finished:
+        if handle.task.done:
             self._completed(handle)
         else:
             active.append(handle)
@@ -361,37 +352,34 @@ class Engine:
         now = time.monotonic()
         self.recorder.ended(handle.flight, now)
         handle.lane.ended(now)
-        # Last: whoever sees it may read the statistics.
+        # Last: a caller that sees it may read the statistics.
         handle.done = True
 
-    def _is_busy(self) -> bool:
-        return bool(self._blocking) or any(lane.active for lane in self._lanes)
-
     def _loop(self) -> None:
-        """Progress in the background until stopped or failed, or all communicators are dropped."""
+        """Make progress until stopped or failed, or until all communicators are dropped."""
         pause = Pause(self._config.max_pause_s)
         try:
-            while self._lanes and not self._stopping and self._failure is None:
+            while self._lanes and not self._stopping and self.failure is None:
                 self._nobody_waits.wait(_LOOK_S)
-                if not self._is_busy() and not any(lane.queue for lane in self._lanes):
+                if not (self._blocking or any(lane.active or lane.queue for lane in self._lanes)):
                     pause = Pause(self._config.max_pause_s)
                     self._wake.wait(_LOOK_S)
                     self._wake.clear()
                 if self._stopping:
                     return
-                moved = [self._unless_busy(self._progress) for _ in range(_LOOKS)]
+                moved = [self._unless_busy(self._progress) for _ in range(_TESTS)]
                 self._call_actions()
                 time.sleep(pause.after(any(moved)))
-            # Where a waiting caller has met a failure, others may wait for their actions.
+            # A waiting caller may have met a failure: the actions of others are still due.
             self._call_actions()
         except BaseException as error:
             self._hand_over(error)
 
     def _hand_over(self, error: BaseException) -> None:
-        """Leave an error to the main thread; end the job if it does not take it."""
+        """Leave an error to the main thread; end the job if it does not meet it."""
         self._call_actions()
         if isinstance(error, ProcessFailedError):
-            # It can be survived, whenever the main thread comes to hear of it.
+            # It can be survived, whenever the main thread meets it.
             return
         deadline = time.monotonic() + _GRACE_S
         while time.monotonic() < deadline:
@@ -399,9 +387,3 @@ class Engine:
                 return
             time.sleep(0.01)
         self._end_job(error)
-
-
-def _give_up_after(timeout_s: float, began: float, handle: Handle[Any]) -> None:
-    if time.monotonic() - began > timeout_s:
-        raise StallError(f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
-                         f"under way, and wait may be called again with a longer timeout")

@@ -1,36 +1,33 @@
-"""Opens and closes a group of ranks, numbers its operations, and hands them to the engine."""
+"""Runs the operations of a group of ranks: numbers them, hands them to the engine, closes."""
 
 import atexit
-import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..collectives.native import Turns
-from ..config import AGREED, Config
-from ..errors import ClosedError, ConfigError, MpiringError
+from ..config import Config
+from ..errors import ClosedError
 from ..launch import forks
-from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
-from ..launch.topology import neighbours, node_order, ranks_of_nodes, topology
+from ..launch.start import load_mpi
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
+from ..operations.algorithms import candidates
 from ..operations.gpus import GpuOperations
 from ..operations.model import Model
 from ..operations.operation import Collectives
 from ..operations.resources import Resources
-from ..operations.select import candidates
-from ..operations.windows import Windows, mapped
-from ..record.recorder import Flight, Recorder
+from ..operations.windows import Windows
+from ..record.recorder import Flight
 from ..record.statistics import Statistics
-from ..record.trace_file import TraceFile
-from ..transport.base import Schedule, T, Task, run_to_end
-from ..transport.node_memory import NODE_MEMORY_BYTES, NodeMemory
-from ..transport.opened import Opening
-from .engine import Engine
+from ..transport.base import Schedule, T, Task
+from .engine import Engine, give_way
 from .handle import Handle
 from .messages import Messages
+from .opening import opened
 from .stalls import StallWatch
-from .tuning import tuner_over
+from .tuning import Tuner
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -39,19 +36,27 @@ if TYPE_CHECKING:
 
 Build = Callable[[Collectives], Schedule[T]]
 
-_log = logging.getLogger("mpiring")
+# A blocking call tests this often by itself before it becomes an operation of the engine's: in a
+# shared memory, most are over by then. The first tests keep the core.
+_TRIES = 300
+_TRIES_ALONE = 20
 
 
 class Group:
-    """The ranks of a private duplicate of an MPI communicator, and their operations.
+    """The operations of the ranks of a private duplicate of an MPI communicator.
 
     Args:
         mpi_comm: The communicator to duplicate.
         config: Settings.
-        engine: The engine of the group that this one was split from; a new one by default.
+        engine: Of the group from which this one is split; None to start one.
 
     Attributes:
-        nodes: The ranks that share a memory, for each memory.
+        config: As above.
+        rank, size: This rank, and the number of ranks.
+        sharing: Which ranks share nodes and memories.
+        recorder: The last operations of this rank.
+        gpus: The GPUs that operations have used.
+        closed: Whether `close` was called, or a rank has died.
 
     Raises: as Communicator.
 
@@ -60,40 +65,24 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
-        mpi = load_mpi()
-        if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
-            raise ConfigError(f"expected an mpi4py intracommunicator, got {mpi_comm!r}")
-        from ..transport.mpi import Mailbox, MpiTransport, abort, before_finalize
-        self.config = config
-        self._transport = MpiTransport(mpi_comm)
+        group = opened(mpi_comm, config, engine)
+        from ..transport.mpi import Mailbox, before_finalize
+        self.config, self.sharing = config, group.sharing
+        self._transport, self._engine = group.transport, group.engine
+        self._end_job, self._name, self._trace = group.end_job, group.name, group.trace
         self.rank, self.size = self._transport.rank, self._transport.size
-        self.recorder = engine.recorder if engine else Recorder(self.rank)
-        self._end_job = JobEnder(self.rank, self.size, abort, self.recorder.report)
-        if self.size > 1 and config.abort_on_exception:
-            end_job_on_exceptions(self._end_job)
-        try:
-            self._refuse_different_settings()
-            self._open_node_memory()
-        except MpiringError:
-            self._transport.free()
-            raise
-        self._name = self.recorder.name(self._transport.comm.allgather(self.recorder.rank))
-        self._trace = None
-        if config.trace and engine is None:
-            self.recorder.trace = self._trace = TraceFile(
-                self._transport.comm, config.trace, self.place.node_rank)
+        self.recorder = self._engine.recorder
         self.closed = False
-        self._is_finalized: Callable[[], bool] = mpi.Is_finalized
+        self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
         self._sequence = 0
         self._equip()
-        self._is_tuned = len(self.nodes) == 1 or not config.tuning or config.algorithm != "auto"
-        self._engine = engine or self._start_engine(mpi)
+        self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
+                          or config.algorithm != "auto")
         self._watch = StallWatch(
             self.rank, self.size, Mailbox(self._transport), config, self.recorder)
-        self._lane = self._engine.join(self._watch)
+        self._lane = self._engine.join(self._watch.look)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
-        self._opening = Opening()
         atexit.register(self._close_at_exit)
 
     def _equip(self) -> None:
@@ -102,67 +91,27 @@ class Group:
         self.gpus = GpuOperations(windows, self.run, self.config)
         self._resources = Resources(
             self._transport, Turns(), Scratch(keep=self.config.operations_in_flight), windows,
-            self._order, self.nodes, self.config.algorithm)
-
-    def _open_node_memory(self) -> None:
-        """Find out who shares this node, and open the memory in which those ranks meet."""
-        from ..transport.mpi import MpiNode
-        comm = self._transport.comm
-        node = MpiNode(comm)
-        leaders = comm.allgather(node.ranks[0])
-        self.place, self._order = topology(self.rank, leaders), node_order(leaders)
-        segments = None
-        if node.size > 1 and self.config.shared_memory:
-            segments = run_to_end(mapped(node, NODE_MEMORY_BYTES))
-        self._memory = None if segments is None else NodeMemory(segments, node.rank, node.ranks)
-        # Without common memory, each rank is a node of its own.
-        leader = self.rank if segments is None else node.ranks[0]
-        self.nodes = ranks_of_nodes(comm.allgather(leader), self._order)
-        self._neighbours = neighbours(self.rank, self.nodes)
-        node.free()
-
-    def _refuse_different_settings(self) -> None:
-        mine = {"trace": bool(self.config.trace),
-                **{name: getattr(self.config, name) for name in AGREED}}
-        for rank, theirs in enumerate(self._transport.comm.allgather(mine)):
-            if theirs != mine:
-                raise ConfigError(
-                    f"rank {self.rank} has {mine} but rank {rank} has {theirs}; give every rank "
-                    f"the same Config and the same MPIRING_* variables")
-
-    def _start_engine(self, mpi: Any) -> Engine:
-        threaded = self.size > 1 and self._take_thread(mpi)
-        end_job = self._end_job if self.config.abort_on_exception else _do_nothing
-        return Engine(self.config, threaded=threaded, end_job=end_job, recorder=self.recorder)
-
-    def _take_thread(self, mpi: Any) -> bool:
-        """Decide whether operations advance in a background thread."""
-        multiple: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
-        wish = self.config.progress
-        if wish == "thread" and not multiple:
-            raise ConfigError(
-                f"rank {self.rank}: progress='thread' needs MPI_THREAD_MULTIPLE, which this MPI "
-                f"library was not started with; use progress='inline' or 'auto'")
-        if wish == "auto" and not multiple and self.rank == 0:
-            _log.warning("MPI offers less than MPI_THREAD_MULTIPLE: operations advance only "
-                         "inside mpiring's calls, so less communication is hidden")
-        return wish != "inline" and multiple
+            self.sharing.order, self.sharing.memory_groups, self.config.algorithm)
 
     def tune(self, *, fresh: bool = False) -> Model:
-        """Find out what each algorithm costs here; from then on "auto" takes the fastest.
+        """Measure what each algorithm costs here; from then on "auto" takes the fastest.
 
         Args:
-            fresh: Measure, even if an earlier job has.
+            fresh: Measure even if an earlier job has.
 
         Collective: yes. Blocking: yes.
         """
-        tuner = tuner_over(
-            self._tuning, rank=self.rank, cluster=self._cluster,
-            candidates=candidates(self.size, len(self._resources.nodes)),
+        shape = [len(ranks) for ranks in self._resources.nodes]
+        library = " ".join(load_mpi().Get_library_version().split()[:4])
+        tuner = Tuner(
+            self._run_tuning, rank=self.rank, candidates=candidates(self.size, len(shape)),
+            cluster=(f"{library}, ranks per node {shape}, "
+                     f"{'thread' if self._engine.threaded else 'inline'} progress"),
             folder=self.config.tuning_folder)
-        self._resources = replace(self._resources, model=tuner.find(fresh=fresh))
+        model = tuner.find(fresh=fresh)
+        self._resources = replace(self._resources, model=model)
         self._is_tuned = True
-        return self._resources.model  # type: ignore[return-value]
+        return model
 
     def tune_once(self) -> None:
         """Tune before the first allreduce whose algorithm depends on it.
@@ -172,15 +121,7 @@ class Group:
         if not self._is_tuned:
             self.tune()
 
-    @property
-    def _cluster(self) -> str:
-        """What the speed of collectives depends on."""
-        shape = [len(ranks) for ranks in self._resources.nodes]
-        library = " ".join(load_mpi().Get_library_version().split()[:4])
-        return (f"{library}, ranks per node {shape}, "
-                f"{'thread' if self._engine.threaded else 'inline'} progress")
-
-    def _tuning(self, step: str, build: Build[T]) -> T:
+    def _run_tuning(self, step: str, build: Build[T]) -> T:
         return self.run(Call("tune", f"(before the first allreduce between nodes): {step}"), build)
 
     def submit(self, call: Call, build: Build[T]) -> Handle[T]:
@@ -198,13 +139,13 @@ class Group:
             handle = Handle(self._lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
-            elif handle.step() and handle.finished:
+            elif handle.step() and handle.task.done:
                 handle.done = True
                 return handle
-            # One rank alone may wait, too: for its GPU.
+            # Also a rank that is alone may have to wait: for its GPU.
             return self._engine.submit(handle)
         except BaseException as error:
-            self._engine.keep(error)
+            self._engine.fail(error)
             raise
 
     def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
@@ -220,26 +161,54 @@ class Group:
         task = Task(schedule)
         try:
             self._sequence += 1
-            if self.size > 1 and not self._engine.run_at_once(task, flight, self._lane):
-                handle = Handle(self._lane, flight, task)
-                self._watch.enter(handle, patient=patient)
+            if self.size > 1 and not self._run_at_once(task, flight):
+                handle = Handle(self._lane, flight, task, patient=patient)
+                self._watch.enter(handle)
                 self._engine.run(handle)
         except BaseException as error:
-            self._engine.keep(error, task)
+            self._engine.fail(error, task)
             raise
         while not task.done:
             task.step()
         return task.result  # type: ignore[return-value]
 
+    def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
+        """Start an operation; return whether it is complete after a moment."""
+        engine, lane, recorder = self._engine, self._lane, self.recorder
+        if engine.failure is not None:
+            engine.raise_failure()
+        flight.started_s = began_s = time.monotonic()
+        with engine.lock:
+            for attempt in range(_TRIES):
+                if not task.step() and attempt > _TRIES_ALONE:
+                    give_way()
+                if task.done:
+                    break
+            now_s = time.monotonic()
+            seconds = now_s - began_s
+            lane.at_once_s += seconds
+            flight.exposed_s = seconds
+            if task.done:
+                flight.ended_s = now_s
+                lane.operations += 1
+                if not lane.under_way:
+                    lane.communication_s += seconds
+            if recorder.trace is not None:
+                recorder.trace.waited(flight, began_s, now_s)
+                if task.done:
+                    recorder.trace.operation(flight)
+        return task.done
+
     def _called(self, call: Call, build: Build[T]) -> tuple[Flight, Schedule[T]]:
         """Compose the schedule of the next operation, and note that it was called.
 
-        Its number is not used up yet: what the user got wrong shows here. Afterwards, even
-        a signal whose handler raises must not take an operation from one rank unnoticed.
+        Its number is not used up yet: mistakes in the call show here. Afterwards not even a
+        signal whose handler raises may take an operation from one rank unnoticed.
         """
         self.check_open()
-        sequence, memory = self._sequence, self._memory
-        node = None if memory is None else memory.node(sequence, call.header, call.digest)
+        sequence, sharing = self._sequence, self.sharing
+        node = None if sharing.memory is None else sharing.memory.node(
+            sequence, call.header, call.digest)
         collectives = Collectives(self._resources, node, sequence)
         try:
             schedule = build(collectives)
@@ -249,15 +218,17 @@ class Group:
             self.recorder.add(flight)
             self._watch.last = flight
             return flight, agreed(
-                lambda: collectives.net, node, self._neighbours, call, schedule)
+                lambda: collectives.net, node, sharing.neighbours, call, schedule)
         except BaseException:
-            # It came to nothing: later operations must not wait for its turn.
+            # The operation is void: later ones must not wait for its turn.
             self._resources.turns.forget(sequence)
             raise
 
     def poke(self) -> None:
-        """Make some progress, where no background thread makes it."""
-        self._engine.poke()
+        """Make some progress, where no background thread does."""
+        forks.refuse_calls(self.rank)
+        if not self._engine.threaded:
+            self._engine.advance()
 
     @property
     def statistics(self) -> Statistics:
@@ -276,28 +247,28 @@ class Group:
         from ..transport.mpi import made
         self.check_open()
         mpi = load_mpi()
-        # Their native collectives and MPI's split must come in one order on all ranks.
+        # Native collectives and MPI's split must come in the same order on all ranks.
         self._wait_for_all()
-        # After the barrier every rank is known to be here, so MPI's call cannot stall.
+        # MPI's call cannot stall once every rank is here.
         self.run(Call("split"), lambda collectives: collectives.barrier())
         comm = self._transport.comm
         part = made(comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
         return None if color is None else self._child(cast("MPI.Intracomm", part), self.config)
 
     def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
-        """Return a group of some ranks, which shares this one's engine; frees `part`."""
+        """Return a group over `part`, with this one's engine; free `part`."""
         try:
             return Group(part, config, self._engine)
         finally:
             part.Free()
 
     def subgroup(self, ranks: Sequence[int], tag: int, config: Config) -> "Group":
-        """Return a group of some ranks, which shares this one's engine.
+        """Return a group of some ranks, with this one's engine.
 
         Args:
             ranks: Of this group, this rank among them, in their new order.
-            tag: Tells groups apart that overlapping ranks make at once.
-            config: Its settings.
+            tag: Another one for each of the groups that overlapping ranks make at once.
+            config: The new group's settings.
 
         Collective: yes, among those ranks. Blocking: yes.
         """
@@ -312,7 +283,7 @@ class Group:
         return self._child(part, config)
 
     def messages(self) -> Messages:
-        """Return single messages among these ranks, beside the collectives.
+        """Return single messages between these ranks, beside the collectives.
 
         Collective: yes, the first time. Blocking: yes.
         """
@@ -324,10 +295,12 @@ class Group:
         return self._messages
 
     def beside(self) -> "Group":
-        """Return another group of the same ranks, whose operations have an order of their own.
+        """Return another group of the same ranks, whose operations have their own order.
 
-        Collective: yes. Blocking: yes. Needs `messages()`, on whose communicator nothing
-        else is collective: some rank may be amid an operation of this group.
+        Needs `messages()`: a rank may be amid an operation of this group, and nothing else is
+        collective on their communicator.
+
+        Collective: yes. Blocking: yes.
         """
         return Group(self.messages().comm, self.config, self._engine)
 
@@ -343,8 +316,8 @@ class Group:
         return self._engine.threaded
 
     def _leave_engine(self) -> None:
-        if forks.is_fork():
-            # Its copies of locks may be held for ever, by threads that it has not.
+        if forks.in_fork:
+            # Copies of locks may be held for ever, by threads that a fork does not have.
             return
         if self._messages is not None:
             self._messages.leave()
@@ -359,14 +332,13 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        if self.closed or forks.is_fork():
+        if self.closed or forks.in_fork:
             return
         self.check_open()
         if self.size > 1:
             self._wait_for_all()
             # Other ranks may compute for hours before they close, too.
-            self.run(Call("close"), lambda collectives: collectives.barrier(),
-                     patient=True)
+            self.run(Call("close"), lambda collectives: collectives.barrier(), patient=True)
         self.closed = True
         if self._trace is not None:
             self._trace.close(together=True)
@@ -381,31 +353,31 @@ class Group:
         return Survivors(self._transport.comm)
 
     def abandon(self, error: BaseException) -> None:
-        """Close, because a rank has died, without waiting for operations or for anybody.
+        """Close without waiting for operations or other ranks, because a rank has died.
 
-        Groups that were split from this one can be used no more either: calls raise `error`.
+        Groups split from this one cannot be used any more, either: calls raise `error`.
         """
-        if not self.closed and not forks.is_fork():
+        if not self.closed and not forks.in_fork:
             self.closed = True
             self.survivors().leave(self._engine.give_up(error))
             self._forget()
 
     def drop(self) -> None:
-        """Note that the user has lost it without closing it; for the garbage collector.
+        """Give back thread and memory of a group that was lost unclosed; for the collector.
 
-        That is local: thread and memory are given back, once nothing is under way. What other
-        ranks need to close it stays until the end of the program.
+        What other ranks need to close it stays until the end of the program.
+
+        Collective: no. Blocking: no.
         """
-        if (self.closed or self._engine.given_up or self._is_finalized()
-                or forks.is_fork()):
+        if self._is_beyond_closing:
             return
         self._equip()
-        self._lane.dropped = True
-        self._opening.drop(f"rank {self.rank}: a communicator of {self.size} ranks")
+        for lane in (self._lane, *([self._messages.lane] if self._messages else ())):
+            lane.dropped = True
+        self._transport.drop()
 
     def _forget(self) -> None:
         atexit.unregister(self._close_at_exit)
-        self._opening.close()
         self._disconnect()
 
     def _wait_for_all(self) -> None:
@@ -414,8 +386,8 @@ class Group:
             handle.wait()
 
     def _close_at_exit(self) -> None:
-        """Close a group whose program forgot to, or has left early."""
-        if self._is_finalized() or self._engine.given_up or forks.is_fork():
+        """Close a group that the program has not closed."""
+        if self._is_beyond_closing:
             return
         self._engine.take_back(self._lane)
         try:
@@ -423,9 +395,14 @@ class Group:
         except BaseException as error:
             self._end_job(error)
 
+    @property
+    def _is_beyond_closing(self) -> bool:
+        return self.closed or self._engine.given_up or forks.in_fork or self._is_finalized()
+
     def check_open(self) -> None:
         """Raise ClosedError unless the group is open, and MPI is running in this process."""
-        forks.refuse_calls(self.rank)
+        if forks.in_fork:
+            forks.refuse_calls(self.rank)
         if self.closed:
             raise ClosedError(
                 f"rank {self.rank}: this communicator is closed; call close() last, "
@@ -433,7 +410,3 @@ class Group:
         if self._is_finalized():
             raise ClosedError(
                 f"rank {self.rank}: MPI is finalised; close() communicators before MPI.Finalize()")
-
-
-def _do_nothing(error: BaseException) -> None:
-    """Leave an error of the background thread to the next call."""

@@ -15,10 +15,10 @@ from ..record.recorder import Flight
 from ..transport.base import Request, Schedule, Task
 from .engine import Engine
 from .handle import Handle
-from .stalls import MessageWatch, Post
+from .stalls import MessageWatch
 
 if TYPE_CHECKING:
-    from ..transport.mpi import MpiTransport
+    from ..transport.mpi import Mailbox, MpiTransport
 
 _log = logging.getLogger("mpiring")
 # MPI tag 0 is the watch's; -1 is a tag of callers within this package.
@@ -84,12 +84,12 @@ class Messages:
         watch: Reports messages that do not arrive.
     """
 
-    def __init__(self, transport: "MpiTransport", post: Post, engine: Engine,
+    def __init__(self, transport: "MpiTransport", post: "Mailbox", engine: Engine,
                  config: Config) -> None:
         self.comm = transport.comm
         self.config = config
         self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
-        self.lane = engine.join(self.watch, math.inf)
+        self.lane = engine.join(self.watch.look, math.inf)
         self._transport = transport
         self._engine = engine
         # The numbers of two ranks' messages have nothing to do with each other.
@@ -166,11 +166,9 @@ class Messages:
 
     def leave(self) -> None:
         """Cease to advance messages; nothing may be called afterwards but `free`."""
-        left = self._engine.abandon(self.lane)
-        if left:
+        if left := self._engine.leave(self.lane, quietly=True):
             _log.warning("%d messages were never completed, the first is %s", len(left), left[0])
             _abandoned.extend(left)
-        self._engine.leave(self.lane)
 
     def free(self) -> None:
         """Give the communicator back to MPI; collective."""

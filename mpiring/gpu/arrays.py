@@ -1,4 +1,4 @@
-"""Sees arrays and tensors, in host memory and on GPUs, as vectors."""
+"""Views arrays and tensors, in host memory and on GPUs, as vectors."""
 
 import math
 import re
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from .cuda import Cuda
 
 
-def device_named(wish: "str | Device", place: int) -> Device:
+def device_named(wish: "str | Device", local_rank: int) -> Device:
     """Return the GPU that a text names.
 
     Args:
         wish: "cuda", or "cuda:" and a number; or the device itself.
-        place: Of this rank among those of its node, who take GPUs in turn.
+        local_rank: Of this rank on its node, whose ranks take GPUs in turn.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no such GPU.
         MissingDependencyError: CuPy is not installed.
     """
     if isinstance(wish, Device):
@@ -40,26 +40,26 @@ def device_named(wish: "str | Device", place: int) -> Device:
     if found is None:
         raise ConfigError(f"device={wish!r}: expected cpu, cuda, or cuda: and a number")
     from . import cuda
-    return cuda.device(int(found[1]) if found[1] else place % cuda.count())
+    return cuda.device(int(found[1]) if found[1] else local_rank % cuda.count())
 
 
 def vector_of(x: Any, *, writeable: bool = True) -> Any:
-    """Return the elements of an array as a vector that shares its memory, wherever that is.
+    """Return the elements of an array as a vector that shares its memory, on any device.
 
     Args:
-        x: A NumPy array, a tensor of PyTorch, an array on a GPU
-            (of CuPy, or any with `__cuda_array_interface__`), or a DeviceVector; of any shape,
-            contiguous.
+        x: A NumPy array, a tensor of PyTorch, an array on a GPU (of CuPy, or any with
+            `__cuda_array_interface__`), or a DeviceVector; of any shape, contiguous.
         writeable: Refuse arrays that cannot be written to.
 
     Returns:
-        A NumPy vector, or a DeviceVector, which is ready when its user's stream has come so far.
+        A NumPy vector; or a DeviceVector, ready when what is now queued on the user's stream is
+        done.
 
     Raises:
-        ConfigError: As `arrays.flat`.
+        ConfigError: As `memory.arrays.flat`.
         MissingDependencyError: It is on a GPU, and CuPy is not installed.
     """
-    # The first look is there for speed: on a node, an allreduce takes some 10 µs.
+    # First, since on a node an allreduce takes 10 µs.
     if type(x) is not np.ndarray:
         if isinstance(x, DeviceVector):
             return x
@@ -71,23 +71,23 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
 
 
 def is_on_gpu(x: Any) -> bool:
-    """Return whether something is an array on a GPU: of CuPy, or whatever can be seen as one."""
+    """Return whether `x` is an array on a GPU: of CuPy, or with `__cuda_array_interface__`."""
     try:
         return hasattr(x, "__cuda_array_interface__")
     except RuntimeError:
-        # PyTorch's way to say that such a tensor must be detached first.
+        # From a tensor of PyTorch on a GPU that must be detached first.
         return True
 
 
 def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     """Return the elements of an array on a GPU as a vector that shares its memory.
 
-    It is ready when what is now queued on the producer's stream is done: on the current one for
-    a CuPy array, on that which the interface names for any other.
+    The vector is ready when what is now queued on the producer's stream is done: CuPy's current
+    stream, or the one that the array's interface names.
 
     Args:
-        x: A CuPy array, C- or Fortran-contiguous; or what has `__cuda_array_interface__`,
-            C-contiguous: ranks could not compare the orders of others.
+        x: A CuPy array, C- or Fortran-contiguous; or an object with `__cuda_array_interface__`,
+            C-contiguous.
         writeable: Refuse arrays that cannot be written to.
 
     Raises:
@@ -122,7 +122,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
 
 
 def _interface_of(x: Any) -> Any:
-    """Return how an array describes itself; None if it is none."""
+    """Return how an array on a GPU describes itself; None for other objects."""
     try:
         interface = getattr(x, "__cuda_array_interface__", None)
     except RuntimeError as error:
@@ -142,12 +142,12 @@ def vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | 
         address: Of the first of `n` elements; 0 where there are none.
         dtype: Of NumPy's, or bfloat16 of ml_dtypes.
         index: Of the GPU.
-        stream: CUDA's pointer of the stream on which it was written last, as the CUDA Array
-            Interface has it: 1 is the default stream; None where that is done.
+        stream: CUDA's pointer to the stream on which it was written last, as in the CUDA Array
+            Interface: 1 is the default stream; None where the memory is ready.
         owner: Keeps the memory alive.
 
     Raises:
-        ConfigError: The dtype cannot travel, or there is no such GPU.
+        ConfigError: The dtype cannot be sent, or there is no such GPU.
         MissingDependencyError: There is no CuPy or no GPU.
     """
     dtype_name(dtype)
@@ -167,7 +167,7 @@ def is_cuda_tensor(x: "torch.Tensor") -> bool:
 
 
 class UserStream:
-    """The stream that PyTorch uses on this thread; in a hook of autograd's, the tensor's own.
+    """The stream that PyTorch uses on this thread; in an autograd hook, the tensor's own.
 
     Args:
         where: The GPU.
@@ -192,7 +192,7 @@ class UserStream:
         return self.device().gpu.mark(self._stream.cuda_stream)
 
     def in_use(self) -> AbstractContextManager[Any]:
-        """Let this thread queue its work on it, too."""
+        """Make it the stream of this thread, in a `with` block."""
         context: AbstractContextManager[Any] = sys.modules["torch"].cuda.stream(self._stream)
         return context
 
@@ -220,7 +220,7 @@ def _refuse_strides(shape: Sequence[int], strides: object, dense: bool) -> None:
 
 
 def _is_dense(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
-    """Return whether elements lie one behind the other, in C's order."""
+    """Return whether elements lie without gaps in C's order."""
     expected = [itemsize * math.prod(shape[axis + 1:]) for axis in range(len(shape))]
     return not all(shape) or all(
         length == 1 or stride == right for length, stride, right in zip(shape, strides, expected))

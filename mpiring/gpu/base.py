@@ -1,4 +1,4 @@
-"""Says what a GPU offers: its memory, streams and events, and vectors that lie there."""
+"""Protocols of a GPU, its streams and events; and vectors in a GPU's memory."""
 
 import time
 from collections.abc import Sequence
@@ -15,21 +15,21 @@ from .kernels import Kernel
 if TYPE_CHECKING:
     from .device import Device
 
-# Between two looks at an event that a caller waits for.
+# Between two tests of an event that a caller waits for.
 _PAUSE_S = 20e-6
 
 
 class Event(Protocol):
-    """A mark in a GPU's stream; a request that schedules may yield."""
+    """A mark in a GPU's stream; schedules may yield it as a request."""
 
     def test(self) -> bool:
-        """Return whether all that was queued before it is done; once True, always True."""
+        """Return whether all work queued before it is done; once True, always True."""
 
 
 class Stream(Protocol):
-    """A queue of a GPU's work. It is done in order, but at any time, and beside other streams'.
+    """A queue of a GPU's work, done in order, asynchronously, and concurrently with other streams.
 
-    Host memory is read and written not when a copy is queued, but when it is done.
+    Host memory is read and written when a copy is done, not when it is queued.
     """
 
     def download(self, x: "DeviceVector", out: Array) -> None:
@@ -40,7 +40,7 @@ class Stream(Protocol):
 
     def combine(self, op: str, sources: "Sequence[DeviceVector]", divisor: float,
                 outs: "Sequence[DeviceVector]") -> None:
-        """Queue to combine vectors elementwise, divide, and store the result in several places.
+        """Queue to combine vectors elementwise, divide, and store the result several times.
 
         Args:
             op: As in Reduction; 16-bit sums and products are made in float32.
@@ -57,23 +57,23 @@ class Stream(Protocol):
 
         Args:
             kernel: Its threads share the work in loops.
-            work: How many threads have something to do.
+            work: The most threads that have work.
             values: Of its struct.
         """
 
     def record(self) -> Event:
-        """Return a mark behind all that is queued."""
+        """Return a mark behind all queued work."""
 
     def wait(self, event: Event) -> None:
-        """Have what is queued from now on wait for an event of any stream of this GPU."""
+        """Make work that is queued from now on wait for an event of any stream of this GPU."""
 
 
 class Gpu(Protocol):
-    """A GPU, as far as it is used here: CUDA's, or one that tests simulate.
+    """What is needed of a GPU: one of CUDA's, or a simulated one in tests.
 
     Attributes:
         index: Its number among those that this process sees.
-        name: For people.
+        name: For messages.
     """
 
     index: int
@@ -83,7 +83,7 @@ class Gpu(Protocol):
         """Return a new stream."""
 
     def allocate(self, nbytes: int, device: "Device") -> "DeviceVector":
-        """Return memory on it, by a plain allocation, as bytes of undefined content."""
+        """Return memory of the GPU, by a plain allocation, as bytes of undefined content."""
 
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory, as bytes."""
@@ -92,7 +92,7 @@ class Gpu(Protocol):
         """Lock the pages of host memory, for as long as it is mapped."""
 
     def export(self, x: "DeviceVector") -> tuple[int, ...]:
-        """Return eight numbers by which processes of this node open what `allocate` returned.
+        """Return eight numbers by which processes of this node open memory from `allocate`.
 
         Raises:
             OSError: It cannot be shared.
@@ -109,35 +109,35 @@ class Gpu(Protocol):
         """Return a mark on a user's stream.
 
         Args:
-            stream: Its pointer, 0 for CUDA's default; by default the one that CuPy has in use.
+            stream: Its pointer, 0 for CUDA's default; by default CuPy's current stream.
         """
 
     def follow(self, event: Event) -> None:
-        """Have what its user, CuPy, queues from now on wait for an event."""
+        """Make work that CuPy queues from now on wait for an event."""
 
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
-        """Return a vector as an array of the same memory, for users: of CuPy."""
+        """Return a vector as a CuPy array of the same memory."""
 
     def is_finite(self, x: Any) -> bool:
-        """Return whether such an array is, when what its user has queued is done."""
+        """Return whether a CuPy array is finite, when the work queued on it is done."""
 
     def close(self, x: "DeviceVector") -> None:
-        """Give back what `open` returned, before whoever has exported it frees it."""
+        """Close memory from `open`, before the process that exported it frees it."""
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceVector:
     """A contiguous vector in a GPU's memory; schedules cut it as they do a NumPy vector.
 
-    Nothing here touches its elements: only `Device` does, and MPI, where it can.
+    Only `Device`, and MPI where it can, touch its elements.
 
     Attributes:
-        device: What copies and combines it.
+        device: Copies and combines it.
         address: Of its first element.
-        size: How many there are.
-        dtype: Of NumPy's, or bfloat16 of ml_dtypes.
+        size: Number of elements.
+        dtype: Of NumPy, or bfloat16 of ml_dtypes.
         owner: Keeps the memory alive.
-        ready: When whoever wrote it last has done so; None for now.
+        ready: Event of the last write; None where the vector is ready now.
     """
 
     device: "Device"
@@ -166,7 +166,7 @@ class DeviceVector:
 
     @property
     def base(self) -> object:
-        """What the memory is a part of, as of a NumPy array."""
+        """The owner of the memory, as of a NumPy array."""
         return self.owner
 
     @property
@@ -186,17 +186,17 @@ class DeviceVector:
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What mpi4py wants to know; it is asked for bytes only, once they are there."""
+        """For mpi4py, which sends bytes that are ready."""
         return {"shape": (self.size,), "typestr": self.dtype.str, "version": 3, "strides": None,
                 "data": (self.address if self.size else 0, False), "stream": None}
 
 
 def address_of(x: Any) -> int:
-    """Return where a vector's first element is; no address is both on a GPU and in host memory."""
+    """Return the address of a vector's first element; none is both of a GPU and of the host."""
     return x.address if isinstance(x, DeviceVector) else int(x.ctypes.data)
 
 
 def await_event(event: Event) -> None:
-    """Return when what was queued before an event is done."""
+    """Return when the work queued before an event is done."""
     while not event.test():
         time.sleep(_PAUSE_S)

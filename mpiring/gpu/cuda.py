@@ -1,8 +1,8 @@
-"""Uses NVIDIA's GPUs through CuPy, which only this file imports, when a GPU is first asked for.
+"""Uses NVIDIA's GPUs through CuPy, which only this file imports, when a GPU is first needed.
 
-Any thread may call whatever is here; its current device is afterwards what it was. One exception:
-a thread that has used no GPU yet stays at the one that it used here. To go back would give it a
-context, some hundred MB, on a GPU that nobody may want.
+Any thread may call these functions, which leave its current device unchanged. One exception: a
+thread that has used no GPU yet stays at the one that it used here, since going back would open a
+context of some hundred MB on a GPU that may never be used.
 """
 
 import functools
@@ -24,13 +24,13 @@ from .base import DeviceVector, Event
 from .device import Device
 from .kernels import Kernel
 
-# What CUDA's runtime calls cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and
-# cudaHostRegisterPortable; CuPy has no names for them.
+# cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and cudaHostRegisterPortable of CUDA's
+# runtime, for which CuPy has no names.
 _NOT_READY, _ALREADY_PINNED, _PORTABLE = 600, 712, 1
-# cudaMalloc cuts smaller pieces out of blocks of this size. Processes open whole blocks of each
-# other's, so each allocation has its own.
+# cudaMalloc cuts smaller allocations out of blocks of this size. Processes open whole blocks of
+# each other, so each allocation has its own.
 _BLOCK_BYTES = 2 << 20
-# So many blocks of threads keep each multiprocessor busy; the kernels' loops do the rest.
+# Blocks of threads that keep each multiprocessor busy; the kernels' loops do the rest.
 _BLOCKS_EACH = 8
 
 _log = logging.getLogger("mpiring")
@@ -43,7 +43,7 @@ def cupy() -> Any:
     """Return CuPy, once it has found a GPU and a compiler.
 
     Raises:
-        MissingDependencyError: CuPy, or what it needs, is not there.
+        MissingDependencyError: CuPy, a GPU or the compiler is missing.
     """
     try:
         import cupy as package
@@ -67,7 +67,7 @@ def cupy() -> Any:
 
 
 def versions() -> str:
-    """Return which CuPy, CUDA and driver are in use.
+    """Return the versions of CuPy, CUDA and the driver.
 
     Raises:
         MissingDependencyError: There is no CuPy or no GPU.
@@ -113,7 +113,7 @@ class CudaEvent:
 
     def __init__(self, cuda: "Cuda", stream: int) -> None:
         self._cuda = cuda
-        # It gives its handle back when it dies, which it may before CUDA gets there.
+        # CuPy destroys the event with this object; CUDA allows that before it is reached.
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
         cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
@@ -130,7 +130,7 @@ class CudaEvent:
         """
         if not self._done:
             runtime = self._cuda.runtime
-            # In a thread that is new, CUDA would open the first GPU otherwise.
+            # In a new thread CUDA would open the first GPU otherwise.
             with self._cuda.current():
                 status = runtime.eventQuery(self.pointer)
             if status not in (0, _NOT_READY):
@@ -171,9 +171,9 @@ class CudaStream:
             return
         kernel = kernels.combine("sum" if op == "mean" else op, x.dtype, len(sources), len(outs),
                                  divides)
-        places = [[vector.address for vector in vectors] for vectors in (sources, outs)]
-        cut = kernels.packing([*places[0], *places[1]], x.size, x.itemsize)
-        self.launch(kernel, cut.work, sources=places[0], outs=places[1], n=x.size, head=cut.head,
+        read, written = [[vector.address for vector in vectors] for vectors in (sources, outs)]
+        cut = kernels.packing([*read, *written], x.size, x.itemsize)
+        self.launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
                     packs=cut.packs, divisor=number)
 
     def clear(self, x: DeviceVector) -> None:
@@ -182,13 +182,7 @@ class CudaStream:
             self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
 
     def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel.
-
-        Args:
-            kernel: Its threads share the work in loops.
-            work: How many threads have something to do.
-            values: Of its struct.
-        """
+        """Queue a kernel; see gpu.Stream."""
         blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
         with self._cuda.current():
             kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
@@ -208,14 +202,14 @@ class CudaStream:
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
         with self._cuda.current():
-            # Which of both is on a GPU, CUDA sees from the addresses.
+            # CUDA recognises from the addresses which of them are on a GPU.
             runtime.memcpyAsync(to, source, nbytes, runtime.memcpyDefault, self._stream.ptr)
 
 
 class _Memory:
-    """A plain allocation, as processes can open each other's.
+    """A plain allocation, which other processes can open.
 
-    To free it waits for all that is queued on the GPU: it is meant to live long.
+    Freeing it waits for all work queued on the GPU: it is meant to live long.
     """
 
     def __init__(self, cuda: "Cuda", nbytes: int) -> None:
@@ -223,7 +217,7 @@ class _Memory:
         try:
             self.address = cuda.runtime.malloc(nbytes)
         except RuntimeError:
-            # CuPy keeps what arrays no longer need.
+            # CuPy caches the memory of dead arrays.
             cuda.cupy.get_default_memory_pool().free_all_blocks()
             try:
                 self.address = cuda.runtime.malloc(nbytes)
@@ -240,9 +234,9 @@ class Cuda:
 
     Attributes:
         index: That.
-        name: For people.
-        cupy, runtime: CuPy, and what it has of CUDA's runtime.
-        most_blocks: Of threads, in one launch.
+        name: For messages.
+        cupy, runtime: CuPy, and its module for CUDA's runtime.
+        most_blocks: Blocks of threads in one launch.
 
     Raises:
         MissingDependencyError: There is no CuPy or no GPU.
@@ -262,7 +256,7 @@ class Cuda:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Make it the thread's current device, for the time being."""
+        """Make it the thread's current device, in a `with` block."""
         before = self.runtime.getDevice()
         if before == self.index:
             yield
@@ -280,14 +274,14 @@ class Cuda:
         return CudaStream(self)
 
     def mark(self, stream: int | None = None) -> CudaEvent:
-        """Return a mark on a stream, by its pointer; by default the one that CuPy has in use."""
+        """Return a mark on a stream, by its pointer; by default CuPy's current stream."""
         with self.current():
             if stream is None:
                 stream = self.cupy.cuda.get_current_stream(self.index).ptr
             return CudaEvent(self, stream)
 
     def follow(self, event: Event) -> None:
-        """Have what CuPy queues from now on, on its present stream, wait for an event of CUDA's."""
+        """Make work that CuPy queues from now on, on its current stream, wait for an event."""
         if not isinstance(event, CudaEvent):
             raise ConfigError(f"{event!r} is no event of CUDA's")
         # The default stream is the current device's.
@@ -299,7 +293,7 @@ class Cuda:
         """Return a CuPy array of this shape that shares a vector's memory.
 
         Args:
-            x: Whoever uses the array has waited for it.
+            x: The caller has waited for it.
 
         Raises:
             ConfigError: CuPy does not have the dtype.
@@ -312,23 +306,23 @@ class Cuda:
         return self.cupy.ndarray(tuple(shape), x.dtype, pointer)
 
     def is_finite(self, x: Any) -> bool:
-        """Return whether a CuPy array is, when what is queued on CuPy's stream is done."""
+        """Return whether a CuPy array is finite, when the work on CuPy's stream is done."""
         with self.current():
             return bool(self.cupy.isfinite(x).all())
 
     def allocate(self, nbytes: int, device: Device) -> DeviceVector:
-        """Return memory on it, by a plain allocation, as bytes of undefined content.
+        """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
 
         Raises:
-            MemoryError: There is not so much left.
+            MemoryError: Too little is left.
         """
         with self.current():
             memory = _Memory(self, nbytes)
         return DeviceVector(device, memory.address, nbytes, np.dtype(np.uint8), memory)
 
     def free(self, address: int) -> None:
-        """Give back what was allocated."""
-        # At the end of the process, CUDA may be gone before us.
+        """Free an allocation."""
+        # At the end of the process CUDA may be gone first.
         with suppress(RuntimeError), self.current():
             self.runtime.free(address)
 
@@ -336,16 +330,16 @@ class Cuda:
         """Return page-locked host memory, as bytes."""
         pinned_memory = self.cupy.cuda.pinned_memory
         with self.current():
-            # Not of CuPy's pool, which would lend it out again while a copy is under way.
+            # CuPy's pool would lend it out again while a copy is under way.
             memory = pinned_memory.PinnedMemory(max(nbytes, 1), self.runtime.hostAllocPortable)
         return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
 
     def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory until nobody has it any more; again does nothing.
+        """Lock the pages of host memory, for as long as its array lives; idempotent.
 
-        Where that is refused, copies take longer, and that is said. Left as it is, without a word,
-        is memory that does not begin with a page: others may lie in its pages, and CUDA refuses
-        copies of what is locked in part.
+        Where CUDA refuses, copies take longer, and a warning is logged. Memory that does not begin
+        at a page is left alone: other memory may lie in its pages, and CUDA refuses copies of
+        memory that is locked in part.
         """
         root = memory
         while isinstance(root.base, np.ndarray):
@@ -361,7 +355,7 @@ class Cuda:
                 _log.warning("%d bytes of host memory cannot be locked for %s (%s): copies wait "
                              "for each other", memory.nbytes, self.name, str(error))
             return
-        # New memory may be mapped at the same place later.
+        # New memory may be mapped at the same address later.
         weakref.finalize(root, self._unpin, address).atexit = False
 
     def _unpin(self, address: int) -> None:
@@ -369,7 +363,7 @@ class Cuda:
             self.runtime.hostUnregister(address)
 
     def export(self, x: DeviceVector) -> tuple[int, ...]:
-        """Return eight numbers by which processes of this node open what `allocate` returned.
+        """Return eight numbers by which processes of this node open memory from `allocate`.
 
         Raises:
             OSError: It cannot be shared.
@@ -394,6 +388,6 @@ class Cuda:
         return DeviceVector(device, address, nbytes, np.dtype(np.uint8))
 
     def close(self, x: DeviceVector) -> None:
-        """Give back what `open` returned, before whoever has exported it frees it."""
+        """Close memory from `open`, before the process that exported it frees it."""
         with self.current():
             self.runtime.ipcCloseMemHandle(x.address)

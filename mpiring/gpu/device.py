@@ -1,4 +1,4 @@
-"""Has a GPU copy and combine vectors in its memory, in the right order."""
+"""Copies and combines vectors on a GPU, in the right order."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -14,19 +14,19 @@ from .base import DeviceVector, Event, Gpu, Stream
 from .kernels import Kernel
 from .staging import Staging
 
-# Idle scratch vectors that are kept, of few lengths: those of all operations under way. To give one
-# back to CUDA would wait for all that is queued.
-_KEPT = 64
+# Idle scratch vectors, of few lengths: enough for all operations under way. Giving one back to
+# CUDA would wait for all queued work.
+_MOST_IDLE = 64
 _UNIT_BYTES = 2 << 20
 
 
 class _Queue:
-    """A stream which is marked, and waits for others, only where something new is queued.
+    """A stream that is marked, and waits for others, only where new work was queued.
 
-    Each call of CUDA's costs a microsecond or two, and a piece of 2 MiB travels for 40.
+    A call of CUDA costs a microsecond or two, and a piece of 2 MiB travels for 40.
 
     Args:
-        stream: The stream; what is queued there shall be announced by `changes`.
+        stream: The stream; call `changes` before queueing on it.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -35,13 +35,13 @@ class _Queue:
         self._known: dict[_Queue, Event] = {}
 
     def mark(self) -> Event:
-        """Return a mark behind all that is queued."""
+        """Return a mark behind all queued work."""
         if self._mark is None:
             self._mark = self._stream.record()
         return self._mark
 
     def follow(self, *others: "_Queue") -> None:
-        """Have what is queued from now on wait for what others have queued."""
+        """Make work that is queued from now on wait for what others have queued."""
         for other in others:
             mark = other.mark()
             if self._known.get(other) is not mark:
@@ -50,26 +50,26 @@ class _Queue:
                 self._mark = None
 
     def changes(self) -> Stream:
-        """Return the stream, for something to be queued."""
+        """Return the stream, to queue work on."""
         self._mark = None
         return self._stream
 
 
 @dataclass
 class Device:
-    """A GPU with the streams on which mpiring uses it: one inwards, one outwards, one for work.
+    """A GPU with mpiring's streams: one inwards, one outwards, one for work.
 
-    Whatever is queued finds done what was queued before it, with one exception, as for a message
-    that is being sent: who overwrites what is being copied to the host waits for that first.
-    Copies in both directions overlap. Nothing waits for the user's streams: operations begin
-    when vectors are `ready`. Any thread may call.
+    Queued work finds the work queued before it done, with one exception, as for a message that is
+    being sent: wait for a copy to the host before its source is overwritten. Copies in both
+    directions overlap. Nothing waits for the user's streams: operations begin when vectors are
+    `ready`. Any thread may call.
 
     Args:
-        gpu: Offers the streams.
+        gpu: The GPU.
 
     Attributes:
-        scratch: Memory on the GPU, for schedules. What is given back may be in use by what is
-            queued: only other queued work finds it free.
+        scratch: Memory on the GPU, for schedules. What is given back may still be in use by queued
+            work, and is free for work that is queued later.
         staging: Pinned host memory, for single copies.
     """
 
@@ -81,7 +81,8 @@ class Device:
         self._inwards, self._outwards, self._work, self._marks = (
             _Queue(self.gpu.stream()) for _ in range(4))
         self._lock = threading.RLock()
-        self.scratch = Scratch(_KEPT, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
+        self.scratch = Scratch(
+            _MOST_IDLE, cast(Any, lambda nbytes: self.allocate(_rounded(nbytes))))
         self.staging = Staging(self.gpu)
 
     def __repr__(self) -> str:
@@ -92,7 +93,7 @@ class Device:
         return self.gpu.allocate(nbytes, self)
 
     def to_host(self, x: DeviceVector, out: Array) -> Event:
-        """Queue a copy to pinned host memory; return when it is done."""
+        """Queue a copy to pinned host memory; return its event."""
         with self._lock:
             self._outwards.follow(self._work, self._inwards)
             if x.size:
@@ -100,7 +101,7 @@ class Device:
             return self._outwards.mark()
 
     def to_device(self, x: Array, out: DeviceVector) -> Event:
-        """Queue a copy from pinned host memory; return when it is done."""
+        """Queue a copy from pinned host memory; return its event."""
         with self._lock:
             self._inwards.follow(self._work)
             if out.size:
@@ -132,14 +133,14 @@ class Device:
 
     @contextmanager
     def _at_work(self) -> Iterator[Stream]:
-        """Lend the stream for work, which finds there what was copied to the GPU."""
+        """Lend the stream for work, which waits for earlier copies to the GPU."""
         with self._lock:
             self._work.follow(self._inwards)
             yield self._work.changes()
 
     @contextmanager
     def _uploaded(self, sources: Sequence[Any]) -> Iterator[list[DeviceVector]]:
-        """Lend copies of those vectors that are in host memory, beside the others."""
+        """Lend vectors on the GPU: copies of those in host memory, and the others themselves."""
         hosts = [x for x in sources if isinstance(x, np.ndarray)]
         if not hosts:
             yield list(sources)
@@ -156,9 +157,9 @@ class Device:
             yield vectors
 
     def event(self) -> Event:
-        """Return when all that is queued is done."""
+        """Return an event of all queued work."""
         with self._lock:
-            # On a stream of its own, so that none of the others has to wait.
+            # On a stream of its own, so that none of the others waits.
             self._marks.follow(self._inwards, self._outwards, self._work)
             return self._marks.mark()
 

@@ -1,9 +1,9 @@
-"""Writes the CUDA C++ that combines and converts vectors, a kernel for each op, dtype and count.
+"""Writes the CUDA C++ that combines and converts vectors: a kernel per op, dtype and count.
 
 Sums and products are made in the order of the sources, and never contracted (`OPTIONS`), so that
-results have the bits of the host's `Reduction`. Three things may differ: the bits of a NaN, which
-stays one; the sign of zero where max or min choose between both; and the last bit of complex
-products, which NumPy contracts on some processors.
+results have the bits of the host's `Reduction`. Three things may differ: the payload of a NaN; the
+sign of zero where max or min choose between both; and the last bit of complex products, which
+NumPy contracts on some processors.
 """
 
 import functools
@@ -21,14 +21,14 @@ from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, dtype_name
 OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256
 PACK_BYTES = 16
-# Loops over more sources are unrolled in part only: they compile longer than they gain.
+# Loops over more sources are unrolled in part only, since compiling would take too long.
 _UNROLLED = 16
 
 _UNSIGNED = {1: "unsigned char", 2: "unsigned short", 4: "unsigned int", 8: "unsigned long long"}
 _SIGNED = {1: "signed char", 2: "short", 4: "int", 8: "long long"}
 
-# The type names T (as it lies in memory) and W (as it is computed with), and what turns one into
-# the other. The processor's own instructions are not there where tests run this on the host.
+# Conversions between the types T (in memory) and W (in arithmetic). The GPU's instructions are
+# missing where tests run this on the host.
 _HALVES = """
 #ifdef __CUDA_ARCH__
 __device__ inline float widened(unsigned short x) {
@@ -112,7 +112,7 @@ extern "C" __global__ void __launch_bounds__(%(threads)d) %(name)s(const Job job
         job.to[i] = converted(job.from[i], job.factor);
 }
 """
-# Dynamically indexed, parameters would be copied to each thread's own memory.
+# Without it, parameters that are indexed dynamically are copied to each thread's own memory.
 _CONSTANT = """
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 700
 #define MPIRING_CONSTANT __grid_constant__
@@ -127,10 +127,10 @@ _building = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A kernel, which takes one struct by value.
+    """A kernel that takes one struct by value.
 
     Attributes:
-        name: Of the function; one name has one source.
+        name: Of the function; unique to the source.
         source: CUDA C++, which includes nothing.
         parameters: The struct's fields.
     """
@@ -141,7 +141,7 @@ class Kernel:
 
     @functools.cached_property
     def _opaque(self) -> np.dtype[Any]:
-        # CuPy asks arrays to describe their dtype, which takes a struct with names 30 µs.
+        # CuPy reads the description of a dtype, which takes 30 µs for a struct with names.
         return np.dtype(f"V{self.parameters.itemsize}")
 
     def arguments(self, **values: Any) -> np.ndarray[Any, Any]:
@@ -156,16 +156,16 @@ _built: dict[tuple[Kernel, int], Any] = {}
 
 
 def built(kernel: Kernel, cuda: Any, index: int) -> Any:
-    """Return what launches a kernel on a GPU; it is compiled the first time.
+    """Return the function that launches a kernel on a GPU; compiled the first time.
 
-    CuPy's RawKernel would keep that on disk, but lets GPUs take subnormal numbers for zero.
+    CuPy's RawKernel would cache it on disk, but flushes subnormal numbers to zero.
 
     Args:
         kernel: The same object each time.
-        cuda: CuPy's package of that name.
+        cuda: The module `cupy.cuda`.
         index: Of the GPU, which is current.
     """
-    # If two were made, the one that goes would be unloaded, perhaps while it runs.
+    # Of two, the one that is dropped would be unloaded, perhaps while it runs.
     with _building:
         if (kernel, index) not in _built:
             code, _ = cuda.compiler.compile_using_nvrtc(
@@ -182,8 +182,8 @@ class Packing:
 
     Attributes:
         head: Elements before the first pack.
-        packs: How many packs there are; the rest goes element by element.
-        work: How many threads have something to do.
+        packs: Number of packs; the rest goes element by element.
+        work: The most threads that have work.
     """
 
     head: int
@@ -192,7 +192,7 @@ class Packing:
 
 
 def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
-    """Return how vectors at these addresses are cut, which is only where all are aligned alike."""
+    """Return how vectors at these addresses are cut: not at all unless all are aligned alike."""
     offset = addresses[0] % PACK_BYTES
     if offset % itemsize or any(address % PACK_BYTES != offset for address in addresses):
         return Packing(0, 0, n)
@@ -204,7 +204,7 @@ def packing(addresses: Sequence[int], n: int, itemsize: int) -> Packing:
 def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
     """Return how to divide: "none", "over" a divisor or "times" a factor, and that number.
 
-    A division by a power of two is the same as a multiplication, which takes fewer instructions.
+    A division by a power of two equals a multiplication, which takes fewer instructions.
     """
     if divisor == 1:
         return "none", 1.0
@@ -215,11 +215,11 @@ def division(dtype: DTypeLike, divisor: float) -> tuple[str, float]:
 
 @functools.lru_cache(maxsize=1024)
 def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str) -> Kernel:
-    """Return the kernel that combines so many vectors elementwise, and stores the result.
+    """Return the kernel that combines vectors elementwise, and stores the result in others.
 
     Args:
         op: As in Reduction; a mean is a sum that is divided.
-        dtype: Any that a GPU has.
+        dtype: Any but long doubles.
         sources, outs: How many vectors; a kernel takes some 500.
         divides: From `division`.
     """
@@ -261,7 +261,7 @@ def convert(source: np.dtype[Any], out: np.dtype[Any]) -> Kernel:
 
 
 def _types(op: str, dtype: np.dtype[Any]) -> str:
-    """Return the types T and W, and how one becomes the other."""
+    """Return the types T and W, and the conversions between them."""
     of, size = dtype_name(dtype), dtype.itemsize
     if of in SIXTEEN_BIT:
         return f"typedef unsigned short T;\ntypedef float W;\n{SIXTEEN[of]}"
@@ -286,7 +286,7 @@ def _both(op: str, of: str) -> str:
         value = {"sum": "{ a.re + b.re, a.im + b.im }",
                  "prod": "{ a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re }"}[op]
     else:
-        # NaN is never lost: not where it comes first, and no comparison with it is true.
+        # A NaN as `b` is taken since comparisons with it are false, as `a` by the second test.
         nan = " || a != a" if of in FLOATING else ""
         value = {"sum": "a + b", "prod": "a * b", "band": "a & b", "bor": "a | b",
                  "bxor": "a ^ b", "max": f"a >= b{nan} ? a : b",

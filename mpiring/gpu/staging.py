@@ -1,14 +1,14 @@
-"""Keeps pinned host memory, through which single copies to and from a GPU go."""
+"""Lends pinned host memory for single copies to and from a GPU."""
 
 import threading
 
 from ..memory.arrays import Array
 from .base import Event, Gpu
 
-# Idle memory beyond both is freed, what was used last the last: pinning a page again costs some
-# ten times as much as copying it, but what is pinned is lost to everybody else.
+# Idle memory beyond both is freed, the oldest first: pinning a page again costs ten times as much
+# as copying it, but pinned memory is lost to all other programs.
 _KEEP, _KEEP_BYTES = 16, 256 << 20
-# So many slots are asked, at most, whether the GPU has done with them: the oldest ones.
+# How many slots, the oldest, are tested for whether the GPU has done with them.
 _LOOKS = 4
 
 _Slot = tuple[Array, "Event | None"]
@@ -29,8 +29,8 @@ class Staging:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Array:
-        """Return memory of at least so many bytes, which nothing uses."""
-        # Few lengths, so that slots of one operation suit the next.
+        """Return memory of at least `nbytes`, which nothing uses."""
+        # Few lengths, so that slots of one operation fit the next.
         size = 1 << max(nbytes - 1, 4095).bit_length()
         busy: list[_Slot] = []
         while len(busy) < _LOOKS and (found := self._removed(size)) is not None:
@@ -39,8 +39,8 @@ class Staging:
             busy.append(found)
         else:
             found = None
-        for one in busy:
-            self._add(one)
+        for slot in busy:
+            self._add(slot)
         return self._gpu.pinned(size) if found is None else found[0]
 
     def give(self, slot: Array, until: Event | None = None) -> None:
@@ -61,14 +61,14 @@ class Staging:
     def _removed(self, size: int | None = None) -> _Slot | None:
         """Remove the oldest slot, of a size if one is given, and return it; None if none is."""
         with self._lock:
-            for place, (slot, _) in enumerate(self._idle):
+            for index, (slot, _) in enumerate(self._idle):
                 if size is None or slot.size == size:
                     self._idle_bytes -= slot.size
-                    return self._idle.pop(place)
+                    return self._idle.pop(index)
         return None
 
 
 def _is_free(slot: _Slot) -> bool:
-    """Return whether no copy uses a slot any more; asks CUDA, so that nobody holds the lock."""
+    """Return whether no copy uses a slot; not under the lock, since it calls CUDA."""
     until = slot[1]
     return until is None or until.test()

@@ -1,6 +1,6 @@
-"""Copies vectors, and does simple arithmetic on them, wherever they lie.
+"""Copies vectors, and does simple arithmetic on them, in host memory and on GPUs.
 
-What is on a GPU is queued there, in the order of the calls, unless a function says that it waits.
+Work on a GPU is queued, in the order of the calls, unless a function says that it waits.
 """
 
 from typing import Any
@@ -69,7 +69,7 @@ def moved(x: Array, device: Device | None) -> Any:
 
 
 def on_host(x: Any) -> Array:
-    """Return a copy in host memory, once it is there."""
+    """Return a copy in host memory, when it is complete."""
     if not isinstance(x, DeviceVector):
         copy: Array = x.copy()
         return copy
@@ -91,7 +91,7 @@ def clear(x: Any) -> None:
 
 
 def add(out: Any, x: Any) -> None:
-    """Add a floating vector to another one of its kind, in place, and without warnings."""
+    """Add a floating vector to another, in place, without warnings."""
     if isinstance(out, DeviceVector):
         out.device.combine("sum", [out, x], 1, [out])
     else:
@@ -99,7 +99,7 @@ def add(out: Any, x: Any) -> None:
 
 
 def divide(x: Any, divisor: float) -> None:
-    """Divide a floating vector, in place, and without warnings."""
+    """Divide a floating vector, in place, without warnings."""
     if isinstance(x, DeviceVector):
         x.device.combine("sum", [x], divisor, [x])
     else:
@@ -107,7 +107,7 @@ def divide(x: Any, divisor: float) -> None:
 
 
 def multiply(x: Any, factor: float) -> None:
-    """Multiply a vector of float32, in place, and without warnings."""
+    """Multiply a vector of float32, in place, without warnings."""
     if isinstance(x, DeviceVector):
         _convert_on_device(x, x, factor)
     else:

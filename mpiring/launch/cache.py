@@ -1,4 +1,4 @@
-"""Keeps on disk what was measured or tried, for the next job: one small JSON file per question."""
+"""Saves results of measurements and trials for later jobs, one small JSON file each."""
 
 import hashlib
 import json
@@ -10,15 +10,15 @@ from typing import Any
 
 
 class Cache:
-    """A file that holds the answer to one question.
+    """A file with a result.
 
     Args:
-        setting: Its folder, as the setting `tuning_folder`; "" keeps nothing.
-        prefix: The file's name begins so.
-        key: Describes all that the answer depends on.
+        setting: Its folder, as the setting `tuning_folder`; "" saves nothing.
+        prefix: Of the file's name.
+        key: Text of all that the result depends on.
 
     Attributes:
-        folder: Its folder; None where nothing is kept.
+        folder: Its folder; None where nothing is saved.
     """
 
     def __init__(self, setting: str, prefix: str, key: str) -> None:
@@ -27,7 +27,7 @@ class Cache:
         self._file = None if self.folder is None else self.folder / f"{prefix}{name}.json"
 
     def read(self, name: str) -> Any:
-        """Return a value that an earlier job has kept; None if there is none that can be read."""
+        """Return a value that an earlier job has saved; None if none can be read."""
         if self._file is None:
             return None
         try:
@@ -36,7 +36,7 @@ class Cache:
             return None
 
     def write(self, name: str, value: Any) -> None:
-        """Keep a value, in the place of what was kept.
+        """Save a value in place of an earlier one.
 
         Raises:
             OSError: The folder cannot be written to.

@@ -1,8 +1,7 @@
-"""Keeps forks of a rank away from MPI, which works in the process alone that has started it.
+"""Keeps forks of a rank away from MPI, which works only in the process that has started it.
 
-A data loader's worker, or what `os.fork` returns 0 in, has a copy of everything: communicators,
-handlers, open files, and memory that MPI shares with other ranks. What it did with them would
-reach its parent's partners in its parent's name.
+A fork, such as a data loader's worker, has a copy of everything: communicators, handlers, open
+files, and memory shared with other ranks, which would take what it did for its parent's doing.
 """
 
 import atexit
@@ -14,18 +13,18 @@ from collections.abc import Callable
 
 from ..errors import ClosedError, LaunchError
 
-# The process in which MPI was started, and whether this one is a fork of it.
+# Whether this process is a fork of the one in which MPI was started; that one's number.
+in_fork = False
 _home = 0
-_is_fork = False
-# With which status a fork ends, if it says so.
+# The exit status of a fork.
 _status = 0
 
 
 def guard(is_finalized: Callable[[], bool]) -> None:
-    """Take this process for the one in which MPI works; called once MPI is started.
+    """Note that MPI was started in this process.
 
     Args:
-        is_finalized: MPI's own answer.
+        is_finalized: MPI_Finalized.
     """
     global _home
     if not _home:
@@ -34,35 +33,26 @@ def guard(is_finalized: Callable[[], bool]) -> None:
         atexit.register(_end, is_finalized)
 
 
-def is_fork() -> bool:
-    """Return whether this process is a fork of the one in which MPI works."""
-    return _is_fork
-
-
 def refuse_start() -> None:
     """Raise LaunchError in a fork, where MPI cannot be started."""
-    if _is_fork:
+    if in_fork:
         raise LaunchError(
             f"this process ({os.getpid()}) is a fork of a rank ({_home}), and cannot be one, too; "
             f"communicate in the main process")
 
 
 def refuse_calls(rank: int) -> None:
-    """Raise ClosedError in a fork.
-
-    Args:
-        rank: That of the main process.
-    """
-    if _is_fork:
+    """Raise ClosedError in a fork of rank `rank`."""
+    if in_fork:
         raise ClosedError(
             f"this process ({os.getpid()}) is a fork of rank {rank} ({_home}), and MPI works only "
             f"there; communicate in the main process")
 
 
 def _begin() -> None:
-    """Begin a fork: from now on its calls are refused, and what it exits with is noted."""
-    global _is_fork
-    _is_fork = True
+    """Begin a fork: from now on refuse its calls, and note its exit status."""
+    global in_fork
+    in_fork = True
     leave = sys.exit
 
     def noting(status: str | int | None = None, /) -> None:
@@ -74,11 +64,12 @@ def _begin() -> None:
 
 
 def _end(is_finalized: Callable[[], bool]) -> None:
-    """End a fork here, before mpi4py calls MPI_Finalize, in which its parent would be waited for.
+    """End a fork here, before mpi4py calls MPI_Finalize, which would wait for its parent.
 
-    What `sys.exit` was told is its status, and 1 after an exception; an exit handler sees neither.
+    An exit handler does not see the exit status: it is what `sys.exit` got, or 1 after an
+    exception.
     """
-    if not _is_fork or is_finalized():
+    if not in_fork or is_finalized():
         return
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

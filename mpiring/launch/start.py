@@ -1,4 +1,4 @@
-"""Finds the launcher, starts MPI, checks the world of ranks, and ends the job when one fails."""
+"""Starts MPI, checks the world of ranks, and ends the job when a rank fails."""
 
 import contextlib
 import os
@@ -17,13 +17,11 @@ from ..errors import ClosedError, LaunchError, MissingDependencyError, StallErro
 from . import forks
 from .environment import launched_size, launchers
 
-# What a shell reports for a process that Ctrl-C ended.
+# The exit status of a process that Ctrl-C ended, by the convention of shells.
 _INTERRUPTED = 130
-
-# Launchers kill at once, and were seen to drop what they had not yet forwarded.
+# Launchers kill at once, and were seen to drop output that they had not yet forwarded.
 _FORWARD_S = 0.3
-
-# How many operations a rank that fails tells of.
+# The last words of a rank show this many operations.
 _LAST = 4
 
 Abort = Callable[[int], None]
@@ -52,6 +50,13 @@ def load_mpi() -> Any:
     return MPI
 
 
+def thread_level(mpi: Any) -> str:
+    """Return the thread level of a started MPI, as "multiple"; `mpi` is mpi4py.MPI."""
+    names = ("single", "funneled", "serialized", "multiple")
+    return next(name for name in names
+                if getattr(mpi, f"THREAD_{name.upper()}") == mpi.Query_thread())
+
+
 def find_mpiexec() -> str | None:
     """Return the mpiexec beside this Python, else the first on the path, else None."""
     beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
@@ -59,7 +64,7 @@ def find_mpiexec() -> str | None:
 
 
 def mpi_world(*, allow_singleton: bool) -> Any:
-    """Start MPI if nobody has, and return the world of all its ranks.
+    """Start MPI unless it runs, and return the world of all its ranks.
 
     Args:
         allow_singleton: Accept a world of one rank where the launcher was asked for more.
@@ -85,14 +90,14 @@ def mpi_world(*, allow_singleton: bool) -> Any:
 
 
 def refusal(wanted: int, what: str) -> LaunchError:
-    """Return the error of a launch that went wrong, with the command that goes right.
+    """Return the error of a launch that went wrong, with the right command.
 
     Args:
         wanted: How many ranks were asked for.
         what: What is wrong.
     """
     here = launchers()
-    starts = next((one.starts for one in here if one.starts), "mpirun -n")
+    starts = next((launcher.starts for launcher in here if launcher.starts), "mpirun -n")
     right = f"`{starts} {wanted} {_command()}`"
     if here and not here[0].starts:
         why = (f": {here[0].title} starts processes that MPI does not know. Start the ranks by "
@@ -106,9 +111,9 @@ def refusal(wanted: int, what: str) -> LaunchError:
 
 
 def _command() -> str:
-    """Return the words with which this program was started, for a shell."""
+    """Return the command that started this program, for a shell."""
     words = sys.orig_argv[1:]
-    # torchrun's own.
+    # torchrun adds -u.
     words = words[1:] if words[:1] == ["-u"] else words
     return shlex.join(["python", *words]) if words and words[0] != "-c" else "python train.py"
 
@@ -117,9 +122,9 @@ class JobEnder:
     """Prints an error with its rank, and ends the whole MPI job.
 
     Args:
-        rank, size: Printed, so that one finds the rank among many.
+        rank, size: Printed, so that the rank is found among many.
         abort: MPI_Abort; takes the exit status.
-        report: Tells what this rank did last, given how many operations; nothing by default.
+        report: Returns lines about this number of last operations of this rank.
     """
 
     def __init__(self, rank: int, size: int, abort: Abort,
@@ -133,13 +138,13 @@ class JobEnder:
         self.end(error, "".join(traceback.format_exception(error)))
 
     def end(self, error: BaseException, text: str = "") -> None:
-        """Print `text` and a last line, and end the job because of `error`."""
+        """Print `text` and last words, and end the job because of `error`."""
         last = self._last_words(error)
-        # Who has wrapped the excepthook may hold back what it prints, as PyTorch does after
+        # A program that wraps the excepthook may hold back what it prints, as PyTorch does after
         # init_process_group, and would never come to show it.
         held_back = sys.stderr is not sys.__stderr__
         for stream in (sys.stderr, sys.__stderr__) if held_back else (sys.stderr,):
-            # On a full disk nobody can be told, but the other ranks must end all the same.
+            # Also where nothing can be printed, as on a full disk, the other ranks must end.
             with contextlib.suppress(Exception):
                 # One write (print makes two), so that the launcher does not mix ranks' lines.
                 stream.write(f"{text}{last}\n")  # type: ignore[union-attr]
@@ -153,12 +158,13 @@ class JobEnder:
         os._exit(code)
 
     def _last_words(self, error: BaseException) -> str:
-        last, told = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends", ""
+        report = ""
         # Nothing that goes wrong here may keep the job from ending.
         with contextlib.suppress(Exception):
-            # A stall's report has told of them.
-            told = self._report(0 if isinstance(error, StallError) else _LAST)
-        return "\n".join(filter(None, [told, last]))
+            # A StallError shows the last operations itself.
+            report = self._report(0 if isinstance(error, StallError) else _LAST)
+        end = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
+        return f"{report}\n{end}" if report else end
 
 
 class _Hook:
@@ -170,8 +176,8 @@ class _Hook:
 
     def __call__(self, kind: type[BaseException], error: BaseException,
                  trace: TracebackType | None) -> None:
-        if forks.is_fork():
-            # Nobody waits for it: it ends alone.
+        if forks.in_fork:
+            # No rank waits for it: it ends alone.
             self._previous(kind, error, trace)
             return
         if self._previous is sys.__excepthook__:
@@ -183,9 +189,9 @@ class _Hook:
 
 
 def end_job_on_exceptions(ender: JobEnder) -> None:
-    """Make an uncaught exception of this process end the job, instead of leaving it to hang.
+    """Make an uncaught exception of this process end the job.
 
-    Without this, MPI_Finalize would wait for the other ranks, which wait for this one.
+    Otherwise MPI_Finalize would wait for the other ranks, which wait for this one.
     """
     if not isinstance(sys.excepthook, _Hook):
         sys.excepthook = _Hook(ender)

@@ -1,4 +1,4 @@
-"""Knows who shares a node with whom, and in which order a ring visits the ranks."""
+"""Derives from the ranks' nodes where a rank stands, and in which order a ring visits all ranks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's place among the nodes.
+    """Position of a rank among the nodes.
 
     Attributes:
-        local_rank, local_size: Within this node.
-        node_rank, num_nodes: Of this node among all; nodes are numbered by their lowest rank.
+        local_rank, local_size: This rank within its node, and the number of ranks there.
+        node_rank, num_nodes: This node, in the order of nodes' lowest ranks, and their number.
     """
 
     local_rank: int
@@ -23,30 +23,30 @@ def node_order(leaders: Sequence[int]) -> tuple[int, ...]:
     """Return all ranks, node after node, so that a ring in this order leaves each node once.
 
     Args:
-        leaders: As in `topology`.
+        leaders: As for `topology`.
     """
     return tuple(sorted(range(len(leaders)), key=lambda rank: (leaders[rank], rank)))
 
 
 def ranks_of_nodes(leaders: Sequence[int], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each node, nodes and ranks in the given order.
+    """Return the ranks of each node or memory, in the given order.
 
     Args:
-        leaders: For every rank, the lowest rank that shares its node's memory.
+        leaders: For every rank, the lowest rank on its node, or that shares its memory.
         order: From `node_order`.
     """
-    nodes: dict[int, list[int]] = {}
+    groups: dict[int, list[int]] = {}
     for rank in order:
-        nodes.setdefault(leaders[rank], []).append(rank)
-    return tuple(tuple(ranks) for ranks in nodes.values())
+        groups.setdefault(leaders[rank], []).append(rank)
+    return tuple(tuple(ranks) for ranks in groups.values())
 
 
 def topology(rank: int, leaders: Sequence[int]) -> Topology:
-    """Derive a rank's place from the lowest rank on each rank's node.
+    """Return the position of a rank.
 
     Args:
         rank: This rank.
-        leaders: For every rank, the lowest rank that shares its node.
+        leaders: For every rank, the lowest rank on its node.
     """
     nodes = sorted(set(leaders))
     mine = [other for other, leader in enumerate(leaders) if leader == leaders[rank]]
@@ -56,14 +56,14 @@ def topology(rank: int, leaders: Sequence[int]) -> Topology:
 
 
 def neighbours(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | None:
-    """Return the lowest ranks of the nodes before and after this rank's, if it is its node's.
+    """Return the first ranks of the groups before and after the one that this rank leads.
 
     Args:
         rank: This rank.
-        nodes: From `ranks_of_nodes`; headers must go the way of the data.
+        nodes: From `ranks_of_nodes`: headers must go the way of the data.
 
     Returns:
-        None for other ranks, and where there is one node only.
+        None unless this rank leads one of several groups.
     """
     leaders = [ranks[0] for ranks in nodes]
     if rank not in leaders or len(leaders) == 1:

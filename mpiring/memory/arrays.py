@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ FLOATING = ("float16", "bfloat16", "float32", "float64", "longdouble")
 COMPLEX = ("complex64", "complex128", "clongdouble")
 INTEGER = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 SIXTEEN_BIT = ("float16", "bfloat16")
+CACHE_LINE_BYTES = 64
 # The bits of Inf.
 _INFINITY = {"float16": 0x7c00, "bfloat16": 0x7f80}
 
@@ -83,7 +85,26 @@ def _refuse_other_than_arrays(x: Any) -> None:
 
 def chunks_of(x: Array, parts: int) -> list[Array]:
     """Cut a vector into `parts` views whose lengths differ by at most one."""
-    bounds = [i * x.size // parts for i in range(parts + 1)]
+    return cut(x, equal_bounds(x.size, parts))
+
+
+def equal_bounds(n: int, parts: int) -> list[int]:
+    """Return the `parts` + 1 offsets that cut n elements into slices, as `chunks_of` does."""
+    return [i * n // parts for i in range(parts + 1)]
+
+
+def aligned_bounds(n: int, itemsize: int, parts: int) -> list[int]:
+    """Return `parts` + 1 offsets that cut n elements into slices that start on cache lines.
+
+    In memory that itself starts on one. Lengths differ by at most one cache line, but for the
+    last slices, which may be shorter or empty.
+    """
+    line = max(1, CACHE_LINE_BYTES // itemsize)
+    return [min(n, line * bound) for bound in equal_bounds(-(-n // line), parts)]
+
+
+def cut(x: Array, bounds: Sequence[int]) -> list[Array]:
+    """Cut a vector into views, `x[bounds[i]:bounds[i + 1]]` for each i."""
     return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
 
 

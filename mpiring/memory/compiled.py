@@ -85,11 +85,11 @@ def _once(what: str, make: Callable[..., Any], signature: str, name: str | None)
     if key not in _functions:
         with _compiling:
             if key not in _functions:
-                _functions[key] = _function(what, make, signature, name)
+                _functions[key] = _made(what, make, signature, name)
     return _functions[key]
 
 
-def _function(what: str, make: Callable[..., Any], signature: str, name: str | None) -> Any:
+def _made(what: str, make: Callable[..., Any], signature: str, name: str | None) -> Any:
     try:
         numba = importlib.import_module("numba")
     except ImportError as error:

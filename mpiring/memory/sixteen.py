@@ -58,15 +58,18 @@ def narrow(x: Wide, out: Array) -> None:
         x: Shape (n,), contiguous.
         out: Shape (n,), overwritten. uint16 stands for the bits of bfloat16.
     """
-    if out.dtype == np.uint16:
+    with np.errstate(all="ignore"):
         for start in range(0, x.size, BLOCK):
-            out[start:start + BLOCK] = _bfloat_bits(x[start:start + BLOCK])
-    else:
-        with np.errstate(all="ignore"):
-            np.copyto(out, x, casting="unsafe")
+            block = x[start:start + BLOCK]
+            if out.dtype == np.uint16:
+                block = _bfloat_bits(block)
+            elif out.dtype == np.float16:
+                # Makes a signalling NaN quiet, as processors do in their own conversion.
+                block = block * np.float32(1)
+            np.copyto(out[start:start + BLOCK], block, casting="unsafe")
 
 
-def _bfloat_bits(x: Wide) -> NDArray[np.uint32]:
+def _bfloat_bits(x: Wide) -> Array:
     bits = x.view(np.uint32)
     # A carry would turn NaN into Inf or zero.
     return np.where(np.isnan(x), bits >> 16 | 0x40, bits + (bits >> 16 & 1) + 0x7fff >> 16)

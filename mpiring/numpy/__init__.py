@@ -1,4 +1,4 @@
-"""Joins NumPy and CuPy models: gradients that average themselves, mixed precision."""
+"""The adapter for NumPy and CuPy models: averaged gradients, mixed precision, checkpoints."""
 
 from ..resilience import Checkpoints
 from .data_parallel import DataParallel

@@ -1,4 +1,4 @@
-"""Trains a NumPy model across ranks: parameters in, averaged gradients out."""
+"""Trains a NumPy or CuPy model on several ranks: parameters in, averaged gradients out."""
 
 import functools
 import weakref
@@ -15,6 +15,7 @@ from ..gpu.arrays import is_on_gpu, vector_of
 from ..gpu.device import Device
 from ..memory.arrays import COMPLEX, FLOATING, Array, dtype_name
 from ..memory.digest import bytes_of
+from ..memory.tensors import is_tensor
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish
 from ..training.gradients import Gradients, refuse_different
@@ -22,44 +23,42 @@ from ..training.replicas import Replicas, Replicated, replicated_in
 
 
 class DataParallel:
-    """Averages the gradients of a model over ranks while they are still being computed.
+    """Averages the gradients of a model over ranks while others are still being computed.
 
-    Parameters are broadcast from rank 0, in place. A training step writes each
-    gradient into its view as soon as it is known, and marks it:
+    Parameters are broadcast from rank 0, in place. A training step writes each gradient into its
+    view as soon as it is computed, and marks it:
 
         dp.grads["w1"][...] = dw1
         dp.ready("w1")
         ...
         dp.wait()    # dp.grads now holds the means over ranks
 
-    The views keep the means, so the first write of a step must assign; to
-    accumulate over several batches, add in the later ones, and call `ready` in
-    the last one only.
+    The views hold the means afterwards, so the first write of a step must assign. To accumulate
+    over several batches, add in the later ones, and call `ready` in the last only.
 
-    Look views up in `dp.grads` in every step: after the first one, gradients
-    move once to new memory, ordered as they really became ready. A view kept
-    from before cannot be written to any more, and reads NaN from the second
-    step on.
+    Look views up in `dp.grads` in every step: after the first step gradients move to new memory,
+    in the order in which they became ready. An older view cannot be written to any more, and reads
+    NaN from the second step on.
 
     Args:
-        params: Arrays by name, contiguous and floating or complex; the same
-            names, shapes and dtypes in the same order on every rank.
+        params: Arrays by name, contiguous, floating or complex; the same names, shapes and dtypes
+            in the same order on every rank.
         comm: The ranks to average over.
-        bucket_bytes: Gradients are fused into messages of about this many bytes; the first
-            ones are shorter, to leave early.
+        bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
+            shorter, to be sent early.
         reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
             names or patterns to several; a plain mean by default.
-        deterministic: Keep the first order of gradients, so that two runs have equal
+        deterministic: Do not reorder gradients after the first step, so that two runs have equal
             bits even if gradients became ready in different orders.
-        order: What `order` was when a checkpoint was saved, to go on from it bit by bit.
+        order: `order` of a saved checkpoint, to continue from it bit by bit.
 
     Attributes:
         comm: The ranks.
-        params: The arrays that were given, by name.
+        params: The given arrays, by name.
         grads: A view for each parameter's gradient, of its shape and dtype.
 
     Raises:
-        ConfigError: A parameter cannot be trained on: wrong dtype, not contiguous, read-only.
+        ConfigError: A parameter cannot be trained: wrong dtype, not contiguous, read-only.
         BufferMismatchError: The parameters differ between ranks; names the first.
 
     Collective: yes. Blocking: yes.
@@ -82,16 +81,16 @@ class DataParallel:
             deterministic=deterministic, order=order, device=device)
         self.comm, self.params = comm, dict(params)
         self.grads = self._gradients.views
-        # Of the last step, too, which no other one follows.
+        # Also of the last step, which no `ready` follows.
         weakref.finalize(self, self._gradients.nonfinite.report)
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
             comm, functools.partial(_parts, self.params, self._watched))
 
     def ready(self, name: str) -> None:
-        """Mark the gradient of a parameter as written; its bucket leaves once it is full.
+        """Mark the gradient of a parameter as written; its bucket is sent when it is full.
 
-        The view must not be touched again before `wait` has returned.
+        Do not touch the view again before `wait` has returned.
 
         Args:
             name: As in `params`.
@@ -108,11 +107,11 @@ class DataParallel:
         """Return when every gradient in `grads` is the mean over ranks.
 
         Raises:
-            GradientError: Some gradients were not marked ready; names them.
+            GradientError: Gradients were not marked ready; names them.
             BufferMismatchError: The ranks' buckets differ.
-            StallError: Some ranks did not arrive in time.
-            ReplicaError: Parameters, or what `watch` was given, differ between ranks; after
-                every `digest_steps` steps.
+            StallError: A rank did not arrive in time.
+            ReplicaError: Parameters, or watched state, differ between ranks; every `digest_steps`
+                steps.
 
         Collective: yes. Blocking: yes.
         """
@@ -120,16 +119,16 @@ class DataParallel:
         self._replicas.end_step()
 
     def watch(self, **state: Any) -> None:
-        """Let optimiser state be compared between ranks, and restored, as parameters are.
+        """Compare optimiser state between ranks, and restore it, as is done with parameters.
 
             dp.watch(velocity=velocity, masters=masters)
 
         Args:
-            state: By any name, on all ranks the same: an array, or a nest of mappings, lists
-                and tuples with arrays and numbers in it, which may change and be replaced.
+            state: By any name, the same on all ranks: an array, or a nest of mappings, lists and
+                tuples with arrays and numbers in it, which may change and be replaced.
 
         Raises:
-            ConfigError: It is none of that.
+            ConfigError: Not such a state.
 
         Collective: no.
         """
@@ -143,7 +142,7 @@ class DataParallel:
         self._watched.update(state)
 
     def compare_replicas(self) -> None:
-        """Compare parameters, and what `watch` was given, now: as before a checkpoint.
+        """Compare parameters and watched state now, as before a checkpoint.
 
         Raises:
             ReplicaError: They differ, unless `digest_action` is "restore".
@@ -164,10 +163,9 @@ class DataParallel:
 
     @property
     def statistics(self) -> Statistics:
-        """What averaging gradients cost in the last complete step.
+        """The cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count, be they yours or those that compare
-        replicas.
+        Other operations on the communicator do not count: yours, and those that compare replicas.
         """
         return self._gradients.statistics
 
@@ -175,25 +173,25 @@ class DataParallel:
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite; the same on all ranks.
 
-        A NaN or Inf of any rank is in the means of all. Where it is False, take no step:
-        reducers have taken none either. Of a step for which nobody asks, rank 0 warns when the
-        next one begins, or the program ends; once while it goes on.
+        A NaN or Inf of any rank is in the means of all. Where this is False, take no step:
+        reducers have not counted it either. If this is not read, rank 0 warns of such a step when
+        the next begins, or the program ends; once for several in a row.
         """
         self._gradients.nonfinite.leave_to_user()
         return self._gradients.finite
 
     @property
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
-        """Whose own gradients held NaN or Inf in the last complete step: by rank, some of them.
+        """By rank, names of its own gradients that held NaN or Inf in the last complete step.
 
-        The same on all ranks. It has those that were looked at before they left: in each step
-        the ones that leave last (not on a GPU, which would have to be waited for), where the NaN
-        of any other layer ends up, and all in the ten steps after such a step.
+        The same on all ranks. Gradients are checked before they are sent: in each step those that
+        are sent last (except on a GPU, which would have to be waited for), which the NaN of any
+        other layer reaches, and all in the ten steps after such a step.
         """
         return self._gradients.nonfinite.found
 
     def rescale(self, factor: float) -> None:
-        """Tell reducers, which remember gradients, that the loss is scaled otherwise now.
+        """Rescale what reducers remember of gradients, after the scale of the loss has changed.
 
         Args:
             factor: New scale / old scale.
@@ -217,6 +215,8 @@ def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
 def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
     if not isinstance(name, str):
         raise ConfigError(f"parameter {name!r}: names must be strings, as str({name!r})")
+    if is_tensor(array):
+        raise ConfigError(f"parameter {name!r} is a tensor; use mpiring.torch.DataParallel")
     try:
         kind = dtype_name(vector_of(array).dtype)
     except ConfigError as exc:
@@ -228,7 +228,7 @@ def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
 
 
 def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Replicated]:
-    """Yield what all ranks have in common; each array once, under the first of its names."""
+    """Yield what should be equal on all ranks; each array once, under its first name."""
     seen: set[int] = set()
 
     def leaf(name: str, x: Any) -> Replicated | None:

@@ -1,4 +1,4 @@
-"""Trains in 16 bits: scales the loss so that gradients do not vanish, and keeps masters in 32."""
+"""Trains in 16 bits: scales the loss, so that gradients do not vanish; masters have 32 bits."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -10,16 +10,14 @@ from numpy.typing import NDArray
 from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..gpu.arrays import is_on_gpu
-from ..memory import sixteen
-from ..memory.arrays import SIXTEEN_BIT, dtype_name, flat
+from ..memory.arrays import SIXTEEN_BIT, dtype_name
 from ..training.nonfinite import HOPELESS_STEPS
 
 Array = NDArray[Any]
 
 
 class Averaged(Protocol):
-    """What is needed of a DataParallel.
+    """The part of a DataParallel that is needed here.
 
     Attributes:
         comm: The ranks.
@@ -37,17 +35,17 @@ class Averaged(Protocol):
 
     @property
     def finite(self) -> bool:
-        """Whether all gradients of the last complete step are; the same on all ranks."""
+        """Whether all gradients of the last complete step are finite; the same on all ranks."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is kept of gradients between steps."""
+        """Multiply what reducers remember of gradients."""
 
 
 class LossScaler:
     """Scales the loss, so that small gradients survive 16 bits, and adapts the scale.
 
-    Multiply the gradient of the loss by `scale` while it is float32, since float16 ends at
-    65504; after `dp.wait()` ask `step()`, once, and update parameters only if it says so:
+    Multiply the gradient of the loss by `scale` while it is float32, since float16 ends at 65504;
+    after `dp.wait()` call `step()`, once, and update parameters only if it returns True:
 
         scaler, masters = LossScaler(dp), MasterWeights(dp)
         ...
@@ -58,24 +56,24 @@ class LossScaler:
                     master -= learning_rate * scaler.unscaled(name)
                 masters.round_off()
 
-    Where a gradient of any rank is Inf or NaN, all ranks skip the step, without a message
-    more: the mean is not finite either, and has the same bits on all of them. The scale
-    then shrinks; it grows after `growth_interval` steps in a row that were taken. Scales are
-    powers of two, so that scaling rounds nothing (but what becomes subnormal).
+    Where a gradient of any rank is Inf or NaN, all ranks skip the step, without a further message:
+    the mean is not finite either, and has the same bits on all ranks. The scale then shrinks; it
+    grows after `growth_interval` steps in a row that were taken. Scales are powers of two, so that
+    scaling rounds nothing (except what becomes subnormal).
 
-    bfloat16 has the range of float32 and needs no scale: `initial_scale=1, largest=1` leaves
-    only the skipping.
+    bfloat16 has the range of float32 and needs no scale: with `initial_scale=1, largest=1` steps
+    are only skipped.
 
     Args:
         dp: The DataParallel whose gradients are scaled.
         initial_scale: Of the first step.
         growth: Factor by which the scale grows, above 1.
         backoff: Factor by which it shrinks, below 1.
-        growth_interval: Steps in a row, all taken, before it grows.
+        growth_interval: Steps in a row that were taken, before it grows.
         smallest, largest: The scale stays between them.
 
     Raises:
-        ConfigError: A value cannot work, or the ranks' values differ.
+        ConfigError: A value is wrong, or the ranks' values differ.
 
     Collective: yes. Blocking: yes.
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -94,19 +92,20 @@ class LossScaler:
         self._interval = whole_number("growth_interval", growth_interval, 1)
         self._taken_in_row = 0
         self._skipped_at_smallest = 0
-        self._seen = dp.steps               # of dp: the last one that step() was asked about
-        self._unscale: float | None = None  # of its gradients, if they are finite
+        # The last step of dp that step() was called for; 1 / scale of its gradients if finite.
+        self._seen = dp.steps
+        self._unscale: float | None = None
         self._refuse_different()
 
     @property
     def scale(self) -> float:
-        """What to multiply the gradient of the loss by; changes in `step` only."""
+        """Factor of the gradient of the loss; only `step` changes it."""
         return self._scale
 
     def step(self) -> bool:
-        """Return whether the parameters are to be updated; set the scale of the next step.
+        """Return whether to update the parameters; set the scale of the next step.
 
-        Call it on every rank, once after each `dp.wait()`. All ranks get the same answer.
+        Call it on every rank, once after each `dp.wait()`. The result is the same on all ranks.
 
         Raises:
             GradientError: `dp.wait()` has completed no step since the last call, or steps are
@@ -128,7 +127,7 @@ class LossScaler:
         return False
 
     def unscaled(self, name: str) -> Array:
-        """Return the gradient of a parameter, without the scale that it was computed with.
+        """Return the gradient of a parameter, divided by the scale that it was computed with.
 
         Valid after `step()` has returned True, until gradients are written again.
 
@@ -139,7 +138,7 @@ class LossScaler:
             A new array: of float32 for 16 bits, else of the gradient's dtype.
 
         Raises:
-            GradientError: `step()` was not called since `dp.wait()`, or has returned False.
+            GradientError: `step()` was not called since `dp.wait()`, or returned False.
 
         Collective: no.
         """
@@ -152,17 +151,17 @@ class LossScaler:
         return gradient
 
     def state_dict(self) -> dict[str, float | int]:
-        """Return what is needed to go on exactly; the same on all ranks."""
+        """Return the state to resume from; the same on all ranks."""
         return {"scale": self._scale, "taken_in_row": self._taken_in_row,
                 "skipped_at_smallest": self._skipped_at_smallest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called, between two steps.
+        """Resume where `state_dict` was called, between two steps.
 
-        What reducers keep between steps has the scale of its own time: restore it as well.
+        The state of reducers has the scale of that time: restore it as well.
 
         Raises:
-            ConfigError: A value is missing or cannot work, or the ranks' states differ.
+            ConfigError: A value is missing or wrong, or the ranks' states differ.
 
         Collective: yes. Blocking: yes.
         """
@@ -197,13 +196,13 @@ class LossScaler:
                 f"rate that is too large (or, with finite losses, allow a smaller smallest=)")
 
     def _change(self, scale: float) -> None:
-        """Set the scale, also of what reducers keep for the gradients of the next step."""
+        """Set the scale, also of what reducers remember of gradients."""
         if scale != self._scale:
             self._dp.rescale(scale / self._scale)
             self._scale = scale
 
     def _refuse_different(self) -> None:
-        """Compare settings and state with rank 0's: other scales would make wrong means."""
+        """Compare settings and state with rank 0's: different scales would make wrong means."""
         mine = {**self.state_dict(), "growth": self._growth, "backoff": self._backoff,
                 "growth_interval": self._interval, "smallest": self._smallest,
                 "largest": self._largest}
@@ -218,14 +217,14 @@ class LossScaler:
 
 
 class MasterWeights(Mapping[str, Array]):
-    """Keeps parameters of 16 bits in float32 as well, where small updates are not rounded away.
+    """Copies of 16-bit parameters in float32, in which small updates are not rounded away.
 
-    A mapping from names to arrays, which are to be updated in place. Those of 16-bit
-    parameters are masters, in float32; all others are the parameters themselves.
-    `round_off` copies masters into parameters: see LossScaler for the whole step.
+    A mapping from names to arrays, which are to be updated in place. Those of 16-bit parameters
+    are masters, in float32; all others are the parameters themselves. `round_off` copies masters
+    into parameters: see LossScaler for the whole step.
 
     Args:
-        dp: The DataParallel whose parameters these are; they are equal on all ranks by then.
+        dp: The DataParallel with the parameters.
 
     Raises:
         ConfigError: Not a DataParallel.
@@ -251,10 +250,10 @@ class MasterWeights(Mapping[str, Array]):
         return len(self._arrays)
 
     def __setitem__(self, name: str, value: object) -> None:
-        """Accept the end of `masters[name] -= value`, which has written in place already.
+        """Accept the assignment of `masters[name] -= value`, which has written in place already.
 
         Raises:
-            ConfigError: Another array is assigned, which `round_off` would not know.
+            ConfigError: Another array is assigned, which `round_off` would not use.
         """
         if value is not self._arrays.get(name):
             raise ConfigError(f"masters[{name!r}] cannot be replaced; write into it: "
@@ -265,11 +264,10 @@ class MasterWeights(Mapping[str, Array]):
 
         Collective: no.
         """
-        for name, array in self._params.items():
-            if is_on_gpu(array):
+        # What is too large becomes Inf.
+        with np.errstate(all="ignore"):
+            for name, array in self._params.items():
                 array[...] = self._arrays[name]
-            else:
-                sixteen.narrow(flat(self._arrays[name]), flat(array))
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of all arrays, by name; they have the same bits on all ranks."""
@@ -303,16 +301,7 @@ def _is_sixteen(x: Array) -> bool:
 
 def _widened(x: Array) -> Array:
     """Return a copy, in float32 if it has 16 bits."""
-    dtype = np.dtype(np.float32) if _is_sixteen(x) else x.dtype
-    if is_on_gpu(x):
-        # A GPU's own casts are as fast as memory, and round to nearest, ties to even.
-        return x.astype(dtype)
-    wide: Array = np.empty_like(x, dtype=dtype)
-    if _is_sixteen(x):
-        sixteen.widen(flat(x), flat(wide))
-    else:
-        wide[...] = x
-    return wide
+    return x.astype(np.float32 if _is_sixteen(x) else x.dtype)
 
 
 def _refuse_other_than_wrappers(dp: object) -> None:

@@ -1,6 +1,7 @@
 """Prepares GPUs for the operations of one communicator, and remembers them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from ..transport.base import Schedule, T
 from ..transport.node_memory import AREAS
 from .agreement import Call
 from .exports import Exports
-from .on_device import SLOT_BYTES, GpuContext, Slots, in_context
+from .on_device import SLOT_BYTES, TUNING, GpuContext, Slots, in_context
 from .operation import Collectives
 from .windows import Windows, mapped
 
@@ -77,12 +78,13 @@ class GpuOperations:
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(), device.gpu.index)
             yield from collectives.broadcast(direct, 0)
-        return GpuContext(device, self._exports, bool(direct[0]), slots)
+        tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
+        return GpuContext(device, self._exports, bool(direct[0]), slots, tuning)
 
     def _slots(self, collectives: Collectives,
                device: Device) -> Schedule[Callable[[int], Slots] | None]:
         """Return pinned memory that the node's ranks share, if there are several."""
-        if collectives.node is None:
+        if collectives.node.size == 1:
             yield ()
             return None
         segments = yield from mapped(collectives.node, AREAS * SLOT_BYTES)

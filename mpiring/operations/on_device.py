@@ -13,8 +13,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..collectives import hierarchical, shared
-from ..errors import ConfigError
+from ..collectives.operation import Tuning
 from ..gpu.base import DeviceVector, Event
 from ..gpu.device import Device
 from ..memory.arrays import Array
@@ -25,10 +24,12 @@ from .exports import Exports
 from .operation import Collectives
 
 # Each copy costs some ten microseconds of Python and CUDA; the first and the last one have nothing
-# to hide behind. On a turn of a slot, a rank lays down so much for the others.
-TURN_BYTES = 4 << 20
-SLOT_BYTES = 2 * hierarchical.IN_FLIGHT * TURN_BYTES
-PIECE_BYTES = 2 << 20
+# to hide behind. Of a half of a lane's slots, a rank fills so much for the others.
+_TURN_BYTES = 4 << 20
+_PIECE_BYTES = 2 << 20
+TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
+                slice_bytes=_TURN_BYTES)
+SLOT_BYTES = 2 * TUNING.in_flight * _TURN_BYTES
 
 # The vectors, per rank of the node, that ranks lay down for each other.
 Slots = Callable[[np.dtype[Any], "int | None"], Sequence[Array]]
@@ -44,12 +45,15 @@ class GpuContext:
         direct: MPI takes its pointers.
         slots: Pinned memory that the ranks of the node share, given an operation's number; None
             for that which the node itself has.
+        tuning: Lengths and counts for its vectors; slices for the other ranks of the node are to
+            fit a half of a lane's slots together.
     """
 
     device: Device
     exports: Exports
     direct: bool = False
     slots: Callable[[int], Slots] | None = None
+    tuning: Tuning = TUNING
 
 
 class DeviceCombine:
@@ -160,20 +164,18 @@ class DeviceCollectives(Collectives):
 
     __slots__ = ("_host", "_context", "_channel")
 
-    ring_bytes = PIECE_BYTES
-    direct_bytes = PIECE_BYTES, PIECE_BYTES
-
     def __init__(self, host: Collectives, context: GpuContext) -> None:
         slots = None if context.slots is None else context.slots(host.sequence)
-        node = None if host.node is None else DeviceNode(host.node, context.device, slots)
-        super().__init__(host._own, node, host.sequence)
+        super().__init__(host.resources, DeviceNode(host.node, context.device, slots),
+                         host.sequence)
+        self.tuning = context.tuning
         self._host, self._context = host, context
         self._channel: Channel | None = None
 
     @property
-    def slice_bytes(self) -> int:  # type: ignore[override]
-        """Length of slices: those for the others fit a turn of the slot."""
-        return TURN_BYTES // max(self.slices - 1, 1)
+    def gpu(self) -> str:
+        """The GPU."""
+        return str(self._context.device)
 
     @property
     def net(self) -> Channel:
@@ -199,32 +201,11 @@ class DeviceCollectives(Collectives):
     def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Any]:
         """Return the schedule that returns a vector on the GPU, open to the node if possible."""
         device, dtype = self._context.device, np.dtype(dtype)
-        if self.node is None:
+        if self.node.size == 1:
             vector = device.allocate(math.prod(shape) * dtype.itemsize).view(dtype)
             return _returned(vector)
         return self._context.exports.empty(
-            self.node, device, shape, dtype, self._next_window())
-
-    def _choose(self, x: Array, op: str, wish: str) -> str:
-        if wish == "native":
-            raise ConfigError(
-                f"algorithm='native': MPI's nonblocking collectives take no memory of a GPU, "
-                f"as {self._context.device} has; use algorithm='auto'")
-        name = super()._choose(x, op, wish)
-        if name == "native":
-            return "hierarchical" if len(self._own.nodes) < self.size else "ring"
-        return name
-
-    def _shared(self, node: Node, x: Array, op: str, combine: Combine) -> Schedule[None]:
-        windows = self._own.windows
-        places = yield from node.share(*windows.position_of(x))
-        slices = windows.slices(node, places, x)
-        if slices is not None:
-            yield from shared.in_place(node, slices, combine)
-        else:
-            levels = self._levels(op, x)
-            yield from self._by_levels(
-                node, x, levels, hierarchical.by_slots(node, x, levels.within))
+            self.node, device, shape, dtype, self.next_window())
 
 
 def _returned(x: DeviceVector) -> Schedule[DeviceVector]:

@@ -5,60 +5,120 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ..collectives import direct, hierarchical, native, node_copies, ring, shared
+from ..collectives import chain, direct, exchange, hierarchical, node_copies, ring, shared
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of
-from ..memory.reduction import Combine, reduction, widens
+from ..memory.arrays import Array, chunks_of, equal_bounds
+from ..memory.reduction import Combine, reduction
 from ..transport.alone import Alone
-from ..transport.base import Node, Schedule
-from .copies import Copies
-from .select import choose, say_fallback
-from .windows import NOWHERE
+from ..transport.base import Channel, Node, Schedule
+from ..transport.members import Members
+from .algorithms import Algorithm, choose, say_fallback
+from .resources import OperationChannel, Resources
 
 
-class Collectives(Copies):
+class Collectives:
     """The schedules of one operation, bound to its channel: what Reducers build on.
 
     An operation may run several, but one after the other, in the same order on all ranks:
-    they share its barriers, its slots and its channel. What shall run at once must be
+    they share its barriers, its staging slots and its channel. What shall run at once must be
     operations of their own.
 
-    Attributes: see Copies.
+    Args:
+        resources: What the operations of the communicator have in common.
+        node: The operation's meeting place on this node; None for a rank that is alone there.
+        sequence: The operation's number.
+
+    Attributes:
+        rank, size: This rank, and how many there are.
+        node: The meeting place; for a rank that is alone, one of its own.
+        resources, sequence: As above.
+        windows: The arrays in node-shared memory.
+        tuning: Lengths and counts.
+        algorithm: Name of the algorithm of its last allreduce, if any.
     """
 
-    __slots__ = ()
+    __slots__ = ("rank", "size", "node", "sequence", "resources", "windows", "tuning",
+                 "algorithm", "_net", "_window_count", "_native_bytes")
 
-    # Length of slices (see hierarchical) and pieces: of the shortest and longest, where two.
-    slice_bytes: int | None = None
-    ring_bytes = ring.PIECE_BYTES
-    direct_bytes = direct.PIECE_BYTES
+    def __init__(self, resources: Resources, node: Node | None, sequence: int) -> None:
+        transport = resources.transport
+        self.rank, self.size = transport.rank, transport.size
+        self.node: Node = Alone(self.rank) if node is None else node
+        self.resources, self.sequence = resources, sequence
+        self.windows, self.tuning = resources.windows, resources.tuning
+        self.algorithm = ""
+        self._net: OperationChannel | None = None
+        self._window_count = self._native_bytes = 0
+
+    @property
+    def net(self) -> Channel:
+        """The operation's channel."""
+        if self._net is None:
+            self._net = self.resources.transport.channel(self.sequence)
+        return self._net
+
+    @property
+    def ring(self) -> Channel:
+        """The channel in node order."""
+        return self.net if self.resources.in_order else Members(self.net, self.order)
+
+    @property
+    def order(self) -> Sequence[int]:
+        """All ranks, node after node."""
+        return self.resources.order
 
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
         """The ranks that share a memory, for each memory; without shared memory, one each."""
-        return self._own.nodes
+        return self.resources.nodes
 
     @property
     def slices(self) -> int:
-        """How many ranks the largest node has: what they exchange is cut into as many parts."""
-        return max(map(len, self._own.nodes))
+        """How many ranks the largest node has: what they exchange is cut into as many slices."""
+        return max(map(len, self.nodes))
 
     @property
     def own_slices(self) -> range:
         """The numbers of those slices that this rank exchanges."""
-        node = self.node or Alone(self.rank)
-        return range(node.rank, self.slices, node.size)
+        return range(self.node.rank, self.slices, self.node.size)
+
+    @property
+    def gpu(self) -> str:
+        """The GPU on which the operation's vectors lie; "" for host memory."""
+        return ""
+
+    @property
+    def _whole(self) -> Node | None:
+        """The meeting place of all ranks, if one node has them all, and several."""
+        return self.node if self.node.size == self.size > 1 else None
+
+    @property
+    def bytes_sent(self) -> int:
+        """How many bytes this rank has sent in this operation so far; see Statistics."""
+        return self._native_bytes + (0 if self._net is None else self._net.sent[0])
+
+    def count_sent(self, nbytes: int) -> None:
+        """Count bytes that MPI sends for this rank by itself."""
+        self.resources.transport.bytes_sent += nbytes
+        self._native_bytes += nbytes
 
     def dense_bytes(self, nbytes: int) -> int:
         """Return how many bytes this rank has to send to other nodes to combine so many."""
-        nodes, sharers = len(self._own.nodes), 1 if self.node is None else self.node.size
-        return 2 * (nodes - 1) * nbytes // nodes // sharers
+        nodes = len(self.nodes)
+        return 2 * (nodes - 1) * nbytes // nodes // self.node.size
+
+    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
+        """Lend scratch memory for n elements, as long as the operation needs it."""
+        return self.resources.scratch.borrow(n, dtype)
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return what combines vectors where they lie; see Reduction."""
         return reduction(op, dtype, size)
+
+    # Combining
 
     def allreduce(self, x: Array, *, op: str = "sum", algorithm: str = "auto") -> Schedule[None]:
         """Return the schedule that combines the vector `x` over all ranks, in place.
@@ -69,75 +129,113 @@ class Collectives(Copies):
         Raises:
             ConfigError: The op or the algorithm does not suit the dtype.
         """
-        own = self._own
         combine = self.combiner(op, x.dtype, self.size)
-        if algorithm == "auto" and own.algorithm != "auto":
-            algorithm = self._preferred(x, op)
-        self.algorithm = algorithm = self._choose(x, op, algorithm)
-        if self.size == 1:
-            return _nothing()
-        if algorithm == "eager" and self.node is not None:
-            return shared.eager(self.node, x, combine)
-        if algorithm == "shared" and self.node is not None:
-            return self._shared(self.node, x, op, combine)
-        if algorithm == "direct":
-            return self._direct(x, combine)
-        if algorithm == "hierarchical":
-            return self._hierarchical(self.node or Alone(self.rank), x, op)
-        if algorithm == "short":
-            return self._short(self.node or Alone(self.rank), x, op)
-        if algorithm == "native":
-            turn = own.turns.join(self.sequence)
-            # What MPI really sends, it does not tell.
-            nbytes = self.dense_bytes(x.nbytes)
-            own.transport.bytes_sent += nbytes
-            self._native_bytes += nbytes
-            return native.allreduce(own.transport, turn, x, reduction(op, x.dtype, self.size))
-        return self._ring(x, combine)
+        row = self._choose(x, op, algorithm)
+        self.algorithm = row.name
+        return _nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
 
-    def _preferred(self, x: Array, op: str) -> str:
-        """Return the configured algorithm, or "auto" where it cannot be used."""
-        wish = self._own.algorithm
-        if wish != "auto":
+    def _choose(self, x: Array, op: str, wish: str, halved: bool = False) -> Algorithm:
+        own = self.resources
+        rest = self.size, len(own.nodes), self.tuning, own.model, self.gpu, halved
+        if wish == "auto" and own.algorithm != "auto":
             try:
-                self._choose(x, op, wish)
+                return choose(x.nbytes, x.dtype, op, own.algorithm, *rest)
             except ConfigError as error:
                 if self.rank == 0:
                     say_fallback(str(error))
-                return "auto"
-        return wish
+        return choose(x.nbytes, x.dtype, op, wish, *rest)
 
-    def _choose(self, x: Array, op: str, wish: str) -> str:
-        own = self._own
-        return choose(x.nbytes, x.dtype, op, wish, self.size, len(own.nodes), own.model)
+    def reduce_scatter(self, x: Array, *, op: str = "sum",
+                       bounds: Sequence[int] | None = None) -> Schedule[Array]:
+        """Return the schedule that leaves this rank's combined slice of the vector `x`.
 
-    def _shared(self, node: Node, x: Array, op: str, combine: Combine) -> Schedule[None]:
-        windows = self._own.windows
-        place = windows.position_of(x)
-        short = shared.is_short(x.nbytes, x.dtype, node.size, shared.EAGER_PRIVATE_BYTES)
-        if short and node.met:
-            yield (node.barrier(),)
-        if short and place == NOWHERE:
-            # The others' vectors are probably private, too.
-            copies = shared.laid_out(node, x)
-        places = yield from node.share(*place)
-        slices = windows.slices(node, places, x)
-        if slices is not None:
-            yield from shared.in_place(node, slices, combine)
-        elif short and all(other == NOWHERE for other in places):
-            combine.combine(copies, x)
-        else:
-            yield from shared.staged(node, x, combine)
+        The other slices are overwritten, or left as they are.
 
-    def _inside(
-        self, node: Node, x: Array, within: Combine,
-    ) -> Schedule[Sequence[hierarchical.Inside]]:
-        """Meet the ranks of the node; return how they combine their vectors."""
-        windows = self._own.windows
-        places = yield from node.share(*windows.position_of(x))
-        vectors = [x] if node.size == 1 else windows.vectors(places, x)
-        return (hierarchical.by_slots(node, x, within) if vectors is None
-                else hierarchical.in_windows(node, vectors, within))
+        Args:
+            x: Shape (n,).
+            op: As in Reduction.
+            bounds: size + 1 offsets from 0 to n, the same on all ranks: rank r's slice is
+                `x[bounds[r]:bounds[r + 1]]`. By default, equal chunks; see `chunks_of`.
+
+        Returns:
+            The slice, a view of `x`; rounded as `allreduce` by the same algorithm rounds it.
+
+        Raises:
+            ConfigError: The op does not suit the dtype.
+        """
+        combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal(x)
+        row = self._choose(x, op, "auto", halved=True)
+        schedule = (_nothing() if self.size == 1 else
+                    row.reduce_scatter(self, x, bounds, op, combine))
+        return _returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
+
+    def allgather(self, x: Array, *, bounds: Sequence[int] | None = None) -> Schedule[None]:
+        """Return the schedule that copies every rank's slice of the vector `x` to all.
+
+        Args:
+            x: Shape (n,).
+            bounds: As for `reduce_scatter`.
+        """
+        bounds = bounds or self._equal(x)
+        row = self._choose(x, "sum", "auto", halved=True)
+        return _nothing() if self.size == 1 else row.allgather(self, x, bounds)
+
+    def _equal(self, x: Array) -> list[int]:
+        return equal_bounds(x.size, self.size)
+
+    def reduce_scatter_chunks(
+        self, chunks: Sequence[Array], *, op: str = "sum",
+    ) -> Schedule[None]:
+        """Return the schedule that combines vector r of `chunks` of all ranks on rank r.
+
+        Args:
+            chunks: Per rank a vector, in any memory. This rank's own is overwritten by the
+                result, the others are only read.
+
+        Raises:
+            ConfigError: The op does not suit the dtype.
+        """
+        combine = self.combiner(op, chunks[0].dtype, self.size)
+        return self.confirmed(self.combine_directly(chunks, combine))
+
+    def combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
+        """Return the schedule that sends chunks straight to the ranks that combine them."""
+        if self._whole is not None:
+            yield from node_copies.reduce_scatter(self._whole, chunks, combine)
+            return
+        n, direct_bytes = self.size * max(map(len, chunks)), self.tuning.direct_bytes
+        size = direct.inbox_size(n, self.size, chunks[0].itemsize, direct_bytes)
+        with self.borrow(size, chunks[0].dtype) as inbox:
+            yield from direct.reduce_scatter(self.net, chunks, inbox, combine, direct_bytes)
+
+    def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
+        """Return the schedule that combines the vector `x` of all ranks into that of `root`.
+
+        Each rank combines a chunk, and sends it to `root`. Elsewhere `x` is only read.
+
+        Raises:
+            ConfigError: The op does not suit the dtype.
+        """
+        combine, node = self.combiner(op, x.dtype, self.size), self._whole
+        if node is not None and shared.is_short(
+                x.nbytes, x.dtype, self.size, self.tuning.eager_private_bytes):
+            return shared.eager(node, x, combine, root)
+        return self.confirmed(self._reduce(x, root, combine))
+
+    def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
+        chunks = chunks_of(x, self.size)
+        if self.rank == root:
+            yield from self.combine_directly(chunks, combine)
+            yield from self._gather(chunks[root], chunks, root)
+            return
+        own = chunks[self.rank]
+        with self.borrow(own.size, x.dtype) as mine:
+            copy_to(mine, own)
+            chunks[self.rank] = mine
+            yield from self.combine_directly(chunks, combine)
+            yield from self._gather(mine, (), root)
+
+    # What Reducers do between nodes
 
     def between_nodes(
         self, x: Array, bounds: Sequence[int], exchange: hierarchical.Exchange[bool],
@@ -156,14 +254,12 @@ class Collectives(Copies):
         Returns:
             Whether all exchanges on this node have returned True.
         """
-        own, node = self._own, self.node or Alone(self.rank)
-        within = self.combiner("mean", x.dtype, self.size / len(own.nodes))
-        inside = yield from self._inside(node, x, within)
-        piece = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
+        within = self.combiner("mean", x.dtype, self.size / len(self.nodes))
+        inside = yield from hierarchical.meet(self, x, within)
         answers = yield from hierarchical.by_slices(
-            self.net, own.nodes, inside[0], node, x, piece, exchange)
+            self.net, self.nodes, inside[0], self.node, x, _slices(bounds), exchange)
         # Nobody's vector is complete before.
-        return all(one for one, in (yield from node.share(int(all(answers)))))
+        return all(one for one, in (yield from self.node.share(int(all(answers)))))
 
     def handed_out(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that copies each rank's slices of `x` to the others of its node.
@@ -172,121 +268,106 @@ class Collectives(Copies):
             x: Shape (n,).
             bounds: As for `between_nodes`.
         """
-        node = self.node or Alone(self.rank)
-        inside = yield from self._inside(node, x, self.combiner("sum", x.dtype, self.size))
-        yield from inside[0].spread([slice(*pair) for pair in zip(bounds, bounds[1:])])
-        yield (node.barrier(),)
+        inside = yield from hierarchical.meet(self, x, self.combiner("sum", x.dtype, self.size))
+        yield from inside[0].spread(_slices(bounds))
+        yield (self.node.barrier(),)
 
-    def _hierarchical(self, node: Node, x: Array, op: str) -> Schedule[None]:
-        levels = self._levels(op, x)
-        inside = yield from self._inside(node, x, levels.within)
-        yield from self._by_levels(node, x, levels, inside)
+    # Copying
 
-    def _levels(self, op: str, x: Array) -> hierarchical.Levels:
-        return hierarchical.Levels.of(op, x.dtype, self._own.nodes, self.combiner)
-
-    def _by_levels(self, node: Node, x: Array, levels: hierarchical.Levels,
-                   inside: Sequence[hierarchical.Inside]) -> Schedule[None]:
-        nodes = self._own.nodes
-        size = hierarchical.inbox_size(x.size, x.itemsize, nodes, levels, self.slice_bytes)
-        with self.borrow(size, x.dtype) as inbox:
-            yield from hierarchical.allreduce(
-                self.net, nodes, inside, node, x, inbox, levels, self.slice_bytes)
-
-    def _short(self, node: Node, x: Array, op: str) -> Schedule[None]:
-        nodes, levels = self._own.nodes, self._levels(op, x)
-        with self.borrow((len(nodes) - 1) * x.size, x.dtype) as inbox:
-            yield from hierarchical.short(self.net, nodes, node, x, inbox, levels)
-
-    def _ring(self, x: Array, combine: Combine) -> Schedule[None]:
-        with self._inbox(x) as inbox:
-            yield from ring.allreduce(self.ring, x, inbox, combine, self.ring_bytes)
-
-    def _direct(self, x: Array, combine: Combine) -> Schedule[None]:
-        with self._direct_inbox(x.size, x) as inbox:
-            yield from direct.allreduce(
-                self.net, x, inbox, combine, self.direct_bytes, self.ring_bytes)
-
-    def _direct_inbox(self, n: int, x: Array) -> AbstractContextManager[Array]:
-        return self.borrow(
-            direct.inbox_size(n, self.size, x.itemsize, self.direct_bytes), x.dtype)
-
-    def reduce_scatter(self, x: Array, *, op: str = "sum") -> Schedule[Array]:
-        """Return the schedule that leaves this rank's combined chunk of the vector `x`.
-
-        Raises:
-            ConfigError: The op does not suit the dtype.
-        """
-        return self._reduce_scatter(x, op, self.combiner(op, x.dtype, self.size))
-
-    def _reduce_scatter(self, x: Array, op: str, combine: Combine) -> Schedule[Array]:
-        if self._whole is not None or widens(x.dtype, op) and self.size > 1:
-            chunks = chunks_of(x, self.size)
-            yield from self._confirmed(self._direct_chunks(chunks, combine))
-            return chunks[self.rank]
-        with self._inbox(x) as inbox:
-            return (yield from ring.reduce_scatter(
-                self.ring, self._chunks(x), inbox, combine, self.ring_bytes))
-
-    def reduce_scatter_chunks(
-        self, chunks: Sequence[Array], *, op: str = "sum",
-    ) -> Schedule[None]:
-        """Return the schedule that combines vector r of `chunks` of all ranks on rank r.
+    def allgather_chunks(self, chunks: Sequence[Array]) -> Schedule[None]:
+        """Return the schedule that copies vector r of `chunks` of rank r to all ranks.
 
         Args:
-            chunks: Per rank a vector, all equally long, in any memory. This rank's own is
-                overwritten by the result, the others are only read.
-
-        Raises:
-            ConfigError: The op does not suit the dtype.
+            chunks: Per rank a vector, of lengths that all ranks agree on, in any memory;
+                all but this rank's own are overwritten.
         """
-        combine = self.combiner(op, chunks[0].dtype, self.size)
-        return self._confirmed(self._direct_chunks(chunks, combine))
-
-    def _direct_chunks(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         if self._whole is not None:
-            yield from node_copies.reduce_scatter(self._whole, chunks, combine)
-            return
-        n = max(chunk.size for chunk in chunks)
-        with self._direct_inbox(n * self.size, chunks[0]) as inbox:
-            yield from direct.reduce_scatter(self.net, chunks, inbox, combine, self.direct_bytes)
+            return node_copies.allgather(self._whole, chunks)
+        return ring.allgather(
+            self.ring, [chunks[rank] for rank in self.order], self.tuning.ring_bytes)
 
-    def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
-        """Return the schedule that combines the vector `x` of all ranks into that of `root`.
+    def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
+        """Return the schedule that sends `sends[r]` to rank r; see exchange.all_to_all."""
+        if self._whole is not None:
+            return node_copies.all_to_all(self._whole, sends, receives)
+        return self.confirmed(exchange.all_to_all(self.net, sends, receives))
 
-        Each rank combines a chunk, and sends it to `root`. Elsewhere `x` is only read.
+    def gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        """Return the schedule that copies `mine` of all ranks to `root`; see exchange.gather."""
+        return self.confirmed(self._gather(mine, parts, root))
 
-        Raises:
-            ConfigError: The op does not suit the dtype.
-        """
-        combine, node = self.combiner(op, x.dtype, self.size), self._whole
-        if node is not None and shared.is_short(
-                x.nbytes, x.dtype, self.size, shared.EAGER_PRIVATE_BYTES):
-            return shared.eager(node, x, combine, root)
-        return self._confirmed(self._reduce(x, root, combine))
+    def _gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        if self._whole is not None:
+            return node_copies.gather(self._whole, mine, parts, root)
+        return exchange.gather(self.net, mine, parts, root)
 
-    def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
-        chunks = chunks_of(x, self.size)
-        if self.rank == root:
-            yield from self._direct_chunks(chunks, combine)
-            yield from self._gather(chunks[root], chunks, root)
-            return
-        own = chunks[self.rank]
-        with self.borrow(own.size, x.dtype) as mine:
-            copy_to(mine, own)
-            chunks[self.rank] = mine
-            yield from self._direct_chunks(chunks, combine)
-            yield from self._gather(mine, (), root)
+    def scatter(self, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
+        """Return the schedule that copies a part to each rank; see exchange.scatter."""
+        if self._whole is not None:
+            return node_copies.scatter(self._whole, parts, mine, root)
+        return self.confirmed(exchange.scatter(self.net, parts, mine, root))
 
-    def _inbox(self, x: Array) -> AbstractContextManager[Array]:
-        size = ring.inbox_size(x.size, self.size, x.itemsize, self.ring_bytes)
-        return self.borrow(size, x.dtype)
+    def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
+        """Run a schedule in which ranks that are no neighbours exchange data."""
+        yield from schedule
+        if len(self.nodes) > 1:
+            # Between nodes only the left neighbour's call was compared, and the others' were
+            # believed. A rank that disagrees does not come here.
+            yield from chain.barrier(self.net)
 
-    def _chunks(self, x: Array) -> list[Array]:
-        """Cut `x` into chunks such that rank r's is chunk r, wherever it stands on the ring."""
-        chunks = chunks_of(x, self.size)
-        return [chunks[rank] for rank in self._own.order]
+    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+        """Return the schedule that collects a byte vector from every rank, in rank order."""
+        lengths = np.zeros(self.size, np.int64)
+        lengths[self.rank] = mine.size
+        # Receives need them.
+        yield from self.allgather_chunks(chunks_of(lengths, self.size))
+        gathered = [np.empty(length, np.uint8) for length in lengths]
+        gathered[self.rank] = mine
+        yield from self.allgather_chunks(gathered)
+        return gathered
+
+    def broadcast(self, x: Array, root: int) -> Schedule[None]:
+        """Return the schedule that copies the vector `x` of rank `root` to all."""
+        if self._whole is not None:
+            return node_copies.broadcast(self._whole, x, root)
+        return chain.broadcast(
+            self.ring, x, self.order.index(root), self.tuning.broadcast_bytes)
+
+    def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:
+        """Return the schedule that copies a byte vector of any length to all."""
+        length = np.array([mine.size], np.int64)
+        yield from self.broadcast(length, root)
+        payload = mine if self.rank == root else np.empty(length[0], np.uint8)
+        yield from self.broadcast(payload, root)
+        return payload
+
+    def barrier(self) -> Schedule[None]:
+        """Return the schedule that returns after every rank has called."""
+        if len(self.nodes) > 1:
+            yield from chain.barrier(self.net)
+        # A node's lowest rank is here only if it agrees with the other nodes.
+        yield (self.node.barrier(),)
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> Schedule[Array]:
+        """Return the schedule that returns an array in node-shared memory, where possible."""
+        if self.node.size == 1:
+            return _returning(np.empty(shape, dtype), _nothing())
+        return self.windows.empty(self.node, shape, dtype, self.next_window())
+
+    def next_window(self) -> int:
+        """Return a number for a window; not by counting all: operations may end in any order."""
+        self._window_count += 1
+        return self.sequence << 16 | self._window_count
+
+
+def _slices(bounds: Sequence[int]) -> list[slice]:
+    return [slice(*pair) for pair in zip(bounds, bounds[1:])]
 
 
 def _nothing() -> Schedule[None]:
     yield ()
+
+
+def _returning(x: Array, schedule: Schedule[None]) -> Schedule[Array]:
+    yield from schedule
+    return x

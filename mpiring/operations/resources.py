@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..collectives import native
+from ..collectives.operation import Tuning
 from ..memory.scratch import Scratch
 from ..transport.base import Channel
 from .model import Model
@@ -42,6 +43,7 @@ class Resources:
         nodes: The ranks that share a memory, for each memory, in that order.
         algorithm: What "auto" means, from the configuration.
         model: What the algorithms cost here, if it was measured.
+        tuning: Lengths and counts that make the algorithms fast.
     """
 
     transport: Transport
@@ -52,6 +54,7 @@ class Resources:
     nodes: Sequence[Sequence[int]]
     algorithm: str = "auto"
     model: Model | None = None
+    tuning: Tuning = Tuning()
 
     @functools.cached_property
     def in_order(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ..collectives.operation import NOWHERE
 from ..gpu.base import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
@@ -18,7 +19,6 @@ from ..transport.base import Node, Schedule
 
 _log = logging.getLogger("mpiring")
 
-NOWHERE = (-1, 0)
 # A bucket needs one; a program may take ever new parts of one array.
 _MOST_SLICES = 64
 

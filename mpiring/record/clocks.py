@@ -1,4 +1,4 @@
-"""Measures by how much a rank's clock differs from rank 0's."""
+"""Measures the offset of a rank's clock from rank 0's."""
 
 import math
 import time
@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-# The fastest of so many answers counts: whatever disturbs one makes it slower.
+# The fastest of this many answers counts: disturbances only make them slower.
 _ROUNDS = 20
 
 
 @dataclass(frozen=True)
 class ClockReading:
-    """What a rank's time.monotonic() shows more than rank 0's.
+    """Offset of a rank's time.monotonic() from rank 0's.
 
     Attributes:
         at_s: When it was measured, by this rank's clock.
-        offset_s: The difference.
-        error_s: How far that may be from the truth.
+        offset_s: This rank's time minus rank 0's.
+        error_s: The most by which `offset_s` may be wrong.
     """
 
     at_s: float = 0.0
@@ -27,7 +27,7 @@ class ClockReading:
 
 
 def compare_clocks(comm: Any) -> ClockReading:
-    """Ask rank 0 for its time, several times; the answer that came soonest is the best.
+    """Return the offset from rank 0's clock, by the fastest of several questions and answers.
 
     Args:
         comm: An MPI communicator on which nothing else is sent.

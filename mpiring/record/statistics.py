@@ -1,18 +1,18 @@
-"""Counts what communication costs a rank."""
+"""Statistics of what communication costs a rank."""
 
 from dataclasses import astuple, dataclass
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What some operations have cost this rank: a communicator's, or those of a training step.
+    """Costs on this rank of a communicator's operations, or of those of a training step.
 
     Attributes:
         operations: How many were completed; 0 for a rank that is alone.
-        bytes_sent: By this rank to others, not by way of shared memory. MPI's own collectives
-            are taken to send the least there is.
-        communication_s: Seconds in which at least one of them was under way.
-        exposed_s: Seconds that the program waited for them.
+        bytes_sent: By this rank to others, other than through shared memory. MPI's own
+            collectives are assumed to send the least that is possible.
+        communication_s: Seconds in which at least one operation was under way.
+        exposed_s: Seconds that the program waited for operations.
         dense_bytes: What this rank would have sent to other nodes, had no gradient been
             compressed; 0 where there are no gradients.
         encode_s, decode_s: Seconds of compressing and decompressing gradients.

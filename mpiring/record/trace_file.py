@@ -37,14 +37,15 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class TraceFile:
-    """What one rank does, from now on, in a file of its own.
+    """A file of what one rank does from now on.
 
-    Whoever records an event only appends it; a thread writes them down now and then. Where
-    the disk is full, or the file too long, the trace ends, and training goes on.
+    Events are queued by the threads in which they happen; a thread of its own writes them down
+    now and then. Where the disk is full, or the file too long, the trace ends and training
+    continues.
 
     Args:
         comm: An MPI communicator over the ranks; duplicated.
-        folder: Where it is written; made if there is none.
+        folder: Where the files are written; made if there is none.
         node: This rank's.
 
     Collective: yes. Blocking: yes.
@@ -53,13 +54,13 @@ class TraceFile:
     def __init__(self, comm: Any, folder: str, node: int) -> None:
         self._comm = comm.Dup()
         self._rank, self._node = self._comm.rank, node
-        # What makes events, and what of: whoever records has better things to do.
+        # Functions that make events, with their arguments: the recording thread is in a hurry.
         self._events: deque[tuple[Any, ...]] = deque()
         self._left_out = 0
         self._written = 0
         self._lane_ends: list[float] = []
         self._threads: dict[int, int] = {threading.get_ident(): PROGRAM}
-        # Held by who writes; reentrant, because a signal's handler may ask for a report.
+        # Held to write; reentrant, because a signal's handler may ask for a report.
         self._lock = threading.RLock()
         self._closing = threading.Event()
         self._start = compare_clocks(self._comm)
@@ -75,14 +76,14 @@ class TraceFile:
         self._thread.start()
 
     def _open(self) -> int | None:
-        """Make the file; all ranks hear of those that cannot, and rank 0 says it once."""
+        """Return a new file; rank 0 warns of ranks that cannot make theirs."""
         problem, file = "", None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             file = os.open(self._path("trace", "json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         except OSError as error:
             problem = f"rank {self._rank} on {socket.gethostname()}: {error.strerror or error}"
-        problems = [one for one in self._comm.allgather(problem) if one]
+        problems = [*filter(None, self._comm.allgather(problem))]
         if problems and self._rank == 0:
             _log.warning("%d of %d ranks cannot write a trace to %s, and go on without: %s",
                          len(problems), self._comm.size, self._folder, problems[0])
@@ -94,22 +95,22 @@ class TraceFile:
     # What a Recorder calls
 
     def operation(self, flight: Flight) -> None:
-        """Take an operation that is complete."""
+        """Record an operation that is complete."""
         self._add(self._operation, flight, flight.ended_s)
 
     def waited(self, flight: Flight, began_s: float, ended_s: float) -> None:
-        """Take the time in which a caller waited for an operation."""
+        """Record from when to when a caller waited for an operation."""
         self._add(self._wait, flight, began_s, ended_s, threading.get_ident())
 
     def step(self, number: int, began_s: float, ready_s: float, waited_s: float,
              ended_s: float) -> None:
-        """Take a training step; see Recorder.end_step."""
+        """Record a training step; see Recorder.end_step."""
         self._add(self._step, number, began_s, ready_s, waited_s, ended_s)
 
-    def keep(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
+    def save(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
         """Write the last operations to a file beside the trace, and return its name.
 
-        Operations that are not complete go to the trace, too, as if they ended now.
+        Operations that are not complete are also traced, as if they ended now.
         """
         now, name = time.monotonic(), self._path("flight", "txt")
         try:
@@ -124,10 +125,10 @@ class TraceFile:
         return name
 
     def close(self, *, together: bool) -> None:
-        """Write what is left, and the end.
+        """Write what is left, and end the file.
 
         Args:
-            together: All ranks do it at once: their clocks are compared again.
+            together: All ranks call this: compare their clocks again.
 
         Collective: if `together`. Blocking: yes.
         """
@@ -157,10 +158,10 @@ class TraceFile:
             self.flush()
 
     def flush(self) -> None:
-        """Write down what has happened so far."""
+        """Write what has happened so far."""
         with self._lock:
             events: list[Event] = []
-            # Those that are added meanwhile come next time.
+            # Events that are added meanwhile are written next time.
             for _ in range(len(self._events)):
                 make, *what = self._events.popleft()
                 events += make(*what)
@@ -184,16 +185,15 @@ class TraceFile:
                 data = data[os.write(self._file, data):]
             self._written += len(text)
         except OSError as error:
-            _log.warning("rank %d: its trace ends here, and training goes on: %s: %s",
-                         self._rank, self._path("trace", "json"), error.strerror or error)
-            self._end_file()
+            self._end_file(error.strerror or str(error))
             return
         if self._written > _MOST_BYTES:
-            _log.warning("rank %d: its trace ends here, and training goes on: %s has %d MB",
-                         self._rank, self._path("trace", "json"), self._written >> 20)
-            self._end_file()
+            self._end_file(f"it has {self._written >> 20} MB")
 
-    def _end_file(self) -> None:
+    def _end_file(self, problem: str = "") -> None:
+        if problem:
+            _log.warning("rank %d: its trace ends here, and training goes on: %s: %s",
+                         self._rank, self._path("trace", "json"), problem)
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -202,7 +202,7 @@ class TraceFile:
     # Events
 
     def _about(self) -> list[Event]:
-        """Return what a reader must know of the rank."""
+        """Return events that describe this rank."""
         host = socket.gethostname()
         return [
             _metadata(self._rank, "process_name", {"name": f"rank {self._rank} on {host}"}),
@@ -218,7 +218,7 @@ class TraceFile:
             "error_us": round(reading.error_s * 1e6, 3)})
 
     def _us(self, seconds: float) -> float:
-        """Return a time of this rank's clock, in microseconds since the start on rank 0's."""
+        """Return a time of this rank's clock in µs since the start of the trace by rank 0's."""
         return round((seconds - self._start.offset_s - self._zero_s) * 1e6, 3)
 
     def _slice(self, lane: int, name: str, category: str, began_s: float, ended_s: float,
@@ -238,7 +238,7 @@ class TraceFile:
             queued_us=round((started - flight.called_s) * 1e6, 3))]
 
     def _lane(self, started_s: float, ended_s: float) -> tuple[int, list[Event]]:
-        """Return the first lane that is free since `started_s`; operations come as they end."""
+        """Return the first lane free since `started_s`, and the event that names a new one."""
         for index, end in enumerate(self._lane_ends):
             if end <= started_s:
                 self._lane_ends[index] = ended_s
@@ -265,7 +265,7 @@ class TraceFile:
 
 
 def _short(flight: Flight) -> str:
-    """Return an operation's name, as there is room for in a picture: "bucket 3"."""
+    """Return an operation's name, short enough for a picture: "bucket 3"."""
     return flight.call.label.partition(" (")[0] or flight.call.kind
 
 

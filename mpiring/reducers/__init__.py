@@ -1,4 +1,4 @@
-"""Says how gradients become their mean: plainly, or with less to send between nodes."""
+"""How gradients become their mean: plainly, or with less to send between nodes."""
 
 from .cast import Cast
 from .compressor import Compressor

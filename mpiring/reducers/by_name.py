@@ -1,4 +1,4 @@
-"""Tells which gradient has which Reducer, where a mapping says so by names and patterns."""
+"""Finds each gradient's Reducer, where a mapping gives them by names and patterns."""
 
 import fnmatch
 from collections.abc import Iterable, Mapping
@@ -15,9 +15,9 @@ def reducers_of(names: Iterable[str], wish: Wish) -> dict[str, Reducer]:
 
     Args:
         names: Of all gradients.
-        wish: One for all, None for plain means, or a mapping: of the exact name, or else of
-            the first pattern (as of files: `*`, `?`, `[a-c]`) that fits; without any, the
-            plain mean.
+        wish: One for all, None for plain means, or a mapping, in which the exact name counts,
+            or else the first pattern (as of files: `*`, `?`, `[a-c]`) that fits; without any, the
+            mean is plain.
 
     Raises:
         ConfigError: It is none of these, or a pattern fits no name.
@@ -56,5 +56,5 @@ def _refuse_other_than_reducers(reducer: object) -> None:
 
 def compressors(reducers: Iterable[Reducer]) -> list[Compressor]:
     """Return those that compress, each once, in their order."""
-    different = {id(one): one for one in reducers}
-    return [one for one in different.values() if isinstance(one, Compressor)]
+    different = {id(reducer): reducer for reducer in reducers}
+    return [reducer for reducer in different.values() if isinstance(reducer, Compressor)]

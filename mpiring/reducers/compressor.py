@@ -1,5 +1,6 @@
-"""Base of all compressing Reducers: compression between nodes only, memory, its state."""
+"""Base of all compressing Reducers: compression between nodes only, with state per slice."""
 
+import itertools
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -31,19 +32,19 @@ class Compressor(ABC):
     that a subclass defines in `between`. On one node there is nothing to compress, and the mean is
     the plain one.
 
-    What is remembered changes only with steps that count: where a gradient of any rank was not
-    finite, nothing is touched.
+    Its state changes only with steps that count: not where a gradient of any rank was not finite.
 
     One object serves one model.
 
     Attributes:
-        feeds_back: What is not sent is remembered, and added to the next gradients.
-        on_gpus: Gradients on a GPU are compressed there, and what is remembered lies there; else
-            in host memory.
-        cost: What it has cost since `take_cost` was called.
+        feeds_back: What is not sent is added to the next gradients.
+        on_gpus: Gradients on a GPU are compressed there, and the state lies there; else in host
+            memory.
+        whole_tensors: Buckets are cut into slices between tensors only.
+        cost: Since `take_cost` was last called.
     """
 
-    feeds_back = on_gpus = False
+    feeds_back = on_gpus = whole_tensors = False
 
     def __init__(self) -> None:
         self.cost = Cost()
@@ -60,14 +61,14 @@ class Compressor(ABC):
         """Return the schedule that replaces a slice by its mean over nodes.
 
         Args:
-            exchange: The ranks, and what is remembered.
+            exchange: The ranks, and this one's state of the slice.
             x: Shape (n,); may be empty. Overwritten by the same bits on all nodes.
             lost: Shape (n,), overwritten by what of this rank's `x` is not in the result: the
-                mean over nodes of result + lost is that of `x`. None where nobody asks.
+                mean over nodes of result + lost is that of `x`. None where it is not needed.
 
         Returns:
             Whether what all nodes contributed was finite; where not, the result is not either.
-            On a GPU True, since to look would be to wait.
+            On a GPU True: to look would be to wait.
         """
 
     def compresses(self, nodes: int, step: int) -> bool:
@@ -78,14 +79,10 @@ class Compressor(ABC):
         """Do what takes long the first time, such as compiling, before gradients travel.
 
         Args:
-            device: The GPU on which they are; None in host memory.
+            device: The GPU on which they are; None for host memory.
         """
 
-    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
-        """Return where a bucket is cut into slices: the same on all ranks, from 0 to its end."""
-        return [i * bucket.flat.size // slices for i in range(slices + 1)]
-
-    # What Gradients calls
+    # What an Averager calls
 
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule that replaces a bucket by its mean over ranks."""
@@ -105,7 +102,7 @@ class Compressor(ABC):
 
         bucket.clear_padding()
         finite = yield from collectives.between_nodes(bucket.vector, state.bounds, average)
-        # On a GPU nobody has looked.
+        # On a GPU it is not known.
         bucket.finite = finite if bucket.device is None else None
 
     def _in_float32(self, exchange: SliceExchange, x: Array) -> Schedule[bool]:
@@ -135,12 +132,12 @@ class Compressor(ABC):
                 f"this {self!r} serves another model already, whose residuals it keeps; make one "
                 f"Reducer for each model")
         if self._user is not None and served is None:
-            # The model is gone: what was not sent of its gradients is nothing to the next one.
+            # The model is gone; what was not sent of its gradients does not concern the next one.
             self._states = BucketStates()
         self._user = weakref.ref(user)
 
     def release(self) -> None:
-        """Cease to serve a model; another one, or new buckets of the same, may follow."""
+        """Cease to serve a model, so that another one, or new buckets of the same, may follow."""
         self._user = None
 
     def take_cost(self) -> Cost:
@@ -155,7 +152,7 @@ class Compressor(ABC):
 
     def take_over(self, collectives: Collectives, buckets: Sequence[Bucket],
                   order: Sequence[str]) -> Schedule[None]:
-        """Return the schedule that takes what is remembered to new buckets, or what was loaded.
+        """Return the schedule that takes the state to new buckets, or there what was loaded.
 
         Args:
             buckets: All that this Reducer will reduce.
@@ -176,20 +173,21 @@ class Compressor(ABC):
             self._states.load_state_dict(self._loaded["tensors"])
             self._loaded = None
         yield from self._states.rebuild(
-            buckets, self.vector_names, lambda bucket: self.bounds(bucket, collectives.slices),
+            buckets, self.vector_names,
+            lambda bucket: _bounds(bucket, collectives.slices, self.whole_tensors),
             collectives.own_slices, collectives.handed_out)
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors that are remembered; the same on all ranks."""
+        """The names of the vectors in its state; the same on all ranks."""
         return ("residual",) if self.feeds_back else ()
 
     def settle(self, taken: bool) -> None:
-        """End a step; if it was not taken on all ranks, nothing that is remembered changes."""
+        """End a step; if it was not taken on all ranks, the state does not change."""
         self._states.settle(taken)
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is remembered, because the scale of the loss has changed.
+        """Multiply the state, because the scale of the loss has changed.
 
         Args:
             factor: New scale / old scale.
@@ -199,7 +197,7 @@ class Compressor(ABC):
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what this rank remembers, as copies: numbers, texts and arrays.
+        """Return this rank's state, as copies: numbers, texts and arrays.
 
         To be called between steps, and saved by every rank for itself. A run that loads it on
         the same number of ranks goes on, bit by bit, as if it had never stopped.
@@ -220,7 +218,7 @@ class Compressor(ABC):
             ConfigError: It is no such state, or of a Reducer with other settings. With the
                 next step: it is another rank's, or of another number of ranks or nodes.
         """
-        refuse_other_state(state, ("edition", "tensors", "reducer"), f"of {self!r}")
+        refuse_other_state(state, ("edition", "reducer"), f"of {self!r}")
         if state["edition"] != _EDITION:
             raise ConfigError(
                 f"the state of {self!r} has edition {state['edition']!r}, expected {_EDITION}: "
@@ -253,12 +251,15 @@ class Compressor(ABC):
                 f"model and reducers")
 
 
-def bounds_by_tensor(bucket: Bucket, slices: int) -> list[int]:
-    """Cut a bucket into slices of whole tensors, about equally long."""
-    ends = np.cumsum([tensor.padded_size for tensor in bucket.plan.tensors])
-    wanted = [i * bucket.flat.size / slices for i in range(1, slices)]
-    inner = [int(min((0, *ends), key=lambda end: abs(end - place))) for place in wanted]
-    return [0, *inner, bucket.flat.size]
+def _bounds(bucket: Bucket, slices: int, whole_tensors: bool) -> list[int]:
+    """Return the offsets at which a bucket is cut into slices of about the same length."""
+    size = bucket.flat.size
+    bounds = [i * size // slices for i in range(slices + 1)]
+    if whole_tensors:
+        ends = [0, *itertools.accumulate(tensor.padded_size for tensor in bucket.plan.tensors)]
+        inner = [i * size / slices for i in range(1, slices)]
+        bounds[1:-1] = [min(ends, key=lambda end: abs(end - bound)) for bound in inner]
+    return bounds
 
 
 def _refuse_dtype(compressor: Compressor, bucket: Bucket) -> None:

@@ -1,4 +1,4 @@
-"""Brings together the ranks, one of each node, that exchange a slice of a bucket."""
+"""What a compressing Reducer works with while nodes exchange a slice of a bucket."""
 
 import hashlib
 import itertools
@@ -19,11 +19,11 @@ _LINE = 64
 
 @dataclass
 class Cost:
-    """What compression has cost this rank.
+    """Cost of compression on this rank.
 
     Attributes:
-        encode_s, decode_s: Seconds of computing, before and after something is sent; on a GPU,
-            of queueing it there.
+        encode_s, decode_s: Seconds of computing before and after messages; on a GPU, of queueing
+            it there.
         wire_s: Seconds of waiting for messages; those of buckets under way at once add up.
     """
 
@@ -38,14 +38,15 @@ class Cost:
 
 @dataclass(frozen=True)
 class SliceExchange:
-    """What a method has in its hands while the nodes exchange one slice.
+    """The exchange of one slice between nodes.
 
     Attributes:
-        net: The channel of the ranks that have the slice, one of each node.
-        state: What this rank remembers of the slice.
+        net: Channel of the ranks that have the slice, one of each node.
+        state: This rank's state of the slice.
         borrow: Lends scratch memory, given the number of elements and their dtype.
-        step: How many steps have counted.
-        place: Tells slices apart: numbers that are the same on all nodes.
+        step: Steps that have counted.
+        position: Numbers of the bucket, of the slice, and of what it is cut into: the same on all
+            nodes, and different for all that random numbers are drawn for.
         cost: Is added to.
     """
 
@@ -53,35 +54,35 @@ class SliceExchange:
     state: SliceState
     borrow: Callable[[int, DTypeLike], AbstractContextManager[Array]]
     step: int
-    place: tuple[int, ...]
+    position: tuple[int, ...]
     cost: Cost = field(default_factory=Cost)
 
     def seeded(self, seed: int) -> "SliceExchange":
-        """Return the same exchange, with another chance."""
-        return replace(self, place=(*self.place, seed))
+        """Return the same exchange, with other random numbers."""
+        return replace(self, position=(*self.position, seed))
 
     def key(self, *numbers: int) -> int:
-        """Return 64 bits that differ with the step, the slice, the rank, and some numbers."""
-        text = repr((self.step, self.place, self.net.rank, numbers)).encode()
+        """Return 64 bits that differ with the step, the position, the rank, and `numbers`."""
+        text = repr((self.step, self.position, self.net.rank, numbers)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
     @contextmanager
     def borrow_bytes(self, sizes: Sequence[int]) -> Iterator[list[Array]]:
-        """Lend vectors of so many bytes each, which begin on cache lines."""
+        """Lend vectors of these sizes, which begin on cache lines."""
         ends = list(itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes))
         with self.borrow(ends[-1], np.uint8) as memory:
             yield [memory[start:start + size] for start, size in zip([0, *ends], sizes)]
 
     @contextmanager
     def encoding(self) -> Iterator[None]:
-        """Count the seconds within as those of encoding."""
+        """Count the seconds within as encoding."""
         began = time.perf_counter()
         yield
         self.cost.encode_s += time.perf_counter() - began
 
     @contextmanager
     def decoding(self) -> Iterator[None]:
-        """Count the seconds within as those of decoding."""
+        """Count the seconds within as decoding."""
         began = time.perf_counter()
         yield
         self.cost.decode_s += time.perf_counter() - began

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from ..buckets.bucket import Bucket
 from ..buckets.state import Wide
 from ..errors import ConfigError
 from ..gpu import vectors
@@ -17,31 +16,33 @@ Between = Callable[[SliceExchange, Wide, Wide | None], Schedule[bool]]
 def with_feedback(
     exchange: SliceExchange, x: Wide, lost: Wide | None, between: Between,
 ) -> Schedule[bool]:
-    """Return the schedule that adds a slice's residual to it, averages it, and keeps what is lost.
+    """Return the schedule that averages a slice plus its residual; what is lost is the next one.
 
     Args:
         exchange, x, lost: As for `Compressor.between`; nothing is lost.
-        between: How it is averaged.
+        between: Returns the schedule that averages.
 
     Source: Karimireddy et al., ICML 2019, algorithm 2.
     """
-    state = exchange.state
     if lost is not None:
         vectors.clear(lost)
     with exchange.encoding():
-        vectors.add(x, state.vector("residual"))
-    return between(exchange, x, state.next("residual"))
+        vectors.add(x, exchange.state.vector("residual"))
+    return between(exchange, x, exchange.state.next("residual"))
 
 
 class ErrorFeedback(Compressor):
-    """Remembers what another Reducer did not send, and adds it to the next gradients.
+    """Adds what another Reducer did not send to the next gradients.
 
     So nothing is lost for good: over time, the sum of all means is that of the gradients, but
-    for one residual. It takes twice the memory of this rank's share of the gradients (float32),
+    for one residual. It takes twice the memory of this rank's slices of the gradients (float32),
     one half for the case that a step does not count.
 
     Args:
         reducer: A Cast, an Int8, … One that feeds its errors back by itself is used as it is.
+
+    Raises:
+        ConfigError: The reducer does not compress.
 
     Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
     """
@@ -55,26 +56,22 @@ class ErrorFeedback(Compressor):
                 f"ErrorFeedback({reducer!r}): expected a Reducer that compresses, such as Int8(); "
                 f"a plain mean has no errors")
         self.reducer = reducer
-        self.on_gpus = reducer.on_gpus
+        self.on_gpus, self.whole_tensors = reducer.on_gpus, reducer.whole_tensors
 
     def __repr__(self) -> str:
         return f"ErrorFeedback({self.reducer!r})"
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors that are remembered; the same on all ranks."""
+        """The names of the vectors in its state; the same on all ranks."""
         return self.reducer.vector_names if self.reducer.feeds_back else ("residual",)
 
     def compresses(self, nodes: int, step: int) -> bool:
         """Return whether a step is compressed."""
         return self.reducer.compresses(nodes, step)
 
-    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
-        """Return where a bucket is cut into slices."""
-        return self.reducer.bounds(bucket, slices)
-
     def prepare(self, device: Device | None) -> None:
-        """Let the other Reducer do what takes long the first time."""
+        """Let the other Reducer compile what it needs."""
         self.reducer.prepare(device)
 
     def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:

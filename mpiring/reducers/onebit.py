@@ -2,24 +2,22 @@
 
 from ..arguments import whole_number
 from ..buckets.state import Wide
-from ..gpu.device import Device
 from ..transport.base import Schedule
-from . import two_phase
 from .codecs.signs import Sign
-from .compressor import Compressor
 from .exchange import SliceExchange
 from .feedback import with_feedback
+from .two_phase import Encoding
 
 
-class OneBit(Compressor):
+class OneBit(Encoding):
     """Sends signs, and for each block the mean magnitude; errors are fed back.
 
     A thirty-second of the bytes, and an eighth of that for the magnitudes. The first steps are not
     compressed: gradients are large and change direction then.
 
     Args:
-        block: So many numbers share a magnitude; a multiple of 32.
-        warmup_steps: So many steps are plain means.
+        block: Numbers that share a magnitude; a multiple of 32.
+        warmup_steps: First steps, which are plain means.
 
     Raises:
         ConfigError: A number is out of range.
@@ -29,11 +27,10 @@ class OneBit(Compressor):
     optimizer takes them.)
     """
 
-    feeds_back = on_gpus = True
+    feeds_back = True
 
     def __init__(self, block: int = 256, *, warmup_steps: int = 100) -> None:
-        super().__init__()
-        self._codec = Sign(block)
+        super().__init__(Sign(block))
         self.block, self.warmup_steps = block, whole_number("warmup_steps", warmup_steps, 0)
 
     def __repr__(self) -> str:
@@ -43,13 +40,6 @@ class OneBit(Compressor):
         """Return whether a step is compressed."""
         return nodes > 1 and step >= self.warmup_steps
 
-    def prepare(self, device: Device | None) -> None:
-        """Compile what encodes, where it is compiled."""
-        two_phase.prepare(self._codec, device)
-
     def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
-        return with_feedback(exchange, x, lost, self._signs)
-
-    def _signs(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
-        return two_phase.average(exchange, self._codec, x, lost)
+        return with_feedback(exchange, x, lost, super().between)

@@ -1,5 +1,6 @@
 """Sends matrices as products of two thin ones: one step of power iteration on each gradient."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import number, whole_number
-from ..buckets.bucket import Bucket
 from ..buckets.state import SliceState, Segment, Wide
 from ..errors import ConfigError
 from ..gpu.device import Device
@@ -17,7 +17,7 @@ from ..memory.arrays import is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import two_phase
-from .compressor import Compressor, bounds_by_tensor
+from .compressor import Compressor
 from .exchange import SliceExchange
 from .feedback import with_feedback
 
@@ -40,7 +40,7 @@ class PowerSGD(Compressor):
 
     Args:
         rank: r, from 1.
-        start_step: So many steps are plain means before.
+        start_step: Steps before, which are plain means.
         min_compression: A matrix is compressed if that takes at most its size over this.
         reducer: How P, Q and the vectors are averaged, such as Cast("bfloat16"); by default in
             float32.
@@ -52,7 +52,7 @@ class PowerSGD(Compressor):
     Source: Vogels, Karimireddy and Jaggi, NeurIPS 2019, algorithms 1 and 2.
     """
 
-    feeds_back = True
+    feeds_back = whole_tensors = True
 
     def __init__(self, rank: int = 2, *, start_step: int = 10, min_compression: float = 2.0,
                  reducer: Compressor | None = None, seed: int = 0) -> None:
@@ -63,9 +63,8 @@ class PowerSGD(Compressor):
             raise ConfigError(
                 f"PowerSGD(reducer={reducer!r}): expected one that remembers nothing, as Cast() "
                 f"or Int8()")
-        self.rank = whole_number("rank", rank, 1)
-        self.start_step, self.seed = whole_number("start_step", start_step, 0), whole_number(
-            "seed", seed, 0)
+        self.rank, self.seed = whole_number("rank", rank, 1), whole_number("seed", seed, 0)
+        self.start_step = whole_number("start_step", start_step, 0)
         self.reducer = reducer
 
     def __repr__(self) -> str:
@@ -77,12 +76,8 @@ class PowerSGD(Compressor):
         """Return whether a step is compressed."""
         return nodes > 1 and step >= self.start_step
 
-    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
-        """Return where a bucket is cut into slices."""
-        return bounds_by_tensor(bucket, slices)
-
     def prepare(self, device: Device | None) -> None:
-        """Let the inner Reducer do what takes long the first time."""
+        """Let the inner Reducer compile what it needs."""
         if self.reducer is not None:
             self.reducer.prepare(device)
 
@@ -95,29 +90,31 @@ class PowerSGD(Compressor):
         residual = np.empty_like(x) if lost is None else lost
         residual[...] = 0
         with exchange.encoding():
-            matrices = [self._matrix(exchange.state, one, x)
-                        for one in exchange.state.segments if self._rank_of(one)]
-            others = [one for one in exchange.state.segments if not self._rank_of(one)]
+            segments = exchange.state.segments
+            matrices = [self._matrix(exchange.state, segment, x)
+                        for segment in segments if self._rank_of(segment)]
+            others = [segment for segment in segments if not self._rank_of(segment)]
             # 1. P ← M Q, and its mean.
-            first = _packed([*(_product(one.q, one.m.T) for one in matrices),
-                             *(x[one.start:one.stop] for one in others)])
+            first = _packed([*(_product(matrix.q, matrix.m.T) for matrix in matrices),
+                             *(x[segment.start:segment.stop] for segment in others)])
         first_lost = yield from self._average(exchange, first)
         with exchange.encoding():
             finite = is_finite(first)
-            shapes, sizes = [one.p_shape for one in matrices], [one.size for one in others]
+            shapes = [matrix.p_shape for matrix in matrices]
+            sizes = [segment.size for segment in others]
             ps, means = _unpacked(first, shapes, sizes)
             losses = _unpacked(first_lost, shapes, sizes)[1]
             # 2. P ← orthonormal columns.
             ps = [orthogonal(p) for p in ps]
             # 3. Q ← Mᵀ P, and its mean.
-            second = _packed([_product(p, one.m) for p, one in zip(ps, matrices)])
+            second = _packed([_product(p, matrix.m) for p, matrix in zip(ps, matrices)])
         yield from self._average(exchange, second)
         with exchange.decoding():
             # 4. M ← P Qᵀ; the residual is what that lacks, and Q the next start.
-            qs = _unpacked(second, [one.q.shape for one in matrices], [])[0]
-            for one, p, q in zip(matrices, ps, qs):
-                _replace(one, p, q, residual)
-                self._remember(exchange, one, q)
+            qs = _unpacked(second, [matrix.q.shape for matrix in matrices], [])[0]
+            for matrix, p, q in zip(matrices, ps, qs):
+                _replace(matrix, p, q, residual)
+                self._start_from(exchange, matrix.segment.name, q)
             for segment, mean, loss in zip(others, means, losses):
                 x[segment.start:segment.stop] = mean
                 residual[segment.start:segment.stop] = loss
@@ -132,33 +129,32 @@ class PowerSGD(Compressor):
             yield from self.reducer.between(exchange, x, lost)
         return lost
 
-    def _rank_of(self, one: Segment) -> int:
+    def _rank_of(self, segment: Segment) -> int:
         """Return the rank with which a tensor is compressed; 0 if it travels as it is."""
-        if len(one.shape) < 2:
+        if len(segment.shape) < 2:
             return 0
-        n, m = one.shape[0], math.prod(one.shape[1:])
+        n, m = segment.shape[0], math.prod(segment.shape[1:])
         r = min(self.rank, n, m)
         return r if r * (n + m) * self.min_compression <= n * m else 0
 
-    def _matrix(self, state: SliceState, one: Segment, x: Wide) -> "_Matrix":
-        n, m = one.shape[0], math.prod(one.shape[1:])
-        m_view = x[one.start:one.stop].reshape(n, m)
-        q = state.array("Q", one.name, lambda: self._random(one.name, self._rank_of(one), m))
-        return _Matrix(one, m_view, q)
+    def _matrix(self, state: SliceState, segment: Segment, x: Wide) -> "_Matrix":
+        matrix = x[segment.start:segment.stop].reshape(segment.shape[0], -1)
+        return _Matrix(segment, matrix, state.array("Q", segment.name, lambda: self._random(
+            segment.name, self._rank_of(segment), matrix.shape[1])))
 
     def _random(self, name: str, r: int, m: int) -> Wide:
         """Return the first Q of a tensor, transposed; the same on all nodes."""
-        dice = np.random.default_rng([self.seed, *name.encode()])
-        return dice.standard_normal((r, m), np.float32)
+        random = np.random.default_rng([self.seed, *name.encode()])
+        return random.standard_normal((r, m), np.float32)
 
-    def _remember(self, exchange: SliceExchange, one: "_Matrix", q: Wide) -> None:
-        """Let Q be what the next step starts from."""
-        start = exchange.state.next("Q", one.segment.name)
+    def _start_from(self, exchange: SliceExchange, tensor: str, q: Wide) -> None:
+        """Let the next step start from `q`."""
+        start = exchange.state.next("Q", tensor)
         start[...] = q
         empty = ~q.any(axis=1)
         if empty.any():
             # A direction in which nothing was found would stay empty for ever.
-            start[empty] = self._random(f"{one.segment.name} {exchange.step}", *q.shape)[empty]
+            start[empty] = self._random(f"{tensor} {exchange.step}", *q.shape)[empty]
 
 
 @dataclass(frozen=True)
@@ -181,13 +177,13 @@ def _product(a: Wide, b: Wide) -> Wide:
     return out
 
 
-def _replace(one: _Matrix, p: Wide, q: Wide, residual: Wide) -> None:
-    """Replace a matrix by P Qᵀ, and keep what that lacks."""
-    n, m = one.m.shape
-    loss = residual[one.segment.start:one.segment.stop].reshape(n, m)
+def _replace(matrix: _Matrix, p: Wide, q: Wide, residual: Wide) -> None:
+    """Replace a matrix by P Qᵀ; what that lacks goes to the residual."""
+    n, m = matrix.m.shape
+    loss = residual[matrix.segment.start:matrix.segment.stop].reshape(n, m)
     rows = max(1, _BLOCK_BYTES // (4 * m))
     for start in range(0, n, rows):
-        block = one.m[start:start + rows]
+        block = matrix.m[start:start + rows]
         product = _product(p[:, start:start + rows].T, q)
         quietly(np.subtract, block, product, loss[start:start + rows])
         block[...] = product
@@ -206,20 +202,19 @@ def orthogonal(p: Wide) -> Wide:
             for other in rows[:i]:
                 row -= (row * other).sum() * other
             norm = float(np.sqrt((row * row).sum()))
-            # What is left is rounding: a direction of chance, the same on all nodes.
+            # What is left is rounding: a random direction, the same on all nodes.
             row[...] = row / norm if not norm <= 1e-6 * before else 0
     return rows.astype(np.float32)
 
 
-def _packed(parts: Sequence[NDArray[Any]]) -> Wide:
-    return np.concatenate([np.empty(0, np.float32), *(part.reshape(-1) for part in parts)])
+def _packed(arrays: Sequence[NDArray[Any]]) -> Wide:
+    return np.concatenate([np.empty(0, np.float32), *(x.reshape(-1) for x in arrays)])
 
 
 def _unpacked(x: Wide, shapes: Sequence[tuple[int, ...]],
               sizes: Sequence[int]) -> tuple[list[Wide], list[Wide]]:
     """Return views of matrices, and of vectors, that follow each other in `x`."""
-    lengths = [math.prod(shape) for shape in shapes]
-    parts = np.split(x, np.cumsum([*lengths, *sizes])[:-1]) if x.size else []
-    parts += [x[:0]] * (len(lengths) + len(sizes) - len(parts))
-    matrices = [part.reshape(shape) for part, shape in zip(parts, shapes)]
-    return matrices, parts[len(shapes):]
+    every = [*shapes, *((size,) for size in sizes)]
+    ends = list(itertools.accumulate(map(math.prod, every)))
+    views = [x[start:end].reshape(shape) for start, end, shape in zip([0, *ends], ends, every)]
+    return views[:len(shapes)], views[len(shapes):]

@@ -1,6 +1,6 @@
-"""Defines what a Reducer is: the seam between what is sent and when."""
+"""What a Reducer is: the seam between what is sent and when; and the plain mean."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..buckets.bucket import Bucket
 from ..operations.operation import Collectives
@@ -10,7 +10,8 @@ from ..transport.base import Schedule
 class Reducer(Protocol):
     """Leaves the mean over ranks in a bucket.
 
-    What has a memory from step to step builds on `compressor.Compressor`.
+    One with state from step to step builds on `compressor.Compressor`. One that can leave each
+    rank its own slice only, for less, has a method `scatter` besides; see `scatter_of`.
     """
 
     def __repr__(self) -> str:
@@ -34,3 +35,19 @@ class Mean:
     def reduce(self, collectives: Collectives, bucket: Bucket) -> Schedule[None]:
         """Return the schedule of an allreduce of the bucket."""
         return collectives.allreduce(bucket.vector, op="mean")
+
+    def scatter(self, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
+        """Return the schedule of a reduce-scatter of the bucket; see `scatter_of`."""
+        return collectives.reduce_scatter(
+            bucket.vector, op="mean", bounds=bucket.bounds(collectives.size))
+
+
+def scatter_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
+    """Return the schedule that leaves the mean in this rank's slice of `bucket.flat`.
+
+    That is slice `rank` of those of `bucket.bounds(size)`; with what `reduce` leaves there, but
+    perhaps summed in another order. The other slices are overwritten, or left as they are. By
+    `reducer.scatter`, or, where there is none, by `reducer.reduce`.
+    """
+    schedule: Schedule[Any] = getattr(reducer, "scatter", reducer.reduce)(collectives, bucket)
+    return schedule

@@ -4,15 +4,14 @@ import math
 import numpy as np
 
 from ..arguments import number, whole_number
-from ..buckets.bucket import Bucket
-from ..buckets.state import Segment, Wide
+from ..buckets.state import Wide
 from ..collectives import ring
 from ..memory.arrays import Array, is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import two_phase
 from .codecs import largest
-from .compressor import Compressor, bounds_by_tensor
+from .compressor import Compressor
 from .exchange import SliceExchange
 
 # The densities of the paper's warm-up, an epoch each: 1 - 75, 93.75, 98.4375, 99.6 %.
@@ -20,22 +19,22 @@ WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 
 
 class TopK(Compressor):
-    """Sends the largest numbers of each tensor, and keeps the others until they have grown.
+    """Sends the largest numbers of each tensor; the others are gathered until they are large.
 
-    With `momentum`, what is kept gathers momentum while it waits, as if it had been sent:
+    With `momentum`, what is not sent gathers momentum while it waits, as if it had been sent:
     the result is then what momentum SGD adds to the parameters, and the optimizer must be plain
     SGD, without momentum of its own. What is sent forgets its momentum. Without `momentum`, plain
     gradients are gathered, for any optimizer.
 
-    It takes twice the memory of this rank's share of the gradients (float32), with `momentum` four
-    times. Each tensor is compressed by one rank of a node.
+    It takes twice the memory of this rank's slices of the gradients (float32), with `momentum`
+    four times. Each tensor is compressed by one rank of a node.
 
     Args:
-        density: Of each tensor this share is sent, at least one number; above 0, up to 1.
+        density: Share of each tensor that is sent, at least one number; above 0, up to 1.
         momentum: From 0 to below 1.
         clip_norm: Scale each tensor's gradient down, before it is gathered, to a norm of
             at most this over the square root of the number of nodes; None does not.
-        warmup_steps: Over so many steps, in five equal stages, 25, 6.25, 1.56, 0.4 % and at last
+        warmup_steps: Steps in which, in five equal stages, 25, 6.25, 1.56, 0.4 % and at last
             `density` are sent. The paper's warm-up is five epochs.
 
     Raises:
@@ -44,7 +43,7 @@ class TopK(Compressor):
     Source: Lin, Han et al., ICLR 2018, algorithms 1 and 4, and section 3.
     """
 
-    feeds_back = True
+    feeds_back = whole_tensors = True
 
     def __init__(self, density: float = 0.001, *, momentum: float = 0.0,
                  clip_norm: float | None = None, warmup_steps: int = 0) -> None:
@@ -63,19 +62,15 @@ class TopK(Compressor):
 
     @property
     def vector_names(self) -> tuple[str, ...]:
-        """The names of the vectors that are remembered; the same on all ranks."""
+        """The names of the vectors in its state; the same on all ranks."""
         return ("residual", "momentum") if self.momentum else ("residual",)
 
     def compresses(self, nodes: int, step: int) -> bool:
-        """Return whether a step is compressed. On one node there may be momentum to add."""
+        """Return whether a step is compressed; on one node, to add momentum or to clip."""
         return nodes > 1 or self.momentum > 0 or self.clip_norm is not None
 
-    def bounds(self, bucket: Bucket, slices: int) -> list[int]:
-        """Return where a bucket is cut into slices."""
-        return bounds_by_tensor(bucket, slices)
-
     def density_at(self, step: int) -> float:
-        """Return which share is sent in a step."""
+        """Return the share that is sent in a step."""
         stage = len(WARMUP_DENSITIES) + 1
         if self.warmup_steps:
             stage = min(step * stage // self.warmup_steps, stage)
@@ -89,7 +84,7 @@ class TopK(Compressor):
             # 1. Clip; u ← m u + gradient; v ← v + u.
             gathered = self._gather(exchange, x)
         if exchange.net.size == 1:
-            # One node: nothing is to be sent, and no momentum is lost.
+            # One node: nothing is sent, and no momentum is forgotten.
             x[...] = gathered
             gathered[...] = 0
             return is_finite(x)
@@ -98,7 +93,7 @@ class TopK(Compressor):
             indices, finite = self._select(exchange, gathered)
             values = gathered[indices]
             if not finite:
-                # Every node shall see it.
+                # So that every node knows.
                 values[:1] = np.nan
             # 3. v, u ← 0 where they are sent.
             self._forget(exchange, gathered, indices)
@@ -113,16 +108,16 @@ class TopK(Compressor):
         return (yield from _average_sparse(exchange, x, values, indices))
 
     def _gather(self, exchange: SliceExchange, x: Wide) -> Wide:
-        """Add a gradient to what was kept of those before: momentum correction, and clipping.
+        """Add a gradient to those before: momentum correction, and clipping.
 
         Returns:
-            What has been gathered; not yet remembered.
+            The next residual, before anything is sent.
         """
         state = exchange.state
         if self.clip_norm is not None:
             limit = self.clip_norm / math.sqrt(exchange.net.size)
-            for one in state.segments:
-                quietly(_clip, x[one.start:one.stop], limit)
+            for segment in state.segments:
+                quietly(_clip, x[segment.start:segment.stop], limit)
         addend = x
         if self.momentum:
             addend = state.vector("momentum")
@@ -138,11 +133,13 @@ class TopK(Compressor):
         """Return the indices of what is to be sent, ascending, and whether all is finite."""
         density = self.density_at(exchange.step)
         found, finite = [np.empty(0, np.int64)], True
-        for place, one in enumerate(exchange.state.segments):
-            indices, ok = largest.select_largest(
-                gathered[one.start:one.stop], _count(one, density), exchange.key(place))
-            found.append(indices + one.start)
-            finite &= ok
+        for i, segment in enumerate(exchange.state.segments):
+            # At least one number, at most all.
+            k = min(segment.size, max(1, math.ceil(segment.size * density)))
+            indices, is_finite_here = largest.select_largest(
+                gathered[segment.start:segment.stop], k, exchange.key(i))
+            found.append(indices + segment.start)
+            finite &= is_finite_here
         return np.concatenate(found), finite
 
     def _forget(self, exchange: SliceExchange, gathered: Wide, indices: Array) -> None:
@@ -155,7 +152,11 @@ class TopK(Compressor):
 def _average_sparse(
     exchange: SliceExchange, x: Wide, values: Wide, indices: Array,
 ) -> Schedule[bool]:
-    """Replace `x` by the mean of all nodes' values, zeros elsewhere; return if it is finite."""
+    """Replace `x` by the mean of all nodes' values, zeros elsewhere.
+
+    Returns:
+        Whether it is finite.
+    """
     p, r, k, n = exchange.net.size, exchange.net.rank, indices.size, x.size
     with exchange.borrow_bytes([largest.packed_size(k, n)] * p) as payloads:
         with exchange.encoding():
@@ -165,20 +166,15 @@ def _average_sparse(
             x[...] = 0
             finite = True
             for payload in payloads:
-                theirs, places = largest.unpack(payload, k, n)
+                theirs, positions = largest.unpack(payload, k, n)
                 finite &= is_finite(theirs)
                 # No index comes twice from one node.
-                quietly(_add_at, x, places, theirs, np.float32(p))
+                quietly(_add_at, x, positions, theirs, np.float32(p))
     return finite
 
 
-def _add_at(x: Wide, places: Array, values: Wide, divisor: np.float32) -> None:
-    x[places] += values / divisor
-
-
-def _count(one: Segment, density: float) -> int:
-    """Return how many numbers of a tensor are sent."""
-    return min(one.size, max(1, math.ceil(one.size * density)))
+def _add_at(x: Wide, indices: Array, values: Wide, divisor: np.float32) -> None:
+    x[indices] += values / divisor
 
 
 def _clip(x: Wide, limit: float) -> None:

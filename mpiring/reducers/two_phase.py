@@ -1,8 +1,7 @@
-"""Averages vectors that travel encoded: each rank adds a chunk in float32, and encodes it again.
+"""Averages vectors between nodes: encoded, each rank adding a chunk in float32; or as they are.
 
-However many ranks there are, a number is rounded twice: by the rank that contributes it, and
-by the one that has added a chunk. What a rank itself contributes to its own chunk is not
-encoded at all.
+However many ranks there are, an encoded number is rounded twice: by the rank that contributes it,
+and by the one that adds its chunk. What a rank contributes to its own chunk is not encoded.
 """
 
 from collections.abc import Sequence
@@ -19,18 +18,46 @@ from ..memory.reduction import reduction
 from ..transport.base import Request, Schedule, together
 from .codecs import kernels
 from .codecs.base import Codec
+from .compressor import Compressor
 from .exchange import SliceExchange
 
-# How many strips are under way at once, each in a lane of its own; and how long their messages
-# are: long enough to be worth their latency, short enough that MPI sends both ways at once.
+# Strips under way at once, each in a lane of its own; and lengths of their messages: long enough
+# to be worth their latency, short enough that MPI sends both ways at once.
 _IN_FLIGHT = 3
 _LONGEST_BYTES, _SHORTEST_BYTES = 256 << 10, 16 << 10
 _IN_ALL_BYTES = 4 << 20
 
 
-def average(
-    exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None,
-) -> Schedule[bool]:
+class Encoding(Compressor):
+    """A Compressor whose messages are encoded.
+
+    Args:
+        codec: Encodes them.
+    """
+
+    on_gpus = True
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__()
+        self._codec = codec
+
+    def prepare(self, device: Device | None) -> None:
+        """Encode and decode one number, so that what is compiled is compiled now."""
+        x = vectors.zeros(1, np.float32, device)
+        codec = kernels.at(self._codec, x)
+        payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
+        for lost in (None, x):
+            codec.encode(x, payload, lost, 0)
+        codec.decode(payload, x)
+        codec.add(payload, x)
+
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Return the schedule that replaces a slice by its mean over nodes."""
+        return average(exchange, self._codec, x, lost)
+
+
+def average(exchange: SliceExchange, codec: Codec, x: Wide,
+            lost: Wide | None) -> Schedule[bool]:
     """Return the schedule that replaces `x` by its mean over ranks, all messages encoded.
 
     Each of the p ranks sends 2(p-1)/p of the payload of `x`. It goes in strips, of which a few
@@ -38,7 +65,7 @@ def average(
 
     Args:
         exchange, x, lost: As for `Compressor.between`.
-        codec: Encodes what is sent.
+        codec: Encodes the messages.
 
     Returns:
         Whether all contributions were finite.
@@ -54,23 +81,17 @@ def average(
 
     def lane(index: int) -> Schedule[bool]:
         """Average every third strip, one after the other."""
-        here = replace(exchange, net=exchange.net.lane(index))
-        finite = True
-        for place in range(index, count, _IN_FLIGHT):
-            finite &= yield from _average(
-                replace(here, place=(*here.place, place)), codec, strips[place], losses[place])
+        finite, net = True, exchange.net.lane(index)
+        for i in range(index, count, _IN_FLIGHT):
+            strip = replace(exchange, net=net, position=(*exchange.position, i))
+            finite &= yield from _average(strip, codec, strips[i], losses[i])
         return finite
 
     return all((yield from together(map(lane, range(_IN_FLIGHT)), _IN_FLIGHT)))
 
 
 def average_dense(exchange: SliceExchange, x: Wide) -> Schedule[None]:
-    """Return the schedule that replaces `x` by its mean over ranks, in place.
-
-    Args:
-        exchange: The ranks.
-        x: Shape (n,).
-    """
+    """Return the schedule that replaces `x`, shape (n,), by its mean over ranks, not encoded."""
     p = exchange.net.size
     with exchange.borrow(direct.inbox_size(x.size, p, x.itemsize), x.dtype) as inbox:
         yield from direct.allreduce(exchange.net, x, inbox, reduction("mean", x.dtype, p))
@@ -102,21 +123,9 @@ def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) 
     return finite
 
 
-def prepare(codec: Codec, device: Device | None) -> None:
-    """Encode and decode one number there, so that what is compiled is compiled now."""
-    x = vectors.zeros(1, np.float32, device)
-    codec = kernels.at(codec, x)
-    payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
-    for lost in (None, x):
-        codec.encode(x, payload, lost, 0)
-    codec.decode(payload, x)
-    codec.add(payload, x)
-
-
-def _add_own_chunk(
-    exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide], payloads: Sequence[Array],
-    inbox: Sequence[Array], losses: Sequence[Wide] | None,
-) -> Schedule[None]:
+def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide],
+                   payloads: Sequence[Array], inbox: Sequence[Array],
+                   losses: Sequence[Wide] | None) -> Schedule[None]:
     """Send every other rank its chunk, encoded; add what they send to this rank's own.
 
     Args:
@@ -125,8 +134,7 @@ def _add_own_chunk(
     """
     net = exchange.net
     p, r = net.size, net.rank
-    requests: list[Request] = [
-        net.irecv(inbox[s - 1], (r - s) % p) for s in range(1, p)]
+    requests: list[Request] = [net.irecv(inbox[s - 1], (r - s) % p) for s in range(1, p)]
     for s in range(1, p):
         dest = (r + s) % p
         with exchange.encoding():

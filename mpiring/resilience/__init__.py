@@ -1,4 +1,4 @@
-"""Keeps training right where machines fail: checkpoints, stopping in time, equal replicas."""
+"""Checkpoints, and stopping in time: what a training needs where jobs and machines fail."""
 
 from .checkpoint import Checkpoints
 from .random_state import random_state, set_random_state

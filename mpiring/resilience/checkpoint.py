@@ -1,4 +1,4 @@
-"""Saves the state of a training while it goes on, and gives back the newest that is whole."""
+"""Saves the state of a training in the background, and loads the newest complete checkpoint."""
 
 import os
 import time
@@ -26,8 +26,8 @@ class _Writing:
     Attributes:
         step: Of the training.
         folder: Where its files appear.
-        files: Done when this rank's are there.
-        publisher, published: On rank 0; done when all ranks' are, and the pointer points there.
+        files: Done when this rank's files are written.
+        publisher, published: On rank 0; done when the checkpoint is the newest.
     """
 
     step: int
@@ -45,27 +45,27 @@ class Checkpoints:
             ...
                 checkpoints.save(step, replicated={"params": params}, own={"random": ...})
 
-    `save` copies the state in memory and returns; a thread writes it. A checkpoint counts once all
-    ranks' files are whole and on the disk. What it holds is compared with hashes when it is read: a
-    damaged one is refused, with the reason, and the one before is taken.
+    `save` copies the state in memory and returns; a thread writes it. A checkpoint counts once the
+    files of all ranks are complete and on the disk. Hashes are compared when it is read: a damaged
+    checkpoint is refused, with the reason, and the one before is loaded.
 
     State is a nest of dicts, lists and tuples of arrays, numbers, texts, True, False, None. Nothing
     is pickled. Files are in the format of safetensors, with a manifest in JSON.
 
     Args:
-        folder: On a file system that all ranks share; made where it is missing. None keeps no
-            checkpoints: `load` finds none, and `save` does nothing.
+        folder: On a file system that all ranks share; made where it is missing. With None, `load`
+            finds no checkpoint, and `save` does nothing.
         comm: The ranks.
-        keep: How many of the newest stay, from 1.
+        keep: How many of the newest checkpoints stay, from 1.
         seed: Of the training; a checkpoint of another seed is refused.
 
     Attributes:
-        save_s: Seconds from a call of `save` until its checkpoint was complete, as far as this
-            rank knows; 0 before the first.
+        save_s: Seconds from the last call of `save` until this rank's part of it was complete, on
+            rank 0 the whole; 0 before the first.
 
     Raises:
         CheckpointError: Another job writes into the folder, or not all ranks can.
-        ConfigError: The ranks' arguments differ, or cannot work.
+        ConfigError: The ranks' arguments differ, or are wrong.
 
     Collective: yes. Blocking: yes.
     """
@@ -79,7 +79,7 @@ class Checkpoints:
         self._comm, self._keep = comm, whole_number("keep", keep, 1)
         self._seed = None if seed is None else whole_number("seed", seed)
         self._copies = {name: Copy() for name in (written_name(None), written_name(comm.rank))}
-        # One hashes, one writes, one publishes. The process does not end before they are done.
+        # To hash, to write and to publish. The process does not end before they are done.
         self._threads = ThreadPoolExecutor(3, "mpiring-checkpoint")
         self._refused: set[str] = set()
         self._writing: _Writing | None = None
@@ -103,12 +103,13 @@ class Checkpoints:
 
         Args:
             step: Of the training; from 0.
-            replicated: What all ranks have alike; only rank 0's is written.
-            own: What each rank has for itself, such as reducers' residuals and the state of random
-                numbers; None where there is nothing.
+            replicated: State that is equal on all ranks; rank 0's is written.
+            own: State of this rank, such as reducers' residuals and the state of random numbers;
+                None where there is none.
 
         Raises:
-            ConfigError: The state holds what cannot be saved; names the place. On all ranks.
+            ConfigError: The state holds something that cannot be saved; says what and where. On
+                all ranks.
             CheckpointError: The checkpoint before could not be written; says why. On all ranks.
             ClosedError: After `close`.
 
@@ -120,14 +121,14 @@ class Checkpoints:
             raise ClosedError(f"rank {self._comm.rank}: these checkpoints are closed; save before")
         began = time.monotonic()
         found, ranks = self._outlined(step, replicated, own)
-        # Of NumPy's no JSON can be made.
+        # JSON has no integers of NumPy.
         step = int(step)
         self.wait()
-        for name, one in found.items():
-            self._copies[name].take(one)
+        for name, outlined in found.items():
+            self._copies[name].take(outlined)
         self._count += 1
         written = self._folder / f"{WRITING}{self._token}-{self._count}"
-        # Each waits for those before it, at most.
+        # Each task waits only for tasks that were submitted before it.
         digests = {name: self._threads.submit(self._copies[name].digest) for name in found}
         files = self._threads.submit(self._write, written, digests, began)
         if self._comm.rank:
@@ -141,10 +142,10 @@ class Checkpoints:
 
     def _outlined(self, step: int, replicated: Any, own: Any) -> tuple[
             dict[str, Outline], list[int]]:
-        """Return what this rank is to write, and which ranks write something of their own.
+        """Return what this rank is to write, and which ranks write state of their own.
 
         Raises:
-            ConfigError: A rank cannot; on all ranks.
+            ConfigError: The state of a rank cannot be saved; on all ranks.
         """
         found, problem = {}, ""
         try:
@@ -167,7 +168,7 @@ class Checkpoints:
     def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
         try:
-            # Who has no file does not make the folder: rank 0 may have renamed it already.
+            # A rank without files does not make the folder: rank 0 may have renamed it already.
             if digests:
                 written.mkdir(exist_ok=True)
             for name, digest in digests.items():
@@ -190,11 +191,11 @@ class Checkpoints:
         self.save_s = time.monotonic() - began
 
     def wait(self) -> None:
-        """Return when what `save` has begun is written.
+        """Return when the last `save` is complete.
 
         Raises:
-            CheckpointError: It could not be; says why. On all ranks. The checkpoints before are
-                untouched, and another `save` may follow.
+            CheckpointError: It failed; says why. On all ranks. Earlier checkpoints are untouched,
+                and another `save` may follow.
 
         Collective: yes. Blocking: yes.
         """
@@ -216,14 +217,14 @@ class Checkpoints:
                                   f"{problem}. Those before are untouched")
 
     def load(self) -> Saved | None:
-        """Return the newest checkpoint that is whole; the same one on all ranks.
+        """Return the newest complete checkpoint; the same on all ranks.
 
         Returns:
-            None where the folder holds none. `own` is None, with the reason logged, where the
-            number of ranks was another.
+            None where the folder holds no checkpoint. `own` is None, with the reason logged, where
+            the number of ranks was another.
 
         Raises:
-            CheckpointError: There are some, but none can be used; says why.
+            CheckpointError: There are checkpoints, but none can be used; says why.
 
         Collective: yes. Blocking: yes.
         """
@@ -242,9 +243,9 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._let_go()
+            self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._closed = True
         if self._writing is not None and self._writing.publisher is not None:
             self._writing.publisher.give_up()
@@ -261,7 +262,7 @@ class Checkpoints:
         if error is None:
             self.close()
         else:
-            self._let_go()
+            self._release()
 
 
 def _problem_of(future: "Future[None] | None") -> str:

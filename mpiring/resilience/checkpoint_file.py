@@ -1,8 +1,8 @@
-"""Writes and reads one file of a checkpoint: a tree's arrays, in the format of safetensors.
+"""Writes and reads a file of a checkpoint: a tree's arrays, in the format of safetensors.
 
-The format is a header in JSON and the elements, one array after the other. It is written here, not
-by the package of that name, because the elements are hashed and synced on their way, out of one
-block of memory; and it is read here because that package's NumPy half knows no bfloat16.
+The format is a header in JSON and the elements, one array after the other. The package of that
+name is not used: elements are hashed and synced while they are written, out of one block of
+memory, and its NumPy interface has no bfloat16.
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -22,15 +22,15 @@ from ..errors import CheckpointError
 from .tree import Bytes, Outline
 
 SUFFIX = ".safetensors"
-# Where the header keeps the tree.
+# The key of the tree in the header.
 _TREE = "mpiring"
-# Written at a time. Python's lock is free meanwhile.
+# Bytes of a system call, during which Python's lock is free.
 _PIECE_BYTES = 8 << 20
 _HASH_DIGITS = 32
 
 
 class Copy:
-    """A tree, copied into memory of its own, which later copies use again."""
+    """A copy of a tree, in memory that later copies use again."""
 
     def __init__(self) -> None:
         self._memory = np.empty(0, np.uint8)
@@ -39,7 +39,7 @@ class Copy:
 
     def take(self, outline: Outline) -> None:
         """Copy the arrays of a tree."""
-        # Long elements first: then all are aligned, without gaps, which the format forbids.
+        # Long elements first: so all are aligned, without gaps, which the format forbids.
         leaves = sorted(outline.leaves.items(), key=lambda item: -item[1].itemsize)
         header: dict[str, Any] = {"__metadata__": {_TREE: outline.text}}
         end = 0
@@ -48,7 +48,7 @@ class Copy:
             start, end = end, end + leaf.nbytes
             header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         if self._memory.size < end:
-            self._memory = np.empty(0, np.uint8)     # before the new memory is taken
+            self._memory = np.empty(0, np.uint8)     # freed before the new memory is allocated
             self._memory = np.empty(end, np.uint8)
         for name, leaf in leaves:
             start, stop = header[name]["data_offsets"]
@@ -58,17 +58,17 @@ class Copy:
         self._header, self._nbytes = len(text).to_bytes(8, "little") + text, end
 
     def write(self, folder: Path, name: str, digest: "Future[str]") -> str:
-        """Write it to a file, whose name shows a hash of its content, and return that name.
+        """Write the copy to a file with a hash of its content in its name; return the name.
 
-        The file has this name only once it is whole and on the disk.
+        The file gets this name once it is complete and on the disk.
 
         Args:
-            folder: Where.
-            name: Of the file, but for the hash.
-            digest: Of what `digest` returns, in another thread.
+            folder: Where to write it.
+            name: Of the file, without the hash.
+            digest: The result of `digest`, from another thread.
 
         Raises:
-            OSError: As where the disk is full. What was written is deleted.
+            OSError: Such as a full disk. What was written is deleted.
         """
         unfinished = folder / f"{name}.unfinished"
         data = self._memory[:self._nbytes].data
@@ -86,7 +86,7 @@ class Copy:
         return complete
 
     def digest(self) -> str:
-        """Return a hash of what `write` writes."""
+        """Return a hash of the content of the file."""
         found = hashlib.sha256(self._header)
         found.update(self._memory[:self._nbytes].data)
         return found.hexdigest()[:_HASH_DIGITS]
@@ -99,7 +99,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds.
+    """The content of a file.
 
     Attributes:
         text: The tree; see Outline.
@@ -111,7 +111,7 @@ class Content:
 
 
 def name_of(file: str) -> str:
-    """Return what a file was called when it was written, without its hash."""
+    """Return the name of a file without its hash."""
     return file.removesuffix(SUFFIX).rpartition(".")[0]
 
 
@@ -119,11 +119,11 @@ def read(path: Path, nbytes: int) -> Content:
     """Read a file, and check it.
 
     Args:
-        path: As `Copy.write` has named it.
+        path: With the name that `Copy.write` gave it.
         nbytes: Its length.
 
     Raises:
-        CheckpointError: It is not what was written; says why.
+        CheckpointError: It differs from what was written; says how.
     """
     try:
         with open(path, "rb") as file:
@@ -157,7 +157,8 @@ def _read(file: Any, name: str, nbytes: int) -> Content:
         bounds = {key: entry["data_offsets"] for key, entry in header.items()}
         data, end = {}, 0
         for key, (start, stop) in bounds.items():
-            # Nothing is believed yet: a flipped bit must not ask for all memory.
+            # Checked, since the hash is not verified yet: a flipped bit must not allocate all
+            # memory.
             if start != end or not start <= stop <= nbytes - 8 - length:
                 raise damaged
             data[key], end = take(stop - start), stop
@@ -169,7 +170,7 @@ def _read(file: Any, name: str, nbytes: int) -> Content:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk."""
+    """Sync the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""Knows what lies where in a folder of checkpoints, which one is the newest, and who writes."""
+"""The layout of a folder of checkpoints: which is the newest, and which job may write."""
 
 import fcntl
 import hashlib
@@ -28,10 +28,11 @@ POINTER = "latest"
 _LOCK = "lock"
 # A checkpoint: its number in this folder, which grows, and its step.
 _NAME = re.compile(r"(\d{6,})-step-\d+")
-# How long a node may take to see what another has done, as over NFS.
+# How long a change may take to appear on other nodes, as over NFS.
 PATIENCE_S = 5.0
 PAUSE_S = 0.1
-# What nobody will finish, what was being deleted, and what shows that ranks share the folder.
+# Prefixes: of a checkpoint that is being written, of one that is being deleted, and of the files
+# by which ranks find out whether they share the folder.
 WRITING, DELETING, MARK = ".writing-", ".deleting-", ".mark-"
 
 
@@ -46,11 +47,11 @@ def _number(name: str) -> int:
 
 
 def candidates(folder: Path) -> tuple[list[str], str]:
-    """Return the checkpoints that a job may go on from, the newest first.
+    """Return the checkpoints that a job may resume from, the newest first.
 
     Returns:
-        Names; and what is wrong with the pointer, or "". What is newer than the pointer says was
-        not finished when its job ended.
+        Names; and what is wrong with the pointer, or "". Checkpoints that are newer than the
+        pointer were not finished when their job ended.
     """
     names = complete(folder)
     try:
@@ -65,13 +66,13 @@ def candidates(folder: Path) -> tuple[list[str], str]:
 
 
 def publish(folder: Path, written: Path, step: int, manifest: Mapping[str, Any]) -> str:
-    """Let a checkpoint, all of whose files are there, become the newest; return its name.
+    """Make a checkpoint with complete files the newest; return its name.
 
     Args:
         folder: Of checkpoints.
         written: The folder in it that has the files; renamed.
         step: Of the checkpoint.
-        manifest: What is to be known of it.
+        manifest: Facts about it.
 
     Raises:
         OSError: It is not published, and the one before is still the newest.
@@ -108,7 +109,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Raises:
-        CheckpointError: It is not what was written, or not mpiring's; says why.
+        CheckpointError: It differs from what was written, or is not mpiring's; says why.
     """
     try:
         found = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
@@ -134,7 +135,7 @@ def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
     Args:
         folder: Of checkpoints.
         keep: How many of the newest stay.
-        refused: Those that cannot be used, which do not count.
+        refused: Names of those that cannot be used, which do not count.
     """
     names = complete(folder)
     good = [name for name in names if name not in refused]
@@ -144,7 +145,7 @@ def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, at once as far as its name goes; if that fails, say so."""
+    """Delete a checkpoint, its name first; log a warning if that fails."""
     try:
         doomed = path
         if not path.name.startswith("."):
@@ -160,7 +161,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Delete what jobs that are gone have left unfinished."""
+    """Delete what earlier jobs have left unfinished."""
     for entry in list(folder.iterdir()):
         if entry.name.startswith((WRITING, DELETING, MARK)):
             remove(entry)
@@ -176,7 +177,7 @@ class Lock:
         held: Whether the file system has locks.
 
     Raises:
-        CheckpointError: Another job writes there, and goes on to; says which.
+        CheckpointError: Another job writes there; says which.
         OSError: The folder cannot be written to.
     """
 
@@ -204,7 +205,7 @@ class Lock:
         self._file.flush()
 
     def _take(self) -> None:
-        """Lock the file; a job that was just ended may hold it for a moment."""
+        """Lock the file, which a job that has just ended may hold for a moment longer."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -215,7 +216,7 @@ class Lock:
             time.sleep(PAUSE_S)
 
     def release(self) -> None:
-        """Let others write."""
+        """Let other jobs write."""
         self._close()
 
 
@@ -225,14 +226,14 @@ def where(comm: Communicator) -> str:
 
 
 def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
-    """Make a folder of checkpoints where there is none, and keep other jobs from it.
+    """Make a folder of checkpoints where it is missing, and lock it against other jobs.
 
     Returns:
-        A text that no other job has; and on rank 0, what keeps others out.
+        A text that is unique to this job; and, on rank 0, the lock.
 
     Raises:
-        CheckpointError: Another job uses it, it cannot be written to, or a rank has another
-            folder of this name.
+        CheckpointError: Another job uses the folder, it cannot be written to, or a rank has
+            another folder of this name.
 
     Collective: yes. Blocking: yes.
     """
@@ -258,7 +259,7 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
-    """Let each rank leave a mark in the folder, and rank 0 look for all of them."""
+    """Leave a mark in the folder on each rank, and look for all of them on rank 0."""
     mark = folder / f"{MARK}{token}-{comm.rank}"
     ranks = comm.allgather_object((where(comm), _touched(mark)))
     lost: list[int] = []
@@ -278,21 +279,21 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
 
 
 def _touched(mark: Path) -> str:
-    """Leave an empty file; return why that cannot be done, or ""."""
+    """Make an empty file; return why that failed, or ""."""
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
             mark.touch()
             return ""
         except OSError as exc:
-            # Rank 0 may just have made the folder.
+            # Rank 0 may have made the folder just now.
             if not isinstance(exc, FileNotFoundError) or time.monotonic() > end:
                 return exc.strerror or str(exc)
         time.sleep(PAUSE_S)
 
 
 def _unmarked(folder: Path, marks: list[str]) -> list[int]:
-    """Return the ranks whose marks do not appear."""
+    """Return the ranks whose marks are missing."""
     end = time.monotonic() + PATIENCE_S
     while True:
         there = {entry.name for entry in folder.iterdir()}

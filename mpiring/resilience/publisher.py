@@ -1,4 +1,4 @@
-"""Waits on rank 0, beside the training, for the files of all ranks, and makes them a checkpoint."""
+"""Waits on rank 0, in the background, for the files of all ranks; makes them a checkpoint."""
 
 import sys
 import threading
@@ -8,39 +8,39 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from . import folder as places
 from .checkpoint_file import SUFFIX, name_of
+from .folder import FORMAT, VERSION, publish, thin_out
 
-# Pauses between two looks, each half as long again as the one before.
+# Pauses between two looks; each is half as long again as the last.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
 _NOTE = ".failed"
 
 
 def written_name(rank: int | None) -> str:
-    """Return what a rank's file is called, but for its hash; None for what is replicated."""
+    """Return the name of a rank's file, without its hash; None for the replicated state."""
     return "replicated" if rank is None else f"rank-{rank:05d}"
 
 
 def leave_note(written: Path, rank: int, problem: str) -> None:
-    """Tell rank 0, which would wait for this rank's file, that it will not come."""
+    """Leave a note for rank 0, which would wait for this rank's file in vain."""
     try:
         (written / f"{written_name(rank)}{_NOTE}").write_text(problem)
     except OSError:
-        # Rank 0 hears of it when the ranks meet next, at the latest.
+        # Rank 0 learns it in the next `wait`.
         return
 
 
 class Publisher:
     """Makes one checkpoint out of the files of all ranks.
 
-    Files tell by their names that they are whole. No message is needed, so that nothing waits
-    until the ranks meet again, and no thread but the training's calls MPI.
+    The name of a file shows that it is complete. So a checkpoint is published without a message:
+    before the ranks communicate again, and with no thread but the training's in MPI.
 
     Args:
         folder: Of checkpoints.
         written: The folder in it where the files appear.
-        names: What they are called, but for their hashes.
-        timeout_s: Give up when so long none has appeared; 0 waits for ever.
+        names: Of the files, without their hashes.
+        timeout_s: Give up when no file has appeared for so long; 0 waits for ever.
     """
 
     def __init__(self, folder: Path, written: Path, names: Collection[str],
@@ -50,34 +50,34 @@ class Publisher:
         self._gave_up = threading.Event()
 
     def give_up(self) -> None:
-        """Let `publish` raise, if it still waits."""
+        """Make `publish` raise, if it is still waiting."""
         self._gave_up.set()
 
     def publish(self, facts: Mapping[str, Any], keep: int, refused: set[str]) -> str:
-        """Wait for the files, write the manifest, and let the pointer point here; then thin out.
+        """Wait for the files, publish the checkpoint, and thin out the old ones.
 
         Args:
-            facts: What the manifest tells besides; `step` among them.
+            facts: Of the manifest; `step` among them.
             keep, refused: As for `thin_out`.
 
         Returns:
             The name of the checkpoint.
 
         Raises:
-            CheckpointError: A rank has failed, or not come.
+            CheckpointError: A rank has failed, or its file has not appeared.
             OSError: The folder cannot be written to.
         """
         files = self._arrived()
         manifest = {
-            "format": places.FORMAT, "version": places.VERSION, **facts,
+            "format": FORMAT, "version": VERSION, **facts,
             "written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "versions": _versions(),
             "files": {name: (self._written / name).stat().st_size for name in sorted(files)}}
-        name = places.publish(self._folder, self._written, facts["step"], manifest)
-        places.thin_out(self._folder, keep, refused)
+        name = publish(self._folder, self._written, facts["step"], manifest)
+        thin_out(self._folder, keep, refused)
         return name
 
     def _arrived(self) -> list[str]:
-        """Return the files' names when all are there."""
+        """Return the names of the files when all have appeared."""
         pause_s, seen, moved_s = _FIRST_PAUSE_S, 0, time.monotonic()
         while True:
             names = [path.name for path in self._written.iterdir()]
@@ -99,7 +99,7 @@ class Publisher:
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions of what can change a training's bits."""
+    """Return the versions of packages that can change the bits of a training."""
     found = {"python": sys.version.split()[0]}
     for name in ("mpiring", "mpi4py", "numpy", "torch"):
         if name in sys.modules:

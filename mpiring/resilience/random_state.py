@@ -1,4 +1,4 @@
-"""Keeps the state of Python's and NumPy's global random numbers, to go on with the same ones."""
+"""Reads and sets the state of Python's and NumPy's global random numbers."""
 
 import random
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers that followed when `random_state` was called.
+    """Continue with the random numbers that followed `random_state`.
 
     Raises:
-        ConfigError: It is no such state.
+        ConfigError: Not such a state.
 
     Collective: no.
     """

@@ -1,4 +1,4 @@
-"""Finds the newest checkpoint that all ranks can go on from, and reads it on all of them."""
+"""Finds the newest checkpoint that all ranks can resume from, and reads it on all of them."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -10,8 +10,8 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..errors import CheckpointError
-from . import folder as places
 from .checkpoint_file import Content, name_of, read
+from .folder import candidates, read_manifest
 from .publisher import written_name
 from .tree import Kind, rebuild
 
@@ -25,9 +25,9 @@ class Saved:
     Attributes:
         name: Of its folder.
         step: Of the training.
-        size: Of the job that saved it.
-        replicated: As rank 0 has saved it.
-        own: As this rank has saved it; None if it has not, or if the number of ranks is another.
+        size: Number of ranks that saved it.
+        replicated: State of all ranks, saved by rank 0.
+        own: State of this rank; None if it saved none, or if the number of ranks was another.
     """
 
     name: str
@@ -44,8 +44,8 @@ class Reader:
         folder: Of checkpoints.
         comm: The ranks.
         kinds: The arrays that states may hold.
-        seed: Of the training; None where any will do.
-        refused: The names of those that cannot be used are added to it.
+        seed: Of the training; None accepts any.
+        refused: The names of checkpoints that cannot be used are added to it.
     """
 
     def __init__(self, folder: Path, comm: Communicator, kinds: Sequence[Kind], seed: int | None,
@@ -54,13 +54,13 @@ class Reader:
         self._seed, self._refused = seed, refused
 
     def newest(self) -> Saved | None:
-        """Return the newest that is whole, or None where there is none at all; see Checkpoints.
+        """Return the newest complete checkpoint; None where there is none; see Checkpoints.
 
         Collective: yes. Blocking: yes.
         """
-        names, remark = self._on_rank_0(lambda: places.candidates(self._folder))
+        names, remark = self._on_rank_0(lambda: candidates(self._folder))
         if remark:
-            self._say(f"{self._folder}: {remark}; the newest checkpoint is looked for instead")
+            self._warn(f"{self._folder}: {remark}; the newest checkpoint is looked for instead")
         problems = []
         for name in names:
             try:
@@ -68,7 +68,7 @@ class Reader:
             except CheckpointError as exc:
                 problems.append(f"checkpoint {name} is refused: {exc}")
                 self._refused.add(name)
-                self._say(f"{self._folder}: {problems[-1]}")
+                self._warn(f"{self._folder}: {problems[-1]}")
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self._folder} can be used: {'; '.join(problems)}. To begin "
@@ -79,10 +79,10 @@ class Reader:
         """Read a checkpoint.
 
         Raises:
-            CheckpointError: Some rank cannot use it; the same on all ranks.
+            CheckpointError: A rank cannot use it; the same on all ranks.
         """
         path = self._folder / name
-        manifest = self._on_rank_0(lambda: places.read_manifest(path))
+        manifest = self._on_rank_0(lambda: read_manifest(path))
         if self._seed is not None and manifest["seed"] != self._seed:
             raise CheckpointError(f"it is of seed {manifest['seed']}, not {self._seed}")
         files = {name_of(file): (file, nbytes) for file, nbytes in manifest["files"].items()}
@@ -90,15 +90,15 @@ class Reader:
         wanted = [written_name(self._comm.rank)] if same_size else []
         if self._comm.rank == 0:
             wanted.append(written_name(None))
-        found, problem = _read_all(path, {one: files[one] for one in wanted if one in files})
+        found, problem = _read_all(path, {name: files[name] for name in wanted if name in files})
         where = f"rank {self._comm.rank}: {problem}" if problem else ""
         for text in self._comm.allgather_object(where):
             if text:
                 raise CheckpointError(text)
         if not same_size and len(files) > 1:
-            self._say(
-                f"{path}: what each of {manifest['size']} ranks had for itself (residuals, random "
-                f"numbers) cannot be given to {self._comm.size}, and is left out")
+            self._warn(
+                f"{path}: the own state of {manifest['size']} ranks (residuals, random numbers) "
+                f"does not fit {self._comm.size} ranks, and is left out")
         replicated = self._shared(found.get(written_name(None)))
         own = found.get(written_name(self._comm.rank))
         return Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
@@ -108,7 +108,7 @@ class Reader:
         return rebuild(content.text, content.data, self._kinds)
 
     def _shared(self, content: Content | None) -> Content:
-        """Return on all ranks what rank 0 has read: no disk serves as fast as the network."""
+        """Return on all ranks what rank 0 has read: the network is faster than a shared disk."""
         sizes = None if content is None else {name: x.size for name, x in content.data.items()}
         text = None if content is None else content.text
         text, sizes = self._comm.broadcast_object((text, sizes), root=0)
@@ -119,10 +119,10 @@ class Reader:
         return Content(text or "", data)
 
     def _on_rank_0(self, function: Callable[[], Any]) -> Any:
-        """Return on all ranks what a function returns on rank 0.
+        """Call a function on rank 0, and return its result on all ranks.
 
         Raises:
-            CheckpointError: Rank 0 did; on all ranks.
+            CheckpointError: It failed; on all ranks.
         """
         result, problem = None, ""
         if self._comm.rank == 0:
@@ -135,14 +135,14 @@ class Reader:
             raise CheckpointError(problem)
         return result
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             _log.warning("%s", text)
 
 
 def _read_all(path: Path, files: Mapping[str, tuple[str, int]],
               ) -> tuple[dict[str, Content], str]:
-    """Read some files of a checkpoint; return their contents, and what is wrong, or ""."""
+    """Read files of a checkpoint; return their contents, and what is wrong, or ""."""
     found = {}
     for name, (file, nbytes) in files.items():
         try:

@@ -1,4 +1,4 @@
-"""Lets all ranks stop at the same step: on a signal, or before the time of a job is over."""
+"""Stops all ranks at the same step: on a signal, or before the time of a job is over."""
 
 import logging
 import os
@@ -18,16 +18,16 @@ from ..launch.environment import job_end
 
 _log = logging.getLogger("mpiring")
 
-# A step as long as this can afford to wait for the answer: some 0.1 ms.
+# Steps from this length on wait for the answer, which takes some 0.1 ms.
 _LONG_STEP_S = 0.25
-# How much of a long step is forgotten with each one after it.
+# A long step fades by this factor with each step after it.
 _FADING = 0.98
-# Of what a checkpoint took last time; the next one may take longer.
+# Reserved, in multiples of the last checkpoint and step: the next may take longer.
 _SAVES, _STEPS = 2.0, 2.0
-# Kept for a checkpoint while nobody knows how long one takes: this share of the time, at most so
-# many seconds; and in any case so many.
+# Reserved while no checkpoint was measured: a share of the time, at most so many seconds; and the
+# least that is reserved in any case.
 _UNKNOWN_SHARE, _UNKNOWN_S, _LEAST_S = 0.05, 60.0, 0.5
-# Within so many seconds, the same signal is the same wish: launchers pass on what the ranks have
+# Within this time the same signal is the same wish: launchers pass on signals that the ranks have
 # received themselves.
 _TWICE_S = 1.0
 
@@ -35,13 +35,13 @@ _Handler = Callable[[int, FrameType | None], Any] | int | None
 
 
 class _Saves(Protocol):
-    """What is asked of Checkpoints: how long the last one took."""
+    """What is needed of Checkpoints: the time of the last `save`."""
 
     save_s: float
 
 
 class Stopping:
-    """Tells all ranks at the same step that they are to stop.
+    """Decides for all ranks, at the same step, to stop.
 
         with Stopping(comm, time_limit_s=3600, checkpoints=checkpoints) as stopping:
             for batch in batches:
@@ -49,28 +49,28 @@ class Stopping:
                     checkpoints.save(...)
                     break
 
-    A signal to any rank stops all of them, and so does the end of the time: of `time_limit_s`, or
-    of the Slurm job, where Slurm tells when that is. Of the time, as much is kept as two steps and
-    two checkpoints take, as measured, on the slowest rank.
+    A signal to any rank stops all ranks, and so does the end of the time: of `time_limit_s`, or of
+    the Slurm job, where Slurm announces it. The measured time of two steps and two checkpoints, on
+    the slowest rank, is reserved.
 
     Ranks ask each other in the background, from one call of `now` to the next: so they stop one
     step late. Where a step takes longer than 0.25 s, they wait for the answer.
 
-    A signal also calls the Python handler that was there before. The same signal once more, a
-    second later or after that, does what it did before: most end the process.
+    A signal also calls the earlier Python handler. The same signal again, at least a second later,
+    does what it did before: most end the process.
 
     Args:
         comm: The ranks.
         time_limit_s: From now on; None for no limit but Slurm's.
-        checkpoints: Whose time to save is kept.
-        margin_s: Time to keep instead.
+        checkpoints: Their time to save is reserved.
+        margin_s: Time to reserve instead of what was measured.
         signals: Those that stop.
 
     Attributes:
         reason: Why all stop, such as "SIGUSR1 on rank 2"; "" before.
 
     Raises:
-        ConfigError: A number cannot work, or this is not the main thread.
+        ConfigError: A number is wrong, or this is not the main thread.
 
     Collective: no. Blocking: no.
     """
@@ -97,8 +97,8 @@ class Stopping:
         self._arrivals: dict[int, float] = {}
         self.reason = ""
         try:
-            for one in signals:
-                self._before[one] = signal.signal(one, self._arrived)
+            for signum in signals:
+                self._before[signum] = signal.signal(signum, self._arrived)
         except (OSError, TypeError, ValueError) as exc:
             self._restore()
             raise ConfigError(
@@ -106,7 +106,7 @@ class Stopping:
                 f"as [signal.SIGUSR1], and make Stopping in the main thread") from exc
 
     def now(self) -> bool:
-        """Return whether all ranks stop here; to be called once per step.
+        """Return whether all ranks stop here; call it once per step.
 
         Raises: as `comm.allreduce`.
 
@@ -127,7 +127,7 @@ class Stopping:
         self._called = now
 
     def _ask(self) -> None:
-        """Begin to tell the other ranks whether this one wants to stop, and what it measured."""
+        """Begin to exchange which ranks are to stop, and what they measured."""
         save_s = 0.0 if self._checkpoints is None else self._checkpoints.save_s
         if not self._mine:
             self._mine = self._out_of_time()
@@ -135,7 +135,7 @@ class Stopping:
         self._handle = self._comm.iallreduce(x, op="max")
 
     def _answered(self) -> bool:
-        """Return whether any rank wanted to stop when all were asked."""
+        """Return whether any rank was to stop at the last exchange."""
         if self._handle is None:
             return False
         stop, self._slowest_step_s, self._slowest_save_s = self._handle.wait().tolist()
@@ -148,24 +148,24 @@ class Stopping:
         return bool(stop)
 
     def _out_of_time(self) -> str:
-        """Return which time is nearly over, or ""."""
+        """Return the name of a time that is nearly over, or ""."""
         for what, end, total_s in self._ends:
             if time.time() >= end - self._margin(total_s):
                 return what
         return ""
 
     def _margin(self, total_s: float) -> float:
-        """Return how many seconds the last steps and a checkpoint will take."""
+        """Return the seconds to reserve for the last steps and a checkpoint."""
         if self._margin_s is not None:
             return self._margin_s
         save_s = _SAVES * self._slowest_save_s or min(_UNKNOWN_SHARE * total_s, _UNKNOWN_S)
         return max(_LEAST_S, save_s + _STEPS * self._slowest_step_s)
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal; where that was done before, let it do what it always did."""
+        """Note a signal; the second time, do what it did before."""
         before, now = self._before[number], time.monotonic()
         since_s = now - self._arrivals.setdefault(number, now)
-        # A worker that was forked meanwhile is to end, too.
+        # A forked worker is to end, too.
         if os.getpid() != self._process or since_s > _TWICE_S:
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
@@ -175,9 +175,9 @@ class Stopping:
                 before(number, frame)
 
     def close(self) -> None:
-        """Let signals do what they did before.
+        """Restore the earlier handlers of signals.
 
-        Collective: yes, if the ranks have not stopped: they wait for the last answer.
+        Collective: yes, if the ranks have not stopped: they wait for the last exchange.
         """
         self._restore()
         if self._handle is not None:
@@ -194,7 +194,7 @@ class Stopping:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
-        # After an exception the other ranks do not come.
+        # After an exception the other ranks may not call.
         if error is None:
             self.close()
         else:
@@ -202,7 +202,7 @@ class Stopping:
 
 
 def _ends(time_limit_s: float | None) -> list[tuple[str, float, float]]:
-    """Return what ends when, and how long that is from now."""
+    """Return what ends, when, and in how many seconds from now."""
     now, found = time.time(), []
     if time_limit_s is not None:
         found.append((f"the time limit of {time_limit_s:g} s", now + time_limit_s, time_limit_s))
@@ -211,5 +211,5 @@ def _ends(time_limit_s: float | None) -> list[tuple[str, float, float]]:
         clock = time.strftime("%H:%M:%S", time.localtime(end))
         found.append((f"the end of the Slurm job at {clock}", end, end - now))
     elif end is not None:
-        _log.warning("SLURM_JOB_END_TIME is over: the time limit was changed, and is not known")
+        _log.warning("SLURM_JOB_END_TIME is over: the time limit was changed, and is unknown")
     return found

@@ -1,10 +1,10 @@
-"""Takes a nest of dicts, lists and arrays apart, into JSON and bytes, and rebuilds it."""
+"""Takes a tree of dicts, lists and arrays apart, into JSON and bytes, and rebuilds it."""
 
 import collections
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, MissingDependencyError
 from ..gpu.arrays import is_on_gpu
 from ..memory.arrays import dtype_name
+from ..memory.nests import Path
 
 Bytes = NDArray[np.uint8]
 
-# How the safetensors format calls dtypes. What it has no name for is stored as pairs.
+# The names of dtypes in the safetensors format. Those without a name are stored as pairs.
 STORED = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
@@ -29,7 +30,7 @@ _DICTS: dict[str, type[dict[Any, Any]]] = {
 
 
 class Kind(Protocol):
-    """One kind of arrays that trees may hold.
+    """A kind of arrays that trees may hold.
 
     Attributes:
         name: In the files.
@@ -38,7 +39,7 @@ class Kind(Protocol):
     name: str
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape; None if `x` is of another kind. Raises ConfigError."""
+        """Return dtype and shape; None for other objects. Raises ConfigError."""
 
     def copy(self, x: Any, out: Bytes) -> None:
         """Copy the elements of `x`, in C order, to `out`."""
@@ -53,7 +54,7 @@ class Arrays:
     name = "array"
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape of an array; None if it is none."""
+        """Return dtype and shape of an array; None for other objects."""
         if type(x) is not np.ndarray:
             return None
         return dtype_name(x.dtype), x.shape
@@ -68,7 +69,7 @@ class Arrays:
             known = np.dtype(dtype)
         except TypeError as exc:
             raise MissingDependencyError(
-                f"the checkpoint holds {dtype}, which NumPy knows once ml_dtypes is imported: "
+                f"the checkpoint holds {dtype}, which NumPy has once ml_dtypes is imported: "
                 f"pip install ml_dtypes, and import it before load()") from exc
         return data.view(known).reshape(shape)
 
@@ -79,7 +80,7 @@ class Scalars(Arrays):
     name = "scalar"
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape of a scalar; None if it is none."""
+        """Return dtype and shape of a scalar; None for other objects."""
         return (dtype_name(x.dtype), ()) if isinstance(x, np.generic) else None
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
@@ -88,24 +89,24 @@ class Scalars(Arrays):
 
 
 class DeviceArrays(Arrays):
-    """CuPy's arrays; read on the GPU that is current then."""
+    """CuPy's arrays; loaded on the GPU that is current then."""
 
     name = "gpu_array"
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape of an array; None if it is none."""
-        # What is seen as one, but has no `get`, belongs to another framework.
+        """Return dtype and shape of an array; None for other objects."""
+        # Arrays on a GPU without `get` belong to another framework.
         return (dtype_name(x.dtype), x.shape) if hasattr(x, "get") and is_on_gpu(x) else None
 
     def copy(self, x: Any, out: Bytes) -> None:
-        """Copy the elements of `x`, in C order, to `out`, when what is queued is done."""
+        """Copy the elements of `x`, in C order, to `out`, when queued work is done."""
         super().copy(x.get(), out)
 
     def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
         """Return an array of these elements, in the GPU's memory.
 
         Raises:
-            MissingDependencyError: There is no CuPy, or no GPU.
+            MissingDependencyError: CuPy or a GPU is missing.
         """
         from ..gpu import cuda
         return cuda.cupy().asarray(super().build(dtype, shape, data))
@@ -145,96 +146,103 @@ class Leaf:
         return self.itemsize * math.prod(self.stored[1])
 
 
-@dataclass
+@dataclass(frozen=True)
 class Outline:
-    """A tree without its arrays' elements.
+    """A tree without the elements of its arrays.
 
     Attributes:
-        text: JSON that tells everything but the elements.
+        text: JSON of everything but the elements.
         leaves: The arrays, by their names in the file.
     """
 
-    text: str = ""
-    leaves: dict[str, Leaf] = field(default_factory=dict)
+    text: str
+    leaves: Mapping[str, Leaf]
 
 
 def outline(tree: Any, kinds: Sequence[Kind], root: str) -> Outline:
-    """Look through a tree, and copy nothing.
+    """Describe a tree, without a copy of its arrays.
 
     Args:
         tree: Dicts, lists and tuples of arrays, numbers, texts, True, False and None.
         kinds: The arrays that it may hold.
-        root: What to call it in errors.
+        root: Its name in errors.
 
     Raises:
-        ConfigError: It holds something else; names the place.
+        ConfigError: It holds something else; says what and where.
     """
-    found = Outline()
+    walk = _Outlining(kinds, root)
+    return Outline(json.dumps(walk.node(tree, ()), allow_nan=False), walk.leaves)
 
-    def visit(part: Any, place: str, path: tuple[str, ...]) -> Any:
+
+class _Outlining:
+    """The description of a tree, node by node; strict about types, as `rebuild` needs it."""
+
+    def __init__(self, kinds: Sequence[Kind], root: str) -> None:
+        self.leaves: dict[str, Leaf] = {}
+        self._kinds, self._root = kinds, root
+
+    def node(self, value: Any, path: Path) -> Any:
+        """Return JSON for a value, which the keys in `path` lead to."""
         if len(path) > _MOST_LEVELS:
-            raise ConfigError(f"{place:.200}… is more than {_MOST_LEVELS} levels deep: does the "
-                              f"tree contain itself?")
-        if part is None or type(part) in (bool, int, str):
-            return part
-        if type(part) is float:
-            return part if math.isfinite(part) else {"float": repr(part)}
-        if type(part) in (list, tuple):
-            nodes = [visit(one, f"{place}[{i}]", (*path, str(i))) for i, one in enumerate(part)]
-            return nodes if type(part) is list else {"tuple": nodes}
-        if type(part) in _DICTS.values():
-            return _dict_node(part, place, path, visit)
-        return _leaf_node(part, place, path, kinds, found)
+            raise ConfigError(f"{self._where(path):.200}… is more than {_MOST_LEVELS} levels deep: "
+                              f"does the tree contain itself?")
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {"float": repr(value)}
+        if type(value) in (list, tuple):
+            nodes = [self.node(item, (*path, i)) for i, item in enumerate(value)]
+            return nodes if type(value) is list else {"tuple": nodes}
+        return (self._dict if type(value) in _DICTS.values() else self._leaf)(value, path)
 
-    found.text = json.dumps(visit(tree, root, ()), allow_nan=False)
-    return found
+    def _dict(self, value: dict[Any, Any], path: Path) -> Any:
+        # A list of pairs: as keys of JSON's objects, numbers would become texts.
+        for key in value:
+            if type(key) not in (str, int, bool):
+                raise ConfigError(f"{self._where(path)} has the key {key!r:.80}, a "
+                                  f"{type(key).__qualname__}; expected a text or a whole number")
+        items = [[key, self.node(item, (*path, key))] for key, item in value.items()]
+        node: dict[str, Any] = {type(value).__name__: items}
+        # Versions of the state, in PyTorch's modules.
+        if hasattr(value, "_metadata"):
+            node["metadata"] = self.node(value._metadata, (*path, "_metadata"))
+        return node
 
+    def _leaf(self, value: Any, path: Path) -> Any:
+        for kind in self._kinds:
+            try:
+                described = kind.describe(value)
+            except ConfigError as exc:
+                raise ConfigError(f"{self._where(path)}: {exc}") from exc
+            if described is not None:
+                return self._array(Leaf(kind, value, *described), path)
+        names = " or ".join(f"{kind.name}s" for kind in self._kinds)
+        raise ConfigError(
+            f"{self._where(path)} is a {type(value).__module__}.{type(value).__qualname__}; a "
+            f"checkpoint holds dicts, lists and tuples of {names}, numbers, texts, True, False "
+            f"and None")
 
-def _dict_node(part: dict[Any, Any], place: str, path: tuple[str, ...],
-               visit: Callable[[Any, str, tuple[str, ...]], Any]) -> Any:
-    """Describe a dict: its keys may be numbers, which JSON's own objects would make texts."""
-    for key in part:
-        if type(key) not in (str, int, bool):
-            raise ConfigError(f"{place} has the key {key!r:.80}, a {type(key).__qualname__}; "
-                              f"expected a text or a whole number")
-    items = [[key, visit(value, f"{place}[{key!r}]", (*path, str(key)))]
-             for key, value in part.items()]
-    node: dict[str, Any] = {type(part).__name__: items}
-    # PyTorch's modules look there for the version that their state has.
-    if hasattr(part, "_metadata"):
-        node["metadata"] = visit(part._metadata, f"{place}._metadata", (*path, "_metadata"))
-    return node
-
-
-def _leaf_node(part: Any, place: str, path: tuple[str, ...], kinds: Sequence[Kind],
-               found: Outline) -> Any:
-    for kind in kinds:
-        try:
-            described = kind.describe(part)
-        except ConfigError as exc:
-            raise ConfigError(f"{place}: {exc}") from exc
-        if described is None:
-            continue
-        leaf = Leaf(kind, part, *described)
+    def _array(self, leaf: Leaf, path: Path) -> Any:
         if leaf.dtype not in STORED and leaf.dtype not in _PAIRS:
-            raise ConfigError(f"{place} is of {leaf.dtype}, which the safetensors format does not "
-                              f"have; expected one of {', '.join([*STORED, *_PAIRS])}")
-        name, number = "/".join(path) or "value", 2
-        while name in found.leaves or name == "__metadata__":
-            name, number = f"{'/'.join(path)}#{number}", number + 1
-        found.leaves[name] = leaf
-        return {kind.name: name, "dtype": leaf.dtype, "shape": list(leaf.shape)}
-    names = " or ".join(f"{kind.name}s" for kind in kinds)
-    raise ConfigError(
-        f"{place} is a {type(part).__module__}.{type(part).__qualname__}; a checkpoint holds "
-        f"dicts, lists and tuples of {names}, numbers, texts, True, False and None")
+            raise ConfigError(
+                f"{self._where(path)} is of {leaf.dtype}, which the safetensors format does not "
+                f"have; expected one of {', '.join([*STORED, *_PAIRS])}")
+        whole = name = "/".join(map(str, path)) or "value"
+        number = 2
+        while name in self.leaves or name == "__metadata__":
+            name, number = f"{whole}#{number}", number + 1
+        self.leaves[name] = leaf
+        return {leaf.kind.name: name, "dtype": leaf.dtype, "shape": list(leaf.shape)}
+
+    def _where(self, path: Path) -> str:
+        return self._root + "".join(f"[{key!r}]" for key in path)
 
 
 def rebuild(text: str, data: Mapping[str, Bytes], kinds: Sequence[Kind]) -> Any:
-    """Put a tree together.
+    """Build a tree again.
 
     Args:
-        text: As in its Outline.
+        text: Of its Outline.
         data: The elements of its arrays, by name; the arrays share this memory.
         kinds: The arrays that it may hold.
 
@@ -245,17 +253,17 @@ def rebuild(text: str, data: Mapping[str, Bytes], kinds: Sequence[Kind]) -> Any:
 
     def build(node: Any) -> Any:
         if isinstance(node, list):
-            return [build(one) for one in node]
+            return [build(item) for item in node]
         if not isinstance(node, dict):
             return node
         name, value = next(iter(node.items()))
         if name == "float":
             return float(value)
         if name == "tuple":
-            return tuple(build(one) for one in value)
+            return tuple(build(item) for item in value)
         if name in _DICTS:
             found = _DICTS[name]()
-            found.update({key: build(one) for key, one in value})
+            found.update({key: build(item) for key, item in value})
             if "metadata" in node:
                 found._metadata = build(node["metadata"])  # type: ignore[attr-defined]
             return found

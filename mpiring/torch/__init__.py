@@ -1,4 +1,4 @@
-"""Joins PyTorch: a module wrapper, and a back end of torch.distributed that importing registers."""
+"""The adapter for PyTorch: a module wrapper, and the back end `mpiring` of torch.distributed."""
 
 from . import process_group, rendezvous
 from .checkpoints import Checkpoints, random_state, set_random_state

@@ -1,4 +1,4 @@
-"""Averages gradients while backward runs: hooks on parameters, views into buckets."""
+"""Averages gradients while backward runs, by hooks on parameters and views into buckets."""
 
 import functools
 import weakref
@@ -17,7 +17,6 @@ from ..errors import GradientError
 from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
-from ..training.nonfinite import NonFinite
 from .devices import current, gpu_of, marker_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
@@ -31,7 +30,7 @@ class Settings:
     Attributes:
         bucket_bytes, reducer, deterministic, order: As for `Gradients`.
         find_unused: Contribute zeros for parameters that a backward pass did not reach.
-        deferred: Leave it to `wait` that gradients arrive.
+        deferred: Gradients arrive in `wait`, not at the end of backward.
     """
 
     bucket_bytes: int
@@ -43,23 +42,24 @@ class Settings:
 
 
 class Averaging:
-    """Makes the gradients of some parameters views into buckets, and averages them in backward.
+    """Makes the gradients of parameters views into buckets, and averages them in backward.
 
-    After a parameter's gradient is complete, it is in its bucket; a full bucket leaves.
-    When backward ends, all have arrived, or, if that is deferred, are under way.
+    A complete gradient is in its bucket; a full bucket is sent. When backward ends, all gradients
+    have arrived, or, if that is deferred, are under way.
 
     Args:
         parameters: By name, in the same order on every rank; at least one, all on one device.
         sparse: Those of them whose gradients are sparse.
         comm: The ranks to average over.
-        settings: How.
-        completed: Is called when all have arrived.
+        settings: How gradients are averaged.
+        completed: Called when all gradients of a step have arrived.
         steps: How many were complete before.
 
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
-        weight: What this rank's gradients are multiplied with before they are averaged.
-        under_way: Whether `wait` will have to wait.
+        weight: Factor of this rank's gradients in the mean.
+        under_way: Whether gradients have not arrived yet.
+        gradients: The averager of the dense ones, with the statistics of all.
 
     Collective: yes. Blocking: yes.
     """
@@ -75,77 +75,53 @@ class Averaging:
         self._settings = settings
         self._completed = completed
         self._unused: list[str] = []
-        # Per gradient, whether this rank has one at the end of backward.
+        # Per parameter, whether this rank has a gradient at the end of backward.
         self._has = np.empty(0, bool)
-        # What stands for gradients that are under way: a NaN, and it as a whole gradient.
+        # Substitutes of gradients that are under way: a NaN, and the same NaN in their shape.
         self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        # Of the backward pass whose end will call `_end`; there is none below 0.
+        # The number of the backward pass whose end will call `_end`; -1 for none.
         self._pass = -1
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self._dense.items()]
-        # Its device is that of all.
+        # All are on its device.
         self._first = first = next(iter(parameters.values()))
         with current(first):
-            self._gradients = Gradients(
+            self.gradients = Gradients(
                 specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
                 deterministic=settings.deterministic, order=settings.order, moved=self._move,
                 steps=steps, device=gpu_of(first), mark=marker_of(first))
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
-            self._gradients.tally)
+            self.gradients.tally)
         self._views: dict[str, torch.Tensor] = {}
         for name in self._dense:
             self._move(name)
-        # Python cannot see the cycle through a parameter to its hooks, and would never free it.
+        # Python's garbage collector does not find cycles through a parameter's hooks.
         reference = weakref.ref(self)
-        self._hooks = [p.register_post_accumulate_grad_hook(_told(reference, name))
+        self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
                        for name, p in parameters.items()]
         weakref.finalize(self, _remove, self._hooks).atexit = False
-
-    @property
-    def statistics(self) -> Any:
-        """What averaging gradients cost in the last complete step; see DataParallel."""
-        return self._gradients.statistics
-
-    @property
-    def order(self) -> list[str] | None:
-        """The names in the order in which gradients are fused; None while that may change."""
-        return self._gradients.order
-
-    @property
-    def steps(self) -> int:
-        """How many are complete."""
-        return self._gradients.steps
-
-    @property
-    def nonfinite(self) -> NonFinite:
-        """Whose own gradients held NaN or Inf in the last complete step."""
-        return self._gradients.nonfinite
 
     @property
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite; the same on all ranks."""
         with current(self._first):
-            return self._gradients.finite
-
-    def rescale(self, factor: float) -> None:
-        """Tell reducers that the loss is scaled otherwise from now on."""
-        self._gradients.rescale(factor)
+            return self.gradients.finite
 
     def close(self) -> None:
-        """Let go of the parameters; their gradients stay as they are."""
+        """Detach from the parameters; their gradients stay as they are."""
         self.wait()
-        self._gradients.close()
+        self.gradients.close()
         _remove(self._hooks)
 
     def watch(self, outputs: object) -> None:
-        """Notice the start of the backward pass that these outputs of the model will begin.
+        """Watch for the backward pass that begins at these outputs of the model.
 
-        Its end must be known, not that of a pass within, as of reentrant checkpointing, and
-        also if it reaches no parameter.
+        Its end must be found, also if it reaches no parameter; not the end of a pass inside it,
+        as of reentrant checkpointing.
         """
         if torch._C._current_graph_task_id() < 0:
-            # A pass that has raised never came to its end.
+            # A pass that raised has not reached its end.
             self._pass = -1
         for output in tensors_in(outputs):
             if output.grad_fn is not None:
@@ -155,28 +131,28 @@ class Averaging:
     def wait(self) -> None:
         """Return when all gradients have arrived.
 
-        Raises: what communication raises, and what `completed` does.
+        Raises: as communication, and as `completed`.
 
         Collective: yes. Blocking: yes.
         """
         if not self.under_way:
             return
         self.under_way = False
-        # Whether a step counts depends on these, too: reducers are told by the others.
+        # First, since whether the step counts for reducers depends on these, too.
         self._sparse.wait()
         with current(self._first):
-            self._gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
+            self.gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
         self._show()
         self._completed()
 
     def _show(self) -> None:
-        """Let parameters have the gradients that have arrived."""
+        """Give parameters the gradients that have arrived."""
         unreached, withheld = self._reached_nowhere(), self._withheld
         self._withheld = {}
-        # Where the user has another one by now, he has no use for this gradient any more.
+        # Where the user has replaced a substitute, the gradient is not needed any more.
         blanks = {name: blank for name, (blank, whole) in withheld.items()
                   if self._dense[name].grad is whole}
-        # All at once: a GPU answers late.
+        # All at once, since each answer of a GPU takes a while.
         untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
         for name, is_untouched in zip(blanks, untouched, strict=True):
             if not is_untouched:
@@ -186,19 +162,19 @@ class Averaging:
                 p.grad = None if name in unreached else self._views[name]
 
     def _reached_output(self, leaves: list[Any], _: object) -> None:
-        """Note that a pass has come to an output; one that is no backward pass is no step."""
+        """Note that a pass has reached an output; only backward passes are steps."""
         if self._pass < 0 and adds_to_gradients(leaves):
             self._begun()
 
     def _begun(self) -> None:
-        """Note that a backward pass runs: look at its end whether all is there."""
+        """Note that a backward pass has begun, and have its end checked."""
         if self._pass < 0:
             self.wait()
             self._pass = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(self._end)
 
     def _accumulated(self, name: str, p: Parameter) -> None:
-        """Put a complete gradient into its bucket, and let that leave if it is full."""
+        """Put a complete gradient into its bucket, which is sent when it is full."""
         self._begun()
         if p.grad is not None and p.grad.requires_grad:
             raise GradientError(
@@ -211,7 +187,7 @@ class Averaging:
             self._ready(name)
 
     def _put(self, name: str, p: Parameter) -> None:
-        """Make a gradient its view, with its value; where there is none, leave zeros there."""
+        """Replace a gradient by its view, with the same value; write zeros where there is none."""
         view = self._views[name]
         if p.grad is None:
             view.zero_()
@@ -227,7 +203,7 @@ class Averaging:
         if name not in self._dense:
             self._sparse.ready(name, self.weight)
             return
-        if not self._gradients.expects(name):
+        if not self.gradients.expects(name):
             raise GradientError(
                 f"rank {self._comm.rank}: the gradient of {name} was completed twice in one "
                 f"step: a layer used in several segments of checkpoint(…, use_reentrant=True) "
@@ -236,14 +212,14 @@ class Averaging:
         if self.weight != 1:
             self._views[name].mul_(self.weight)
         with current(self._first):
-            self._gradients.ready(name)
+            self.gradients.ready(name)
 
     @property
     def _missing(self) -> list[str]:
-        return [*self._gradients.missing, *self._sparse.missing]
+        return [*self.gradients.missing, *self._sparse.missing]
 
     def _end(self) -> None:
-        """See to it, at the end of a backward pass, that all gradients arrive."""
+        """Complete the step at the end of a backward pass."""
         self._pass = -1
         if not self.active:
             return
@@ -264,9 +240,9 @@ class Averaging:
             self.wait()
 
     def _withhold(self) -> None:
-        """Let nobody read or change gradients that are under way: whoever writes gets an error.
+        """Replace gradients that are under way by NaNs that cannot be written to.
 
-        So scaling and clipping cannot harm them, and gradients that are dropped stay so.
+        Scaling and clipping thus cannot damage them, and gradients that are dropped stay dropped.
         """
         for name, p in self._dense.items():
             blank = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
@@ -274,7 +250,7 @@ class Averaging:
             p.grad = self._withheld[name][1]
 
     def _contribute_unreached(self, names: Sequence[str]) -> None:
-        """Let buckets leave with what the parameters accumulated before, or with zeros."""
+        """Contribute what parameters have accumulated before, or zeros."""
         self._unused = list(names)
         for name in names:
             if name in self._dense:
@@ -304,22 +280,22 @@ class Averaging:
         self._unused = []
 
     def _reached_nowhere(self) -> set[str]:
-        """Return which parameters no rank has reached, and that have no gradient either."""
+        """Return the names of the parameters that have a gradient on no rank."""
         if not self._settings.find_unused:
             return set()
         self._comm.allreduce(self._has, op="max")
-        return {name for name, one in zip(self._dense, self._has) if not one}
+        return {name for name, has in zip(self._dense, self._has) if not has}
 
     def _move(self, name: str) -> None:
-        """Follow a gradient to another bucket; nothing may hold on to the old memory."""
+        """Follow a gradient to another bucket, without a reference to the old memory."""
         p, old = self._dense[name], self._views.get(name)
-        self._views[name] = _like(p, seen_as_tensor(self._gradients.views[name].reshape(-1)))
+        self._views[name] = _like(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
 
 
-def _told(reference: "weakref.ref[Averaging]", name: str) -> Callable[[Parameter], None]:
-    """Return a hook that tells an Averaging, while there is one, of a complete gradient."""
+def _hook(reference: "weakref.ref[Averaging]", name: str) -> Callable[[Parameter], None]:
+    """Return a hook that reports a complete gradient to an Averaging while that lives."""
     def hook(p: Parameter) -> None:
         averaging = reference()
         if averaging is not None:
@@ -334,7 +310,7 @@ def _remove(hooks: Sequence[Any]) -> None:
 
 
 def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """See a vector as a gradient of `p`: with its strides, if they leave no gaps."""
+    """View a vector as a gradient of `p`: with the strides of `p`, if they leave no gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense(p):
         return flat.as_strided(p.shape, p.stride())
     return flat.view(p.shape)

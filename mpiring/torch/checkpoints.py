@@ -1,4 +1,4 @@
-"""Lets checkpoints hold PyTorch's tensors, and keeps the state of its random numbers."""
+"""Checkpoints with PyTorch's tensors, and the state of PyTorch's random numbers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +17,7 @@ class Tensors:
     name = "tensor"
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape of a tensor; None if it is none."""
+        """Return dtype and shape of a tensor; None for other objects."""
         if not isinstance(x, torch.Tensor):
             return None
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.layout is not torch.strided:
@@ -43,9 +43,9 @@ class Tensors:
 class Checkpoints(resilience.Checkpoints):
     """Checkpoints whose state may also hold tensors.
 
-    See `mpiring.resilience.Checkpoints`. `state_dict()` of modules, optimizers, schedulers and
-    GradScaler fit as they are. Tensors come back on the CPU, as a job may go on without a GPU, or
-    on another one: `load_state_dict` copies them to where the module is.
+    See `mpiring.resilience.Checkpoints`. The `state_dict()` of modules, optimizers, schedulers and
+    GradScaler can be saved as they are. Tensors are loaded on the CPU, since a job may continue
+    without a GPU; `load_state_dict` copies them to the module's device.
     """
 
     kinds = (Tensors(), *resilience.Checkpoints.kinds)
@@ -60,17 +60,17 @@ def random_state() -> dict[str, Any]:
     """
     state = resilience.random_state()
     state["torch"] = torch.get_rng_state()
-    # To ask would open a GPU for a training on the CPU.
+    # Reading it would open a GPU in a training on the CPU.
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go on with the random numbers that followed when `random_state` was called.
+    """Continue with the random numbers that followed `random_state`.
 
     Raises:
-        ConfigError: It is no such state.
+        ConfigError: Not such a state.
 
     Collective: no.
     """

@@ -32,53 +32,53 @@ class DataParallel(nn.Module):
 
         model = mpiring.torch.DataParallel(model, comm)
 
-    Everything else stays as it was: `forward`, the loss, `backward`, any optimizer.
-    Parameters and buffers are broadcast from rank 0. A gradient leaves, fused with others,
-    while backward still calculates those before it; `p.grad` is a view into that memory, which
-    the next backward pass overwrites: clone what you keep. After every `digest_steps` steps (see
-    Config), backward finds out whether parameters and optimizers' state are equal on all ranks.
+    Everything else stays as it was: `forward`, the loss, `backward`, any optimizer. Parameters and
+    buffers are broadcast from rank 0. Gradients are sent, fused, while backward still computes
+    others; `p.grad` is a view into that memory, which the next backward pass overwrites: clone
+    what you need longer. After every `digest_steps` steps (see Config), backward compares
+    parameters and optimizers' state between ranks.
 
-    Buffers (BatchNorm's statistics) are those of rank 0 again after each step, when gradients
-    have arrived. So every rank evaluates the same model and has the same `state_dict()`, and a
-    rank may do either alone. What forward passes in training mode change without such a step,
-    under `torch.no_grad()`, in `no_sync()` or without backward, is this rank's own until then.
+    Buffers (BatchNorm's statistics) are copied from rank 0 after each step, when gradients have
+    arrived. So every rank evaluates the same model and has the same `state_dict()`, and may do
+    either alone. Changes by forward passes in training mode without such a step, under
+    `torch.no_grad()`, in `no_sync()` or without backward, stay on this rank until then.
 
     A step is a pass of `backward()` through the outputs, or one that reaches a parameter;
-    torch.autograd.grad, and backward(inputs=[...]) of other tensors, are this rank's own affair.
+    torch.autograd.grad, and backward(inputs=[...]) of other tensors, concern this rank alone.
 
-    PyTorch's threads on this rank become its share of the node's cores, unless OMP_NUM_THREADS,
-    MKL_NUM_THREADS or an earlier `torch.set_num_threads` says otherwise; see `share_cores`.
+    PyTorch uses this rank's share of the node's cores, unless OMP_NUM_THREADS, MKL_NUM_THREADS or
+    an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
 
     Args:
-        module: The same on every rank, its parameters in the same order; they lie on the CPU, or
-            all on one GPU, where gradients stay.
+        module: The same on every rank, with parameters in the same order, on the CPU or all on one
+            GPU, where gradients stay.
         comm: The ranks to average over.
-        bucket_bytes: Gradients are fused into messages of about this many bytes; the first
-            ones are shorter, to leave early.
+        bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
+            shorter, to be sent early.
         reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
             names or patterns to several; a plain mean by default.
-        find_unused_parameters: Let backward passes leave parameters out, on some ranks or all.
-            Costs a short message in each step.
+        find_unused_parameters: Allow backward passes that do not reach all parameters, on any
+            rank. Costs a short message per step.
         broadcast_buffers: Copy rank 0's buffers to all ranks after each step; else each rank has
             its own, from the first step on.
-        deterministic: Keep the first order of gradients, so that two runs have equal bits
-            even if gradients became ready in different orders.
-        defer_wait: Gradients are complete not before `synchronize()`, or the `step()` of an
-            optimizer of theirs, instead of at the end of backward. Until then `p.grad` reads
-            as NaN and cannot be written: call `synchronize()` before clipping, and before
-            GradScaler's `unscale_` or `step`.
-        order: What `order` was when a checkpoint was saved, to go on from it bit by bit.
+        deterministic: Do not reorder gradients after the first step, so that two runs have equal
+            bits even if gradients became ready in different orders.
+        defer_wait: Gradients are complete after `synchronize()`, or in the `step()` of their
+            optimizer, not at the end of backward. Until then `p.grad` reads as NaN and cannot be
+            written: call `synchronize()` before clipping, and before GradScaler's `unscale_` or
+            `step`.
+        order: `order` of a saved checkpoint, to continue from it bit by bit.
 
     Attributes:
         module: The module.
 
     Raises:
-        ConfigError: The module cannot be trained so.
+        ConfigError: The module cannot be trained on several ranks.
         BufferMismatchError: The modules differ between ranks; names the first difference.
         ReplicaError: In backward: parameters or optimizers' state differ between ranks.
 
-    Collective: yes, and so is each step; of forward passes those in `join()`, and the first
-    after parameters were frozen, thawed or replaced. Blocking: yes.
+    Collective: yes, and so are steps, forward passes in `join()`, and the first forward pass after
+    parameters were frozen, thawed or replaced. Blocking: yes.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *, bucket_bytes: int = 25 << 20,
@@ -93,7 +93,7 @@ class DataParallel(nn.Module):
         self._settings = Settings(bucket_bytes, reducer, deterministic, order,
                                   find_unused_parameters, defer_wait)
         self._watched: dict[str, Any] = {}
-        # In the order of their last steps; a set that forgets.
+        # A set of weak references, in the order of their last steps.
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = (
             weakref.WeakKeyDictionary())
         self._replicas = Replicas(
@@ -111,7 +111,7 @@ class DataParallel(nn.Module):
         follow_steps(self)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module, and prepare to average what backward will calculate."""
+        """Call the module, and prepare to average the gradients of the backward pass."""
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         self._follow_freezing()
@@ -135,10 +135,10 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let backward passes accumulate gradients on this rank, without averaging them.
+        """Accumulate gradients on this rank in backward passes, without averaging them.
 
-        The first pass after it averages what has been accumulated. Both the forward and
-        the backward pass must be inside.
+        The first pass after it averages what was accumulated. Both the forward and the backward
+        pass must be inside.
         """
         before, self._syncs = self._syncs, False
         try:
@@ -148,27 +148,26 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def join(self) -> Iterator[None]:
-        """Let ranks have different numbers of batches, and batches different numbers of samples.
+        """Train on different numbers of batches per rank, of different numbers of samples.
 
             with model.join():
                 for x, y in batches:
                     ...
 
-        A rank that has finished goes on to take part, with nothing, until all have. In
-        each step the mean is over samples: a rank's gradient, a mean over its batch, weighs
-        as much as the batch is long (dimension 0 of the first tensor that `forward` takes).
-        Afterwards all ranks have the parameters and buffers of one that finished last, and the
-        state of its optimizers, but for ranks that never took a step; schedulers have done
-        as many steps as their rank had batches.
+        A rank without batches takes part in steps, with nothing, until all have finished. The mean
+        is over samples: a rank's gradient, a mean over its batch, weighs as much as the batch is
+        long (dimension 0 of the first tensor that `forward` takes). Afterwards all ranks have the
+        parameters and buffers of a rank that finished last, and, unless they never took a step,
+        the state of its optimizers; schedulers have made as many steps as their rank had batches.
 
         Collective: yes. Blocking: yes.
         """
         self._uneven = uneven = Uneven(self._comm)
-        # Until the end, ranks that have finished are behind.
+        # Ranks that have finished take no optimizer steps.
         self._replicas.paused = True
         try:
             yield
-            while uneven.goes_on_without_us():
+            while uneven.others_continue():
                 self._shared_buffers.root = uneven.root
                 if self._averaging is not None:
                     self._averaging.step_with_nothing()
@@ -181,51 +180,51 @@ class DataParallel(nn.Module):
 
     @property
     def statistics(self) -> Statistics:
-        """What averaging gradients cost in the last complete step.
+        """The cost of averaging gradients in the last complete step.
 
-        Other operations on the communicator do not count, be they yours or those that compare
-        replicas, copy buffers or look for parameters that were not used.
+        Other operations on the communicator do not count: yours, and those that compare replicas,
+        copy buffers or look for unused parameters.
         """
-        return Statistics() if self._averaging is None else self._averaging.statistics
+        return Statistics() if self._averaging is None else self._averaging.gradients.statistics
 
     @property
     def order(self) -> list[str] | None:
         """The names in the order in which gradients are fused; None in the first step."""
-        return None if self._averaging is None else self._averaging.order
+        return None if self._averaging is None else self._averaging.gradients.order
 
     @property
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite; the same on all ranks.
 
-        A NaN or Inf of any rank is in the means of all. Where it is False, take no step, as
-        GradScaler does not: reducers have taken none either.
+        A NaN or Inf of any rank is in the means of all. Where this is False, take no step, as
+        GradScaler would not: reducers have not counted it either.
         """
         return self._averaging is None or self._averaging.finite
 
     @property
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
-        """Whose own gradients held NaN or Inf in the last complete step: by rank, some of them.
+        """By rank, names of its own gradients that held NaN or Inf in the last complete step.
 
-        The same on all ranks. It has those that were looked at before they left: in each step
-        the ones that leave last (not on a GPU, which would have to be waited for), where the NaN
-        of any other layer ends up, and all in the ten steps after such a step. Rank 0 warns of
-        them when an optimizer is to use them.
+        The same on all ranks. Gradients are checked before they are sent: in each step those that
+        are sent last (except on a GPU, which would have to be waited for), which the NaN of any
+        other layer reaches, and all in the ten steps after such a step. Rank 0 warns when an
+        optimizer is about to use them.
         """
-        return {} if self._averaging is None else self._averaging.nonfinite.found
+        return {} if self._averaging is None else self._averaging.gradients.nonfinite.found
 
     def watch(self, **state: Any) -> None:
-        """Let more tensors be compared between ranks, and restored, as parameters are.
+        """Compare more tensors between ranks, and restore them, as is done with parameters.
 
-        Parameters, and the state of optimizers that have taken a step, are so by themselves.
+        Parameters, and the state of optimizers that have taken a step, need no such call.
 
             model.watch(average=averaged.state_dict())
 
         Args:
-            state: By any name, on all ranks the same: a tensor, or a nest of mappings, lists
-                and tuples with tensors and numbers in it, which may change and be replaced.
+            state: By any name, the same on all ranks: a tensor, or a nest of mappings, lists and
+                tuples with tensors and numbers in it, which may change and be replaced.
 
         Raises:
-            ConfigError: It is none of that.
+            ConfigError: Not such a state.
 
         Collective: no.
         """
@@ -242,7 +241,7 @@ class DataParallel(nn.Module):
         self._watched.update(state)
 
     def compare_replicas(self) -> None:
-        """Compare parameters, optimizers' state and what `watch` was given, now.
+        """Compare parameters, optimizers' state and what is watched, now.
 
         Raises:
             ReplicaError: They differ, unless `digest_action` is "restore".
@@ -252,31 +251,31 @@ class DataParallel(nn.Module):
         self._replicas.compare()
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Complete the gradients that an optimizer is about to use; called by its hook."""
+        """Complete the gradients that an optimizer is about to use; called by a hook."""
         self._stepped.pop(optimizer, None)
         self._stepped[optimizer] = None
         averaging = self._averaging
-        if averaging is None or not (averaging.under_way or averaging.nonfinite.found):
+        if averaging is None or not (averaging.under_way or averaging.gradients.nonfinite.found):
             return
         if updates_any(optimizer, self.module.parameters()):
             averaging.wait()
-            # GradScaler lets some optimizers skip a step by themselves.
+            # Set by GradScaler on fused optimizers, which skip such a step by themselves.
             if not getattr(optimizer, "found_inf", None):
-                averaging.nonfinite.report()
+                averaging.gradients.nonfinite.report()
 
     def rescale(self, factor: float) -> None:
-        """Tell reducers, which remember gradients, that the loss is scaled otherwise now.
+        """Rescale what reducers remember of gradients, after the scale of the loss has changed.
 
         Args:
             factor: New scale / old scale.
         """
         if self._averaging is not None:
-            self._averaging.rescale(factor)
+            self._averaging.gradients.rescale(factor)
 
     def _follow_freezing(self) -> None:
-        """Build the buckets of the parameters that are trained now, if those are others."""
+        """Build new buckets where other parameters than before are trained."""
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        # What is averaged is kept alive: no other parameter can have its id.
+        # Buckets keep their parameters alive: no other parameter can have the same id.
         trained = [(name, id(p), p.dtype, p.device) for name, p in parameters.items()]
         if trained == self._trained:
             return
@@ -285,10 +284,10 @@ class DataParallel(nn.Module):
             f"{name} {described(p)}" for name, p in parameters.items()])
         if self._averaging is not None:
             self._averaging.close()
-        steps = 0 if self._averaging is None else self._averaging.steps
+        steps = 0 if self._averaging is None else self._averaging.gradients.steps
         self._averaging = None
         if self._trained is not None:
-            # Some may be new, in place of others.
+            # Parameters may have been replaced.
             broadcast_parameters(parameters.values(), self._comm)
             self._shared_buffers.copy()
         if parameters:
@@ -296,11 +295,11 @@ class DataParallel(nn.Module):
                 parameters, sparse_parameters(self.module), self._comm,
                 self._settings, steps=steps,
                 completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
-            # Of the parameters that are trained first, not of those after freezing some.
+            # The user's order is of the parameters that are trained first.
             self._settings = replace(self._settings, order=None)
         self._trained = trained
 
-    # What users of the bare module find on it
+    # The interface of the bare module
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -313,7 +312,7 @@ class DataParallel(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Load what `state_dict`, or the bare module's, has returned; on every rank."""
+        """Load what this `state_dict`, or that of the bare module, has returned; on every rank."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -323,18 +322,15 @@ class DataParallel(nn.Module):
 
 
 class Buffers:
-    """The buffers of a module, of which one rank's are copied to all when a step is complete.
-
-    Between steps they are therefore equal: a rank can evaluate the module, or save its state,
-    without the others.
+    """The buffers of a module, copied from one rank to all when a step is complete.
 
     Args:
         module: The module.
         comm: The ranks.
-        copied: Whether they are copied; else each rank has its own.
+        copied: Else each rank has its own.
 
     Attributes:
-        root: Whose are copied.
+        root: The rank to copy from.
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *, copied: bool) -> None:
@@ -344,25 +340,25 @@ class Buffers:
         self._copied = copied
 
     def copy(self) -> None:
-        """Copy them, if they are to be copied.
+        """Copy the buffers of `root` to all ranks, if they are to be copied.
 
         Collective: yes. Blocking: yes.
         """
         if self._copied:
-            # Graphs that are kept for another backward pass count changes of the tensors, but
-            # BatchNorm, which changes them itself, does not count those either.
+            # `data`, since a change of the tensors themselves would invalidate retained graphs;
+            # BatchNorm's own changes do not either.
             broadcast_parameters((x.data for x in self._module.buffers()), self._comm,
                                  root=self.root)
 
 
 def _end_step(buffers: Buffers, replicas: Replicas) -> None:
-    """See to it that ranks are equal when all gradients of a step have arrived."""
+    """Copy buffers and compare replicas when all gradients of a step have arrived."""
     buffers.copy()
     replicas.end_step()
 
 
 def _refuse(module: nn.Module, comm: Communicator) -> None:
-    """Raise where a module cannot be trained across ranks."""
+    """Raise ConfigError where a module cannot be trained on several ranks."""
     refuse_other_than_communicators(comm)
     if not isinstance(module, nn.Module):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Opens the MPI group behind a process group: the default one, and those of some of its ranks."""
+"""Opens the MPI group behind a process group: the default group, and groups of its ranks."""
 
 import time
 import zlib
@@ -16,7 +16,7 @@ from ..errors import ConfigError, StallError
 from ..launch.start import mpi_world, refusal
 from ..transport.base import NO_BYTES
 
-# Below those that users have.
+# Below all tags of users.
 _TAG = -1
 
 
@@ -24,12 +24,12 @@ def open_group(options: Any, default: Group | None) -> Group:
     """Return the MPI ranks of a new process group.
 
     Args:
-        options: torch.distributed's: store, rank, size, timeout, and the group's ranks.
-        default: The group of all ranks; None where this will be that one.
+        options: Of torch.distributed: store, rank, size, timeout, and the group's ranks.
+        default: The group of all ranks; None where this will be it.
 
     Raises:
-        ConfigError: Its rank and size are not MPI's.
-        LaunchError: Several ranks were asked for, but this process is alone.
+        ConfigError: Rank and size differ from MPI's.
+        LaunchError: The group has several ranks, but this process is alone in MPI.
 
     Collective: yes, among the members. Blocking: yes.
     """
@@ -39,7 +39,7 @@ def open_group(options: Any, default: Group | None) -> Group:
     if default is None:
         raise ConfigError("a group with the back end 'mpiring' needs a default group with it; "
                           "call init_process_group('mpiring')")
-    # MPI waits for ever: begin when all members are here.
+    # MPI has no timeout: begin when all members are here.
     _gather(options.store, len(ranks), options.timeout)
     tag = zlib.crc32(str(options.group_id).encode())
     return default.subgroup(ranks, tag, _settings(default.config, options.timeout))
@@ -61,7 +61,7 @@ def _open_default(options: Any) -> Group:
 
 
 def _settings(config: Config, timeout: timedelta) -> Config:
-    """Return the settings with the user's timeout, if he gave any."""
+    """Return the settings with the user's timeout, if there is one."""
     if timeout == default_pg_timeout:
         return config
     return replace(config, stall_timeout_s=timeout.total_seconds())
@@ -75,17 +75,17 @@ def _gather(store: Any, size: int, timeout: timedelta) -> None:
 
 
 def monitored_barrier(group: Group, timeout_s: float | None, *, wait_all_ranks: bool) -> None:
-    """Return when every rank has called; rank 0 says which ones have not.
+    """Return when every rank has called; on rank 0 an error names the ranks that have not.
 
     Every rank reports to rank 0, which answers when all have.
 
     Args:
         group: The ranks.
         timeout_s: How long they wait; by default, the group's timeout.
-        wait_all_ranks: Name all that are missing, not only the first.
+        wait_all_ranks: Name all ranks that are missing, not only the first.
 
     Raises:
-        StallError: Some rank has not called in time.
+        StallError: A rank has not called in time.
 
     Collective: yes. Blocking: yes.
     """

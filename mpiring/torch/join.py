@@ -1,4 +1,4 @@
-"""Lets ranks take part in steps for which they have no batch: uneven inputs."""
+"""Keeps count of batches and samples where ranks have different numbers of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,15 +10,15 @@ from .tensors import tensors_in
 
 
 class Uneven:
-    """Which ranks still have batches, and how much each one's gradient weighs.
+    """Which ranks still have batches, and how much their gradients weigh.
 
     Args:
         comm: The ranks.
 
     Attributes:
         root: The lowest rank that had a batch in the last step.
-        weight: What this rank's gradient is multiplied with, so that the mean over ranks
-            is the mean over samples.
+        weight: Factor of this rank's gradient, so that the mean over ranks is the mean over
+            samples.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -31,7 +31,7 @@ class Uneven:
         """Begin a step with a batch.
 
         Args:
-            args, kwargs: What the model takes; dimension 0 of its first tensor counts samples.
+            args, kwargs: Of the model; dimension 0 of the first tensor counts samples.
             syncs: Whether gradients are averaged in this step, not only accumulated.
 
         Collective: yes, if `syncs`. Blocking: yes.
@@ -43,7 +43,7 @@ class Uneven:
             self.weight = self._samples * self._comm.size / max(total, 1)
             self._samples = 0
 
-    def goes_on_without_us(self) -> bool:
+    def others_continue(self) -> bool:
         """Return whether another rank still has a batch; begin a step with nothing.
 
         Collective: yes. Blocking: yes.
@@ -56,7 +56,7 @@ class Uneven:
         return True
 
     def _count(self, samples: int | None) -> int:
-        """Tell the others what this rank has, and return all ranks' samples."""
+        """Return the samples of all ranks, and set `root`; None where this rank has no batch."""
         mine = np.zeros(self._comm.size + 1, np.int64)
         if samples is not None:
             mine[self._comm.rank], mine[-1] = 1, samples

@@ -22,9 +22,9 @@ class Op:
     """A reduction.
 
     Attributes:
-        name: What ranks must agree on: mpiring's name of it.
-        factor: What every rank's contribution is multiplied by first, if anything.
-        divides: The sum of all is divided at the end, as `quotient` does: a mean of integers.
+        name: mpiring's name of it, on which ranks must agree.
+        factor: Multiplies every rank's contribution first, if there is one.
+        divides: Divide the sum at the end, as `quotient` does: a mean of integers.
     """
 
     name: str
@@ -37,16 +37,16 @@ class Op:
         return "sum" if self.divides else self.name
 
     def divisor(self, size: int) -> int | None:
-        """Return what the sum over `size` ranks is divided by at the end, if anything."""
+        """Return the divisor of the sum over `size` ranks, if there is one."""
         return size if self.divides else None
 
 
 def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
-    """Return what an operator of torch.distributed does to a dtype.
+    """Return the reduction by which an operator of torch.distributed combines a dtype.
 
-    An average of integers is what NCCL makes of it: a sum in their dtype, which may wrap, then a
-    division that rounds toward zero. It is not a mean to `Communicator.allreduce`, which refuses
-    integers: who knows NumPy expects 2.5 there, and gets an error rather than 2.
+    An average of integers is as NCCL's: a sum in their dtype, which may wrap, then a division that
+    rounds toward zero. `Communicator.allreduce` refuses a mean of integers, where users of NumPy
+    would expect 2.5, not 2.
 
     Raises:
         ConfigError: The operator is unknown, or undefined for the dtype.
@@ -54,7 +54,7 @@ def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
     kind, factor = reduce_op.__getstate__() if isinstance(reduce_op, dist.ReduceOp) else (
         reduce_op, None)
     if kind not in _NAMES:
-        known = ", ".join(one.name for one in _NAMES)
+        known = ", ".join(kind.name for kind in _NAMES)
         raise ConfigError(f"{reduce_op}: expected one of {known}")
     name = _NAMES[kind]
     if name == "mean" and dtype in (torch.bool, torch.uint64):

@@ -1,4 +1,4 @@
-"""Follows the steps of optimizers, and lists the state that ranks have in common."""
+"""Follows the steps of optimizers, and lists the state that should be equal on all ranks."""
 
 import functools
 import weakref
@@ -43,10 +43,10 @@ def updates_any(optimizer: Optimizer, parameters: Iterator[Parameter]) -> bool:
 
 def replicated_parts(module: torch.nn.Module, stepped: Iterable[Optimizer],
                      watched: Mapping[str, Any]) -> Iterator[Replicated]:
-    """Yield what all ranks have in common: parameters, their optimizers' state, and what else.
+    """Yield what should be equal on all ranks: parameters, optimizers' state, watched tensors.
 
     Args:
-        module: Its parameters; of each, the state in the optimizer that was the last to update it.
+        module: Its parameters; for each, the state in the optimizer that updated it last.
         stepped: Optimizers in the order of their last steps.
         watched: Nests of tensors by name.
     """

@@ -1,4 +1,4 @@
-"""Tells backward passes, which add to gradients, from those that only return derivatives."""
+"""Distinguishes backward passes, which add to gradients, from passes that return derivatives."""
 
 from collections import deque
 from collections.abc import Set
@@ -10,13 +10,13 @@ _Leaf: Any = torch._C._functions.AccumulateGrad
 
 
 def leaves_behind(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
-    """Return the nodes at which a pass that begins at `node` will show whether it is one.
+    """Return the leaves from which `adds_to_gradients` can decide, for a pass through `node`.
 
-    That is the nearest of a parameter, which takes few looks; all leaves where there is none.
+    That is the nearest leaf of a parameter, which is found soon; without one, all leaves.
 
     Args:
-        node: Of the graph.
-        parameters: Leaves to prefer: somebody may ask for the gradients of other leaves only.
+        node: Of the autograd graph.
+        parameters: Leaves to prefer, since a pass may be for the gradients of other leaves only.
     """
     found, seen, nodes = [], {node}, deque([node])
     while nodes:
@@ -44,5 +44,5 @@ def adds_to_gradients(leaves: list[Any]) -> bool:
     try:
         return bool(leaves) and all(map(torch._C._will_engine_execute_node, leaves))
     except RuntimeError:
-        # It refuses to answer for a leaf whose derivative torch.autograd.grad is to return.
+        # Raised for a leaf whose derivative torch.autograd.grad is to return.
         return False

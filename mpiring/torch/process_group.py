@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from ..engine.group import Group
 from ..errors import ConfigError
-from ..memory.arrays import Array
+from ..memory.arrays import Array, chunks_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
@@ -23,7 +23,7 @@ from .devices import DEVICE_TYPES
 from .groups import monitored_barrier, open_group
 from .ops import op_of
 from .vectors import (
-    Loan, by_splits, check_alike, check_count, check_multiple, described, equal_parts, in_turn,
+    Loan, by_splits, check_alike, check_count, check_multiple, described, in_turn,
     only, rows_of, with_own,
 )
 from .works import DONE, Coalesced, Work, in_callback
@@ -45,7 +45,7 @@ def _make(options: Any, _: Any) -> "ProcessGroup":
 
 @functools.lru_cache(maxsize=4096)
 def _call(kind: str, detail: str, nbytes: int) -> Call:
-    """Return a Call, kept from the last time: it has to be hashed for the comparison."""
+    """Return a Call from a cache, since it has to be hashed for the comparison."""
     return Call(kind, detail, nbytes=nbytes)
 
 
@@ -73,7 +73,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._messages = group.messages()
         self._coalescing: list[Work] | None = None
 
-    # What torch.distributed asks for
+    # The interface of back ends
 
     def getBackendName(self) -> str:  # noqa: N802 (PyTorch's name)
         """Return the name of the back end."""
@@ -135,7 +135,7 @@ class ProcessGroup(dist.ProcessGroup):
                 timeout_s: float | None = None) -> Work:
         group, handle = self._group, DONE
         if in_callback():
-            # Collective as the calls that lead here are: in the order of the operations.
+            # Collective, since callbacks run in the order of the operations on every rank.
             group = self._beside = self._beside or group.beside()
         call = _call(kind, detail if loan.stream is None else f"{detail} on a GPU", loan.nbytes)
         if group is self._beside or timeout_s or getattr(opts, "asyncOp", True):
@@ -207,7 +207,7 @@ class ProcessGroup(dist.ProcessGroup):
         opts, loan = opts or dist.ReduceScatterOptions(), Loan()
         op = op_of(opts.reduceOp, output.dtype)
         contributions = [
-            loan.numbers(one, written=False, factor=op.factor) for one in inputs[0]]
+            loan.numbers(tensor, written=False, factor=op.factor) for tensor in inputs[0]]
         own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
         chunks = with_own(contributions, self.rank(), own)
         return self._submit(
@@ -235,7 +235,7 @@ class ProcessGroup(dist.ProcessGroup):
         for output, input in zip(outputs, inputs):
             check_multiple(input, output, self.size(), "input")
             op = op_of(opts.reduceOp, output.dtype)
-            contributions = equal_parts(
+            contributions = chunks_of(
                 loan.numbers(input, written=False, factor=op.factor), self.size())
             own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
             copies.append((own, contributions[self.rank()]))
@@ -277,7 +277,7 @@ class ProcessGroup(dist.ProcessGroup):
             check_count(targets, self.size(), "output")
             check_alike(targets, input, "output")
             mine = loan.raw(input, written=False)
-            rows.append((mine, [loan.raw(one, written=True) for one in targets]))
+            rows.append((mine, [loan.raw(target, written=True) for target in targets]))
         value = value or [*map(list, outputs)]
         return self._gather_all(kind, inputs, opts, loan, value, rows)
 
@@ -299,15 +299,15 @@ class ProcessGroup(dist.ProcessGroup):
         for output, input in zip(outputs, inputs):
             check_multiple(output, input, self.size(), "output")
             mine = loan.raw(input, written=False)
-            rows.append((mine, equal_parts(loan.raw(output, written=True), self.size())))
+            rows.append((mine, chunks_of(loan.raw(output, written=True), self.size())))
         return self._gather_all(kind, inputs, opts, loan, list(outputs), rows)
 
     def _gather_all(self, kind: str, inputs: Tensors, opts: Any, loan: Loan, value: Any,
                     rows: Sequence[tuple[Array, Sequence[Array]]]) -> Work:
-        copies = [(places[self.rank()], mine) for mine, places in rows]
+        copies = [(chunks[self.rank()], mine) for mine, chunks in rows]
         detail = "of " + ", ".join(map(described, inputs))
         return self._submit(kind, detail, opts, loan, value, lambda collectives: in_turn(
-            copies, [collectives.allgather_chunks(places) for _, places in rows]))
+            copies, [collectives.allgather_chunks(chunks) for _, chunks in rows]))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
@@ -320,10 +320,10 @@ class ProcessGroup(dist.ProcessGroup):
         elif targets:
             raise ConfigError("output tensors on another rank than the root of a gather")
         mine = loan.raw(input, written=False)
-        places = [loan.raw(one, written=True) for one in targets]
+        chunks = [loan.raw(target, written=True) for target in targets]
         return self._submit(
             "gather", f"of {described(input)} to root {root}", opts, loan, [list(targets)],
-            lambda collectives: collectives.gather(mine, places, root))
+            lambda collectives: collectives.gather(mine, chunks, root))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy tensor r of the root's list to rank r."""
@@ -336,18 +336,18 @@ class ProcessGroup(dist.ProcessGroup):
         elif sources:
             raise ConfigError("input tensors on another rank than the root of a scatter")
         mine = loan.raw(output, written=True)
-        pieces = [loan.raw(one, written=False) for one in sources]
+        chunks = [loan.raw(source, written=False) for source in sources]
         return self._submit(
             "scatter", f"of {described(output)} from root {root}", opts, loan, list(outputs),
-            lambda collectives: collectives.scatter(pieces, mine, root))
+            lambda collectives: collectives.scatter(chunks, mine, root))
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Send tensor r of a list to rank r; shapes may differ."""
         check_count(outputs, self.size(), "output")
         check_count(inputs, self.size(), "input")
         loan = Loan()
-        sends = [loan.raw(one, written=False) for one in inputs]
-        receives = [loan.raw(one, written=True) for one in outputs]
+        sends = [loan.raw(tensor, written=False) for tensor in inputs]
+        receives = [loan.raw(tensor, written=True) for tensor in outputs]
         return self._all_to_all(
             "all_to_all", inputs[0], opts, loan, list(outputs), sends, receives)
 
@@ -407,13 +407,13 @@ class ProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None,
                           wait_all_ranks: bool = False) -> None:
-        """Return when every rank has called; on rank 0, an error names those who have not.
+        """Return when every rank has called; on rank 0 an error names the ranks that have not.
 
-        torch.distributed.monitored_barrier refuses every back end but Gloo; this is to be
-        called on the group itself.
+        Call it on the group itself: torch.distributed.monitored_barrier refuses every back end
+        but Gloo.
 
         Raises:
-            StallError: Some rank has not called in time.
+            StallError: A rank has not called in time.
         """
         limit = None if timeout is None else timeout.total_seconds()
         monitored_barrier(self._group, limit, wait_all_ranks=wait_all_ranks)

@@ -1,4 +1,4 @@
-"""Finds, over MPI, the address of the store that torch.distributed wants."""
+"""Agrees, over MPI, on the address of the store that torch.distributed needs."""
 
 import contextlib
 import functools
@@ -35,12 +35,12 @@ def register() -> None:
 def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Serve `init_method="mpi://"`: yield a store, and MPI's rank and size.
 
-    Sets the variables of `export_environment`, too: frameworks that find a default process group
-    take it, but still read from them how many processes there are.
+    Also sets the variables of `export_environment`: frameworks that use the default process group
+    still read the number of processes from them.
 
     Args:
-        url: "mpi://"; rank and world_size, if the user gave them, stand behind it.
-        timeout: For the store.
+        url: "mpi://", followed by rank and world_size if the user gave them.
+        timeout: Of the store.
 
     Raises:
         ConfigError: The user's rank or world_size is not MPI's.
@@ -57,7 +57,7 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     if listener is None:
         store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
     else:
-        # The store takes the socket over, so that nobody else can take the port.
+        # The store takes over the socket, so that no other program can take the port.
         store = dist.TCPStore(
             _LOOPBACK, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
             master_listen_fd=listener.detach())
@@ -76,19 +76,19 @@ def _refuse_others(url: str, comm: Communicator) -> None:
 
 
 def export_environment(comm: Communicator) -> None:
-    """Set the variables that frameworks read which insist on `init_method="env://"`.
+    """Set the variables for frameworks that insist on `init_method="env://"`.
 
     MASTER_ADDR and MASTER_PORT (an address of rank 0 that all ranks reach, and a port that was
-    free there), RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; and where PyTorch sees no
-    accelerator ACCELERATE_USE_CPU, without which Hugging Face's Accelerate makes each process a
-    world of its own. A default process group of another back end that is then made of them is
-    warned of, on rank 0.
+    free there), RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE; and, where PyTorch finds no
+    accelerator, ACCELERATE_USE_CPU, without which Hugging Face's Accelerate makes each process a
+    world of its own. Rank 0 warns of a default process group of another back end that is made of
+    them.
 
     Args:
         comm: A communicator over all ranks.
 
     Raises:
-        TransportError: Some rank reaches none of rank 0's addresses.
+        TransportError: A rank reaches none of rank 0's addresses.
 
     Collective: yes. Blocking: yes.
     """
@@ -116,15 +116,15 @@ def _watched(handler: _Handler) -> _Handler:
         try:
             yield from handler(url, **options)
         finally:
-            # Only init_process_group knows the back end. It lets go of this generator when it
-            # returns, and the group is there then, or when it fails.
+            # init_process_group drops this generator when it returns; only then is the back end
+            # known.
             if dist.is_initialized() and "mpiring" not in dist.get_backend_config():
-                _say_other(dist.get_backend_config())
+                _warn_of_other(dist.get_backend_config())
 
     return rendezvous_by_environment
 
 
-def _say_other(backend: str) -> None:
+def _warn_of_other(backend: str) -> None:
     if dist.get_rank() == 0:
         _log.warning(
             "the default process group is of %s, not of mpiring: for mpiring, call "
@@ -160,7 +160,7 @@ def _meet(comm: Communicator, listener: socket.socket | None) -> tuple[str, int]
 
 @contextlib.contextmanager
 def _answering(listener: socket.socket, token: bytes) -> Iterator[None]:
-    """Send a token to everybody who connects, which another host at the same address cannot."""
+    """Send a token to every peer that connects; another host at the same address lacks it."""
     done = threading.Event()
     listener.settimeout(0.05)
 

@@ -1,4 +1,4 @@
-"""Shares a dataset out among ranks, epoch by epoch, and goes on where it was stopped."""
+"""Shares a dataset among ranks, epoch by epoch, and resumes where it was stopped."""
 
 from collections.abc import Iterator, Sized
 from typing import Any
@@ -14,9 +14,8 @@ from ..errors import ConfigError
 class DistributedSampler(Sampler[int]):
     """This rank's share of a dataset's indices, in an order that all ranks agree on.
 
-    In place of PyTorch's class of this name. In evaluation (`pad=False`) every sample is
-    seen exactly once; in training every rank gets equally many, so that all take part in
-    every step.
+    Replaces PyTorch's class of this name. In evaluation (`pad=False`) every sample is drawn
+    exactly once; in training every rank gets equally many, so that all take part in every step.
 
         sampler = DistributedSampler(dataset, comm, seed=1)
         loader = DataLoader(dataset, batch_size=32, sampler=sampler)
@@ -26,15 +25,15 @@ class DistributedSampler(Sampler[int]):
     Args:
         dataset: Anything that has a length; the same on every rank.
         comm: The ranks.
-        shuffle: In each epoch anew, by `seed` and the epoch.
+        shuffle: Anew in each epoch, by `seed` and the epoch.
         seed: The same on every rank, from 0 to 2**31 - 1.
-        drop_last: Leave out the up to `comm.size - 1` samples that cannot be shared evenly.
-        pad: Else repeat as many from the epoch's start, so that ranks get equally many; without
-            it, the first ranks get one more than the others.
+        drop_last: Leave out the last samples, fewer than `comm.size`, that cannot be shared evenly.
+        pad: Or repeat as many from the start of the epoch, so that ranks get equally many; without
+            it, the first ranks get a sample more than the others.
 
     Raises:
-        ConfigError: The ranks' datasets differ in length, or their settings do; or one cannot
-            work.
+        ConfigError: Ranks differ in the length of the dataset or in settings, or a setting is
+            wrong.
 
     Collective: yes. Blocking: yes.
     """
@@ -53,7 +52,7 @@ class DistributedSampler(Sampler[int]):
         self._epoch = 0
         # Samples of all ranks together that came before now, and before this iteration.
         self._position = self._start = 0
-        # An iteration has come to its end: the next one is of all samples.
+        # The iteration has ended: the next has all samples.
         self._over = False
         mine = (self._n, shuffle, seed, drop_last, pad)
         for rank, theirs in enumerate(comm.allgather_object(mine)):
@@ -63,33 +62,33 @@ class DistributedSampler(Sampler[int]):
                     f"rank {rank} has {theirs}; give every rank the same dataset and settings")
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch: choose its order, from its first sample on.
+        """Begin an epoch: choose its order, and start at its first sample.
 
         Raises:
-            ConfigError: The epoch is no whole number from 0.
+            ConfigError: The epoch is not a whole number from 0.
         """
         epoch = whole_number("epoch", epoch, 0)
         if epoch != self._epoch:
             self._epoch, self._position, self._start, self._over = epoch, 0, 0, False
 
     def __len__(self) -> int:
-        """Return how many samples this rank has in the next iteration, or in the present one."""
-        return len(self._places(0 if self._over else self._start))
+        """Return how many samples this rank has in the present iteration, or in the next."""
+        return len(self._positions(0 if self._over else self._start))
 
     def __iter__(self) -> Iterator[int]:
         if self._over:
             self._start, self._over = 0, False
         order = self._order()
         self._position = self._start
-        for place in self._places(self._start):
+        for position in self._positions(self._start):
             self._position += self._size
-            yield order[place % self._n]
-        # Not from the first one again: batches that were drawn may be yet to be trained on. And
-        # where ranks have different numbers of samples, all are at the end.
+            yield order[position % self._n]
+        # Not 0 yet, since training may be behind; and the same on all ranks, also where they have
+        # different numbers of samples.
         self._position, self._over = self._n, True
 
-    def _places(self, start: int) -> range:
-        """Return which samples are this rank's, from one on; repeated ones lie behind the last."""
+    def _positions(self, start: int) -> range:
+        """Return the positions of this rank's samples in the epoch; repeated ones are from n on."""
         left = self._n - start
         even = left // self._size * self._size
         stop = self._n
@@ -107,12 +106,12 @@ class DistributedSampler(Sampler[int]):
             self._n, generator=generator, device="cpu")]
 
     def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
-        """Return where the epoch stands, the same on every rank.
+        """Return the position in the epoch, the same on every rank.
 
         Args:
-            seen: How many samples this rank has trained on since the iteration began; by
-                default, as many as were drawn, which are more where `mpiring.data.prefetch`, or
-                a DataLoader with workers, fetches ahead.
+            seen: How many samples this rank has trained on since the iteration began; by default
+                all that were drawn, which are more where `mpiring.data.prefetch`, or a DataLoader
+                with workers, is ahead of training.
         """
         position = self._position
         if seen is not None:
@@ -121,10 +120,11 @@ class DistributedSampler(Sampler[int]):
                 "length": self._n}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken, also with another number of ranks.
+        """Resume where `state_dict` was called, also with another number of ranks.
 
         Raises:
-            ConfigError: The dataset's length or the seed was another, or it is no such state.
+            ConfigError: The length of the dataset or the seed was another, or it is not such a
+                state.
         """
         refuse_other_state(state, ("epoch", "position", "seed", "length"),
                            "of a DistributedSampler")

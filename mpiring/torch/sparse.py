@@ -20,7 +20,7 @@ from .vectors import Loan
 
 
 def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[None]]:
-    """Return what builds the schedule that sums a sparse tensor over all ranks, in place.
+    """Return the builder of the schedule that sums a sparse tensor over all ranks, in place.
 
     Args:
         tensor: COO, of any number of sparse and dense dimensions.
@@ -34,16 +34,16 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
                           f"torch.sparse_coo")
     mine = tensor.detach() if op.factor is None else tensor.detach() * op.factor
     mine = mine.coalesce()
-    places, values, loan = mine.indices().T.contiguous(), mine.values(), Loan(staged=True)
-    raw_places, raw_values = (loan.raw(one, written=False) for one in (places, values))
+    indices, values, loan = mine.indices().T.contiguous(), mine.values(), Loan(staged=True)
+    raw_indices, raw_values = (loan.raw(x, written=False) for x in (indices, values))
 
     def schedule(collectives: Collectives) -> Schedule[None]:
-        all_places = yield from collectives.allgather_bytes(raw_places)
+        all_indices = yield from collectives.allgather_bytes(raw_indices)
         all_values = yield from collectives.allgather_bytes(raw_values)
         total = torch.sparse_coo_tensor(
-            _joined(all_places, places).T, _joined(all_values, values), mine.shape,
+            _joined(all_indices, indices).T, _joined(all_values, values), mine.shape,
             check_invariants=False).coalesce()
-        # Not detached: that would keep the news to itself.
+        # Not detached: a copy into a detached sparse tensor would not change the user's.
         yield from loan.copied_back(
             [(tensor, quotient(total, collectives.size) if op.divides else
               total / collectives.size if op.name == "mean" else total)])
@@ -73,8 +73,8 @@ class SparseGradients:
 
     Attributes:
         missing: The names of the gradients that are not ready in this step.
-        finite: Whether all means of the last complete step are; the same on all ranks.
-        nonfinite: The names of this rank's own gradients that were not, in that step.
+        finite: Whether all means of the last complete step are finite; the same on all ranks.
+        nonfinite: The names of this rank's own gradients in that step that were not finite.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], comm: Communicator,
@@ -87,11 +87,11 @@ class SparseGradients:
         self._comm, self._tally = comm, tally
 
     def ready(self, name: str, weight: float) -> None:
-        """Mark a gradient as complete, or as not there.
+        """Mark a gradient as complete; this rank may also have none.
 
         Args:
-            name: The parameter's.
-            weight: What this rank's gradient is multiplied with.
+            name: Of the parameter.
+            weight: Factor of this rank's gradient.
 
         Raises:
             GradientError: The gradient is dense.

@@ -9,7 +9,7 @@ from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..memory.nests import mapped
 
-# Short tensors travel together; each broadcast costs a message's latency.
+# Short tensors are fused, since each broadcast costs the latency of a message.
 _FUSED_BYTES = 1 << 20
 
 
@@ -21,10 +21,10 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
         tensors: Dense, on the CPU or GPUs, of any dtype; the same shapes and dtypes in the same
             order on every rank, and on devices of the same kinds.
         comm: The ranks.
-        root: Whose values are copied.
+        root: The rank to copy from.
 
     Raises:
-        ConfigError: They are no tensors.
+        ConfigError: Not tensors.
         BufferMismatchError: The ranks passed different numbers of bytes.
 
     Collective: yes. Blocking: yes.
@@ -37,8 +37,8 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
                 f"rank {comm.rank}: expected tensors, got a {type(tensor).__name__}; pass a list "
                 f"of them, as model.state_dict().values()")
         by_device.setdefault(tensor.device, []).append(tensor)
-    for some in by_device.values():
-        for fused in _fused(some):
+    for on_one_device in by_device.values():
+        for fused in _fused(on_one_device):
             _broadcast(fused, comm, root)
 
 
@@ -55,7 +55,7 @@ def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 
 def _broadcast(tensors: list[torch.Tensor], comm: Communicator, root: int) -> None:
-    """Copy some tensors as one vector of bytes; of a contiguous one alone there is no copy."""
+    """Copy tensors as one vector of bytes; a single contiguous tensor is sent as it is."""
     with torch.no_grad():
         parts = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         flat = torch.cat(parts) if len(parts) > 1 else parts[0]
@@ -77,10 +77,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
     Args:
         optimizer: Of the same parameters, in the same groups, on every rank.
         comm: The ranks.
-        root: Whose state is copied.
+        root: The rank to copy from.
 
     Raises:
-        ConfigError: It is no optimizer.
+        ConfigError: Not an optimizer.
 
     Collective: yes. Blocking: yes.
     """
@@ -89,7 +89,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
         raise ConfigError(f"rank {comm.rank}: optimizer is a {type(optimizer).__name__}; pass a "
                           f"torch.optim.Optimizer")
     state = optimizer.state_dict() if comm.rank == root else None
-    # Tensors travel apart: pickled, each would be in memory three times.
+    # Tensors are sent separately: pickled, each would be in memory three times.
     tensors: list[torch.Tensor] = []
     outline = comm.broadcast_object(mapped(state, lambda leaf: _taken(leaf, tensors)), root=root)
     if comm.rank != root:
@@ -100,14 +100,14 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
 
 
 class _Shape:
-    """The shape and dtype of a tensor, in its place in a nest."""
+    """The shape and dtype of a tensor, in a nest that is pickled."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
 
 
 def _taken(leaf: Any, tensors: list[torch.Tensor]) -> Any:
-    """Append a leaf that is a tensor to `tensors`, and return what is to be sent in its place."""
+    """Return a _Shape for a tensor, and append the tensor to `tensors`; return other leaves."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     # load_state_dict copies it to where the parameter is.

@@ -1,4 +1,4 @@
-"""Gives each rank its share of the node's cores."""
+"""Limits PyTorch's threads to each rank's share of the node's cores."""
 
 import os
 from collections.abc import Set
@@ -8,19 +8,18 @@ import torch
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..launch.environment import threads_are_set
 
-# What `share_cores` has set, which is no wish of the user's.
+# Numbers of threads that `share_cores` has set, which a later call may replace.
 _shares: set[int] = set()
 
 
 def share_cores(comm: Communicator) -> int:
-    """Let PyTorch use this rank's share of the cores it may run on, and return how many.
+    """Let PyTorch use this rank's share of the cores that it may run on; return the threads.
 
-    By default each rank would use all cores of the node, against the others. What the user has
-    said holds: where OMP_NUM_THREADS or MKL_NUM_THREADS is set, or `torch.set_num_threads` was
-    called before, nothing is changed, and what is said later holds in any case. PyTorch does not
-    tell whether `set_num_threads` was called: a number that it would begin with by itself, one
-    thread for each core or for each of a core's hardware threads, is taken for its default, and
-    so is one that was set here. Say such a number afterwards if it is meant.
+    By default the threads of each rank would use all cores of the node. Nothing changes where
+    OMP_NUM_THREADS or MKL_NUM_THREADS is set, or `torch.set_num_threads` was called before; later
+    calls of it hold in any case. PyTorch does not reveal whether `set_num_threads` was called: a
+    number that it would start with, a thread per core or per hardware thread, is taken for its
+    default, and so is a number that was set here. To use such a number, set it afterwards.
 
     Args:
         comm: The ranks that compute at the same time.
@@ -49,17 +48,17 @@ def _all_cores() -> Set[int]:
 
 
 def _defaults(cores: Set[int]) -> set[int]:
-    """Return the numbers of threads that PyTorch begins with, by its build and by when it asks.
+    """Return the numbers of threads that PyTorch may start with, depending on its build.
 
-    As many as there are cores, or hardware threads of cores, among those that this rank may run
-    on; or among all, if an MPI library has bound the rank only when it was initialized.
+    The number of cores, or of their hardware threads, that this rank may run on; or of all, where
+    the MPI library binds the rank only when it is initialized.
     """
-    return {count for some in (cores, _all_cores())
-            for count in (len(some), len({_siblings(core) for core in some}))}
+    return {count for usable in (cores, _all_cores())
+            for count in (len(usable), len({_siblings(core) for core in usable}))}
 
 
 def _siblings(core: int) -> str:
-    """Return what is equal for hardware threads of one core."""
+    """Return a text that is equal for the hardware threads of a core."""
     try:
         with open(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") as file:
             return file.read()

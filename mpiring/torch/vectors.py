@@ -21,15 +21,15 @@ from .ops import quotient
 class Loan:
     """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
-    Tensors that are strided in another way than row after row are copied, and those that
-    the operation writes are copied back when it is complete.
+    Tensors that are not contiguous are copied, and copied back when the operation that wrote them
+    is complete.
 
     Args:
-        staged: Lend copies in host memory of what is on a GPU.
+        staged: Lend copies in host memory of tensors on a GPU.
 
     Attributes:
-        nbytes: Of all of them.
-        stream: Of the user's, on which they were written; None where they are in host memory.
+        nbytes: Of all tensors.
+        stream: The user's stream, on which they were written; None in host memory.
     """
 
     def __init__(self, *, staged: bool = False) -> None:
@@ -42,21 +42,21 @@ class Loan:
 
     def numbers(self, tensor: torch.Tensor, *, written: bool, factor: Any = None,
                 divisor: int | None = None) -> Array:
-        """Return a tensor's elements, to calculate with.
+        """Return a tensor's elements, for arithmetic.
 
         Args:
             tensor: Dense, of any shape and strides.
             written: The operation changes it.
-            factor: What they are multiplied by first, if anything; in place if `written`.
-            divisor: What the integers that are there at the end are divided by, if anything.
+            factor: Multiplies the elements first; in place if `written`.
+            divisor: Divides the integers of the result.
 
         Raises:
-            ConfigError: It is not dense, elsewhere than the others, or of a dtype that one cannot
-                calculate with.
+            ConfigError: Not dense, on another device than the others, or of a dtype without
+                arithmetic.
         """
         x = self._contiguous(tensor, written)
         if x.dtype is torch.complex32:
-            # Their sums are those of the real and imaginary parts: a dtype that NumPy has not.
+            # NumPy has no such dtype; sums are those of the real and imaginary parts.
             x = _seen_as(x, torch.float16)
         if factor is not None:
             x = torch.mul(x, factor, out=x if written else torch.empty_like(x))
@@ -96,7 +96,7 @@ class Loan:
         return array_of(x) if self.stream is None or self._staged else self.stream.vector(x)
 
     def build(self, group: Group, build: Build[T]) -> Build[T]:
-        """Return a function that builds the schedule for where the tensors lie.
+        """Return a function that builds the schedule on the device of the tensors.
 
         Args:
             group: The ranks.
@@ -109,7 +109,7 @@ class Loan:
         return lambda collectives: self.settled(build(collectives))
 
     def settled(self, schedule: Schedule[T]) -> Schedule[T]:
-        """Run a schedule, then divide, and copy back into the tensors that had to be copied."""
+        """Run a schedule, then divide, and copy back into the tensors that were copied."""
         result = yield from schedule
         yield from self.copied_back(self._copies)
         return result
@@ -117,15 +117,15 @@ class Loan:
     def copied_back(
         self, copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
     ) -> Schedule[None]:
-        """Copy into some of the user's tensors.
+        """Copy into the user's tensors.
 
         Args:
-            copies: A tensor on the device of those that were lent, and what it is to hold.
+            copies: A tensor on the device of the operation, and its new value.
         """
         if not (copies or self._sums):
             return
-        # In the user's stream, all of whose earlier work may read what is there now, and whose
-        # memory PyTorch then takes it for.
+        # On the user's stream, behind earlier work that may read the old values, and where
+        # PyTorch's allocator expects uses of this memory.
         with torch.no_grad(), nullcontext() if self.stream is None else self.stream.in_use():
             for x, divisor in self._sums:
                 x.copy_(quotient(x, divisor))
@@ -137,15 +137,15 @@ class Loan:
 
 def _seen_as(contiguous: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory of a contiguous tensor as a vector of another dtype."""
-    # Where there is one element, PyTorch takes any stride for contiguous, but not here.
+    # PyTorch calls one element with any stride contiguous, but `view` does not.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(dtype)
 
 
 def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the one tensor of a list of one.
+    """Return the tensor of a list of one.
 
     Raises:
-        ConfigError: It is no such list.
+        ConfigError: The list has another length.
     """
     if len(tensors) != 1:
         raise ConfigError(f"{len(tensors)} tensors: expected one, of this rank's one device")
@@ -179,12 +179,6 @@ def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def equal_parts(x: Array, count: int) -> list[Array]:
-    """Cut a vector into `count` equal views."""
-    n = x.size // count
-    return [x[i * n:(i + 1) * n] for i in range(count)]
-
-
 def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) -> list[Array]:
     """Cut a vector into one view per rank.
 
@@ -211,7 +205,7 @@ def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) 
 
 
 def with_own(contributions: list[Array], rank: int, own: Array) -> list[Array]:
-    """Return the contributions, but in place of this rank's `own`, where its result will be."""
+    """Return the contributions, with `own`, where the result goes, in place of this rank's."""
     return [*contributions[:rank], own, *contributions[rank + 1:]]
 
 
@@ -225,7 +219,7 @@ def in_turn(copies: Sequence[tuple[Array, Array]],
     """Copy vectors, then run schedules one after the other.
 
     Args:
-        copies: Where to, and what.
+        copies: Destinations and sources.
         schedules: On the same device.
     """
     for out, x in copies:

@@ -1,9 +1,9 @@
-"""What a collective of torch.distributed returns: a Work, and its Future.
+"""The results of collectives of torch.distributed: a Work, and its Future.
 
-DistributedDataParallel waits for futures in C++, where nobody can make progress: the engine's
-thread completes them. Callbacks of futures may begin collectives of their own. Those would take
-their place among the others by chance, in another order on every rank; so they are told apart,
-see `in_callback`, and go beside the others.
+DistributedDataParallel waits for futures in C++, which makes no progress: the engine's thread
+completes them. Callbacks of futures may begin collectives, which would come between the others in
+a different order on every rank; so they are recognised by `in_callback`, and run in a group of
+their own.
 """
 
 import threading
@@ -22,7 +22,7 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class _Callback(threading.local):
-    """Whether this thread is inside a callback of a future."""
+    """How many callbacks of futures this thread is inside of."""
 
     depth = 0
 
@@ -37,12 +37,12 @@ _callback = _Callback()
 
 
 def in_callback() -> bool:
-    """Return whether this is called from a callback of a future."""
+    """Return whether this thread is inside a callback of a future."""
     return _callback.depth > 0
 
 
 class _Done:
-    """Is in place of the handle of an operation that is complete: the caller has waited."""
+    """Handle of an operation that is complete, since the caller has waited."""
 
     done = True
 
@@ -67,7 +67,7 @@ class _Chained(torch.futures.Future):
 
     Args:
         handle: The operation.
-        gpus: Those that the tensors of its value lie on.
+        gpus: The GPUs that the tensors of its value lie on.
     """
 
     def __init__(self, handle: AnyHandle, gpus: list[torch.device]) -> None:
@@ -98,11 +98,11 @@ class _Chained(torch.futures.Future):
 
 
 class Future(_Chained):
-    """Is complete when an operation is; callbacks run in the order of the operations.
+    """The future of an operation; callbacks run in the order of the operations.
 
     Args:
         handle: The operation.
-        value: What it leaves.
+        value: Its result.
     """
 
     def __init__(self, handle: AnyHandle, value: Any) -> None:
@@ -112,7 +112,7 @@ class Future(_Chained):
 
     def _complete(self, error: BaseException | None) -> None:
         if error is None:
-            # The tensors are there; what the user has queued since is not to be waited for.
+            # The tensors are complete: not on the user's stream, whose later work would delay it.
             with on_idle_stream(self._gpus):
                 self.set_result(self._value)
         else:
@@ -121,7 +121,7 @@ class Future(_Chained):
     def wait(self) -> Any:
         """Return the result, making progress meanwhile; also from inside a callback.
 
-        There, what completes this future may have to wait for the end of the callback.
+        The thread of the callback may be the one that would complete this future.
         """
         self._handle.wait()
         return self._value
@@ -131,9 +131,9 @@ class Work(dist.Work):
     """One operation.
 
     Args:
-        handle: The operation; returns, for a receive, the rank that sent.
-        value: What futures give: the tensors that it leaves.
-        timeout_s: How long `wait` waits at most; None for what the group's timeout says.
+        handle: The operation; for a receive, its result is the rank that sent.
+        value: The tensors with the result.
+        timeout_s: The longest that `wait` waits; None for the timeout of the group.
         threaded: Whether operations advance in the background.
     """
 
@@ -144,7 +144,7 @@ class Work(dist.Work):
         self._value = value
         self._timeout_s = timeout_s
         self._threaded = threaded
-        # Of the last wait, and of the operation where `is_completed` has seen it fail.
+        # Of the last wait; and of the operation, where `is_completed` found that it failed.
         self._error: BaseException | None = None
         self._failure: Exception | None = None
         self._future: Future | None = None
@@ -154,7 +154,7 @@ class Work(dist.Work):
 
         Raises:
             StallError: It is not, in time.
-            MpiringError: As the handle's `wait`; what `is_completed` has met, if it has.
+            MpiringError: As the handle's `wait`, or as found by `is_completed`.
         """
         if self._failure is not None:
             raise self._failure
@@ -168,8 +168,8 @@ class Work(dist.Work):
     def is_completed(self) -> bool:
         """Return whether the operation is complete, or has failed.
 
-        Raises nothing: where it has failed, `is_success` is False, `exception` returns the error,
-        and `wait` raises it.
+        Raises nothing: after a failure `is_success` is False, `exception` returns the error, and
+        `wait` raises it.
         """
         try:
             return self._handle.test()
@@ -183,7 +183,7 @@ class Work(dist.Work):
         return self._handle.done
 
     def exception(self) -> BaseException | None:
-        """Return the error that ended the operation, if any, or the last wait for it."""
+        """Return the error that ended the operation or the last wait for it; None if none did."""
         return None if self._handle.done else self._failure or self._error
 
     def synchronize(self) -> None:
@@ -197,12 +197,12 @@ class Work(dist.Work):
     _source_rank = source_rank
 
     def result(self) -> Sequence[Any]:
-        """Return the tensors that the operation leaves, when it is complete."""
+        """Return the tensors with the result, when the operation is complete."""
         self.wait()
         return self._value
 
     def get_future(self) -> Future:
-        """Return a future of the tensors that the operation leaves."""
+        """Return a future of the tensors with the result."""
         if self._future is None:
             if not _wait_after_backward(self._handle) and not self._threaded:
                 self.wait()
@@ -211,10 +211,10 @@ class Work(dist.Work):
 
 
 def _wait_after_backward(handle: AnyHandle) -> bool:
-    """During a backward pass, have the thread that runs it wait for `handle` at its end.
+    """During a backward pass, make its thread wait for `handle` at the end; else return False.
 
-    DistributedDataParallel would wait there in C++, and the engine's thread, which does not
-    know that anybody waits, would sleep between its looks.
+    DistributedDataParallel would wait there in C++, unknown to the engine's thread, which would
+    sleep between its tests.
     """
     try:
         # In the order of these calls, and so before DistributedDataParallel's own.
@@ -228,7 +228,7 @@ class Coalesced(dist.Work):
     """Several operations as one.
 
     Args:
-        works: What each returned.
+        works: Of the operations.
     """
 
     def __init__(self, works: Sequence[Work]) -> None:
@@ -236,7 +236,7 @@ class Coalesced(dist.Work):
         self._works = works
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True when all are complete; each may take the timeout."""
+        """Return True when all are complete; the timeout is for each."""
         return all([work.wait(timeout) for work in self._works])
 
     def is_completed(self) -> bool:
@@ -248,14 +248,14 @@ class Coalesced(dist.Work):
         return all(work.is_success() for work in self._works)
 
     def exception(self) -> BaseException | None:
-        """Return the error that ended one of them, if any."""
+        """Return the first error that ended one of them; None if none did."""
         return next(filter(None, (work.exception() for work in self._works)), None)
 
     def result(self) -> Sequence[Any]:
-        """Return the tensors that all leave, when they are complete."""
+        """Return the tensors with all results, when they are complete."""
         return [x for work in self._works for x in work.result()]
 
     def get_future(self) -> Any:
-        """Return a future of the tensors that all leave."""
+        """Return a future of the tensors with all results."""
         all_done = torch.futures.collect_all([work.get_future() for work in self._works])
-        return all_done.then(lambda done: [x for one in done.value() for x in one.value()])
+        return all_done.then(lambda done: [x for future in done.value() for x in future.value()])

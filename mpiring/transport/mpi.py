@@ -1,6 +1,8 @@
 """Moves bytes with mpi4py, on a private duplicate of the user's communicator."""
 
-from collections import deque
+import sys
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -9,12 +11,13 @@ from mpi4py import MPI
 from ..errors import BufferMismatchError, ConfigError, ProcessFailedError, TransportError
 from ..memory.arrays import as_bytes, pieces_of
 from .base import LANES, Array, Request, Schedule, T
-from .opened import Opening
 from .staged import DeviceMessage
 
 # Open MPI refuses messages of 2 GiB and more.
 PIECE_BYTES = 1 << 30
 
+# An error names this many of the lines that made dropped communicators.
+_LINES = 3
 _CONTROL_TAG = 0
 _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
         "band": MPI.BAND, "bor": MPI.BOR, "bxor": MPI.BXOR}
@@ -49,9 +52,33 @@ def made(comm: MPI.Comm, make: Callable[[], T]) -> T:
         return make()
     except MPI.Exception as exc:
         raise failure(
-            f"rank {comm.rank}: making a communicator ({Opening.census()}; MPI has room for some "
+            f"rank {comm.rank}: making a communicator ({_census()}; MPI has room for some "
             f"thousand, MPICH for 2,048: close() those that are not needed any more)",
             exc) from exc
+
+
+# The transports of this process: MPI's room for communicators is the process's, too.
+_open: "set[MpiTransport]" = set()
+
+
+def _census() -> str:
+    """Return how many transports are open, and which lines made those that were dropped."""
+    dropped = [transport.line for transport in list(_open) if transport.dropped]
+    text = f"{len(_open)} communicators of mpiring's are open in this process"
+    if not dropped:
+        return text
+    lines = ", ".join(f"{file}:{line} ({count})"
+                      for (file, line), count in Counter(dropped).most_common(_LINES))
+    return f"{text}, {len(dropped)} of them dropped without close(), made at {lines}"
+
+
+def _users_line() -> tuple[str, int]:
+    """Return the file and line that called this package."""
+    frame = sys._getframe(1)
+    package = __name__.partition(".")[0]
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 class _Pending:
@@ -141,6 +168,8 @@ class MpiTransport:
         bytes_sent: By this rank, so far (by MPI's own collectives, the least there is).
         piece_bytes: As above.
         tag_limit: The highest tag that MPI takes.
+        line: File and line of the user's program that made it.
+        dropped: Whether it was lost without being freed.
     """
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
@@ -154,6 +183,8 @@ class MpiTransport:
         # operations that used them are complete.
         self.tag_limit = int(MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767)
         self._tags = min(self.tag_limit, 1 << 20)
+        self.line, self.dropped = _users_line(), False
+        _open.add(self)
 
     def channel(self, sequence: int, lane: int = 0) -> "MpiChannel":
         """Return a lane of operation number `sequence`; see base.Channel.lane."""
@@ -184,6 +215,16 @@ class MpiTransport:
     def free(self) -> None:
         """Give the private communicator back to MPI; collective."""
         self.comm.Free()
+        _open.discard(self)
+
+    def drop(self) -> None:
+        """Warn that nobody can free it any more; for the garbage collector: takes no lock."""
+        self.dropped = True
+        warnings.warn_explicit(
+            f"rank {self.rank}: a communicator of {self.size} ranks, made in this line, was "
+            f"dropped without close(): a communicator of MPI's, and some memory, are kept until "
+            f"the program ends; call close() on all its ranks, or use `with`",
+            ResourceWarning, *self.line)
 
 
 class MpiChannel:

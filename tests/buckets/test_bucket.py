@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.buckets.bucket import ALIGNMENT_BYTES, FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
+from mpiring.buckets.bucket import FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
 from mpiring.gpu.base import await_event
 from mpiring.gpu.device import Device
+from mpiring.memory.arrays import CACHE_LINE_BYTES
 
 SHAPES = st.lists(st.integers(0, 9), max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float16", "float32", "float64", "complex128"]).map(np.dtype)
@@ -48,7 +49,7 @@ def test_views_are_apart_and_aligned(tensors):
         assert not bucket.flat.any()
         start = bucket.flat.ctypes.data
         for number, (name, view) in enumerate(bucket.views.items(), start=1):
-            assert (view.ctypes.data - start) % ALIGNMENT_BYTES == 0 or not view.size
+            assert (view.ctypes.data - start) % CACHE_LINE_BYTES == 0 or not view.size
             view[...] = number
             assert np.shares_memory(view, bucket.flat) or not view.size
         for number, tensor in enumerate(bucket_plan.tensors, start=1):

@@ -9,12 +9,14 @@ from cluster import run
 from schedules import ALGORITHMS, sent
 
 from mpiring import BufferMismatchError
-from mpiring.collectives import chain, exchange, shared
-from mpiring.operations.select import choose
+from mpiring.collectives import chain, exchange
+from mpiring.collectives.operation import Tuning
 from mpiring.memory import reduction
 from mpiring.simulated.network import SimulatedNetwork
 
 SIZES = [*range(1, 9), 13]
+# Arrays of this test's sizes take every path.
+SMALL = Tuning(eager_bytes=100, eager_private_bytes=300)
 
 
 def some_dtypes(op, p):
@@ -48,7 +50,7 @@ def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, slot_bytes=5
         yield from collectives.allreduce(x, op=op, algorithm=algorithm)
         return x
 
-    return run(node_of, program, seed=seed, slot_bytes=slot_bytes)[0]
+    return run(node_of, program, seed=seed, slot_bytes=slot_bytes, tuning=SMALL)[0]
 
 
 IN_WINDOWS = {"all": lambda rank: True, "none": lambda rank: False,
@@ -56,19 +58,14 @@ IN_WINDOWS = {"all": lambda rank: True, "none": lambda rank: False,
 
 
 @pytest.fixture
-def small_pieces(monkeypatch):
-    """Let arrays of this test's sizes take every path, in several blocks and pieces."""
-    monkeypatch.setattr(shared, "EAGER_BYTES", 100)
-    monkeypatch.setattr(shared, "EAGER_PRIVATE_BYTES", 300)
+def small_blocks(monkeypatch):
+    """Let arrays of this test's sizes be combined in several blocks."""
     monkeypatch.setattr(reduction, "BLOCK_BYTES", 128)
-    choose.cache_clear()
-    yield
-    choose.cache_clear()
 
 
 @pytest.mark.parametrize("p", SIZES)
 @pytest.mark.parametrize("in_windows", IN_WINDOWS)
-def test_shared_memory(p, in_windows, small_pieces):
+def test_shared_memory(p, in_windows, small_blocks):
     for n in sorted({0, 1, p + 1, 129}):
         for op in contract.OPS:
             for seed, dtype in some_dtypes(op, p):
@@ -80,7 +77,7 @@ def test_shared_memory(p, in_windows, small_pieces):
 
 @pytest.mark.parametrize("node_of", [[0] * 3, [0, 0, 1, 1], [0, 1, 0, 1, 1]])
 @pytest.mark.parametrize("algorithm", ["auto", "hierarchical", "direct", "ring"])
-def test_several_allreduces_in_one_operation(node_of, algorithm, small_pieces):
+def test_several_allreduces_in_one_operation(node_of, algorithm, small_blocks):
     """As in a reducer that sums two factors: the second must not overtake the first."""
     p = len(node_of)
     if algorithm == "hierarchical" and len(set(node_of)) == 1:
@@ -100,7 +97,7 @@ def test_several_allreduces_in_one_operation(node_of, algorithm, small_pieces):
             assert (x == p * 100 * i + p * (p - 1) / 2).all()
 
     for seed in range(60):
-        run(node_of, program, seed=seed, slot_bytes=4096)
+        run(node_of, program, seed=seed, slot_bytes=4096, tuning=SMALL)
 
 
 @pytest.mark.parametrize("node_of", [[0] * 4, [0, 0, 1, 1], [0, 1, 2], [0, 1, 0]])

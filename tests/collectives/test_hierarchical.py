@@ -1,5 +1,7 @@
 """Tests allreduce over nodes of several ranks: results, bytes, time, rounding, disagreement."""
 
+from dataclasses import replace
+
 import contract
 import ml_dtypes
 import numpy as np
@@ -9,25 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiring.collectives import hierarchical
+from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call
-from mpiring.operations.select import choose
 from mpiring.errors import BufferMismatchError
 from mpiring.memory.reduction import reduction
 from mpiring.launch.topology import ranks_of_nodes
 from mpiring.simulated.network import Link, SimulatedNetwork
 
 
-@pytest.fixture(autouse=True)
-def small_pieces(monkeypatch):
-    """Let arrays of these tests' sizes take every path, in several pieces."""
-    monkeypatch.setattr(hierarchical, "SLICE_BYTES", 48)
-    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 1)
-    monkeypatch.setattr(hierarchical, "SHORT_BYTES", 24)
-    choose.cache_clear()
-    yield
-    choose.cache_clear()
-
-
+# Arrays of these tests' sizes take every path, in several pieces.
+SMALL = Tuning(slice_bytes=48, chunk_bytes=1, short_bytes=24)
 # Which ranks have their arrays in windows.
 MEMORIES = {
     "all": lambda rank, node: True, "none": lambda rank, node: False,
@@ -43,7 +36,7 @@ PLACEMENTS = {
 SETTINGS = {"deadline": None}
 
 
-def allreduce(node_of, xs, op="sum", memory="none", **network):
+def allreduce(node_of, xs, op="sum", memory="none", tuning=SMALL, **network):
     """Combine one vector per rank as the communicator does; return all results, and the network."""
     def program(collectives):
         x = xs[collectives.rank].copy()
@@ -55,7 +48,7 @@ def allreduce(node_of, xs, op="sum", memory="none", **network):
         yield from collectives.allreduce(x, op=op, algorithm="hierarchical")
         return x
 
-    return run(node_of, program, slot_bytes=2048, **network)
+    return run(node_of, program, slot_bytes=2048, tuning=tuning, **network)
 
 
 @pytest.mark.parametrize(("placement", "p"), [
@@ -94,11 +87,10 @@ def test_any_placement(data, n, seed, memory):
     ([0, 0, 1, 1, 2, 2, 3, 3], 5760), ([0, 1, 2, 3] * 2, 5760), ([0, 0, 0, 1, 2, 2], 5400)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("memory", ["all", "none"])
-def test_a_node_sends_the_least_possible(node_of, n, dtype, memory, monkeypatch):
-    monkeypatch.setattr(hierarchical, "SLICE_BYTES", 720)
-    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 1)
+def test_a_node_sends_the_least_possible(node_of, n, dtype, memory):
     nodes, itemsize = len(set(node_of)), np.dtype(dtype).itemsize
-    results, network = allreduce(node_of, np.ones((len(node_of), n), dtype), memory=memory)
+    results, network = allreduce(node_of, np.ones((len(node_of), n), dtype), memory=memory,
+                                 tuning=replace(SMALL, slice_bytes=720))
     header = 192
     assert network.bytes_between == dict.fromkeys(
         range(nodes), 2 * (nodes - 1) * n * itemsize // nodes + header)
@@ -116,12 +108,10 @@ def test_what_is_short_takes_one_message_per_pair_of_nodes():
     assert network.time_s == pytest.approx(2 * latency_s)
 
 
-def test_the_wire_does_not_wait_for_a_node(monkeypatch):
+def test_the_wire_does_not_wait_for_a_node():
     """While the ranks of a node meet, another piece is under way."""
     piece_s, count = 1.0, 32
     slice_bytes, nodes, local = 480, 4, 2
-    monkeypatch.setattr(hierarchical, "SLICE_BYTES", slice_bytes)
-    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 1)
     piece_bytes = local * slice_bytes
     bandwidth = 2 * (nodes - 1) / nodes * piece_bytes / piece_s
     node_of = [0, 0, 1, 1, 2, 2, 3, 3]
@@ -130,13 +120,14 @@ def test_the_wire_does_not_wait_for_a_node(monkeypatch):
     barrier_s = piece_s / 4
 
     def time_of(in_flight, slot_bytes):
-        monkeypatch.setattr(hierarchical, "IN_FLIGHT", in_flight)
+        tuning = replace(SMALL, slice_bytes=slice_bytes, in_flight=in_flight)
         network = SimulatedNetwork(8, between=Link(0, bandwidth), node_of=node_of)
 
         def program(collectives):
             return collectives.allreduce(xs[collectives.rank].copy(), algorithm="hierarchical")
 
-        run(node_of, program, network=network, barrier_s=barrier_s, slot_bytes=slot_bytes)
+        run(node_of, program, network=network, barrier_s=barrier_s, slot_bytes=slot_bytes,
+            tuning=tuning)
         return network.time_s
 
     wire_s, in_node_s = count * piece_s, count * 2 * barrier_s
@@ -216,7 +207,7 @@ def test_no_disagreement_gives_a_result(data, seed, memory, by_node):
         yield from collectives.allreduce(x, op=op, algorithm=algorithm)
         return x
 
-    results, _ = run(node_of, program, seed=seed, slot_bytes=2048, return_errors=True,
+    results, _ = run(node_of, program, seed=seed, slot_bytes=2048, tuning=SMALL, return_errors=True,
                      call=lambda rank: Call("allreduce", kinds[rank]))
     if len(set(kinds)) == 1:
         n, _, op, _ = KINDS[kinds[0]]
@@ -233,15 +224,16 @@ def test_no_disagreement_gives_a_result(data, seed, memory, by_node):
 def test_pieces_cover_the_array_and_the_scratch_memory_is_small(n, sizes, dtype):
     nodes = [range(size) for size in sizes]
     itemsize = np.dtype(dtype).itemsize
-    pieces = hierarchical.pieces_of(n, itemsize, nodes)
+    tuning = Tuning()
+    pieces = hierarchical.pieces_of(n, itemsize, nodes, tuning)
     parts = [part for piece in pieces for part in piece]
     assert {len(piece) for piece in pieces} == {max(sizes)}
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]
     assert parts[-1].stop == n
-    longest = max(hierarchical.SLICE_BYTES, len(nodes) * hierarchical.CHUNK_BYTES) + itemsize
+    longest = max(tuning.slice_bytes, len(nodes) * tuning.chunk_bytes) + itemsize
     assert all((part.stop - part.start) * itemsize <= longest for part in parts)
     levels = hierarchical.Levels.of("sum", np.dtype(dtype), nodes, reduction)
     assert levels.direct == (dtype == "float16")
     # No more than a slice for each piece under way.
-    assert hierarchical.inbox_size(n, itemsize, nodes, levels) * itemsize <= (
-        hierarchical.IN_FLIGHT * (longest + 100))
+    assert hierarchical.inbox_size(n, itemsize, nodes, levels, tuning) * itemsize <= (
+        tuning.in_flight * (longest + 100))

@@ -4,8 +4,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpiring.collectives import hierarchical, native, shared
-from mpiring.operations.select import OWN_FROM_BYTES, choose
+from mpiring.collectives import native
+from mpiring.collectives.operation import Tuning
+from mpiring.operations.algorithms import choose
 from mpiring.errors import ConfigError
 
 
@@ -18,31 +19,31 @@ def test_mpi_is_not_asked_for_what_it_gets_wrong():
 
 def chosen(n, op="sum", wish="auto", dtype="float64", ranks=8, nodes=8):
     dtype = np.dtype(dtype)
-    return choose(n * dtype.itemsize, dtype, op, wish, ranks, nodes)
+    return choose(n * dtype.itemsize, dtype, op, wish, ranks, nodes, Tuning()).name
 
 
 def test_choice_by_size():
     assert chosen(8) == "native"
-    assert chosen(OWN_FROM_BYTES // 8) == "ring"
+    assert chosen(Tuning.native_below_bytes // 8) == "ring"
     assert chosen(8, "max") == "ring", "MPI drops NaN"
     assert chosen(8, wish="ring") == "ring"
     with pytest.raises(ConfigError, match="MPI's own max is wrong or missing for float64"):
         chosen(8, "max", "native")
-    with pytest.raises(ConfigError, match="expected one of auto, ring"):
+    with pytest.raises(ConfigError, match="expected one of auto, shared"):
         chosen(8, wish="tree")
 
 
 def test_choice_by_nodes():
     assert chosen(8, nodes=1) == chosen(8, nodes=1, wish="shared") == "eager"
-    assert chosen(shared.EAGER_BYTES // 8, nodes=1) == "shared"
+    assert chosen(Tuning.eager_bytes // 8, nodes=1) == "shared"
     assert chosen(8, nodes=1, dtype="longdouble") == "shared", "no rank may leave its own padding"
     for nodes in (2, 4, 7):
         assert chosen(8, nodes=nodes) == "native"
         assert chosen(8, "max", nodes=nodes) == chosen(
             8, nodes=nodes, wish="hierarchical") == "short"
-        assert chosen(hierarchical.SHORT_BYTES, "max", nodes=nodes) == "hierarchical"
+        assert chosen(Tuning.short_bytes, "max", nodes=nodes) == "hierarchical"
         assert chosen(8, dtype="longdouble", nodes=nodes) == "hierarchical"
-        assert chosen(OWN_FROM_BYTES // 8, nodes=nodes) == "hierarchical"
+        assert chosen(Tuning.native_below_bytes // 8, nodes=nodes) == "hierarchical"
         assert chosen(1 << 20, wish="ring", nodes=nodes) == "ring"
         with pytest.raises(ConfigError, match="not all ranks share one node's memory"):
             chosen(8, wish="shared", nodes=nodes)

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiring.collectives import ring
+from mpiring.collectives.operation import Tuning
 from mpiring.memory.reduction import Reduction
 from mpiring.simulated.prices import Link, NoCombine, ghost
 from mpiring.simulated.network import SimulatedNetwork
@@ -13,7 +14,7 @@ from mpiring.simulated.network import SimulatedNetwork
 ALPHA, BETA = 5e-6, 1 / 1e9
 
 
-def time_of(p, n, piece_bytes=ring.PIECE_BYTES, **network):
+def time_of(p, n, piece_bytes=Tuning.ring_bytes, **network):
     net = SimulatedNetwork(p, between=Link(ALPHA, 1 / BETA), payload=False, **network)
     inbox = ghost(ring.inbox_size(n, p, 4, piece_bytes), "float32")
     net.run(lambda channel: ring.allreduce(
@@ -45,7 +46,7 @@ def test_pieces_cost_messages_but_neither_bytes_nor_time(p, k):
 
 def test_chunks_that_fit_one_piece_are_not_cut():
     for p in (2, 5):
-        n = p * ring.PIECE_BYTES // 4
+        n = p * Tuning.ring_bytes // 4
         assert time_of(p, n).messages_sent == [2 * (p - 1)] * p
         assert time_of(p, n + 1).messages_sent == [4 * (p - 1)] * p
 
@@ -53,7 +54,7 @@ def test_chunks_that_fit_one_piece_are_not_cut():
 @given(n=st.integers(0, 10**9), p=st.integers(2, 1000))
 def test_the_scratch_memory_is_one_chunk_or_two_pieces(n, p):
     chunk, size = -(-n // p), ring.inbox_size(n, p, 4)
-    assert size <= chunk + 1 and 4 * size <= 2 * (ring.PIECE_BYTES + 4)
+    assert size <= chunk + 1 and 4 * size <= 2 * (Tuning.ring_bytes + 4)
     assert ring.inbox_size(n, 1, 4) == 0
 
 

@@ -1,4 +1,4 @@
-"""Tests what a commit keeps, and what comes back from it."""
+"""Tests what a commit copies, and what comes back from it."""
 
 import threading
 from collections import OrderedDict, namedtuple
@@ -52,8 +52,8 @@ def test_an_array_that_cannot_be_written_is_replaced():
 
 
 @pytest.mark.parametrize("value", [threading.Lock(), {1, 2}, np.array([None]), {"x": [object()]}])
-def test_what_cannot_be_kept_is_refused_by_name(value):
-    with pytest.raises(ConfigError, match="attribute 'odd' of the state: a .* cannot be kept"):
+def test_what_cannot_be_copied_is_refused_by_name(value):
+    with pytest.raises(ConfigError, match="attribute 'odd' of the state: a .* cannot be copied"):
         Commits().add({"odd": value})
 
 
@@ -122,8 +122,8 @@ def test_modules_and_optimizers_come_back_as_they_were():
     for _ in range(3):
         step()
     for _ in range(2):
-        for kept in commits.at(0).values():
-            restored(kept, None)
+        for committed in commits.at(0).values():
+            restored(committed, None)
         assert all(p.grad is None for p in model.parameters())
         step()
         assert all(map(torch.equal, model.parameters(), right))

@@ -11,10 +11,9 @@ from launching import SOON_S
 
 from mpiring import ClosedError, Config, ProcessFailedError, StallError, TransportError
 from mpiring.operations.agreement import Call
-from mpiring.engine.engine import Engine
+from mpiring.engine.engine import Engine, Pause
 from mpiring.record.recorder import Flight
 from mpiring.engine.handle import Handle
-from mpiring.engine.pause import Pause
 from mpiring.transport.base import Task, together
 
 
@@ -43,18 +42,11 @@ def breaks(flag):
     raise ValueError("broken schedule")
 
 
-class Blind:
-    """A watch that sees nothing."""
-
-    def look(self):
-        pass
-
-
 class Setup:
     def __init__(self, threaded, **settings):
         self.ended = []
         self.engine = Engine(Config(**settings), threaded=threaded, end_job=self.ended.append)
-        self.lane = self.engine.join(Blind())
+        self.lane = self.engine.join(int)
         self.number = -1
 
     def handle(self, schedule, lane=None):
@@ -65,10 +57,9 @@ class Setup:
         """Make a blocking call, as Group does."""
         handle = self.handle(schedule)
         try:
-            if not self.engine.run_at_once(handle.task, handle.flight, self.lane):
-                self.engine.run(handle)
+            self.engine.run(handle)
         except BaseException as error:
-            self.engine.keep(error)
+            self.engine.fail(error)
             raise
         return handle.task.result
 
@@ -178,11 +169,11 @@ def test_operations_start_in_order_and_few_at_a_time():
     setup = Setup(threaded=False, operations_in_flight=2)
     flags = [Flag() for _ in range(4)]
     handles = [setup.submit(waits_for(flag)) for flag in flags]
-    setup.engine.poke()
+    setup.engine.advance()
     assert [flag.looks > 0 for flag in flags] == [True, True, False, False]
     flags[1].complete = flags[3].complete = True
-    setup.engine.poke()
-    setup.engine.poke()
+    setup.engine.advance()
+    setup.engine.advance()
     assert [handle.done for handle in handles] == [False, True, False, False]
     assert flags[2].looks and not flags[3].looks
     flags[0].complete = flags[2].complete = True
@@ -192,11 +183,11 @@ def test_operations_start_in_order_and_few_at_a_time():
 def test_communicators_do_not_queue_behind_each_other():
     """Else two ranks that call those of two communicators in different orders would deadlock."""
     setup = Setup(threaded=False, operations_in_flight=1)
-    other, flags = setup.engine.join(Blind()), [Flag() for _ in range(3)]
+    other, flags = setup.engine.join(int), [Flag() for _ in range(3)]
     setup.submit(waits_for(flags[0]))
     setup.submit(waits_for(flags[1]))
     setup.submit(waits_for(flags[2]), other)
-    setup.engine.poke()
+    setup.engine.advance()
     assert [flag.looks > 0 for flag in flags] == [True, False, True]
 
 
@@ -261,7 +252,7 @@ def test_an_error_of_the_thread_is_raised_in_the_main_thread(background):
     flag = Flag()
     handle = background.submit(breaks(flag))
     flag.complete = True
-    until(lambda: background.engine._failure)
+    until(lambda: background.engine.failure)
     with pytest.raises(ValueError, match="broken schedule"):
         handle.wait()
     time.sleep(0.1)
@@ -442,7 +433,7 @@ def test_a_wait_ends_in_time_whatever_else_moves(threaded, waited_for):
 
 def test_communicators_count_for_themselves():
     setup, flags = Setup(threaded=False), [Flag() for _ in range(3)]
-    other = setup.engine.join(Blind())
+    other = setup.engine.join(int)
     handles = [setup.submit(waits_for(flags[0])), setup.submit(waits_for(flags[1]), other)]
     time.sleep(0.05)
     flags[1].complete = True
@@ -487,7 +478,7 @@ def test_a_dropped_communicator_is_let_go_of_when_nothing_is_under_way(threaded)
 
 def test_a_lane_may_take_any_number():
     setup, flags = Setup(threaded=False, operations_in_flight=1), [Flag() for _ in range(5)]
-    lane = setup.engine.join(Blind(), 5)
+    lane = setup.engine.join(int, 5)
     handles = [setup.handle(waits_for(flag), lane) for flag in flags]
     for handle in handles:
         setup.engine.submit(handle)

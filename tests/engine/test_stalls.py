@@ -45,21 +45,21 @@ class Ranks:
     def __init__(self, size, **settings):
         self.size = size
         self.letters = {rank: [] for rank in range(size)}
-        self.said = {rank: [] for rank in range(size)}
+        self.reports = {rank: [] for rank in range(size)}
         config = Config(**settings)
         self.engine = Engine(config, threaded=False, end_job=print)
         self.recorders = [Recorder(rank) for rank in range(size)]
         self.watches = [
             StallWatch(rank, size, Post(self, rank), config, self.recorders[rank],
-                       self.said[rank].append) for rank in range(size)]
+                       self.reports[rank].append) for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
-        flight = Flight(Call(kind), sequence)
+        flight = Flight(Call(kind), sequence, called_s=time.monotonic())
         self.recorders[rank].add(flight)
-        handle = Handle(self.engine.join(None), flight, Task(stuck()))
+        handle = Handle(self.engine.join(None), flight, Task(stuck()), patient=patient)
         handle.done, flight.started_s = done, time.monotonic()
         self.watches[rank].last = flight
-        self.watches[rank].enter(handle, patient=patient)
+        self.watches[rank].enter(handle)
         return handle
 
     def look(self, seconds, ranks=None):
@@ -90,23 +90,23 @@ def test_the_lowest_waiting_rank_reports_once_where_all_stand():
     ranks.call(2, 1)
     ranks.call(3, 1, done=True)
     ranks.look(0.4, ranks=(0, 1, 2, 3))
-    assert ranks.said[1] == [], "rank 4 has not answered yet"
+    assert ranks.reports[1] == [], "rank 4 has not answered yet"
     ranks.look(1.0, ranks=(0, 1, 2, 3))
-    (report,) = ranks.said[1]
+    (report,) = ranks.reports[1]
     for line in ("rank 1 has waited 1 s in #1 allreduce",
                  "rank 0 has NOT CALLED it; its last call was #0 broadcast",
                  "rank 2 waits in it too",
                  "rank 3 has finished it",
                  "rank 4 does not answer"):
         assert line in report
-    assert not any(ranks.said[rank] for rank in (0, 2, 3, 4))
+    assert not any(ranks.reports[rank] for rank in (0, 2, 3, 4))
 
 
 def test_the_timeout_raises_with_fresh_answers():
     ranks = Ranks(3, stall_warning_s=0.1, stall_timeout_s=0.4)
     ranks.call(0, 0)
     ranks.look(0.25)
-    assert "rank 1 has not called it, nor anything else" in ranks.said[0][0]
+    assert "rank 1 has not called it, nor anything else" in ranks.reports[0][0]
     ranks.call(1, 0)
     with pytest.raises(StallError, match="rank 1 waits in it too") as caught:
         ranks.look(2)
@@ -120,14 +120,14 @@ def test_a_rank_that_waits_in_an_earlier_operation_says_so():
     ranks.call(1, 4, "reduce")
     ranks.call(1, 5).flight.started_s = 0.0
     ranks.look(0.3)
-    assert "rank 1 has it queued behind #4 reduce" in ranks.said[0][0]
+    assert "rank 1 has it queued behind #4 reduce" in ranks.reports[0][0]
 
 
 def test_a_patient_operation_is_reported_but_never_ends_the_job():
     ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0.2)
     ranks.call(0, 0, "close", patient=True)
     ranks.look(0.5)
-    (report,) = ranks.said[0]
+    (report,) = ranks.reports[0]
     assert "in #0 close" in report and "it waits for ever" in report
 
 
@@ -137,24 +137,24 @@ def test_a_moving_operation_does_not_stall():
     for _ in range(10):
         moving._moved_s = time.monotonic()
         ranks.look(0.05)
-    assert not any(ranks.said.values())
+    assert not any(ranks.reports.values())
 
 
 def test_zero_waits_for_ever_without_a_word():
     ranks = Ranks(2, stall_warning_s=0, stall_timeout_s=0)
     ranks.call(0, 0)
     ranks.look(0.2)
-    assert not any(ranks.said.values()) and not any(ranks.letters.values())
+    assert not any(ranks.reports.values()) and not any(ranks.letters.values())
 
 
 def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
     ranks = Ranks(3, stall_warning_s=2, stall_timeout_s=0)
     settings = SimpleNamespace(config=Config(stall_warning_s=2))
     ranks.watches = [MessageWatch(rank, 3, Post(ranks, rank), settings, ranks.recorders[rank],
-                                  ranks.said[rank].append) for rank in range(3)]
+                                  ranks.reports[rank].append) for rank in range(3)]
 
     def message(rank, kind):
-        flight = Flight(Call(kind), 0)
+        flight = Flight(Call(kind), 0, called_s=time.monotonic())
         ranks.recorders[rank].add(flight)
         flight.started_s = time.monotonic()
         return Handle(ranks.engine.join(None), flight, Task(stuck()))
@@ -163,14 +163,14 @@ def test_whoever_waits_for_a_message_learns_what_the_other_end_does():
         ranks.look(1)
         with ranks.watches[1].waiting(message(1, "recv of 1 from any"), None, 4.0) as report:
             ranks.look(1.5)
-            (text,) = ranks.said[0]
+            (text,) = ranks.reports[0]
             for line in ("rank 0 has waited 2 s in #0 recv of 0 from 1\n",
                          "\n  rank 1 waits for #0 recv of 1 from any, since 1 s\n",
                          "\n  the last operations of rank 1", "recv of 0 from 1: NOT COMPLETE"):
                 assert line in text
-            assert "rank 2" not in text and not ranks.said[1]
+            assert "rank 2" not in text and not ranks.reports[1]
             assert "rank 2 has not answered yet" in "\n".join(report())
             ranks.look(1)
-            assert len(ranks.said[0]) == 1
-            (text,) = ranks.said[1]
+            assert len(ranks.reports[0]) == 1
+            (text,) = ranks.reports[1]
             assert "rank 0 waits for #0 recv of 0" in text and "rank 2 waits for no me" in text

@@ -1,4 +1,4 @@
-"""Tests what is measured, kept and believed; on a fake cluster whose clock is the test's."""
+"""Tests what is measured, saved and believed; on a fake cluster whose clock is the test's."""
 
 import json
 
@@ -8,7 +8,7 @@ import pytest
 from mpiring import Config, ConfigError
 from mpiring.engine import tuning
 from mpiring.engine.tuning import Tuner
-from mpiring.launch.cache import Cache, folder_of
+from mpiring.launch.cache import folder_of
 
 LATENCY_S = {"native": 1e-5, "ring": 1e-4}
 BANDWIDTH = {"native": 1e8, "ring": 1e9}
@@ -23,15 +23,30 @@ class Cluster:
         self.slower = slower
         monkeypatch.setattr(tuning.time, "perf_counter", lambda: self.now)
 
-    def allreduce(self, x, algorithm):
-        self.calls.append((algorithm, x.nbytes))
-        self.now += self.slower * (LATENCY_S[algorithm] + x.nbytes / BANDWIDTH[algorithm])
+    def tuner(self, folder, cluster="4 nodes", rank=0, others=""):
+        collectives = Collectives(self, others.encode())
+        return Tuner(lambda step, build: build(collectives), rank=rank, cluster=cluster,
+                     candidates=("native", "ring"), folder=str(folder or ""))
 
-    def tuner(self, folder, key="4 nodes", rank=0, others=""):
-        return Tuner(empty=lambda n: np.empty(n, np.float32), allreduce=self.allreduce,
-                     slowest=lambda value: value, rank=rank,
-                     broadcast=lambda text: text or others, candidates=("native", "ring"),
-                     cache=Cache(str(folder or ""), "", key))
+
+class Collectives:
+    """What the tuner calls, done at once; rank 0 broadcasts `text` to others."""
+
+    def __init__(self, cluster, text):
+        self._cluster, self._text = cluster, text
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype)
+
+    def allreduce(self, x, *, op="sum", algorithm):
+        if op == "sum":
+            cluster = self._cluster
+            cluster.calls.append((algorithm, x.nbytes))
+            cluster.now += cluster.slower * (
+                LATENCY_S[algorithm] + x.nbytes / BANDWIDTH[algorithm])
+
+    def broadcast_bytes(self, x, root):
+        return x if x.size else self._text
 
 
 @pytest.fixture
@@ -55,21 +70,21 @@ def test_a_slow_network_is_probed_with_small_arrays_only(monkeypatch):
     assert max(size for _, curve in model.curves for size, _ in curve.points) < 1 << 20
 
 
-def test_what_was_found_is_kept_and_checked_by_few_calls(cluster, tmp_path):
+def test_what_was_found_is_saved_and_checked_by_few_calls(cluster, tmp_path):
     folder = tmp_path / "new" / "folder"
     first = cluster.tuner(folder).find()
     (file,) = folder.iterdir()
-    assert json.loads(file.read_text())["about"] == "4 nodes"
+    assert json.loads(file.read_text())["about"].endswith(" 4 nodes")
     cluster.calls.clear()
     assert cluster.tuner(folder).find() == first
     assert set(cluster.calls) == {("native", 512 << 10)}
     assert cluster.tuner(folder).find(fresh=True) is not first
     assert len(cluster.calls) > 20
-    cluster.tuner(folder, key="8 nodes").find()
+    cluster.tuner(folder, cluster="8 nodes").find()
     assert len(list(folder.iterdir())) == 2
 
 
-def test_a_kept_model_that_is_wrong_by_now_is_replaced(cluster, tmp_path):
+def test_a_saved_model_that_is_wrong_by_now_is_replaced(cluster, tmp_path):
     first = cluster.tuner(tmp_path).find()
     cluster.slower = 3.0
     second = cluster.tuner(tmp_path).find()
@@ -86,12 +101,12 @@ def test_a_spoilt_file_is_no_reason_to_fail(cluster, tmp_path, content):
     assert "ring" in json.loads(file.read_text())["model"]
 
 
-def test_a_folder_that_cannot_be_written_to_is_told_and_no_reason_to_fail(
+def test_a_folder_that_cannot_be_written_to_is_reported_and_no_reason_to_fail(
         cluster, tmp_path, caplog):
     (tmp_path / "file").write_text("")
     assert cluster.tuner(tmp_path / "file").find().curves
     (message,) = caplog.messages
-    assert f"cannot be kept in {tmp_path / 'file'} (File exists)" in message
+    assert f"cannot be saved in {tmp_path / 'file'} (File exists)" in message
     assert "set MPIRING_TUNING_FOLDER" in message
 
 

@@ -74,7 +74,7 @@ def on_gpu(node_of, program, seed=0):
 
     def on_rank(collectives):
         device = Device(_WatchedCuda(network, collectives.rank))
-        context = GpuContext(device, Exports(collectives._own.windows))
+        context = GpuContext(device, Exports(collectives.windows))
         array = yield from in_context(collectives, context, [], lambda gpus: program(gpus, device))
         # Not before all is done: CuPy's stream and the device's know nothing of each other.
         return cuda.cupy().asnumpy(array)

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpiring.operations.calls import allreduce_call, described
 from mpiring.errors import ConfigError, MissingDependencyError, TransportError
 from mpiring.gpu import arrays, cuda, kernels
+from mpiring.operations.agreement import allreduce_call, described
 
 
 class CudaError(RuntimeError):

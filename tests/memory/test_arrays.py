@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.operations.calls import described
 from mpiring.memory.arrays import (
     COMPLEX, FLOATING, as_bytes, chunks_of, dtype_name, flat, is_finite, pieces_of)
+from mpiring.operations.agreement import described
 
 
 @given(n=st.integers(0, 200), parts=st.integers(1, 20))

@@ -16,9 +16,10 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring.collectives import chain, native, ring
+from mpiring.collectives import chain, native
+from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call
-from mpiring.memory.arrays import chunks_of
+from mpiring.memory.arrays import aligned_bounds, chunks_of
 from mpiring.transport.base import LANES, together
 from mpiring.transport.mpi import MpiTransport
 
@@ -207,6 +208,8 @@ def test_unknown_words_are_refused(comm):
         comm.allreduce(x, op="avg")
     with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected"):
         comm.allreduce(x, algorithm="tree")
+    with pytest.raises(mpiring.ConfigError, match="algorithm='tree': expected one of auto, sha"):
+        mpiring.init(config=mpiring.Config(algorithm="tree"))
     with pytest.raises(mpiring.ConfigError, match="root=.*expected a whole number from 0 to"):
         comm.broadcast(x, root=comm.size)
     # A refused call uses no number: the ranks are still in step.
@@ -234,6 +237,22 @@ def test_reduce_scatter_then_allgather_is_allreduce(comm):
         assert np.array_equal(chunk, want[start:stop])
         assert comm.allgather(x) is x
         assert np.array_equal(x, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_slices_of_any_bounds(comm, dtype):
+    for n in (1, 1001, 300_000):
+        for bounds in (aligned_bounds(n, np.dtype(dtype).itemsize, comm.size),
+                       [0] * comm.size + [n]):
+            for x in (np.empty(n, dtype), comm.empty(n, dtype)):
+                x[...] = contract.contribution(comm.rank, n, dtype)
+                mine = comm.run(Call("reduce_scatter", "of slices"), lambda collectives: (
+                    collectives.reduce_scatter(x, bounds=bounds)))
+                want = contract.expected(comm.size, n, dtype, "sum")
+                assert np.array_equal(mine, want[bounds[comm.rank]:bounds[comm.rank + 1]])
+                comm.run(Call("allgather", "of slices"), lambda collectives: (
+                    collectives.allgather(x, bounds=bounds)))
+                assert np.array_equal(x, want)
 
 
 def test_broadcast(comm):
@@ -364,7 +383,7 @@ def interrupted(call, entries):
 @pytest.mark.parametrize("background", [False, True])
 def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypatch, background):
     """Else this rank's next call would meet what is the last call of the others, and hang."""
-    monkeypatch.setattr("mpiring.engine.engine._TRIES", 1)
+    monkeypatch.setattr("mpiring.engine.group._TRIES", 1)
     if comm.size == 1:
         pytest.skip(reason="there is no other rank")
     for entries in range(30):
@@ -447,7 +466,7 @@ def test_long_messages_travel_in_pieces():
 
 def test_a_ring_in_many_pieces(comm):
     """Longer than a piece per chunk, so that several messages are under way each way."""
-    n = comm.size * 3 * ring.PIECE_BYTES // 4 + 5
+    n = comm.size * 3 * Tuning.ring_bytes // 4 + 5
     x = contract.contribution(comm.rank, n, "float32")
     sent = comm.statistics.bytes_sent
     comm.allreduce(x, algorithm="ring")

@@ -7,20 +7,22 @@ from cluster import run
 from schedules import sent
 from simulated_gpu import Later, SimulatedGpu, content
 
-from mpiring.collectives import hierarchical, shared
+from mpiring.collectives.operation import Tuning
 from mpiring.gpu.base import DeviceVector
 from mpiring.gpu.device import Device
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of
 from mpiring.operations.exports import Exports
-from mpiring.operations.on_device import DeviceCollectives, GpuContext, in_context
-from mpiring.operations.select import choose
+from mpiring.operations.on_device import GpuContext, in_context
 from mpiring.simulated.network import SimulatedNetwork
 
 NODES = {"one": [0], "one node": [0] * 3, "four": [0] * 4, "nodes of 2": [0, 0, 1, 1],
          "uneven": [0, 1, 0, 1, 1], "own nodes": [0, 1, 2, 3]}
 ALGORITHMS = {"auto": ["one", "one node", "four"], "ring": NODES, "direct": NODES,
               "hierarchical": ["nodes of 2", "uneven"]}
+# Arrays of this test's sizes take every path, in several pieces.
+SMALL = Tuning(eager_bytes=100, chunk_bytes=16, short_bytes=40, slice_bytes=96, ring_bytes=24,
+               direct_bytes=(8, 40))
 DTYPES = [dtype for dtype in contract.DTYPES if dtype != "longdouble"]
 
 
@@ -60,10 +62,11 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
 
     def on_rank(collectives):
         rank = collectives.rank
-        context = GpuContext(Device(gpus[rank]), Exports(collectives._own.windows), direct)
+        context = GpuContext(Device(gpus[rank]), Exports(collectives.windows), direct,
+                             tuning=SMALL)
         if direct:
             collectives._net = _Aware(collectives.net)
-        if collectives.node is not None:
+        if collectives.node.size > 1:
             for slot in collectives.node.slots(np.dtype(np.uint8)):
                 gpus[rank].pin(slot)
         vectors = yield from in_context(collectives, context, [], lambda on_gpu: program(
@@ -74,24 +77,10 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
     return run(node_of, on_rank, network=network, slot_bytes=slot_bytes)
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """Let arrays of this test's sizes take every path, in several blocks and pieces."""
-    monkeypatch.setattr(shared, "EAGER_BYTES", 100)
-    monkeypatch.setattr(hierarchical, "CHUNK_BYTES", 16)
-    monkeypatch.setattr(hierarchical, "SHORT_BYTES", 40)
-    monkeypatch.setattr(DeviceCollectives, "slice_bytes", 96)
-    monkeypatch.setattr(DeviceCollectives, "ring_bytes", 24)
-    monkeypatch.setattr(DeviceCollectives, "direct_bytes", (8, 40))
-    choose.cache_clear()
-    yield
-    choose.cache_clear()
-
-
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize("algorithm, place", [
     (algorithm, place) for algorithm, places in ALGORITHMS.items() for place in places])
-def test_allreduce(algorithm, place, direct, small_pieces):
+def test_allreduce(algorithm, place, direct):
     node_of = NODES[place]
     p = len(node_of)
     for n in (0, 1, p + 1, 129):
@@ -114,7 +103,7 @@ def check(found, p, op):
 
 @pytest.mark.parametrize("place", NODES)
 @pytest.mark.parametrize("which", ["all", "some"])
-def test_allreduce_in_memory_that_is_open_to_the_node(place, which, small_pieces):
+def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
     node_of = NODES[place]
     p = len(node_of)
     for n in (1, p + 1, 129):
@@ -133,9 +122,33 @@ def test_allreduce_in_memory_that_is_open_to_the_node(place, which, small_pieces
                 check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
 
 
+@pytest.mark.parametrize("place", NODES)
+@pytest.mark.parametrize("which", ["all", "some"])
+def test_slices(place, which):
+    node_of = NODES[place]
+    p = len(node_of)
+    for seed, (op, dtype) in enumerate([("sum", "float32"), ("mean", "float16"), ("max", "int8")]):
+        n = (0, 129, 301)[seed]
+        bounds = [0, *(n // 2 * (rank > 1) for rank in range(1, p)), n]
+
+        def program(collectives, put):
+            rank = collectives.rank
+            x = put(contract.contribution(rank, n, dtype))
+            y = yield from collectives.empty((n,), dtype)
+            if which == "all" or rank % 2:
+                copy_to(y, x)
+                x = y
+            mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
+            assert mine.size == bounds[rank + 1] - bounds[rank]
+            yield from collectives.allgather(x, bounds=bounds)
+            return [x]
+
+        check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
+
+
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize("place", NODES)
-def test_other_collectives(place, direct, small_pieces):
+def test_other_collectives(place, direct):
     node_of = NODES[place]
     p = len(node_of)
     root = p // 2

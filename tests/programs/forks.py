@@ -90,7 +90,7 @@ def holding_locks():
     taken, done = threading.Event(), threading.Event()
 
     def hold():
-        with engine._lock, engine._waiting_lock:
+        with engine.lock, engine._waiting_lock:
             taken.set()
             done.wait(PATIENCE_S)
 

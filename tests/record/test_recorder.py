@@ -21,11 +21,6 @@ from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
 
 
-class Blind:
-    def look(self):
-        pass
-
-
 class Alone:
     """An MPI communicator of one rank."""
 
@@ -74,8 +69,8 @@ def test_the_record_is_bounded_and_the_newest_come_last():
         recorder.add(flown(sequence))
     lines = recorder.lines()
     assert len(lines) == CAPACITY and f"#{3 * CAPACITY - 1} reduce" in lines[-1]
-    head, *told = recorder.report(2).splitlines()
-    assert head == "the last operations of rank 7, by its clock:" and len(told) == 2
+    head, *lines = recorder.report(2).splitlines()
+    assert head == "the last operations of rank 7, by its clock:" and len(lines) == 2
     assert Recorder().report(2) == "", "there is nothing to tell"
 
 
@@ -83,18 +78,18 @@ def test_a_line_tells_how_far_an_operation_came():
     now = time.monotonic()
     states = [flown(1, called_s=now - 7), flown(2, called_s=now - 9, started_s=now - 8),
               flown(3, called_s=now - 9, started_s=now - 8.99, ended_s=now - 8.5, exposed_s=0.25)]
-    queued, stuck, done = (flight.told(now, time.time() - now) for flight in states)
+    queued, stuck, done = (flight.line(now, time.time() - now) for flight in states)
     assert "#1 reduce a mean bucket 3 (w, b), 4,096 bytes, ring: queued for 7.0 s" in queued
     assert "NOT COMPLETE after 8.0 s" in stuck
     assert done.endswith("queued 10.0, took 490.0, waited for 250.0 ms")
     assert done[:12] == time.strftime("%H:%M:%S", time.localtime(time.time() - 9)) + done[8:12]
     many = flown(4, Call("reduce", "x" * 5000))
-    assert len(many.told(now, 0.0)) < 250
+    assert len(many.line(now, 0.0)) < 250
 
 
 def test_what_is_remembered_keeps_no_array():
     engine = Engine(Config(), threaded=False, end_job=print)
-    lane, x = engine.join(Blind()), np.ones(3)
+    lane, x = engine.join(int), np.ones(3)
     flight = Flight(Call("test"), 0)
     engine.recorder.add(flight)
     handle = engine.submit(Handle(lane, flight, Task(returns(x))))
@@ -119,7 +114,7 @@ def test_callers_that_wait_are_noted():
         yield (Late(),)
 
     flight = Flight(Call("test"), 0)
-    engine.submit(Handle(engine.join(Blind()), flight, Task(late()))).wait()
+    engine.submit(Handle(engine.join(int), flight, Task(late()))).wait()
     assert 0.04 < flight.exposed_s <= flight.ended_s - flight.called_s + 0.01
 
 
@@ -198,7 +193,7 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
     (record,) = caplog.records
     assert "its trace ends here, and training goes on" in record.getMessage()
     assert ("No space left" if problem == "full" else "MB") in record.getMessage()
-    assert trace.keep(["a line"], []), "what was last is still kept"
+    assert trace.save(["a line"], []), "the last operations are still saved"
 
 
 def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
@@ -207,5 +202,5 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
         opened = TraceFile(Alone(), str(tmp_path / "file"), 0)
     assert "1 of 1 ranks cannot write a trace to" in caplog.text and "rank 0" in caplog.text
     opened.step(1, 0, 0, 0, 1)
-    assert opened.keep(["a line"], []) == ""
+    assert opened.save(["a line"], []) == ""
     opened.close(together=True)

@@ -53,6 +53,25 @@ def test_the_same_bits_on_all_ranks(name, cluster):
         assert np.isfinite(results[0]).all()
 
 
+class Six:
+    """A user's Reducer, which knows nothing of slices."""
+
+    def reduce(self, collectives, bucket):
+        yield from collectives.allreduce(bucket.vector, op="mean", algorithm="ring")
+
+
+@pytest.mark.parametrize("name", [*ALL, "a user's"])
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_slices_have_the_bits_of_the_whole(name, cluster):
+    """Of whole numbers, whose sums are exact in any order."""
+    node_of, make = CLUSTERS[cluster], (ALL | {"a user's": Six})[name]
+    model, slices = Model(make, node_of), Model(make, node_of, scatters=True)
+    for step in range(2):
+        rows = np.rint(gradients(step, len(node_of), count(), scale=100))
+        wanted = model.step(rows)[0].tobytes()
+        assert [x.tobytes() for x in slices.step(rows)] == [wanted] * len(node_of)
+
+
 @pytest.mark.parametrize("name", FEEDING_BACK)
 @pytest.mark.parametrize("cluster", CLUSTERS)
 def test_what_is_not_sent_is_kept(name, cluster):

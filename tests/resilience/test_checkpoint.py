@@ -78,7 +78,7 @@ def test_another_number_of_ranks_gets_what_is_replicated(tmp_path, caplog):
     for saved in load(tmp_path, size=3):
         assert (saved.step, saved.size, saved.own) == (5, 2, None)
     (record,) = caplog.records
-    assert "what each of 2 ranks had for itself" in record.message and "to 3" in record.message
+    assert "own state of 2 ranks" in record.message and "not fit 3 ranks" in record.message
 
 
 def test_ranks_without_anything_of_their_own(tmp_path):

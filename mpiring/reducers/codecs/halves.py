@@ -11,8 +11,7 @@ from ...errors import ConfigError
 from ...memory import compiled, sixteen
 from ...memory.arrays import SIXTEEN_BIT, Array, peak
 from ...memory.reduction import quietly
-from . import pieces
-from .pieces import APART, NOWHERE
+from .base import check_size
 
 # uint16 stands for bfloat16: NumPy has none, and the package that has it is optional.
 _DTYPES: dict[str, DTypeLike] = {"float16": np.float16, "bfloat16": np.uint16}
@@ -21,7 +20,7 @@ _INFINITY = {"float16": 0x7c00, "bfloat16": 0x7f80}
 # The elements that are done at a time: what is read twice stays in the level-1 cache.
 _BLOCK = 2048
 
-_ENCODE = "float32* uint16* float32* intp intp"
+_ENCODE = "float32* uint16* float32* intp bool"
 _DECODE = "uint16* float32* intp bool"
 
 
@@ -55,7 +54,7 @@ class Halves:
         if loop is None:
             quietly(_encode, x, halves, lost)
         else:
-            loop(x, halves, lost, x.size, pieces.place_of_lost(x, lost))
+            loop(x, halves, lost, x.size, lost is not None)
 
     def decode(self, payload: Array, out: Array) -> None:
         """See `Codec.decode`."""
@@ -78,39 +77,36 @@ class Halves:
             loop(halves, out, out.size, adds)
 
     def _halves(self, payload: Array, n: int) -> Array:
-        pieces.check_size(payload, n, self.payload_size(n))
+        check_size(payload, n, self.payload_size(n))
         return payload.view(_DTYPES[self.dtype])
 
 
 def _encode(x: Array, halves: Array, lost: Array | None) -> None:
-    for here, _, _ in pieces.pieces(x.size, 1):
-        sixteen.narrow(x[here], halves[here])
-        if lost is not None:
-            decoded = pieces.scratch(x[here].size)[0]
-            sixteen.widen(halves[here], decoded)
-            np.subtract(x[here], decoded, out=lost[here])
+    sixteen.narrow(x, halves)
+    if lost is not None:
+        decoded = np.empty_like(x)
+        sixteen.widen(halves, decoded)
+        np.subtract(x, decoded, out=lost)
 
 
 def _decode(halves: Array, out: Array, adds: bool) -> None:
-    if not adds:
-        return sixteen.widen(halves, out)
-    for here, _, _ in pieces.pieces(out.size, 1):
-        decoded = pieces.scratch(out[here].size)[0]
-        sixteen.widen(halves[here], decoded)
-        np.add(out[here], decoded, out=out[here])
+    decoded = np.empty_like(out) if adds else out
+    sixteen.widen(halves, decoded)
+    if adds:
+        np.add(out, decoded, out=out)
 
 
 def _encode_loop(widen: Any, narrow: Any) -> Callable[..., None]:
     """Return what does what `_encode` does, as numba compiles it."""
-    def encode(x, halves, lost, n, place):  # type: ignore[no-untyped-def]
+    def encode(x, halves, lost, n, loses):  # type: ignore[no-untyped-def]
         for start in range(0, n, _BLOCK):
             end = min(start + _BLOCK, n)
             for i in range(start, end):
                 halves[i] = narrow(x[i])
-            if place == APART:
+            if loses:
+                # LLVM does not vectorise a loop over two vectors that may overlap.
                 for i in range(start, end):
                     lost[i] = x[i]
-            if place != NOWHERE:
                 for i in range(start, end):
                     lost[i] -= widen(halves[i])
 

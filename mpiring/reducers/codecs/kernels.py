@@ -11,7 +11,7 @@ import numpy as np
 
 from ...gpu.base import DeviceVector
 from ...gpu.kernels import PACK_BYTES, SIXTEEN, THREADS, Kernel
-from . import base, blocks, pieces
+from . import base, blocks
 from .blocks import EightBit
 from .halves import Halves
 from .signs import Sign
@@ -268,7 +268,7 @@ def encode(stream: Launching, codec: Codec, x: DeviceVector, payload: DeviceVect
         codec: One of those that have kernels.
         x, payload, lost, key: As for Codec.encode.
     """
-    seed = pieces.mixed(key) if isinstance(codec, EightBit) else 0
+    seed = base.mixed(key) if isinstance(codec, EightBit) else 0
     work = x.size if isinstance(codec, Halves) else -(-x.size // codec.alignment) * _LANES
     _launch(stream, encoder(codec, lost is not None), codec, work, x, payload, lost, seed)
 
@@ -289,7 +289,7 @@ def decode(stream: Launching, codec: Codec, payload: DeviceVector, out: DeviceVe
 
 def _launch(stream: Launching, kernel: Kernel, codec: Codec, work: int, x: DeviceVector,
             payload: DeviceVector, lost: DeviceVector | None, seed: int) -> None:
-    pieces.check_size(cast(Any, payload), x.size, codec.payload_size(x.size))
+    base.check_size(cast(Any, payload), x.size, codec.payload_size(x.size))
     if not x.size:
         return
     scales = 0 if isinstance(codec, Halves) else 4 * -(-x.size // codec.alignment)

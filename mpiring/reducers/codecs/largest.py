@@ -4,7 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...memory.arrays import Array
-from . import pieces
+from .base import check_size, mixed
 
 # Elements whose places fit in 16 bits.
 BLOCK = 1 << 16
@@ -70,7 +70,7 @@ def pack(values: Array, indices: Indices, n: int, payload: Array) -> None:
         payload: uint8, shape (packed_size(k, n),), overwritten.
     """
     k = values.size
-    pieces.check_size(payload, n, packed_size(k, n))
+    check_size(payload, n, packed_size(k, n))
     payload[:4 * k].view(np.float32)[:] = values
     counts, places = _index(payload, k)
     bounds = np.searchsorted(indices, np.arange(counts.size + 1) * BLOCK)
@@ -80,7 +80,7 @@ def pack(values: Array, indices: Indices, n: int, payload: Array) -> None:
 
 def unpack(payload: Array, k: int, n: int) -> tuple[NDArray[np.float32], Indices]:
     """Return the values, a copy, and the indices, ascending, that `pack` wrote."""
-    pieces.check_size(payload, n, packed_size(k, n))
+    check_size(payload, n, packed_size(k, n))
     counts, places = _index(payload, k)
     indices = np.repeat(np.arange(counts.size, dtype=np.int64) * BLOCK, counts)
     np.add(indices, places, out=indices)
@@ -101,7 +101,7 @@ def _thresholds(bits: Array, k: int, key: int) -> list[int]:
     # One from each stretch of equal length: no pattern in x can be in step with the hash.
     stretch = n // _SAMPLE
     jitter = (np.arange(_SAMPLE, dtype=np.uint32) * np.uint32(0x9e3779b1)
-              ^ np.uint32(pieces.mixed(key)))
+              ^ np.uint32(mixed(key)))
     jitter *= np.uint32(0x7feb352d)
     places = np.arange(_SAMPLE) * stretch + (jitter >> np.uint32(8)) % np.uint32(stretch)
     sample = bits[places] & _MAGNITUDE
@@ -120,8 +120,7 @@ def _above(bits: Array, threshold: int, k: int) -> tuple[Indices, NDArray[np.int
     found, count = [(np.empty(0, np.int64), np.empty(0, np.int32))], 0
     for start in range(0, bits.size, BLOCK):
         block = bits[start:start + BLOCK]
-        magnitudes = pieces.scratch(block.size)[0].view(np.int32)
-        np.bitwise_and(block, _MAGNITUDE, out=magnitudes)
+        magnitudes = block & _MAGNITUDE
         indices = np.flatnonzero(magnitudes > threshold)
         found.append((indices + start, magnitudes[indices]))
         count += indices.size

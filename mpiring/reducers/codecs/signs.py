@@ -1,31 +1,28 @@
 """Encodes blocks of float32 as one scale, the mean magnitude, and one bit per element."""
 
-import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ...arguments import whole_number
 from ...errors import ConfigError
 from ...memory import compiled
 from ...memory.arrays import Array
 from ...memory.reduction import quietly
-from . import pieces
-from .pieces import APART, NOWHERE
+from .base import InBlocks
 
 # Sums of magnitudes are made in so many lanes, in the order of the elements, and these summed by
 # halves: an order in which NumPy and a processor's vectors are both fast. It is also a word's.
 _LANES = 32
-_SIGN = np.uint32(0x80000000)
 _NAN = np.float32(np.nan)
 
-_ENCODE = "float32* float32* uint32* float32* intp intp intp float32*"
+_ENCODE = "float32* float32* uint32* float32* intp intp bool float32*"
 _DECODE = "float32* uint32* float32* intp intp bool"
 
 
 @dataclass(frozen=True)
-class Sign(pieces.InBlocks):
+class Sign(InBlocks):
     """The sign of each element, times the mean of |x| in its block.
 
     A block with Inf or NaN, or whose sum of |x| overflows, becomes Inf or NaN as a whole.
@@ -50,81 +47,37 @@ class Sign(pieces.InBlocks):
         scales, signs = self._parts(payload, x.size)
         loop = compiled.loop("signs", _encode_loop, _ENCODE)
         if loop is None:
-            quietly(_encode, x, scales, signs, lost, self.block)
+            quietly(self._encode_by_numpy, x, scales, signs, lost)
         else:
-            place = pieces.place_of_lost(x, lost)
-            lanes = pieces.scratch(_LANES)[0]
-            loop(x, scales, signs, lost, x.size, self.block, place, lanes)
+            lanes = np.empty(_LANES, np.float32)
+            loop(x, scales, signs, lost, x.size, self.block, lost is not None, lanes)
 
-    def _decode(self, payload: Array, out: Array, adds: bool) -> None:
-        scales, signs = self._parts(payload, out.size)
-        loop = compiled.loop("sums of signs", _decode_loop, _DECODE)
-        if loop is None:
-            quietly(_decode, scales, signs, out, self.block, adds)
-        else:
-            loop(scales, signs, out, out.size, self.block, adds)
-
-
-def _encode(x: Array, scales: Array, signs: Array, lost: Array | None, block: int) -> None:
-    for here, blocks, shape in pieces.pieces(x.size, block):
-        _mean_magnitudes(x[here], shape, scales[blocks])
-        bits = signs[here.start // 8:-(-here.stop // _LANES) * 4]
-        packed = np.packbits(np.signbit(x[here]), bitorder="little")
-        bits[:packed.size] = packed
-        bits[packed.size:] = 0
+    def _encode_by_numpy(self, x: Array, scales: Array, signs: Array,
+                         lost: Array | None) -> None:
+        rows = self._rows(np.abs(x))
+        lanes = np.add.reduce(rows.reshape(len(rows), self.block // _LANES, _LANES), axis=1)
+        half = _LANES
+        while half > 1:
+            half //= 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        starts = np.arange(0, x.size, self.block)
+        np.divide(lanes[:, 0], np.minimum(x.size - starts, self.block).astype(np.float32),
+                  out=scales)
+        scales[np.isnan(scales)] = _NAN
+        bits = np.packbits(np.signbit(x), bitorder="little")
+        signs[:bits.size], signs[bits.size:] = bits, 0
         if lost is not None:
-            decoded = pieces.scratch(bits.size * 8)[0]
-            _spread(bits, scales[blocks], shape, decoded)
-            np.subtract(x[here], decoded[:x[here].size], out=lost[here])
+            np.subtract(x, self._decoded(scales, signs, x.size), out=lost)
+
+    def _decode_loop(self) -> Callable[..., None] | None:
+        return compiled.loop("sums of signs", _decode_loop, _DECODE)
+
+    def _decoded(self, scales: Array, codes: Array, n: int) -> Array:
+        signs = 1 - 2 * np.unpackbits(codes, count=n, bitorder="little").view(np.int8)
+        return signs * self._spread(scales, n)
 
 
-def _mean_magnitudes(x: Array, shape: tuple[int, int], scales: Array) -> None:
-    rows, length = shape
-    padded = -(-length // _LANES) * _LANES
-    magnitudes = pieces.scratch(rows * padded)[0]
-    np.absolute(x, out=magnitudes[:x.size])
-    magnitudes[x.size:] = 0
-    lanes = np.add.reduce(magnitudes.reshape(rows, -1, _LANES), axis=1)
-    half = _LANES
-    while half > 1:
-        half //= 2
-        lanes = lanes[:, :half] + lanes[:, half:]
-    np.divide(lanes[:, 0], np.float32(length), out=scales)
-    scales[np.isnan(scales)] = _NAN
-
-
-def _spread(bits: Array, scales: Array, shape: tuple[int, int], out: Array) -> None:
-    """Write ±scale for each of the bits, those that pad the last word included."""
-    words = out.view(np.uint32)
-    np.take(_signs(), bits, axis=0, out=words.reshape(-1, 8), mode="clip")
-    if shape[0] > 1:
-        np.bitwise_xor(words.reshape(shape), scales.view(np.uint32)[:, None],
-                       out=words.reshape(shape))
-    else:
-        np.bitwise_xor(words, scales.view(np.uint32)[0], out=words)
-
-
-@functools.cache
-def _signs() -> NDArray[np.uint32]:
-    """Return, for each byte, the signs of 8 float32 numbers; only read."""
-    every = np.arange(256, dtype=np.uint8)[:, None]
-    signs: NDArray[np.uint32] = np.unpackbits(every, axis=1, bitorder="little") * _SIGN
-    return signs
-
-
-def _decode(scales: Array, signs: Array, out: Array, block: int, adds: bool) -> None:
-    for here, blocks, shape in pieces.pieces(out.size, block):
-        bits = signs[here.start // 8:-(-here.stop // _LANES) * 4]
-        decoded = pieces.scratch(bits.size * 8)[0]
-        _spread(bits, scales[blocks], shape, decoded)
-        to = out[here]
-        if adds:
-            np.add(to, decoded[:to.size], out=to)
-        else:
-            np.copyto(to, decoded[:to.size])
-
-
-def _encode_loop(x, scales, words, lost, n, block, place, lanes):  # type: ignore[no-untyped-def]
+def _encode_loop(x, scales, words, lost, n, block, loses, lanes):  # type: ignore[no-untyped-def]
     """Do what `_encode` does, as numba compiles it."""
     for start in range(0, n, block):
         end = min(start + block, n)
@@ -152,12 +105,9 @@ def _encode_loop(x, scales, words, lost, n, block, place, lanes):  # type: ignor
         scale = lanes[0] / np.float32(end - start)
         scale = scale if scale == scale else _NAN
         scales[start // block] = scale
-        if place == APART:
+        if loses:
             for i in range(start, end):
                 lost[i] = x[i] - (scale if np.float32(x[i]).view(np.int32) >= 0 else -scale)
-        elif place != NOWHERE:
-            for i in range(start, end):
-                lost[i] -= scale if np.float32(lost[i]).view(np.int32) >= 0 else -scale
 
 
 def _decode_loop(scales, words, out, n, block, adds):  # type: ignore[no-untyped-def]

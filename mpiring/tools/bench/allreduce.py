@@ -1,4 +1,4 @@
-"""Measures blocking allreduces, size by size, of mpiring, MPI and the peers."""
+"""Measures blocking allreduces of mpiring, MPI and the peers, size by size."""
 
 import itertools
 import random
@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...config import ALGORITHMS
 from ...errors import ConfigError
 from ...memory.arrays import Array
+from ...operations.algorithms import NAMES
 from ..arguments import above_zero, checked, names
 from ..files import Environment, Row
 from ..table import Column
@@ -37,8 +37,8 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("8..64M"),
                         help="a list, 8,1K,64M, or a range in factors of 4, cut to whole "
                              "numbers, at least one; default: 8..64M")
-    parser.add_argument("--algorithms", type=names(ALGORITHMS), metavar="A,B",
-                        help=f"of mpiring; default: {','.join(ALGORITHMS)}; auto always")
+    parser.add_argument("--algorithms", type=names(NAMES), metavar="A,B",
+                        help=f"of mpiring; default: {','.join(NAMES)}; auto always")
     parser.add_argument("--buffers", type=names(BUFFERS), default=["empty"], metavar="A,B",
                         help="empty (comm.empty) or private (numpy.empty); on a GPU, ranks open "
                              "the former to each other, and stage the latter; default: empty")
@@ -62,7 +62,7 @@ def _cases(options: Namespace) -> list[tuple[str, str, int]]:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure case after case: a dtype, a kind of buffer, a size; all contenders on one array.
+    """Measure all contenders on an array of each dtype, kind of buffer and size.
 
     Collective: yes. Blocking: yes.
     """
@@ -81,7 +81,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 
 class OnHost:
-    """Where arrays of a benchmark lie: in host memory.
+    """Arrays in host memory, and the contenders for them.
 
     Args:
         world: The ranks.
@@ -104,7 +104,7 @@ class OnHost:
         return np.empty(length, dtype)
 
     def contenders(self, options: Namespace) -> list[Contender]:
-        """Return those that a command line asks for, and the limit on one node.
+        """Return the contenders that a command line asks for, and the limit on one node.
 
         Collective: yes. Blocking: yes.
         """
@@ -147,7 +147,7 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
 
 
 def _checked(world: World, contender: Contender, x: Array) -> Call | None:
-    """Return the contender's call on `x`, after it was right once; None if it declines `x`."""
+    """Return the contender's call on `x`, checked once; None if it cannot sum `x`."""
     inputs.fill(x, world.rank, world.size)
     try:
         call = contender.blocking(x)
@@ -162,12 +162,11 @@ def _checked(world: World, contender: Contender, x: Array) -> Call | None:
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each measurement, compared with MPI's own call; case after case.
 
-    On GPUs that is the naive way to call it.
-
-    At several thread levels the reference is the faster of MPI's calls.
+    On GPUs that is its naive use. At several thread levels the reference is the faster of MPI's
+    calls.
     """
-    order = {case: place for place, case in enumerate(dict.fromkeys(map(_case, found)))}
-    found = sorted(found, key=lambda measurement: order[_case(measurement)])
+    cases = list(dict.fromkeys(map(_case, found)))
+    found = sorted(found, key=lambda measurement: cases.index(_case(measurement)))
     references: dict[tuple[Any, ...], float] = {}
     limits: dict[tuple[Any, ...], float] = {}
     for measurement in found:
@@ -207,7 +206,7 @@ def _row(measurement: Measurement, about: Environment, options: Namespace, refer
 
 
 def _link_limit(nbytes: int, nodes: int, options: Namespace) -> float | None:
-    """Return the seconds in which a node's link can carry what must cross it, where known."""
+    """Return the seconds that a node's link needs for its bytes, where its rate is known."""
     if nodes == 1 or options.link_rate is None:
         return None
     return timing.wire_seconds(nbytes, nodes, options.link_rate * options.goodput)

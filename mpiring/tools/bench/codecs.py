@@ -50,7 +50,7 @@ def declare(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the table, and write it where it is asked for; needs no MPI.
+    """Print the table, and write it if asked to; needs no MPI.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -77,7 +77,7 @@ def run(options: Namespace) -> int:
 
 
 def _rates(n: int) -> Iterator[Row]:
-    """Measure each codec on n random numbers: 1e9 numbers per second, by what is done to them."""
+    """Measure each codec on n random numbers: 1e9 numbers per second, by kind."""
     x = np.random.default_rng(0).standard_normal(n, np.float32)
     out = np.zeros_like(x)
     for name, codec in _CODECS:

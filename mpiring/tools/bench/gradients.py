@@ -1,4 +1,4 @@
-"""Checks averaged gradients and trained parameters, and what the first steps take of memory."""
+"""Checks averaged gradients and trained parameters, and measures the memory of steps."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from .inputs import WrongAnswerError
 from .memory import Growth
 from .world import World
 
-# Gradients come from sums of float32 in another order.
+# Sums of float32 depend on their order.
 _TOLERANCE = 1e-4
 
 
@@ -25,7 +25,7 @@ class Training(Protocol):
         """Take one step."""
 
     def gradients(self) -> Mapping[str, Array]:
-        """Return what the last step has used, by name."""
+        """Return those of the last step, by name."""
 
 
 T = TypeVar("T", bound=Training)

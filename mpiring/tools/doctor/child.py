@@ -34,11 +34,11 @@ def examined(deadline_s: float) -> tuple[dict[str, Any], Failure | None]:
     # Python's own report of a late end is noise.
     end = next((i for i, line in enumerate(ended.lines) if line.startswith("Timeout (")), None)
     late = ended.status is None or end is not None
-    found["said"] = child_job.Ended(None, ended.lines[:end]).last_lines(_MOST_LINES)
+    found["printed"] = child_job.Ended(None, ended.lines[:end]).last_lines(_MOST_LINES)
     if stage == "":
         return found, None    # however it ended after MPI did
     how = f"no end within {deadline_s:g} s" if late else _how(ended.status or 0)
-    return found, Failure(stage=stage, how=how, late=late, said=found["said"])
+    return found, Failure(stage=stage, how=how, late=late, printed=found["printed"])
 
 
 def _read(answers: IO[bytes]) -> tuple[str, dict[str, Any]]:

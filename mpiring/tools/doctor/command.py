@@ -1,4 +1,4 @@
-"""The command `python -m mpiring doctor`: examines, judges, and lets one process report."""
+"""The command `python -m mpiring doctor`: examines all ranks, and reports once."""
 
 import argparse
 import sys
@@ -7,18 +7,22 @@ from typing import Any
 
 from ...launch.environment import launched_rank, launched_size, launcher_of
 from ..arguments import above_zero
-from . import gather, gpu, launch, library, memory, network, packages, processors, survival
+from . import gather, gpu, launch, library, memory, network, processors
 from .child import examined
 from .examine import examine
 from .facts import ENDING, LOADING, STARTING, Failure, Job, Library
 from .findings import PROBLEM, Section, merged, worst
 from .report import as_json, as_text
 
-# The subjects, in the order of the report; each has TITLE and findings(job).
-SUBJECTS = (library, launch, processors, memory, network, gpu, survival, packages)
+# The subjects, in the order of the report.
+SUBJECTS = (
+    ("Python and MPI", library.findings), ("Launch", launch.findings),
+    ("Processors", processors.findings), ("Memory and processes", memory.findings),
+    ("Network", network.findings), ("GPUs", gpu.findings),
+    ("After a rank's death", launch.survival), ("Packages", library.packages))
 
-# How much longer than the reporting rank one stays that has failed: mpirun ends all ranks when
-# one ends that was in MPI, and nobody would report; srun does not.
+# How much longer than the reporting rank a failed rank stays: mpirun ends all ranks when a rank
+# ends that was in MPI, before the report; srun does not.
 _LINGER_S = 8.0
 
 
@@ -36,7 +40,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Examine this rank; print the report where this is the one process that should.
+    """Examine this rank; print the report in one of the processes.
 
     Returns:
         1 if the report has a problem, else 0.
@@ -73,23 +77,22 @@ def _job(found: dict[str, Any], failure: Failure | None) -> Job:
 
 
 def judged(job: Job) -> list[Section]:
-    """Return all findings, by subject; a pure function of what was found."""
-    return [Section(subject.TITLE, merged(subject.findings(job), len(job.ranks)))
-            for subject in SUBJECTS]
+    """Return all findings, by subject; a pure function of the facts."""
+    return [Section(title, merged(findings(job), len(job.ranks))) for title, findings in SUBJECTS]
 
 
 def _stand_by(rank: int, failure: Failure, found: dict[str, Any], until: float) -> None:
-    """Say on standard error that this rank has failed, where the report may not know.
+    """Print on standard error that this rank has failed, where the report may not show it.
 
-    Where rank 0 failed for the same reason, as on one node, one report is enough.
+    Where rank 0 failed for the same reason, as on one node, the report is enough.
     """
     here = found["ranks"][0] if "ranks" in found else gather.rank(
         rank, found.get("library", Library()))
-    # One per node speaks of the start, and each of what came after it.
+    # Failures of the start are printed once per node, later ones by each rank.
     alike = launch.is_mismatched(here)
     first = launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)
     if not failure.late and not alike and first:
         print(f"mpiring doctor: rank {rank} on {here.host}: {failure.stage}: {failure.how}; "
-              f"{' '.join(failure.said[-2:])}", file=sys.stderr, flush=True)
+              f"{' '.join(failure.printed[-2:])}", file=sys.stderr, flush=True)
     if launcher_of(here.variables) != "srun" and failure.stage not in (LOADING, ENDING):
         time.sleep(max(0.0, until - time.monotonic()))

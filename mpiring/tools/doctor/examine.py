@@ -1,4 +1,4 @@
-"""Starts MPI step by step and tries it, in a process of its own that may die of it."""
+"""Starts MPI stage by stage and tries it, in a child process that may die of it."""
 
 import contextlib
 import ctypes
@@ -18,48 +18,50 @@ import numpy as np
 from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
+from ...launch.start import thread_level
 from . import gather
-from .devices import usable
 from .facts import ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank
 from .measure import measured
 
-# Long enough for every algorithm to be itself, too short to be noticed.
+# Processes share whole blocks of this size of GPU memory.
+_BLOCK_BYTES = 2 << 20
+# Long enough for any algorithm to be chosen, too short to be noticed.
 _TRIED_SIZE = 1 << 18
 
 _LIBRARY = re.compile(r"libmpi(?!_gtl|_cxx|_mpifh|_usempi|_usempif08|fort|cxx|java)[\w-]*\.so")
 
-# Takes what is to be done next, and what has been found.
-Tell = Callable[..., None]
+# Takes the next stage, and what was found so far.
+Report = Callable[..., None]
 
 
 def examine(descriptor: int, deadline_s: float) -> None:
-    """Do all that needs MPI, and tell step by step, so that a reader sees where it died.
+    """Do all that needs MPI, and report stage by stage, so that a reader sees where it died.
 
     Args:
-        descriptor: Of a file; gets one pickle per step: the next stage, and Job's fields by name.
+        descriptor: Of a file that gets a pickle per stage: its name, and Job's fields by name.
         deadline_s: Seconds after which this process ends, wherever it is.
     """
     # Ends the process also where MPI holds the interpreter's lock.
     faulthandler.dump_traceback_later(deadline_s, exit=True)
     with os.fdopen(descriptor, "wb") as file:
-        def tell(stage: str, **found: object) -> None:
+        def report(stage: str, **found: object) -> None:
             pickle.dump((stage, found), file)
             file.flush()
 
-        tell(LOADING)
+        report(LOADING)
         try:
             mpi, level = _loaded()
         except (ImportError, RuntimeError) as error:
-            tell("", library=Library(error=str(error)))
+            report("", library=Library(error=str(error)))
             return
         library = _library(mpi)
         # Nothing else before MPI is started, so that it finds what it finds in any program:
         # MPICH 5.0.2 sends unused memory to Slurm's PMI, which fails where that held much text.
-        tell(STARTING, library=library)
+        report(STARTING, library=library)
         mpi.Init_thread(level)
-        _with_mpi(mpi, library, tell)
+        _with_mpi(mpi, library, report)
         mpi.Finalize()
-        tell("")
+        report("")
 
 
 def _loaded() -> tuple[Any, int]:
@@ -79,22 +81,20 @@ def _library(mpi: Any) -> Library:
                    standard=".".join(map(str, mpi.Get_version())))
 
 
-def _with_mpi(mpi: Any, library: Library, tell: Tell) -> None:
+def _with_mpi(mpi: Any, library: Library, report: Report) -> None:
     world = mpi.COMM_WORLD.Dup()
-    levels = {mpi.THREAD_SINGLE: "single", mpi.THREAD_FUNNELED: "funneled",
-              mpi.THREAD_SERIALIZED: "serialized", mpi.THREAD_MULTIPLE: "multiple"}
     found = gather.rank(world.rank, library)
-    mine = replace(found, thread_level=levels[mpi.Query_thread()],
+    mine = replace(found, thread_level=thread_level(mpi),
                    gpus=_asked(found.gpus, Path(library.path)))
-    tell(EXCHANGING, ranks=[mine], size=world.size)
+    report(EXCHANGING, ranks=[mine], size=world.size)
     leaders = _leaders(mpi, world)
     numbers = sorted(set(leaders))
     leader = leaders[world.rank]
     mine = replace(mine, node=numbers.index(leader),
                    gpus=usable(mine.gpus, leaders[:world.rank].count(leader)))
-    tell(TRYING, ranks=world.gather(mine) or [mine])
-    tell(MEASURING, **_tried(mpi, world, mine))
-    tell(ENDING, pairs=measured(mpi, world, leaders))
+    report(TRYING, ranks=world.gather(mine) or [mine])
+    report(MEASURING, **_tried(mpi, world, mine))
+    report(ENDING, pairs=measured(mpi, world, leaders))
     world.Free()
 
 
@@ -129,7 +129,7 @@ def _allreduce(mpi: Any) -> float:
         MpiringError: It does not work, or its sums are wrong.
     """
     best = float("inf")
-    # Aborting would end the processes that are to tell of it, too.
+    # Aborting would also end the processes that report the error.
     config = Config(tuning=False, abort_on_exception=False)
     with Communicator(mpi.COMM_WORLD, config=config) as comm:
         for _ in range(3):
@@ -144,7 +144,7 @@ def _allreduce(mpi: Any) -> float:
 
 @contextlib.contextmanager
 def _logged() -> Iterator[list[str]]:
-    """Collect what mpiring warns of."""
+    """Collect mpiring's warnings."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -157,7 +157,7 @@ def _logged() -> Iterator[list[str]]:
 
 
 def _asked(gpus: Gpus, library: Path) -> Gpus:
-    """Return what MPI knows of GPUs, beside what the node has; once MPI is started."""
+    """Add what a started MPI knows about GPUs to what is known of the node's."""
     if not gpus.kind:
         return gpus
     query = {"NVIDIA": "MPIX_Query_cuda_support", "AMD": "MPIX_Query_rocm_support"}[gpus.kind]
@@ -171,3 +171,29 @@ def _asked(gpus: Gpus, library: Path) -> Gpus:
          if re.search("cuda|rocm|gdr", path.name)})) if homes else None
     return replace(gpus, aware=aware, transports=transports,
                    gtl=any(path.name.startswith("libmpi_gtl") for path in loaded))
+
+
+def usable(gpus: Gpus, turn: int) -> Gpus:
+    """Add to a node's GPUs what CuPy sees of them, and whether memory can be shared.
+
+    Args:
+        gpus: Of the node.
+        turn: Number of this rank among those of its node, which take GPUs in turn.
+    """
+    if gpus.kind != "NVIDIA":
+        return gpus
+    try:
+        from ...gpu import cuda
+        package = cuda.cupy()
+        count = package.cuda.runtime.getDeviceCount()
+        seen = tuple(str(package.cuda.Device(index).pci_bus_id) for index in range(count))
+        device = cuda.device(turn % count)
+        unshared = ""
+        try:
+            device.gpu.export(device.allocate(_BLOCK_BYTES))
+        except OSError as error:
+            unshared = str(error)
+    # A look must not end the examination: CUDA's own errors are RuntimeErrors.
+    except (MpiringError, RuntimeError, ImportError, MemoryError) as error:
+        return replace(gpus, problem=" ".join(str(error).split()) or type(error).__name__)
+    return replace(gpus, seen=seen, own=seen[turn % count], unshared=unshared)

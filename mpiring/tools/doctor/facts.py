@@ -1,4 +1,4 @@
-"""Holds what was found on ranks, nodes and networks; the judges read nothing else."""
+"""Holds the facts about ranks, nodes and networks, which are all that the judges read."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 
 from ...launch.environment import launcher_of
 
-# How libraries and launchers name themselves, the more special first: several are MPICH within.
+# How libraries and launchers name themselves, special ones first: several contain MPICH.
 _VENDORS = {
     "Intel MPI": r"Intel\(R\) MPI", "Cray MPICH": r"CRAY MPICH", "MVAPICH": r"MVAPICH",
     "Open MPI": r"Open MPI|OpenRTE|PRRTE|prterun", "MPICH": r"MPICH|HYDRA"}
-# Libraries that another's launcher can start, as all speak its PMI.
+# Libraries whose ranks each other's launchers can start: they share a PMI.
 _HYDRA = ("MPICH", "Intel MPI", "MVAPICH")
 
 
 def vendor_of(text: str) -> str:
-    """Return who made an MPI library, or a launcher, by what it says of its version; or ""."""
+    """Return the maker of an MPI library or a launcher, by its text on its version; or ""."""
     return next((vendor for vendor, pattern in _VENDORS.items() if re.search(pattern, text)), "")
 
 
@@ -25,9 +25,9 @@ def version_of(text: str) -> str:
     return found[0].rstrip(".") if found else ""
 
 
-def related(one: str, other: str) -> bool:
-    """Return whether the launcher of one vendor starts ranks of the other's library."""
-    return one == other or one in _HYDRA and other in _HYDRA
+def related(first: str, second: str) -> bool:
+    """Return whether one vendor's launcher starts ranks of the other's library."""
+    return first == second or first in _HYDRA and second in _HYDRA
 
 
 def is_foreign(launcher: str, vendor: str) -> bool:
@@ -53,7 +53,7 @@ class Library:
 
     @property
     def vendor(self) -> str:
-        """Who made it, or ""."""
+        """The maker, or ""."""
         return vendor_of(self.text)
 
     @property
@@ -72,7 +72,7 @@ class Processors:
             several hardware threads.
         online: How many the node has.
         quota: Of a cgroup, in processors; None without.
-        load: How many processes of all kinds wanted one, on average over the last minute.
+        load: Number of processes that wanted a processor, averaged over the last minute.
     """
 
     allowed: frozenset[int] = frozenset((0,))
@@ -133,11 +133,11 @@ class Gpus:
         modules: Kernel modules for GPUDirect that are loaded.
         aware: What the MPI library answers when asked whether it takes GPU memory; None
             where it has no such question.
-        transports: UCX's modules that know GPUs, of those that lie beside it; None where
+        transports: UCX's installed modules for GPUs; None where
             MPI does not use UCX.
         gtl: Cray's library for GPUs is loaded.
-        seen: What CuPy sees of NVIDIA's GPUs, by their places on the PCI bus.
-        own: That of this rank.
+        seen: NVIDIA's GPUs that CuPy sees, by their addresses on the PCI bus.
+        own: The address of this rank's.
         problem: Why mpiring can use none, or "".
         unshared: Why processes cannot open its memory to each other, or "".
     """
@@ -157,7 +157,7 @@ class Gpus:
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """What was found in one process.
+    """Facts about a process.
 
     Attributes:
         rank: In the MPI world, else as the launcher counts; 0 where neither is known.
@@ -190,7 +190,7 @@ class Rank:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """What was measured between two ranks.
+    """A measurement between two ranks.
 
     Attributes:
         ranks: The two.
@@ -208,19 +208,19 @@ class Failure:
     """How an examination ended before its time.
 
     Attributes:
-        stage: What was being done, from `STAGES`.
+        stage: From `STAGES`.
         how: "Bus error (signal 7)", "exit status 16", "no end within 30 s".
         late: It was ended at the deadline.
-        said: What the process printed, in lines.
+        printed: Lines that the process printed.
     """
 
     stage: str
     how: str
     late: bool = False
-    said: Sequence[str] = ()
+    printed: Sequence[str] = ()
 
 
-# What an examination does, one after the other.
+# The stages of an examination, in their order.
 LOADING, STARTING, EXCHANGING, TRYING, MEASURING, ENDING = STAGES = (
     "loading the MPI library", "MPI_Init", "the first exchange between ranks",
     "an allreduce of mpiring", "measuring", "MPI_Finalize")
@@ -233,7 +233,7 @@ class Mpirun:
     Attributes:
         path: "" where there is none.
         text: What it says of its version, on one line.
-        beside: An mpirun of the library's own installation, or "".
+        beside: The mpirun of the library's own installation, or "".
     """
 
     path: str = ""
@@ -243,7 +243,7 @@ class Mpirun:
 
 @dataclass(frozen=True, kw_only=True)
 class Slurm:
-    """What Slurm's commands say.
+    """The output of Slurm's commands.
 
     Attributes:
         installed: There is an srun.
@@ -260,17 +260,17 @@ class Slurm:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """All that was found.
+    """All facts about a job.
 
     Attributes:
-        ranks: In their order; the reporting one alone where MPI did not come that far.
+        ranks: In order; the reporting rank alone where MPI failed before they met.
         size: Of the MPI world; 0 where MPI was not started.
-        wanted: How many ranks the launcher was asked for.
-        wanted_by: The variable and the launcher that say so, or "".
+        wanted: Number of ranks that the launcher was asked for.
+        wanted_by: The source of `wanted`: variable and launcher; or "".
         warnings: What mpiring logged while it tried an allreduce.
         trial_errors: Why that allreduce failed.
-        said: What the MPI library printed.
-        tried_s: How long that allreduce took; None where it was not tried.
+        printed: What the MPI library printed.
+        tried_s: Seconds of that allreduce; None where it was not tried.
         pairs: Measurements.
         failure: How the examination ended early, if it did.
     """
@@ -281,7 +281,7 @@ class Job:
     wanted_by: str = ""
     warnings: Sequence[str] = ()
     trial_errors: Sequence[str] = ()
-    said: Sequence[str] = ()
+    printed: Sequence[str] = ()
     tried_s: float | None = None
     pairs: Sequence[Pair] = ()
     failure: Failure | None = None

@@ -1,10 +1,10 @@
-"""Says what a finding is, and joins what is the same on many ranks."""
+"""Defines findings, and joins those that are the same on many ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...text import ranks_text
-from .facts import Job
+from .facts import Job, Rank
 
 VERDICTS = OK, NOTE, WARNING, PROBLEM = ("ok", "note", "warning", "problem")
 
@@ -13,15 +13,15 @@ _MOST_HOSTS = 4
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """A property that was examined.
 
     Attributes:
-        name: What was looked at, in a word or two.
-        verdict: "ok"; "note": nothing is wrong, but better is possible; "warning": slow, or at
-            risk; "problem": does not work.
+        name: The property, in a word or two.
+        verdict: "ok"; "note": works, but could be better; "warning": slow, or at risk;
+            "problem": does not work.
         value: What was found.
-        remedy: The line that mends it; "" where nothing needs mending.
-        ranks: Of which ranks this is true; () of the job as a whole.
+        remedy: What to do about it; "" where nothing needs to be done.
+        ranks: Those that it is about; () for the job as a whole.
     """
 
     name: str
@@ -33,14 +33,29 @@ class Finding:
 
 @dataclass(frozen=True)
 class Section:
-    """The findings about one subject."""
+    """The findings on a subject."""
 
     title: str
     findings: Sequence[Finding]
 
 
+def each_rank(job: Job, judge: Callable[[Rank], Iterable[Finding]]) -> Iterator[Finding]:
+    """Yield what a judge finds about each rank."""
+    for rank in job.ranks:
+        for finding in judge(rank):
+            yield replace(finding, ranks=(rank.rank,))
+
+
+def each_node(job: Job, judge: Callable[[Sequence[Rank]], Iterable[Finding]],
+              ) -> Iterator[Finding]:
+    """Yield what a judge finds about the ranks of each node."""
+    for ranks in job.nodes().values():
+        for finding in judge(ranks):
+            yield replace(finding, ranks=tuple(rank.rank for rank in ranks))
+
+
 def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
-    """Join findings that differ in nothing but their ranks; of all ranks is of the job.
+    """Join findings that differ in nothing but their ranks; a finding on all ranks is on the job.
 
     Args:
         size: How many ranks there are.
@@ -52,8 +67,8 @@ def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
             for finding, ranks in joined.items()]
 
 
-def place(ranks: Sequence[int], job: Job) -> str:
-    """Return a text such as "ranks 4-7 on n2"; "" for the job as a whole."""
+def where(ranks: Sequence[int], job: Job) -> str:
+    """Return "ranks 4-7 on n2"; "" for the job as a whole."""
     if not ranks:
         return ""
     names, chosen = job.node_names(), set(ranks)
@@ -64,5 +79,5 @@ def place(ranks: Sequence[int], job: Job) -> str:
 
 
 def worst(findings: Iterable[Finding]) -> str:
-    """Return the gravest verdict; "ok" where there is none."""
+    """Return the gravest verdict; "ok" without findings."""
     return max((finding.verdict for finding in findings), key=VERDICTS.index, default=OK)

@@ -1,4 +1,4 @@
-"""Looks at the process and the node that it runs on; judges nothing, and needs no MPI."""
+"""Gathers facts about this process and its node; judges nothing, and needs no MPI."""
 
 import contextlib
 import importlib.metadata
@@ -22,26 +22,26 @@ from ...launch.environment import launch_variables
 from ...launch.start import find_mpiexec
 from .facts import Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm
 
-# Packages that something of mpiring uses, or builds upon.
+# Packages that mpiring can use.
 PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "tqdm", "cupy")
 
 _ROOT = Path("/")
-# A command that has not answered by then, as Slurm's where its controller is down, is left alone.
+# Commands may hang, as Slurm's where its controller is down.
 _COMMAND_S = 3.0
 # Kernel modules with which networks and GPUs exchange data directly.
 _GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs")
-# What MPICH and Open MPI make in /dev/shm, and leave there when they are killed.
+# Files of MPICH and Open MPI in /dev/shm, left there when a job is killed.
 _SHM_FILES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.)[^/\s]*")
-# One that is newer may not be mapped yet.
+# Newer files may not be mapped yet.
 _NEW_S = 60.0
 _ARPHRD_ETHER, _ARPHRD_INFINIBAND = 1, 32
 
 
 def rank(number: int, library: Library) -> Rank:
-    """Return what is found in this process.
+    """Return the facts about this process.
 
     Args:
-        number: Of its rank, as far as is known.
+        number: Its rank, as far as is known.
         library: What mpi4py loads.
     """
     return Rank(
@@ -107,8 +107,8 @@ def quota(root: Path = _ROOT) -> float | None:
         else:
             continue
         # In a container, the path may be the host's, and only the mount itself be there.
-        place = Path(inside.strip("/"))
-        found += [read(folder / part) for part in (place, *place.parents)]
+        group = Path(inside.strip("/"))
+        found += [read(folder / path) for path in (group, *group.parents)]
     return min((granted for granted in found if granted is not None), default=None)
 
 
@@ -139,14 +139,14 @@ def memory(root: Path = _ROOT) -> Memory:
 
 
 def _left(root: Path) -> Iterator[int]:
-    """Return the sizes of this user's files in /dev/shm that ranks have made and none has mapped.
+    """Yield the sizes of this user's MPI files in /dev/shm that no process has mapped.
 
-    Only this user's processes can have them. Those whose maps not even he may read are no ranks.
+    Only this user's processes can have mapped them.
     """
     found = {}
     for path in (root / "dev/shm").glob("*"):
         if _SHM_FILES.fullmatch(path.name):
-            with contextlib.suppress(OSError):    # it ends while we look
+            with contextlib.suppress(OSError):    # deleted meanwhile
                 status = path.stat()
                 if status.st_uid == os.getuid() and time.time() - status.st_mtime > _NEW_S:
                     found[path.name] = status.st_size
@@ -163,7 +163,7 @@ def _limit(which: int) -> int | None:
 
 
 def devices(root: Path = _ROOT) -> Iterator[Device]:
-    """Return the network devices, each fast one under its own name, and as what TCP uses.
+    """Yield the network devices; fast ones under their own names, and as TCP's interfaces.
 
     Args:
         root: Where the system's files are.
@@ -172,7 +172,7 @@ def devices(root: Path = _ROOT) -> Iterator[Device]:
         kind = _text(path / "type")
         if kind in (str(_ARPHRD_ETHER), str(_ARPHRD_INFINIBAND)):
             is_virtual = "/devices/virtual/" in str(path.resolve())
-            # What a virtual device says of its speed is made up.
+            # Virtual devices make up their speed.
             speed = "" if is_virtual else _text(path / "speed")
             yield Device(name=path.name, kind="virtual" if is_virtual else "Ethernet",
                          gbit=int(speed) / 1000 if speed.isdigit() and int(speed) else None,
@@ -189,7 +189,7 @@ def devices(root: Path = _ROOT) -> Iterator[Device]:
 
 
 def _kind_of(name: str, link_layer: str) -> str:
-    """Tell what speaks through the interface that was InfiniBand's."""
+    """Return the kind of a device that uses InfiniBand's interface."""
     if name.startswith("hfi1"):
         return "Omni-Path"
     if name.startswith(("efa", "rdmap")):
@@ -198,7 +198,7 @@ def _kind_of(name: str, link_layer: str) -> str:
 
 
 def gpus(root: Path = _ROOT) -> Gpus:
-    """Return the node's GPUs and the modules beside them; nothing of MPI.
+    """Return the node's GPUs and kernel modules for them; nothing of MPI.
 
     Args:
         root: Where the system's files are.
@@ -216,7 +216,7 @@ def gpus(root: Path = _ROOT) -> Gpus:
 
 
 def mpirun(library: Library) -> Mpirun:
-    """Return the mpirun that a shell finds, and one of the MPI library's own installation.
+    """Return the mpirun that a shell finds, and that of the MPI library's installation.
 
     Args:
         library: What mpi4py loads.
@@ -227,21 +227,21 @@ def mpirun(library: Library) -> Mpirun:
                    if (found := shutil.which("mpirun", path=str(home / "bin")))), "")
     if not beside and not library.path:
         beside = find_mpiexec() or ""
-    return Mpirun(path=path, text=said([path, "--version"]) if path else "", beside=beside)
+    return Mpirun(path=path, text=output_of([path, "--version"]) if path else "", beside=beside)
 
 
 def slurm(variables: Iterable[str]) -> Slurm:
-    """Return what Slurm's commands say.
+    """Return facts from Slurm's commands.
 
     Args:
-        variables: Names of those that are set; its controller is asked in a job only.
+        variables: Names of environment variables; the controller is asked only in a job.
     """
     if shutil.which("srun") is None:
         return Slurm()
     # "MPI plugin types are...", a word a line, on standard error.
     listed = re.findall(r"\b(none|cray_shasta|pmi2|pmix(?:_v\d+)?|openmpi)\b",
-                        said(["srun", "--mpi=list"], whole=True))
-    config = (said(["scontrol", "show", "config"], whole=True)
+                        output_of(["srun", "--mpi=list"], whole=True))
+    config = (output_of(["scontrol", "show", "config"], whole=True)
               if "SLURM_JOB_ID" in variables else "")
     kills = re.search(r"KillOnBadExit\s*=\s*(\d)", config)
     default = re.search(r"MpiDefault\s*=\s*(\S+)", config)
@@ -250,11 +250,11 @@ def slurm(variables: Iterable[str]) -> Slurm:
                  kills=kills[1] == "1" if kills else None)
 
 
-def said(command: list[str], *, whole: bool = False) -> str:
-    """Return what a command prints, its lines as one, or "" where it fails to answer.
+def output_of(command: list[str], *, whole: bool = False) -> str:
+    """Return the output of a command as one line, or "" where it fails to answer.
 
     Args:
-        whole: Return the lines as they are, and all of them.
+        whole: Return all lines as they are.
     """
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,

@@ -1,14 +1,12 @@
-"""Judges GPUs, and what lies between them, MPI and the network."""
+"""Judges GPUs, and how MPI and the network reach their memory."""
 
 from collections.abc import Iterator
 
 from ...text import count
 from .facts import Gpus, Job, Rank
-from .findings import NOTE, OK, WARNING, Finding
+from .findings import NOTE, OK, WARNING, Finding, each_rank
 
-TITLE = "GPUs"
-
-# What lets each vendor's library take GPU memory.
+# How to make each vendor's library take GPU memory.
 _AWARE = {
     "Open MPI": "use an Open MPI and a UCX built with CUDA (the cluster's module); PyPI's is not",
     "MPICH": "use an MPICH built with CUDA (the cluster's module), with MPIR_CVAR_ENABLE_GPU=1; "
@@ -16,7 +14,7 @@ _AWARE = {
     "Cray MPICH": "load the module craype-accel-*, and export MPICH_GPU_SUPPORT_ENABLED=1",
     "Intel MPI": "export I_MPI_OFFLOAD=1",
     "MVAPICH": "export MV2_USE_CUDA=1 (MVAPICH 3 and Plus: MVP_USE_CUDA=1)"}
-# Where the switch is a variable, and there is no function to ask.
+# Libraries that are switched by a variable, and have no function to ask.
 _SWITCHES = {"Cray MPICH": ("MPICH_GPU_SUPPORT_ENABLED",), "Intel MPI": ("I_MPI_OFFLOAD",),
              "MVAPICH": ("MV2_USE_CUDA", "MVP_USE_CUDA")}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -24,21 +22,21 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES
 
 def findings(job: Job) -> Iterator[Finding]:
     """Judge each rank's GPUs."""
-    for rank in job.ranks:
-        if not rank.gpus.kind:
-            yield _none(rank)
-            continue
-        yield _devices(rank, sum(other.node == rank.node for other in job.ranks))
-        yield _awareness(rank)
-        yield from _use(rank, job)
-        yield from _direct(rank)
+    return each_rank(job, lambda rank: _rank(rank, job) if rank.gpus.kind else [_none(rank)])
+
+
+def _rank(rank: Rank, job: Job) -> Iterator[Finding]:
+    yield _devices(rank, len(job.nodes()[rank.node]))
+    yield _awareness(rank)
+    yield from _use(rank, job)
+    yield from _direct(rank)
 
 
 def _none(rank: Rank) -> Finding:
     if rank.variables.get("MPICH_GPU_SUPPORT_ENABLED", "0") == "1":
         return Finding("GPUs", WARNING, "none, but MPICH_GPU_SUPPORT_ENABLED=1",
-                       "export MPICH_GPU_SUPPORT_ENABLED=0", (rank.rank,))
-    return Finding("GPUs", OK, "none", "", (rank.rank,))
+                       "export MPICH_GPU_SUPPORT_ENABLED=0")
+    return Finding("GPUs", OK, "none")
 
 
 def _devices(rank: Rank, ranks_here: int) -> Finding:
@@ -49,8 +47,8 @@ def _devices(rank: Rank, ranks_here: int) -> Finding:
     text += f", {visible}={rank.variables[visible]}" if visible else ""
     if ranks_here > gpus.count:
         return Finding("GPUs", WARNING, f"{text}, for {count(ranks_here, 'rank')}",
-                       f"start {count(gpus.count, 'rank')} on such a node", (rank.rank,))
-    return Finding("GPUs", OK, text, "", (rank.rank,))
+                       f"start {count(gpus.count, 'rank')} on such a node")
+    return Finding("GPUs", OK, text)
 
 
 def _awareness(rank: Rank) -> Finding:
@@ -63,83 +61,76 @@ def _awareness(rank: Rank) -> Finding:
         return Finding("GPU-aware MPI", WARNING, f"{switch}=1, but Cray's GTL library is not "
                        f"loaded: MPI_Init or the first GPU message fails",
                        "LD_PRELOAD the libmpi_gtl_* of your GPUs, or build mpi4py with "
-                       "craype-accel-* loaded", (rank.rank,))
+                       "craype-accel-* loaded")
     if gpus.aware or switch:
-        said = f"{name} says that it takes GPU memory" if gpus.aware else f"{switch} is set"
-        return Finding("GPU-aware MPI", OK, said, "", (rank.rank,))
-    said = (f"{name} says that it takes no GPU memory" if gpus.aware is False else
+        return Finding("GPU-aware MPI", OK, f"{name} says that it takes GPU memory"
+                       if gpus.aware else f"{switch} is set")
+    text = (f"{name} says that it takes no GPU memory" if gpus.aware is False else
             f"nothing shows that {name} takes GPU memory")
-    return Finding("GPU-aware MPI", NOTE, f"{said}: data goes through the host's", remedy,
-                   (rank.rank,))
+    return Finding("GPU-aware MPI", NOTE, f"{text}: data goes through the host's", remedy)
 
 
 def _use(rank: Rank, job: Job) -> Iterator[Finding]:
     """Judge what mpiring itself does with a rank's GPU."""
-    gpus, here = rank.gpus, (rank.rank,)
+    gpus, neighbours = rank.gpus, job.nodes()[rank.node]
     if gpus.problem:
-        # The problem tells its own remedy: to install CuPy, its compiler, or a driver.
+        # The problem names its remedy: to install CuPy, its compiler, or a driver.
         yield Finding("mpiring's GPU", NOTE, f"none: {gpus.problem}",
-                      "do so for models on GPUs; those on the CPU need none", here)
+                      "do so for models on GPUs; those on the CPU need none")
         return
     if not gpus.own:
         return
-    sharers = [other.rank for other in job.ranks
-               if other.node == rank.node and other.gpus.own == gpus.own]
+    sharers = sum(other.gpus.own == gpus.own for other in neighbours)
     text = f"{gpus.own}, one of {len(gpus.seen)}" if len(gpus.seen) > 1 else gpus.own
-    if len(sharers) > 1:
-        yield Finding("mpiring's GPU", NOTE, f"{text}, for {len(sharers)} ranks",
+    if sharers > 1:
+        yield Finding("mpiring's GPU", NOTE, f"{text}, for {sharers} ranks",
                       "they take turns in computing; start one rank for each GPU, or let each "
-                      "see its own (srun --gpus-per-task=1)", here)
+                      "see its own (srun --gpus-per-task=1)")
     else:
-        yield Finding("mpiring's GPU", OK, text, "", here)
-    neighbours = sum(other.node == rank.node for other in job.ranks)
-    if neighbours > 1 and gpus.unshared:
+        yield Finding("mpiring's GPU", OK, text)
+    if len(neighbours) > 1 and gpus.unshared:
         yield Finding("GPU memory within a node", NOTE,
                       f"cannot be shared ({gpus.unshared}): data goes through pinned host memory",
-                      "containers: give ranks one IPC and PID namespace; Linux only", here)
-    elif neighbours > 1:
+                      "containers: give ranks one IPC and PID namespace; Linux only")
+    elif len(neighbours) > 1:
         yield Finding("GPU memory within a node", OK,
-                      "shared: arrays of comm.empty, and gradients, are summed in place", "", here)
+                      "shared: arrays of comm.empty, and gradients, are summed in place")
     if len(job.nodes()) > 1:
         yield _between_nodes(rank)
 
 
 def _between_nodes(rank: Rank) -> Finding:
-    wish, here = rank.variables.get("MPIRING_GPU_AWARE", "auto"), (rank.rank,)
-    name = "GPU memory between nodes"
-    if wish == "yes":
-        return Finding(name, OK, "MPIRING_GPU_AWARE=yes: MPI is handed its pointers, untried", "",
-                       here)
-    if wish == "no":
-        return Finding(name, OK, "MPIRING_GPU_AWARE=no: staged through pinned host memory", "",
-                       here)
-    return Finding(name, OK, "MPI is handed its pointers where a trial at the first use shows that "
-                   "it takes them; else staged through pinned host memory", "", here)
+    texts = {
+        "yes": "MPIRING_GPU_AWARE=yes: MPI is handed its pointers, untried",
+        "no": "MPIRING_GPU_AWARE=no: staged through pinned host memory",
+        "auto": "MPI is handed its pointers where a trial at the first use shows that it takes "
+                "them; else staged through pinned host memory"}
+    setting = rank.variables.get("MPIRING_GPU_AWARE", "auto")
+    return Finding("GPU memory between nodes", OK, texts.get(setting, texts["auto"]))
 
 
 def _direct(rank: Rank) -> Iterator[Finding]:
     """Judge GPUDirect: the network reads GPU memory (peermem), and small copies (gdrcopy)."""
-    gpus, here = rank.gpus, (rank.rank,)
+    gpus = rank.gpus
     fast = any(device.is_fast and device.active for device in rank.devices)
     if gpus.kind == "NVIDIA" and fast:
         yield _module(gpus, ("nvidia_peermem", "nv_peer_mem"), "GPUDirect RDMA",
-                      "modprobe nvidia_peermem (or a driver with DMA-BUF, Linux 5.12)", here)
-        yield _module(gpus, ("gdrdrv",), "GDRCopy", "install gdrcopy, and modprobe gdrdrv", here)
+                      "modprobe nvidia_peermem (or a driver with DMA-BUF, Linux 5.12)")
+        yield _module(gpus, ("gdrdrv",), "GDRCopy", "install gdrcopy, and modprobe gdrdrv")
     tls = rank.variables.get("UCX_TLS", "")
     if tls and not tls.startswith("^") and not any(
             word in tls for word in ("cuda", "rocm", "gpu", "all")):
         yield Finding("UCX transports", WARNING, f"UCX_TLS={tls} has none for GPUs",
-                      f"unset UCX_TLS, or add {'cuda' if gpus.kind == 'NVIDIA' else 'rocm'}", here)
+                      f"unset UCX_TLS, or add {'cuda' if gpus.kind == 'NVIDIA' else 'rocm'}")
     elif gpus.transports is not None and not gpus.transports:
         yield Finding("UCX transports", NOTE, "MPI's UCX has no modules for GPUs",
-                      _AWARE.get(rank.library.vendor, "use a UCX built for these GPUs"), here)
+                      _AWARE.get(rank.library.vendor, "use a UCX built for these GPUs"))
     elif gpus.transports:
-        yield Finding("UCX transports", OK, ", ".join(gpus.transports), "", here)
+        yield Finding("UCX transports", OK, ", ".join(gpus.transports))
 
 
-def _module(gpus: Gpus, names: tuple[str, ...], name: str, remedy: str,
-            here: tuple[int, ...]) -> Finding:
-    loaded = [one for one in names if one in gpus.modules]
-    if loaded:
-        return Finding(name, OK, f"{loaded[0]} is loaded", "", here)
-    return Finding(name, NOTE, f"{names[0]} is not loaded", remedy, here)
+def _module(gpus: Gpus, modules: tuple[str, ...], name: str, remedy: str) -> Finding:
+    for module in modules:
+        if module in gpus.modules:
+            return Finding(name, OK, f"{module} is loaded")
+    return Finding(name, NOTE, f"{modules[0]} is not loaded", remedy)

@@ -1,4 +1,4 @@
-"""Judges how ranks were launched, whether they became one world, and what is set for them."""
+"""Judges how ranks were launched, whether they became one world, and their settings."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,10 @@ from .facts import ENDING, STARTING, Failure, Job, Rank, is_foreign
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 from .memory import shm_is_short
 
-TITLE = "Launch"
-
 _DOCTOR = "python -m mpiring doctor"
-# The PMI that each vendor's library speaks, as srun calls it; pmi2 is MPICH's.
+# The PMI that each vendor's library needs, as srun names it; MPICH's is pmi2.
 _PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
+_CHECKPOINTS = "save checkpoints, and start again from the last (slurm/preemptible.sbatch)"
 _STRANGERS = "which starts processes that MPI does not know"
 
 _INTERFACES = {
@@ -36,8 +35,8 @@ def findings(job: Job) -> Iterator[Finding]:
         yield Finding("mpiring", PROBLEM, error, "see Troubleshooting in README.md")
     for warning in job.warnings:
         yield Finding("mpiring", WARNING, warning, "see Troubleshooting in README.md")
-    if job.said and job.failure is None:
-        yield Finding("what MPI prints", NOTE, "\n".join(job.said),
+    if job.printed and job.failure is None:
+        yield Finding("what MPI prints", NOTE, "\n".join(job.printed),
                       "mend what it speaks of, where that matters to you")
     yield from _slurm(job)
     yield from _settings(job)
@@ -50,7 +49,7 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
     mpirun = f"{job.mpirun.beside or f'the mpirun of {vendor}'} -n {size} {command}"
     if not _uses_srun(job):
         return mpirun
-    if job.slurm.mpi_types and not any(one.startswith(pmi) for one in job.slurm.mpi_types):
+    if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
         return (f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {mpirun}")
     # Intel's library finds Slurm's PMI by this variable alone.
     library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
@@ -58,9 +57,9 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
 
 
 def is_mismatched(rank: Rank) -> bool:
-    """Return whether what launched a rank speaks another language than the library that it loads.
+    """Return whether a rank's launcher belongs to another MPI library than the rank loads.
 
-    Where it was srun: whether it offers another PMI than the vendor's usual one.
+    For srun: whether it offers another PMI than the library needs.
     """
     launcher, vendor = launcher_of(rank.variables), rank.library.vendor
     if not vendor:
@@ -105,7 +104,7 @@ def _pmi_text(job: Job) -> str:
 
 
 def _world(job: Job) -> Finding:
-    """Tell whether the processes became one world."""
+    """Judge whether the processes became one world."""
     if job.is_torn:
         return Finding(
             "ranks", PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
@@ -122,7 +121,7 @@ def _world(job: Job) -> Finding:
 
 
 def _cause(job: Job) -> str:
-    """Say why ranks did not find each other."""
+    """Return why ranks did not find each other."""
     launcher, library = launcher_of(job.here.variables), job.here.library
     if launcher == "srun":
         pmi = _PMI.get(library.vendor, "pmi2")
@@ -136,22 +135,22 @@ def _cause(job: Job) -> str:
 
 
 def _failed(job: Job, failure: Failure) -> Finding:
-    """Report a part of the examination that did not end well."""
-    told = [f"{failure.how}; it printed:", *failure.said] if failure.said else [failure.how]
+    """Report a stage of the examination that failed."""
+    lines = [f"{failure.how}; it printed:", *failure.printed] if failure.printed else [failure.how]
     verdict = WARNING if failure.stage == ENDING else PROBLEM
-    return Finding(failure.stage, verdict, "\n".join(told), _remedy(job, failure))
+    return Finding(failure.stage, verdict, "\n".join(lines), _remedy(job, failure))
 
 
 def _remedy(job: Job, failure: Failure) -> str:
-    """Return what mends a failure, by its likeliest cause."""
-    here, text = job.here, " ".join(failure.said)
+    """Return the remedy for the likeliest cause of a failure."""
+    here, text = job.here, " ".join(failure.printed)
     vendor = here.library.vendor
     if not vendor:
         return "ask mpi4py itself: python -c 'from mpi4py import MPI'"
     if failure.stage == STARTING and is_mismatched(here):
         return right_launch(job)
     if launcher_of(here.variables) == "srun" and "UCX_comm_addr_exchange" in text:
-        # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than a request may be.
+        # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than PMI allows.
         return "export MPIR_CVAR_CH4_NETMOD=ofi; UCX's addresses do not pass through Slurm's PMI"
     if shm_is_short(job):
         return "give /dev/shm more memory, as said below"
@@ -173,7 +172,7 @@ def _slurm(job: Job) -> Iterator[Finding]:
     pmi = _PMI.get(vendor, "pmi2")
     types = ", ".join(slurm.mpi_types) or "unknown"
     default = f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
-    if vendor and not any(one.startswith(pmi) for one in slurm.mpi_types):
+    if vendor and not any(kind.startswith(pmi) for kind in slurm.mpi_types):
         yield Finding("srun --mpi", WARNING, f"{types}{default}", right_launch(job))
     elif vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi):
         yield Finding("srun --mpi", NOTE, f"{types}{default}, and {vendor} needs {pmi}",
@@ -186,19 +185,37 @@ def _slurm(job: Job) -> Iterator[Finding]:
 
 
 def _settings(job: Job) -> Iterator[Finding]:
-    mine = [{name: value for name, value in rank.variables.items() if name.startswith("MPIRING_")}
-            for rank in job.ranks]
+    mine = [" ".join(f"{name}={value}" for name, value in sorted(rank.variables.items())
+                     if name.startswith("MPIRING_")) or "none" for rank in job.ranks]
+    name = "MPIRING_* variables"
     for rank in job.ranks:
         if rank.settings_error:
-            yield Finding("MPIRING_* variables", PROBLEM, rank.settings_error,
+            yield Finding(name, PROBLEM, rank.settings_error,
                           "unset or correct it; README.md lists the settings", (rank.rank,))
-    if any(other != mine[0] for other in mine):
+    if len(set(mine)) > 1:
         for rank, settings in zip(job.ranks, mine):
-            yield Finding("MPIRING_* variables", PROBLEM, _listed(settings), "give all ranks the "
-                          "same, as with mpirun -genv (MPICH) or -x (Open MPI)", (rank.rank,))
+            yield Finding(name, PROBLEM, settings, "give all ranks the same, as with mpirun -genv "
+                          "(MPICH) or -x (Open MPI)", (rank.rank,))
     elif not any(rank.settings_error for rank in job.ranks):
-        yield Finding("MPIRING_* variables", OK, _listed(mine[0]))
+        yield Finding(name, OK, mine[0])
 
 
-def _listed(settings: dict[str, str]) -> str:
-    return " ".join(f"{name}={value}" for name, value in settings.items()) or "none"
+def survival(job: Job) -> Iterator[Finding]:
+    """Judge whether this MPI, as it was launched, lets other ranks go on after a rank's death."""
+    library, variables = job.here.library, job.here.variables
+    if not library.text:
+        return
+    value, remedy = f"{library.name} ends the job when a rank dies", _CHECKPOINTS
+    if library.vendor == "Open MPI":
+        if int(library.name.split()[-1].partition(".")[0] or 0) < 5:
+            value += "; since 5.0 the others can go on"
+        elif launcher_of(variables) == "srun":
+            value = "under srun the job ends when a rank dies"
+            remedy += "; or mpirun --with-ft ulfm within the batch script"
+        elif variables.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true"):
+            yield Finding("survival", OK, "the other ranks can go on (ULFM): mpiring.elastic")
+            return
+        else:
+            value = f"{library.name} can let the other ranks go on, but was not launched so"
+            remedy = "mpirun --with-ft ulfm; or " + remedy
+    yield Finding("survival", NOTE, value, remedy)

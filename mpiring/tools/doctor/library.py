@@ -1,18 +1,27 @@
-"""Judges Python, mpi4py, the MPI library, and whether mpirun belongs to it."""
+"""Judges Python, packages, the MPI library, and whether mpirun belongs to it."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...launch.environment import launcher_of
 from .facts import Job, Library, Rank, related, vendor_of, version_of
-from .findings import NOTE, OK, PROBLEM, WARNING, Finding
-
-TITLE = "Python and MPI"
+from .findings import NOTE, OK, PROBLEM, WARNING, Finding, each_rank
 
 GET_ONE = "load your cluster's MPI module (module avail mpi), or: pip install 'mpiring[mpich]'"
 
 _LEVELS = {"Cray MPICH": "export MPICH_MAX_THREAD_SAFETY=multiple",
            "MVAPICH": "export MV2_ENABLE_AFFINITY=0"}
+
+# Optional packages: what each is for, and how to install it.
+_OPTIONAL = {
+    "torch": ("PyTorch models", "pip install 'mpiring[torch]'; without a GPU, PyTorch's CPU build "
+                                "first"),
+    "numba": ("16-bit sums on a node and codecs, several times as fast",
+              "pip install 'mpiring[fast]'"),
+    "ml_dtypes": ("bfloat16 in NumPy", "pip install ml_dtypes"),
+    "matplotlib": ("plots of benchmarks and traces", "pip install 'mpiring[bench]'"),
+    "cupy": ("NumPy models on GPUs", "pip install cupy-cuda12x"),
+}
 
 
 def findings(job: Job) -> Iterator[Finding]:
@@ -24,19 +33,16 @@ def findings(job: Job) -> Iterator[Finding]:
         yield from _same(job, "mpi4py", lambda rank: rank.versions.get("mpi4py", ""))
         yield from _library(job)
     yield _mpirun(job)
-    yield from _thread_level(job)
+    yield from each_rank(job, _thread_level)
 
 
 def _same(job: Job, name: str, version: Callable[[Rank], str],
-          place: Callable[[Rank], str] = lambda rank: "") -> Iterator[Finding]:
+          path: Callable[[Rank], str] = lambda rank: "") -> Iterator[Finding]:
     """Report a version, of which all ranks must have the same."""
     agreed = len({version(rank) for rank in job.ranks}) == 1
-    for rank in job.ranks:
-        yield Finding(
-            name, OK if agreed else WARNING,
-            ", ".join(filter(None, [version(rank), place(rank)])),
-            "" if agreed else "start the same environment on all nodes, from a folder that all see",
-            (rank.rank,))
+    return each_rank(job, lambda rank: [Finding(
+        name, OK if agreed else WARNING, ", ".join(filter(None, [version(rank), path(rank)])),
+        "" if agreed else "start the same environment on all nodes, from a folder that all see")])
 
 
 def _library(job: Job) -> Iterator[Finding]:
@@ -58,7 +64,7 @@ def _described(library: Library) -> str:
 
 
 def _mpirun(job: Job) -> Finding:
-    """Tell whether a shell's mpirun is the library's own."""
+    """Judge whether a shell's mpirun is the library's own."""
     path, library = job.mpirun.path, job.here.library
     vendor = vendor_of(job.mpirun.text)
     name = f"{vendor or 'of unknown make'} {version_of(job.mpirun.text)}".strip()
@@ -74,7 +80,7 @@ def _mpirun(job: Job) -> Finding:
     remedy = (f"use {own}" if own else
               f"use the mpirun that came with {library.path or library.name}: load its module")
     if vendor and library.vendor and not related(vendor, library.vendor):
-        # Whoever has come here by another way does not need it.
+        # A job that was launched in another way does not need it.
         works = job.size > 1 or launcher_of(job.here.variables) == "srun"
         return Finding("mpirun", WARNING if works else PROBLEM, f"{shown}, but mpi4py loads "
                        f"{library.name}: each rank would be alone, or not start", remedy)
@@ -95,16 +101,31 @@ def _no_mpirun(job: Job) -> Finding:
     return Finding("mpirun", WARNING, "there is none", GET_ONE)
 
 
-def _thread_level(job: Job) -> Iterator[Finding]:
-    for rank in job.ranks:
-        level = rank.thread_level
-        if level == "multiple":
-            yield Finding("thread level", OK, level, "", (rank.rank,))
-        elif level:
-            asked = rank.variables.get("MPI4PY_RC_THREAD_LEVEL", "multiple")
-            remedy = _LEVELS.get(rank.library.vendor,
-                                 "use an MPI library built with MPI_THREAD_MULTIPLE")
-            if asked != "multiple":
-                remedy = "unset MPI4PY_RC_THREAD_LEVEL"
-            yield Finding("thread level", WARNING, f"{level}: operations advance only inside "
-                          f"mpiring's calls, so that less is hidden", remedy, (rank.rank,))
+def _thread_level(rank: Rank) -> Iterator[Finding]:
+    level = rank.thread_level
+    if level == "multiple":
+        yield Finding("thread level", OK, level)
+    elif level:
+        remedy = _LEVELS.get(rank.library.vendor,
+                             "use an MPI library built with MPI_THREAD_MULTIPLE")
+        if rank.variables.get("MPI4PY_RC_THREAD_LEVEL", "multiple") != "multiple":
+            remedy = "unset MPI4PY_RC_THREAD_LEVEL"
+        yield Finding("thread level", WARNING, f"{level}: operations advance only inside "
+                      f"mpiring's calls, so that less is hidden", remedy)
+
+
+def packages(job: Job) -> Iterator[Finding]:
+    """Judge the packages of each rank, and what missing ones are for."""
+    agreed = len({rank.versions.get("numpy", "") for rank in job.ranks}) == 1
+
+    def judge(rank: Rank) -> Iterator[Finding]:
+        yield Finding("numpy", OK if agreed else WARNING, rank.versions.get("numpy", "missing"),
+                      "" if agreed else "install the same version on all nodes")
+        for name, (purpose, remedy) in _OPTIONAL.items():
+            version = rank.versions.get(name)
+            if version is not None:
+                yield Finding(name, OK, version)
+            elif name != "cupy" or rank.gpus.kind:
+                yield Finding(name, NOTE, f"not installed; it is for {purpose}", remedy)
+
+    return each_rank(job, judge)

@@ -12,17 +12,17 @@ from .facts import Pair
 _LATENCY_S, _BANDWIDTH_S = 0.1, 0.35
 _MOST_ROUNDS = 2000
 _WARM_UP = 5
-# Several messages under way, as one alone leaves a fast network idle.
+# Several messages under way, since a single one leaves a fast network idle.
 _MESSAGE_BYTES, _MESSAGES = 1 << 20, 4
 # How often ranks that are not measured look whether the others are done: a barrier would spin.
 _LOOK_S = 1e-3
 
 
 def rounds(leaders: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return which ranks are measured at a time: two of each node, then neighbouring nodes.
+    """Return the pairs measured at a time: two ranks of each node, then of neighbouring nodes.
 
     Args:
-        leaders: For every rank, the lowest one that shares its node.
+        leaders: For every rank, the lowest rank on its node.
     """
     nodes = {leader: [rank for rank, other in enumerate(leaders) if other == leader]
              for leader in sorted(set(leaders))}
@@ -36,7 +36,7 @@ def measured(mpi: Any, world: Any, leaders: Sequence[int]) -> list[Pair]:
 
     Args:
         mpi: The module mpi4py.MPI.
-        world: A communicator over all ranks that nobody else uses.
+        world: A communicator over all ranks that is used here only.
         leaders: As in `rounds`.
 
     Collective: yes. Blocking: yes.
@@ -53,7 +53,7 @@ def measured(mpi: Any, world: Any, leaders: Sequence[int]) -> list[Pair]:
                 _answer_bandwidth(mpi, world, first)
         _wait_for_all(world)
     everywhere = world.gather(mine) or []
-    return [pair for some in everywhere for pair in some]
+    return [pair for pairs in everywhere for pair in pairs]
 
 
 def _wait_for_all(world: Any) -> None:

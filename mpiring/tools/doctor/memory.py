@@ -4,13 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from ...text import count
 from .facts import Job, Rank
-from .findings import NOTE, OK, PROBLEM, WARNING, Finding
-
-TITLE = "Memory and processes"
+from .findings import NOTE, OK, PROBLEM, WARNING, Finding, each_node, each_rank
 
 _MIB = 1 << 20
 # What each rank of a node takes of /dev/shm when it starts: measured with MPICH 5.0.2, which
-# dies of a signal where there is less; Open MPI 5.0.11 says that it wants so much free.
+# dies of a signal where there is less; Open MPI 5.0.11 asks for so much free memory.
 _SHM_BYTES = {"MPICH": 5.3 * _MIB, "Open MPI": 16 * _MIB}
 _SHM_BYTES_ELSE = 16 * _MIB
 # As Docker makes it; PyTorch's data loaders hand batches on in it.
@@ -25,12 +23,10 @@ _FORK_VARIABLES = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
 
 def findings(job: Job) -> Iterator[Finding]:
     """Judge each node's memory, and each rank's limits."""
-    for ranks in job.nodes().values():
-        yield _shm(ranks, tuple(rank.rank for rank in ranks), _ranks_here(job, ranks))
-        yield from _leftovers(ranks)
-    for rank in job.ranks:
-        yield from _limits(rank)
-        yield _forks(rank)
+    yield from each_node(job, lambda ranks: [_shm(ranks, _ranks_here(job, ranks))])
+    yield from each_node(job, _leftovers)
+    yield from each_rank(job, _limits)
+    yield from each_rank(job, lambda rank: [_forks(rank)])
 
 
 def shm_is_short(job: Job) -> bool:
@@ -48,37 +44,35 @@ def _needed(rank: Rank, ranks_here: int) -> float:
     return ranks_here * _SHM_BYTES.get(rank.library.vendor, _SHM_BYTES_ELSE)
 
 
-def _shm(ranks: Sequence[Rank], here: tuple[int, ...], ranks_here: int) -> Finding:
+def _shm(ranks: Sequence[Rank], ranks_here: int) -> Finding:
     """Compare /dev/shm with what MPI takes of it; mpiring's own memory is not in it."""
     total, free = ranks[0].memory.shm_bytes, ranks[0].memory.shm_free_bytes
     if total is None or free is None:
-        return Finding("/dev/shm", WARNING, "there is none", "mount -t tmpfs tmpfs /dev/shm", here)
+        return Finding("/dev/shm", WARNING, "there is none", "mount -t tmpfs tmpfs /dev/shm")
     needed, vendor = _needed(ranks[0], ranks_here), ranks[0].library.vendor
     text = f"{_text(total)}, {_text(free)} free"
     wants = f"{vendor or 'MPI'} takes {_text(needed)} for {count(ranks_here, 'rank')}"
     remedy = "mount -o remount,size=2G /dev/shm as root; in a container: docker run --shm-size=2g"
     if total < needed:
         return Finding("/dev/shm", WARNING if vendor == "Open MPI" else PROBLEM,
-                       f"{text}, too small: {wants}", remedy, here)
+                       f"{text}, too small: {wants}", remedy)
     # Once MPI has started, what it needs is no longer free.
     if free < needed and not ranks[0].thread_level:
         return Finding("/dev/shm", PROBLEM, f"{text}, too full: {wants}",
-                       "delete what dead jobs have left there (ls -l /dev/shm), or enlarge it",
-                       here)
+                       "delete what dead jobs have left there (ls -l /dev/shm), or enlarge it")
     if total < _SHM_SMALL:
         return Finding("/dev/shm", NOTE, f"{text}: enough for MPI, little for PyTorch's data "
-                       f"loaders", remedy, here)
-    return Finding("/dev/shm", OK, f"{text}; {wants}", "", here)
+                       f"loaders", remedy)
+    return Finding("/dev/shm", OK, f"{text}; {wants}")
 
 
 def _leftovers(ranks: Sequence[Rank]) -> Iterator[Finding]:
-    """MPICH names its files by the job: one that Slurm gives an old number may trip on them."""
+    """MPICH names its files by the job: a new job with an old Slurm number may trip over them."""
     memory = ranks[0].memory
     if memory.left_files:
         yield Finding(
             "dead jobs", NOTE, f"{count(memory.left_files, 'file')} of MPI in /dev/shm that no "
-            f"process uses, {_text(memory.left_bytes)}", _REMOVE,
-            tuple(rank.rank for rank in ranks))
+            f"process uses, {_text(memory.left_bytes)}", _REMOVE)
 
 
 def _text(nbytes: float) -> str:
@@ -92,15 +86,14 @@ def _limits(rank: Rank) -> Iterator[Finding]:
     if locked is not None and any(device.is_fast and device.active for device in rank.devices):
         yield Finding("ulimit -l", WARNING, f"only {_text(locked)} may be locked, which fast "
                       f"networks need without limit", "memlock unlimited in "
-                      "/etc/security/limits.conf, and LimitMEMLOCK=infinity for slurmd",
-                      (rank.rank,))
+                      "/etc/security/limits.conf, and LimitMEMLOCK=infinity for slurmd")
     if files is not None and files < _FEWEST_FILES:
         yield Finding("ulimit -n", NOTE, f"only {files} files may be open, and every shared array "
-                      f"is one", f"ulimit -n {_FEWEST_FILES}", (rank.rank,))
+                      f"is one", f"ulimit -n {_FEWEST_FILES}")
 
 
 def _forks(rank: Rank) -> Finding:
-    """Judge data loaders' processes: a fork shares the network's memory with its parent."""
+    """Judge forks, as of data loaders: a child shares the network's memory with its parent."""
     method = rank.start_method
     text = f"Python starts processes by {method}"
     fast = [device.name for device in rank.devices
@@ -109,7 +102,7 @@ def _forks(rank: Rank) -> Finding:
     if method == "fork" and fast and not safe:
         return Finding("fork", WARNING, f"{text}, beside {', '.join(fast)}: a forked data loader "
                        f"can crash, or spoil messages", "multiprocessing.set_start_method("
-                       "'forkserver') before mpiring.init(), or export RDMAV_FORK_SAFE=1",
-                       (rank.rank,))
-    beside = ", beside no device that minds" if method == "fork" and not fast else ""
-    return Finding("fork", OK, text + beside, "", (rank.rank,))
+                       "'forkserver') before mpiring.init(), or export RDMAV_FORK_SAFE=1")
+    if method == "fork" and not fast:
+        text += ", beside no device that minds"
+    return Finding("fork", OK, text)

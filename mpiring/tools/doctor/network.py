@@ -4,10 +4,8 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from .facts import Device, Job, Pair, Rank
-from .findings import NOTE, OK, WARNING, Finding, place
+from .findings import NOTE, OK, WARNING, Finding, each_rank, where
 from .processors import is_busy, is_oversubscribed
-
-TITLE = "Network"
 
 # Below these, messages take a way that they should not take: on a node, not its memory.
 _NODE_LATENCY_S, _NODE_BYTES_PER_S = 20e-6, 1e9
@@ -21,11 +19,8 @@ _TRANSPORT_VARIABLES = {"UCX_TLS": ("tcp",), "FI_PROVIDER": ("tcp", "sockets"),
 
 def findings(job: Job) -> Iterator[Finding]:
     """Judge devices, variables that choose among them, and measurements."""
-    for rank in job.ranks:
-        yield _devices(rank)
-        yield from _variables(rank)
-    inside = [pair for pair in job.pairs if _node_of(job, pair.ranks[0]) ==
-              _node_of(job, pair.ranks[1])]
+    yield from each_rank(job, lambda rank: [_devices(rank), *_variables(rank)])
+    inside = [pair for pair in job.pairs if len({job.ranks[rank].node for rank in pair.ranks}) == 1]
     between = [pair for pair in job.pairs if pair not in inside]
     if inside:
         yield _inside(job, inside)
@@ -41,8 +36,8 @@ def _devices(rank: Rank) -> Finding:
     text = ", ".join(map(_described, active)) or "none"
     if down:
         return Finding("devices", WARNING, f"{text}; down: {', '.join(down)}",
-                       "ask the administrators: ibstat shows the state of each port", (rank.rank,))
-    return Finding("devices", OK, text, "", (rank.rank,))
+                       "ask the administrators: ibstat shows the state of each port")
+    return Finding("devices", OK, text)
 
 
 def _described(device: Device) -> str:
@@ -58,22 +53,17 @@ def _variables(rank: Rank) -> Iterator[Finding]:
                 word.startswith(("rc", "dc", "ud", "ib", "all", "verbs", "cxi", "psm", "efa"))
                 for word in words):
             yield Finding("variables", WARNING, f"{name}={rank.variables[name]} keeps MPI from "
-                          f"using {_described(fast[0])}", f"unset {name}", (rank.rank,))
+                          f"using {_described(fast[0])}", f"unset {name}")
     chosen = rank.variables.get("UCX_NET_DEVICES", "")
     names = {device.name for device in rank.devices} | {"all", "lo", ""}
     missing = [word for word in chosen.split(",") if word.partition(":")[0] not in names]
     if missing and not chosen.startswith("^"):
         yield Finding("variables", WARNING, f"UCX_NET_DEVICES={chosen}, but {', '.join(missing)} "
-                      f"is not on this node", "unset UCX_NET_DEVICES", (rank.rank,))
+                      f"is not on this node", "unset UCX_NET_DEVICES")
     if any(device.kind == "Slingshot" for device in fast) and rank.library.vendor not in (
             "", "Cray MPICH"):
         yield Finding("variables", WARNING, f"{rank.library.name} may not know Slingshot",
-                      "load the cluster's own MPI module (cray-mpich), and build mpi4py with it",
-                      (rank.rank,))
-
-
-def _node_of(job: Job, rank: int) -> int:
-    return job.ranks[rank].node
+                      "load the cluster's own MPI module (cray-mpich), and build mpi4py with it")
 
 
 def _span(pairs: Sequence[Pair]) -> tuple[float, float]:
@@ -83,8 +73,8 @@ def _span(pairs: Sequence[Pair]) -> tuple[float, float]:
 
 def _inside(job: Job, pairs: Sequence[Pair]) -> Finding:
     latency_s, rate = _span(pairs)
-    text = f"{1e6 * latency_s:.1f} us, {rate / 1e9:.2f} GB/s (the slowest node)" \
-        if len(pairs) > 1 else f"{1e6 * latency_s:.1f} us, {rate / 1e9:.2f} GB/s"
+    text = f"{1e6 * latency_s:.1f} us, {rate / 1e9:.2f} GB/s"
+    text += " (the slowest node)" if len(pairs) > 1 else ""
     if latency_s <= _NODE_LATENCY_S and rate >= _NODE_BYTES_PER_S:
         return Finding("within a node", OK, text)
     nodes = job.nodes().values()
@@ -96,17 +86,18 @@ def _inside(job: Job, pairs: Sequence[Pair]) -> Finding:
                    "OMPI_MCA_btl; in containers, let the ranks of a node share one (--ipc=host)")
 
 
+def _gbit(device: Device) -> float:
+    return device.gbit or 0.0
+
+
 def _between(job: Job, pairs: Sequence[Pair]) -> Finding:
     latency_s, rate = _span(pairs)
     gbit = 8e-9 * rate
     text = f"{1e6 * latency_s:.1f} us, {gbit:.2f} Gbit/s"
-    if len(pairs) > 1:
-        text += f" (the slowest of {len(pairs)} pairs of nodes)"
-    nodes = [ranks[0].devices for ranks in job.nodes().values()]
-    fastest = [max((device for device in devices if device.active and device.gbit),
-                   key=lambda device: device.gbit or 0, default=None) for devices in nodes]
-    best = min((device for device in fastest if device), key=lambda device: device.gbit or 0,
-               default=None)
+    text += f" (the slowest of {len(pairs)} pairs of nodes)" if len(pairs) > 1 else ""
+    fastest = [max((device for device in ranks[0].devices if device.active and device.gbit),
+                   key=_gbit, default=None) for ranks in job.nodes().values()]
+    best = min(filter(None, fastest), key=_gbit, default=None)
     if best is None or best.gbit is None:
         return Finding("between nodes", OK, f"{text}; the devices' speed is unknown")
     if gbit < _OF_SPEED * best.gbit or best.is_fast and latency_s > _FAST_LATENCY_S:
@@ -125,6 +116,6 @@ def _slow_links(job: Job, pairs: Sequence[Pair]) -> Iterator[Finding]:
     for pair in pairs:
         if pair.bytes_per_s < _OF_MEDIAN * median:
             yield Finding(
-                "slow link", WARNING, f"{place(pair.ranks, job)}: {8e-9 * pair.bytes_per_s:.2f} "
+                "slow link", WARNING, f"{where(pair.ranks, job)}: {8e-9 * pair.bytes_per_s:.2f} "
                 f"Gbit/s, where the median is {8e-9 * median:.2f}",
                 "leave out the node whose links are all slow: srun --exclude")

@@ -1,4 +1,4 @@
-"""Prints the report, for people and for programs."""
+"""Writes the report, for people and for programs."""
 
 import dataclasses
 import json
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ... import __version__
 from ...text import count
 from .facts import Job
-from .findings import OK, VERDICTS, Section, place, worst
+from .findings import OK, VERDICTS, Section, where, worst
 
 _WIDTH = max(map(len, VERDICTS))
 
@@ -15,16 +15,16 @@ _WIDTH = max(map(len, VERDICTS))
 def as_text(sections: Sequence[Section], job: Job) -> str:
     """Return the report as text; every finding that is not ok is followed by its remedy."""
     names = list(job.node_names().values())
-    where = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    hosts = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     missing = f", of {job.wanted} that were asked for" if len(job.ranks) < job.wanted else ""
-    lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {where}{missing}"]
+    lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {hosts}{missing}"]
     for section in sections:
         if not section.findings:
             continue
         lines += ["", section.title]
         for finding in section.findings:
             first, *rest = finding.value.splitlines() or [""]
-            spot = place(finding.ranks, job)
+            spot = where(finding.ranks, job)
             lines.append(f"  {finding.verdict:{_WIDTH}}  {finding.name}: {first}"
                          + (f"  [{spot}]" if spot else ""))
             indent = " " * (_WIDTH + 4)
@@ -44,7 +44,7 @@ def _summary(sections: Sequence[Section]) -> str:
 def as_json(sections: Sequence[Section], job: Job) -> str:
     """Return the report as one JSON object."""
     findings = [{"subject": section.title, **dataclasses.asdict(finding),
-                 "where": place(finding.ranks, job)}
+                 "where": where(finding.ranks, job)}
                 for section in sections for finding in section.findings]
     return json.dumps({
         "mpiring": __version__, "ranks": len(job.ranks), "nodes": list(job.node_names().values()),

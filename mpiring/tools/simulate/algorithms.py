@@ -1,20 +1,30 @@
-"""Runs each algorithm of an allreduce on a simulated cluster: one table, a line for each."""
+"""Runs each algorithm of the table on a simulated cluster."""
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ...collectives import direct, hierarchical, ring, shared
+from ...collectives.native import Turns
+from ...collectives.operation import Tuning
 from ...memory.arrays import Array, slice_of
+from ...memory.reduction import Combine
+from ...memory.scratch import Scratch
+from ...operations.algorithms import NAMES, Case, choose, named
 from ...operations.model import Curve, Model
-from ...operations.select import choose
+from ...operations.operation import Collectives
+from ...operations.resources import OperationChannel, Resources
+from ...operations.windows import Windows
 from ...simulated.symmetry import cyclic, pairwise
 from ...simulated.network import SimulatedNetwork
 from ...simulated.node import SimulatedMemory
 from ...simulated.prices import PricedCombine, ghost
-from ...transport.base import HEADER_BYTES, Channel, Schedule
+from ...transport.base import HEADER_BYTES, Channel, Node, Request, Schedule
 from . import mpich
 from .cluster import Cluster, Symmetry
 
@@ -37,89 +47,66 @@ class Prediction:
     how: str
 
 
-class _Rank:
-    """One rank of a run: what its schedule needs."""
+class _Transport:
+    """One rank's end of the network, for one operation."""
 
-    def __init__(self, cluster: Cluster, network: SimulatedNetwork, memory: SimulatedMemory,
-                 net: Channel, operation: int) -> None:
-        self.cluster, self.net = cluster, net
-        self.node = memory.node(net.rank, operation)
-        self.combine = PricedCombine(network, net.rank, cluster.reduction_rate)
-        self._network = network
+    def __init__(self, net: Channel) -> None:
+        self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
+        self._net: Any = net
 
-    def array(self, n: int) -> Array:
+    def channel(self, sequence: int) -> OperationChannel:
+        return self._net  # type: ignore[no-any-return]
+
+    def iallreduce(self, x: Array, op: str) -> Request:
+        raise NotImplementedError("MPI's own allreduce is that of mpich.py")
+
+
+class _Windows(Windows):
+    """Windows that hold the vectors of all ranks."""
+
+    def position_of(self, x: Array) -> tuple[int, int]:
+        return 0, 0
+
+    def slices(self, node: Node, positions: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
+        return [slice_of(x, node.rank, node.size) for _ in positions]
+
+    def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
+        return [x[:] for _ in positions]
+
+
+class _Operation(Collectives):
+    """One rank's operation on vectors without memory: copying and combining only take time."""
+
+    def __init__(self, cluster: Cluster, nodes: Sequence[Sequence[int]],
+                 network: SimulatedNetwork, memory: SimulatedMemory, net: Channel,
+                 number: int) -> None:
+        super().__init__(
+            Resources(_Transport(net), Turns(), Scratch(keep=0), _Windows(), range(net.size),
+                      nodes), memory.node(net.rank, number), number)
+        self._cluster, self._network = cluster, network
+
+    def vector(self, n: int, dtype: DTypeLike = DTYPE) -> Array:
         """Return a vector without memory; copies into it take time."""
-        rank, rate = self.net.rank, self.cluster.node_bandwidth
-        return ghost(n, DTYPE, lambda nbytes: self._network.work(rank, nbytes / rate))
+        rate = self._cluster.node_bandwidth
+        return ghost(n, dtype, lambda nbytes: self._network.work(self.rank, nbytes / rate))
 
+    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
+        return contextlib.nullcontext(self.vector(n, dtype))
 
-@dataclass(frozen=True)
-class Algorithm:
-    """What the algorithms differ in.
+    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
+        return PricedCombine(self._network, self.rank, self._cluster.reduction_rate)
 
-    Attributes:
-        schedule: Returns the allreduce of n elements, for a rank.
-        suits: Whether it can be used on a cluster.
-        symmetry: Returns how one node stands for all; None where none can.
-        in_python: It is ours.
-    """
-
-    schedule: Callable[[_Rank, int], Schedule[None]]
-    suits: Callable[[Cluster], bool]
-    symmetry: Callable[[Cluster], Symmetry | None] = lambda cluster: cyclic
-    in_python: bool = True
-
-
-def _announced(rank: _Rank, schedule: Schedule[None]) -> Schedule[None]:
-    """Run a schedule as `agreement.agreed` does: nodes tell the next one what they were asked."""
-    r, net = rank.cluster.ranks_per_node, rank.net
-    headers = []
-    if rank.node.rank == 0 and rank.cluster.nodes > 1:
-        header = ghost(HEADER_BYTES, np.uint8)
-        headers = [net.irecv(header, (net.rank - r) % net.size),
-                   net.isend(header, (net.rank + r) % net.size)]
-    first = next(schedule)
-    yield (*headers, *first)
-    yield from schedule
-
-
-def _ring(rank: _Rank, n: int) -> Schedule[None]:
-    inbox = rank.array(ring.inbox_size(n, rank.net.size, DTYPE.itemsize))
-    return ring.allreduce(rank.net, rank.array(n), inbox, rank.combine)
-
-
-def _direct(rank: _Rank, n: int) -> Schedule[None]:
-    inbox = rank.array(direct.inbox_size(n, rank.net.size, DTYPE.itemsize))
-    return direct.allreduce(rank.net, rank.array(n), inbox, rank.combine)
-
-
-def _shared(rank: _Rank, n: int) -> Schedule[None]:
-    node = rank.node
-    # One of an array's places after the other, as in Collectives: they are shared first.
-    yield from node.share(0)
-    slices = [slice_of(rank.array(n), node.rank, node.size) for _ in node.ranks]
-    yield from shared.in_place(node, slices, rank.combine)
-
-
-def _hierarchical(rank: _Rank, n: int) -> Schedule[None]:
-    cluster, node = rank.cluster, rank.node
-    r = cluster.ranks_per_node
-    nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
-    levels = hierarchical.Levels(rank.combine, rank.combine, False)
-    if n * DTYPE.itemsize <= hierarchical.SHORT_BYTES:
-        inbox = rank.array((len(nodes) - 1) * n)
-        return (yield from hierarchical.short(
-            rank.net, nodes, node, rank.array(n), inbox, levels))
-    # Where the vectors are is shared first, as in Collectives.
-    yield from node.share(0)
-    inside = hierarchical.in_windows(node, [rank.array(n) for _ in node.ranks], levels.within)
-    inbox = rank.array(hierarchical.inbox_size(n, DTYPE.itemsize, nodes, levels))
-    yield from hierarchical.allreduce(rank.net, nodes, inside, node, rank.array(n), inbox, levels)
-
-
-def _native(rank: _Rank, n: int) -> Schedule[None]:
-    return mpich.allreduce(rank.net, rank.cluster.ranks_per_node, rank.array(n), rank.array(n),
-                           rank.combine)
+    def announced(self, schedule: Schedule[None]) -> Schedule[None]:
+        """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""
+        r, net = self._cluster.ranks_per_node, self.net
+        headers = []
+        if self.node.rank == 0 and len(self.nodes) > 1:
+            header = ghost(HEADER_BYTES, np.uint8)
+            headers = [net.irecv(header, (net.rank - r) % net.size),
+                       net.isend(header, (net.rank + r) % net.size)]
+        first = next(schedule)
+        yield (*headers, *first)
+        yield from schedule
 
 
 def _in_pairs(cluster: Cluster) -> Symmetry | None:
@@ -127,14 +114,11 @@ def _in_pairs(cluster: Cluster) -> Symmetry | None:
     return None if cluster.nodes & cluster.nodes - 1 else pairwise
 
 
-ALGORITHMS = {
-    "ring": Algorithm(_ring, lambda cluster: True),
-    "direct": Algorithm(_direct, lambda cluster: cluster.nodes > 1),
-    "hierarchical": Algorithm(
-        _hierarchical, lambda cluster: 1 < cluster.nodes < cluster.ranks),
-    "shared": Algorithm(_shared, lambda cluster: cluster.nodes == 1),
-    "native": Algorithm(_native, lambda cluster: True, _in_pairs, in_python=False),
-}
+ALGORITHMS = NAMES[1:]
+# How one node stands for all; of algorithms that are not named here, all ranks are run.
+_SYMMETRIES: dict[str, Callable[[Cluster], Symmetry | None]] = {
+    "ring": lambda cluster: cyclic, "direct": lambda cluster: cyclic,
+    "hierarchical": lambda cluster: cyclic, "native": _in_pairs}
 
 
 def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> Prediction | None:
@@ -145,24 +129,29 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> P
         nbytes: Of the array.
         fold: False runs all ranks in any case.
     """
-    algorithm = ALGORITHMS[name]
-    if not algorithm.suits(cluster) or cluster.ranks == 1:
+    tuning, row = Tuning(), named(name)
+    case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, tuning)
+    if row is None or row.refusal(case) or cluster.ranks == 1:
         return None
-    fold &= cluster.nodes > 1 and not cluster.cores
-    symmetry = algorithm.symmetry(cluster) if fold else None
+    fold &= cluster.nodes > 1 and not cluster.cores and name in _SYMMETRIES
+    symmetry = _SYMMETRIES[name](cluster) if fold else None
+    is_mpi, r = name == "native", cluster.ranks_per_node
+    nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     n = math.ceil(nbytes / DTYPE.itemsize)
-    network = cluster.network(symmetry, in_python=algorithm.in_python)
-    memory = SimulatedMemory(network, barrier_s=cluster.barrier_s,
-                             slot_bytes=hierarchical.SHORT_BYTES)
+    network = cluster.network(symmetry, in_python=not is_mpi)
+    memory = SimulatedMemory(network, barrier_s=cluster.barrier_s, slot_bytes=max(
+        tuning.short_bytes, tuning.eager_bytes))
     operation, last = 0, False
     while not last:
         last = cluster.nodes == 1 or network.bytes_between[0] >= _BURSTS * cluster.burst_bytes
         began_s = network.time_s = network.time_s + cluster.pause_s
 
-        def program(net: Channel, operation: int = operation) -> Schedule[None]:
-            rank = _Rank(cluster, network, memory, net, operation)
-            schedule = algorithm.schedule(rank, n)
-            return _announced(rank, schedule) if algorithm.in_python else schedule
+        def program(net: Channel, number: int = operation) -> Schedule[None]:
+            own = _Operation(cluster, nodes, network, memory, net, number)
+            x, combine = own.vector(n), own.combiner("sum", DTYPE, net.size)
+            if is_mpi:
+                return mpich.allreduce(net, r, x, own.vector(n), combine)
+            return own.announced(row.variant(case).allreduce(own, x, "sum", combine))
 
         network.run(program)
         operation += 1
@@ -176,5 +165,5 @@ def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str
         seconds: By algorithm, what the ranks would have measured on such a cluster.
     """
     model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
-    chosen = choose(nbytes, DTYPE, "sum", "auto", cluster.ranks, cluster.nodes, model)
-    return {"eager": "shared", "short": "hierarchical"}.get(chosen, chosen)
+    chosen = choose(nbytes, DTYPE, "sum", "auto", cluster.ranks, cluster.nodes, Tuning(), model)
+    return {"eager": "shared", "short": "hierarchical"}.get(chosen.name, chosen.name)

@@ -1,15 +1,15 @@
-"""Finds out where the time of training steps goes: compute, exposed, idle, hidden."""
+"""Finds where the time of training steps goes: compute, exposed, idle, hidden."""
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from statistics import fmean, median
 from typing import Any
 
 from ...record.trace_file import OPERATIONS
 from .files import Event, JobTrace, RankTrace
 
-# A step that takes so many times the median one has something else in it, as a validation.
+# A step of so many times the median length contains something else, as a validation.
 _LONG = 2.0
 
 # A communicator's name, and the number of an operation there.
@@ -31,9 +31,8 @@ class Operation:
     """An operation under way.
 
     Attributes:
-        began, ended: When, in microseconds.
-        lane: Operations that are under way at once have different ones.
-        name, algorithm, nbytes, key: What it is.
+        began, ended: In microseconds.
+        lane: Operations that are under way at once have different lanes.
     """
 
     began: float
@@ -50,8 +49,7 @@ class Step:
     """A training step, or all of a trace that has none.
 
     Attributes:
-        number: Which one.
-        began, ended: When, in microseconds.
+        began, ended: In microseconds.
     """
 
     number: int
@@ -60,16 +58,16 @@ class Step:
 
     @property
     def length(self) -> float:
-        """How long it took, in microseconds."""
+        """Its microseconds."""
         return self.ended - self.began
 
 
 @dataclass
 class Activity:
-    """What one rank did.
+    """The activity of a rank.
 
     Attributes:
-        ready: When gradients became ready, from the first to the last of a step.
+        ready: Times from the first to the last ready gradient of a step.
     """
 
     rank: int
@@ -88,7 +86,7 @@ class Budget:
         compute: The program does not wait.
         exposed: It waits for communication.
         idle: It waits for a rank that has not called the operation yet.
-        hidden: Operations are under way while it computes.
+        hidden: The part of compute with operations under way.
     """
 
     step: float
@@ -119,16 +117,18 @@ def activity_of(trace: RankTrace) -> Activity:
         elif category == "wait":
             found.waits.append(Wait(began, ended, _key(args)))
         elif category == "operation":
-            # One that was not complete when somebody asked may have come to its end later.
+            # An operation that was reported while incomplete may be reported again at its end.
             if _key(args) in seen:
-                found.operations = [one for one in found.operations if one.key != _key(args)]
+                found.operations = [operation for operation in found.operations
+                                    if operation.key != _key(args)]
             seen |= set() if args["complete"] else {_key(args)}
             found.operations.append(Operation(
                 began, ended, event["tid"] - OPERATIONS, event["name"], args["algorithm"],
                 args["bytes"], _key(args)))
     if not found.steps and (found.operations or found.waits):
         times: list[Operation | Wait] = [*found.operations, *found.waits]
-        found.steps = [Step(0, min(one.began for one in times), max(one.ended for one in times))]
+        found.steps = [Step(0, min(span.began for span in times),
+                            max(span.ended for span in times))]
     return found
 
 
@@ -153,23 +153,23 @@ def _called(event: Event) -> float:
 
 def typical(steps: Sequence[Step]) -> list[Step]:
     """Return the steps without the first one, which warms up, and without very long ones."""
-    some = steps[1:] or steps
-    limit = _LONG * median(step.length for step in some)
-    return [step for step in some if step.length <= limit]
+    warm = steps[1:] or steps
+    limit = _LONG * median(step.length for step in warm)
+    return [step for step in warm if step.length <= limit]
 
 
 def is_in(steps: Sequence[Step], at: float) -> bool:
-    """Return whether a time, in microseconds, is within one of some steps, which are in order."""
-    place = bisect.bisect(steps, at, key=lambda step: step.began) - 1
-    return place >= 0 and at < steps[place].ended
+    """Return whether a time, in microseconds, is within any of these steps, which are in order."""
+    i = bisect.bisect(steps, at, key=lambda step: step.began) - 1
+    return i >= 0 and at < steps[i].ended
 
 
 def budget_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[Key, float],
               ) -> Budget:
-    """Return the mean budget of some steps of a rank."""
+    """Return the mean budget of these steps of a rank."""
     waiting = union((wait.began, wait.ended) for wait in activity.waits)
     idle = union(idle_part(wait, last_called) for wait in activity.waits)
-    under_way = union((one.began, one.ended) for one in activity.operations)
+    under_way = union((operation.began, operation.ended) for operation in activity.operations)
     either = union([*waiting, *under_way])
     parts = []
     for step in steps:
@@ -180,14 +180,13 @@ def budget_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[Ke
 
 
 def idle_part(wait: Wait, last_called: Mapping[Key, float]) -> Span:
-    """Return the beginning of a wait, in which some rank had not called the operation yet."""
+    """Return the beginning of a wait, until the last rank has called the operation."""
     return wait.began, max(wait.began, min(wait.ended, last_called.get(wait.key, wait.began)))
 
 
 def mean(budgets: Sequence[Budget]) -> Budget:
-    """Return the mean of some budgets."""
-    return Budget(*(fmean(values) for values in zip(*(
-        (one.step, one.compute, one.exposed, one.idle, one.hidden) for one in budgets))))
+    """Return the mean budget."""
+    return Budget(*map(fmean, zip(*map(astuple, budgets))))
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

@@ -1,4 +1,4 @@
-"""Reads the traces that the ranks of a job have written, also if it was killed while it did."""
+"""Reads the traces of a job's ranks, also of a job that was killed while it wrote them."""
 
 import json
 import os
@@ -23,8 +23,8 @@ class RankTrace:
 
     Attributes:
         path: Its file.
-        job, rank, size, node: Whose it is, of how many, and where.
-        start, end: How its clock compared with rank 0's; no `end` where it never closed.
+        job, rank, size, node: The rank's; `size` is the number of ranks.
+        start, end: Its clock compared with rank 0's; no `end` where the trace was not closed.
     """
 
     path: Path
@@ -43,7 +43,7 @@ class RankTrace:
             yield event
 
     def _drift_us(self, at_us: float) -> float:
-        """Return by how much this clock has gone ahead of rank 0's since the start."""
+        """Return by how much this clock is ahead of rank 0's, against the start."""
         if self.end is None or self.end["at_us"] <= self.start["at_us"]:
             return 0.0
         share = (at_us - self.start["at_us"]) / (self.end["at_us"] - self.start["at_us"])
@@ -51,7 +51,7 @@ class RankTrace:
 
     @property
     def error_us(self) -> float:
-        """How far its times may be from rank 0's clock, as far as that was measured."""
+        """Largest measured error of its times against rank 0's clock."""
         return max(clock["error_us"] for clock in (self.start, self.end or self.start))
 
 
@@ -60,9 +60,8 @@ class JobTrace:
     """The traces of the ranks of one job.
 
     Attributes:
-        name: The job's.
         ranks: In order.
-        warnings: What is missing.
+        warnings: Texts on what is missing.
     """
 
     name: str
@@ -71,7 +70,7 @@ class JobTrace:
 
     @property
     def caption(self) -> str:
-        """What a reader of its numbers must know."""
+        """Size of the job, and precision of its clocks."""
         nodes = len({rank.node for rank in self.ranks})
         error = max(rank.error_us for rank in self.ranks)
         return (f"job {self.name}: {ranks_on_nodes(self.ranks[0].size, nodes)}, "
@@ -82,8 +81,8 @@ def open_job(folder: str, wanted: str | None) -> JobTrace:
     """Return the traces of a job.
 
     Args:
-        folder: Where they are.
-        wanted: The beginning of the job's name; None where there is one only.
+        folder: Holds the traces.
+        wanted: The beginning of the job's name; None for the only job.
 
     Raises:
         ConfigError: There are none, or of several jobs.
@@ -107,24 +106,24 @@ def open_job(folder: str, wanted: str | None) -> JobTrace:
         listed = "; ".join(f"{job} ({len(ranks)} of {ranks[0].size} ranks)"
                            for job, ranks in jobs.items())
         raise ConfigError(f"{folder} has traces of {listed}; choose one with --job NAME")
-    ranks = sorted(jobs[fitting[0]], key=lambda one: one.rank)
+    ranks = sorted(jobs[fitting[0]], key=lambda trace: trace.rank)
     return JobTrace(fitting[0], ranks, [*warnings, *_missing(ranks)])
 
 
 def _missing(ranks: Sequence[RankTrace]) -> Iterator[str]:
-    """Yield what is not there of a job."""
-    absent = sorted(set(range(ranks[0].size)) - {one.rank for one in ranks})
+    """Yield texts on what is missing of a job."""
+    absent = sorted(set(range(ranks[0].size)) - {trace.rank for trace in ranks})
     if absent:
         yield (f"{len(absent)} of {ranks[0].size} ranks have left no trace, the first is rank "
                f"{absent[0]}: waiting for them counts as exposed communication")
-    unended = [one for one in ranks if one.end is None]
+    unended = [trace for trace in ranks if trace.end is None]
     if unended:
         yield (f"{len(unended)} traces have no end, the first is {unended[0].path}: their last "
                f"moments may be missing, and their clocks were compared at the start only")
 
 
 def _opened(path: Path) -> RankTrace | None:
-    """Return what a file says of itself in its first lines, and in its last."""
+    """Read the first and the last lines of a trace; None where they do not name a rank."""
     about: dict[str, Any] = {}
     for event in _lines(path):
         if event.get("ph") != "M":

@@ -15,7 +15,7 @@ def run(options: Namespace) -> int:
     """Write one trace, with a process for each rank; return the exit status.
 
     Args:
-        options: As `options.declare` has declared them.
+        options: As `command.declare` has declared them.
 
     Raises:
         ConfigError: There are no traces, or of several jobs; or the file cannot be written.

@@ -1,15 +1,15 @@
-"""Draws the budget of a step, and what each rank does in one."""
+"""Draws the budget of a step, and a step of each rank over time."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..picture import picture
+from ..picture import name_bars, picture
 from .budget import Activity, Budget, Key, Operation, Span, Step, Wait, idle_part, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# So many have room in a timeline.
+# A timeline has room for so many.
 MOST_RANKS = 4
 
 _COMPUTE, _BEHIND, _EXPOSED, _IDLE = "#c8c8c8", "#0072B2", "#D55E00", "#E69F00"
@@ -17,7 +17,7 @@ _READY = "#8c8c8c"
 _OPERATIONS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
 _BAR_INCHES, _LANE_INCHES, _FRAME_INCHES = 0.24, 0.3, 1.1
 _HEIGHT = 0.8
-# A name is written into a bar that takes up this part of the picture for each letter.
+# A bar shows its name where it has this share of the picture for each letter.
 _LETTER = 0.011
 
 
@@ -26,7 +26,7 @@ def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Seq
     """Write a picture: a bar for each rank's budget, and a step of the first ranks over time.
 
     Args:
-        path: Its ending tells the format.
+        path: Its ending sets the format.
         caption: Stands above.
         budgets: By rank.
         activities: Of a few ranks.
@@ -36,7 +36,7 @@ def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Seq
     Raises: as picture.
     """
     drawn = [_Timeline(activity, step, last_called) for activity in activities]
-    lanes = sum(len(one.lanes) for one in drawn)
+    lanes = sum(len(timeline.lanes) for timeline in drawn)
     heights = [_FRAME_INCHES + _BAR_INCHES * len(budgets), _FRAME_INCHES + _LANE_INCHES * lanes]
     with picture(path, heights, 1, caption) as ((above,), (below,)):
         _bars(above, budgets)
@@ -45,19 +45,18 @@ def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Seq
 
 def _bars(axes: "Axes", budgets: Mapping[int, Budget]) -> None:
     """Draw where the time of a step goes on each rank."""
-    places, left = range(len(budgets)), [0.0] * len(budgets)
+    rows, left = range(len(budgets)), [0.0] * len(budgets)
     parts = {
-        "compute": (_COMPUTE, [one.compute - one.hidden for one in budgets.values()]),
+        "compute": (_COMPUTE, [budget.compute - budget.hidden for budget in budgets.values()]),
         "compute, with communication hidden behind it": (
-            _BEHIND, [one.hidden for one in budgets.values()]),
-        "exposed communication": (_EXPOSED, [one.exposed for one in budgets.values()]),
-        "idle: another rank is not there yet": (_IDLE, [one.idle for one in budgets.values()])}
+            _BEHIND, [budget.hidden for budget in budgets.values()]),
+        "exposed communication": (_EXPOSED, [budget.exposed for budget in budgets.values()]),
+        "idle: another rank is not there yet": (
+            _IDLE, [budget.idle for budget in budgets.values()])}
     for label, (colour, values) in parts.items():
-        axes.barh(places, values, left=left, color=colour, label=label, height=_HEIGHT)
+        axes.barh(rows, values, left=left, color=colour, label=label, height=_HEIGHT)
         left = [sum(pair) for pair in zip(left, values)]
-    axes.set_yticks(places, [f"rank {rank}" for rank in budgets])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    name_bars(axes, [f"rank {rank}" for rank in budgets])
     axes.set_xlabel("time of a step (ms, mean)")
 
 
@@ -75,9 +74,9 @@ class _Timeline:
         self.waits = [(wait.began, wait.ended) for wait in activity.waits if _is_in(step, wait)]
         self.idle = [idle_part(wait, last_called) for wait in activity.waits if _is_in(step, wait)]
         self.ready = [span for span in activity.ready if step.began <= span[0] < step.ended]
-        self.operations = [one for one in activity.operations if _is_in(step, one)]
-        used = sorted({one.lane for one in self.operations})
-        self.places = {lane: place for place, lane in enumerate(used, 1)}
+        self.operations = [span for span in activity.operations if _is_in(step, span)]
+        used = sorted({operation.lane for operation in self.operations})
+        self.rows = {lane: row for row, lane in enumerate(used, 1)}
         self.lanes = [f"rank {self.rank}: program", *(f"operations {lane + 1}" for lane in used)]
 
 
@@ -87,22 +86,22 @@ def _is_in(step: Step, span: Wait | Operation) -> bool:
 
 def _lanes(axes: "Axes", timelines: Sequence[_Timeline], number: int) -> None:
     """Draw what the program does, and below it what is under way meanwhile."""
-    known = [one for one in timelines if one.step is not None]
-    began = min(one.step.began for one in known if one.step)
-    length = max(one.step.ended for one in known if one.step) - began
+    known = [timeline for timeline in timelines if timeline.step is not None]
+    began = min(timeline.step.began for timeline in known if timeline.step)
+    length = max(timeline.step.ended for timeline in known if timeline.step) - began
     top, names = 0, []
-    for one in known:
-        _program(axes, one, top, began)
-        for operation in one.operations:
-            place = top + one.places[operation.lane]
-            _bar(axes, place, (operation.began, operation.ended), began,
+    for timeline in known:
+        _program(axes, timeline, top, began)
+        for operation in timeline.operations:
+            row = top + timeline.rows[operation.lane]
+            _bar(axes, row, (operation.began, operation.ended), began,
                  _OPERATIONS[operation.key[1] % len(_OPERATIONS)])
             width = (operation.ended - operation.began) / length
             if len(operation.name) * _LETTER < width:
-                axes.text(_ms((operation.began + operation.ended) / 2, began), place,
+                axes.text(_ms((operation.began + operation.ended) / 2, began), row,
                           operation.name, ha="center", va="center", fontsize=6, color="white")
-        top += len(one.lanes)
-        names += one.lanes
+        top += len(timeline.lanes)
+        names += timeline.lanes
         axes.axhline(top - 0.5, color="black", linewidth=0.6)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -113,18 +112,18 @@ def _lanes(axes: "Axes", timelines: Sequence[_Timeline], number: int) -> None:
     axes.set_xlabel("time (ms)")
 
 
-def _program(axes: "Axes", one: _Timeline, place: int, zero: float) -> None:
+def _program(axes: "Axes", timeline: _Timeline, row: int, zero: float) -> None:
     """Draw a rank's compute, and over it the times of waiting."""
-    if one.step is not None:
-        _bar(axes, place, (one.step.began, one.step.ended), zero, _COMPUTE)
-    for spans, colour in ((one.ready, _READY), (union(one.waits), _EXPOSED),
-                          (union(one.idle), _IDLE)):
+    if timeline.step is not None:
+        _bar(axes, row, (timeline.step.began, timeline.step.ended), zero, _COMPUTE)
+    for spans, colour in ((timeline.ready, _READY), (union(timeline.waits), _EXPOSED),
+                          (union(timeline.idle), _IDLE)):
         for span in spans:
-            _bar(axes, place, span, zero, colour)
+            _bar(axes, row, span, zero, colour)
 
 
-def _bar(axes: "Axes", place: int, span: Span, zero: float, colour: str) -> None:
-    axes.barh(place, (span[1] - span[0]) / 1e3, left=_ms(span[0], zero), color=colour,
+def _bar(axes: "Axes", row: int, span: Span, zero: float, colour: str) -> None:
+    axes.barh(row, (span[1] - span[0]) / 1e3, left=_ms(span[0], zero), color=colour,
               height=_HEIGHT)
 
 

@@ -1,4 +1,4 @@
-"""Predicts which Reducer pays on this network, and says so when none does."""
+"""Predicts which Reducer pays on this network, if any does."""
 
 import math
 import re
@@ -20,18 +20,18 @@ from ..units import size_text
 
 # A step computes forward and backward, and the latter about twice as long. Gradients travel then.
 BACKWARD_SHARE = 2 / 3
-# What is predicted to save less than this is not recommended: predictions are no better.
+# Predictions are no more precise than this, so smaller savings are not recommended.
 _WORTHWHILE = 0.1
-# As of DataParallel.
+# DataParallel's default.
 _BUCKET_BYTES = 25 << 20
-# What is measured: so many bytes of gradients for each rank of a node, one call to warm up,
-# and then calls until this is enough.
+# The sample: bytes of gradients for each rank of a node; a call to warm up, then calls until
+# their number or their time is enough.
 _SAMPLE_BYTES = 4 << 20
 _CALLS, _FEWEST_CALLS, _ENOUGH_S = 6, 2, 0.5
 
-# As programs write them, what they do to gradients, and how to make one that compresses from the
-# first step on. 0: rounded to 16 bits; 1: to 8, right on average; 2: approximated, with errors
-# fed back.
+# Reducers as programs write them; their loss (0: rounded to 16 bits, 1: to 8 bits, right on
+# average, 2: approximated, with errors fed back); and how to make one that compresses from the
+# first step on.
 _REDUCERS: Sequence[tuple[str, int, Callable[[], Compressor]]] = (
     ('Cast("bfloat16")', 0, lambda: Cast("bfloat16")),
     ('Cast("float16")', 0, lambda: Cast("float16")),
@@ -52,12 +52,12 @@ _LOSSES = (
 
 @dataclass(frozen=True)
 class Workload:
-    """What a step is made of.
+    """The gradients and the compute of a step.
 
     Attributes:
-        nbytes: Of all gradients, in float32.
-        matrix: Shape of the matrices that the gradients are taken to be.
-        compute_s: Of one step without communication; None if it is not known.
+        nbytes: Bytes of all gradients, in float32.
+        matrix: Shape of the matrices that the gradients are assumed to be.
+        compute_s: Seconds of a step without communication; None if unknown.
     """
 
     nbytes: int
@@ -66,7 +66,7 @@ class Workload:
 
     @property
     def tensor_bytes(self) -> int:
-        """Of one matrix."""
+        """Bytes of a matrix."""
         return 4 * math.prod(self.matrix)
 
     @property
@@ -85,7 +85,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Method:
-    """What a way to average costs, for each byte of gradients.
+    """The cost of averaging with a Reducer, for each byte of gradients.
 
     Attributes:
         name: The Reducer's.
@@ -104,7 +104,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a way to average costs in a step of a workload.
+    """The cost of averaging with a Reducer in a step of a workload.
 
     Attributes:
         sent_bytes: By the busiest rank.
@@ -121,9 +121,9 @@ class Prediction:
     def step_s(self, compute_s: float = 0.0) -> float:
         """Return the seconds of a step; without computing, those of communication alone.
 
-        What is on the wire hides behind the backward pass, at best as long as that takes; not the
-        last bucket, which is full only then. Encoding and decoding hide behind nothing: they take
-        the processor from the computing.
+        Messages hide behind the backward pass, at most as long as that takes; those of the last
+        bucket do not, since it is full only at the end. Encoding and decoding do not hide: they
+        compete with the compute for the processor.
         """
         exposed_s = max(self.last_s, self.wire_s - BACKWARD_SHARE * compute_s)
         return compute_s + self.codec_s + exposed_s
@@ -131,11 +131,11 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Wire:
-    """What the plain mean costs between these nodes, as it was measured.
+    """The measured cost of the plain mean between these nodes.
 
     Attributes:
         latency_s: Seconds of a short allreduce.
-        s_per_byte: Seconds of each byte of a long one, of the array.
+        s_per_byte: Seconds per byte of a long array.
     """
 
     latency_s: float
@@ -162,21 +162,21 @@ def predict(method: Method, wire: Wire, buckets: Sequence[int]) -> Prediction:
 def verdict(
     dense: Prediction, others: Sequence[Prediction], compute_s: float | None,
 ) -> list[str]:
-    """Return in a paragraph or two whether to compress, and how."""
+    """Return a paragraph or two on whether to compress, and how."""
     dense_s = dense.step_s(compute_s or 0.0)
 
-    def ratio(one: Prediction) -> float:
-        return one.step_s(compute_s or 0.0) / dense_s
+    def ratio(prediction: Prediction) -> float:
+        return prediction.step_s(compute_s or 0.0) / dense_s
 
     what = "a step" if compute_s else "communication"
-    paying = [one for one in others if ratio(one) <= 1 - _WORTHWHILE]
+    paying = [prediction for prediction in others if ratio(prediction) <= 1 - _WORTHWHILE]
     fastest = min(others, key=ratio)
     if paying:
-        least = min(one.method.loss for one in paying)
-        gentlest = [one for one in paying if one.method.loss == least]
+        least = min(prediction.method.loss for prediction in paying)
+        gentlest = [prediction for prediction in paying if prediction.method.loss == least]
         limit = min(map(ratio, gentlest)) / (1 - _WORTHWHILE)
         # The first of those that are about as fast.
-        gentle = next(one for one in gentlest if ratio(one) <= limit)
+        gentle = next(prediction for prediction in gentlest if ratio(prediction) <= limit)
         text = (f"{gentle.method.name} changes gradients least of those that pay: with it, {what} "
                 f"is predicted to take {ratio(gentle):.2f} of the time with the plain mean.")
         if ratio(fastest) <= (1 - _WORTHWHILE) * ratio(gentle):
@@ -197,7 +197,7 @@ def verdict(
 
 
 def report(work: Workload, dense: Prediction, others: Sequence[Prediction]) -> str:
-    """Return a table of predictions, and what follows from it."""
+    """Return a table of predictions, and the verdict."""
     compute_s, matrix = work.compute_s, "x".join(map(str, work.matrix))
     given = "" if compute_s is None else f", {_ms(compute_s)} ms of computing a step"
     columns = [*_COLUMNS, Column("total", 8, 3, "comm. ms" if compute_s is None else "step ms"),
@@ -205,15 +205,15 @@ def report(work: Workload, dense: Prediction, others: Sequence[Prediction]) -> s
     lines = [f"Compression, predicted for {size_text(work.nbytes)} of float32 gradients in "
              f"{matrix} matrices{given}", "", head(columns)]
     dense_s = dense.step_s(compute_s or 0.0)
-    for one in (dense, *others):
-        total_s = one.step_s(compute_s or 0.0)
+    for prediction in (dense, *others):
+        total_s = prediction.step_s(compute_s or 0.0)
         lines.append(line({
-            "name": one.method.name, "sent": one.sent_bytes / 1e6,
-            "ratio": dense.sent_bytes / one.sent_bytes, "codec": 1e3 * one.codec_s,
-            "wire": 1e3 * one.wire_s, "total": 1e3 * total_s,
+            "name": prediction.method.name, "sent": prediction.sent_bytes / 1e6,
+            "ratio": dense.sent_bytes / prediction.sent_bytes, "codec": 1e3 * prediction.codec_s,
+            "wire": 1e3 * prediction.wire_s, "total": 1e3 * total_s,
             "of_dense": total_s / dense_s}, columns))
-    said = [*verdict(dense, others, compute_s), _LOSSES]
-    return "\n".join([*lines, "", *(textwrap.fill(text, _WIDTH) for text in said)])
+    texts = [*verdict(dense, others, compute_s), _LOSSES]
+    return "\n".join([*lines, "", *(textwrap.fill(text, _WIDTH) for text in texts)])
 
 
 def advise(comm: Communicator, model: Model, work: Workload) -> str:
@@ -259,7 +259,7 @@ def _wire(model: Model, sample: "_Sample") -> Wire:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What one reduction of a sample took.
+    """The cost of a reduction of the sample.
 
     Attributes:
         seconds, codec_s: Of the slowest rank.

@@ -11,7 +11,7 @@ import pytest
 from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.config import ALGORITHMS
+from mpiring.operations.algorithms import NAMES
 from mpiring.tools import files, plot, table
 from mpiring.tools.bench import (
     allreduce, contenders, overlap, reducers, results, steps, torch_steps, wire,
@@ -356,7 +356,7 @@ def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():
-    names = [NATIVE, *(f"mpiring {name}" for name in ALGORITHMS), "Gloo", "Horovod"]
+    names = [NATIVE, *(f"mpiring {name}" for name in NAMES), "Gloo", "Horovod"]
     found = [of_allreduce(name, [1e-3], nbytes) for name in names
              for nbytes in (8, 512, 8 << 10, 128 << 10, 1 << 20, 8 << 20)]
     time, _ = axes = needed("matplotlib.figure").Figure().subplots(1, 2)

@@ -128,8 +128,8 @@ def test_this_process(monkeypatch):
 
 def test_commands_that_do_not_answer(monkeypatch):
     monkeypatch.setattr(gather, "_COMMAND_S", 0.1)
-    assert gather.said(["sleep", "5"]) == gather.said(["no-such-command"]) == ""
-    assert gather.said(["echo", "a   b"]) == "a b"
+    assert gather.output_of(["sleep", "5"]) == gather.output_of(["no-such-command"]) == ""
+    assert gather.output_of(["echo", "a   b"]) == "a b"
 
 
 def test_launchers_variables():

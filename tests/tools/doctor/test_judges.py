@@ -10,7 +10,7 @@ from mpiring.tools.doctor.command import SUBJECTS, judged
 from mpiring.tools.doctor.facts import (
     ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Job, Library, Memory, Mpirun, Pair,
     Processors, Rank, Slurm, related, vendor_of, version_of)
-from mpiring.tools.doctor.findings import Finding, merged, place
+from mpiring.tools.doctor.findings import Finding, merged, where
 from mpiring.tools.doctor.launch import right_launch
 from mpiring.tools.doctor.report import as_json, as_text
 
@@ -178,7 +178,7 @@ def test_a_shell_within_an_allocation_is_no_launch():
 def test_a_death_in_mpi_init_has_a_remedy(library, variables, memory, failure, words):
     dead = job(ranks(1, library=library, variables=variables, memory=memory, thread_level=""),
                size=0, wanted=2, failure=Failure(
-        stage=STARTING, **dict(zip(("how", "late", "said"), failure))))
+        stage=STARTING, **dict(zip(("how", "late", "printed"), failure))))
     text = one(dead, "MPI_Init", "problem")
     assert failure[0] in text and words in text
     assert "ranks" not in found(dead)
@@ -419,11 +419,11 @@ def test_findings_of_all_ranks_are_told_once_and_others_where():
 
 def test_places():
     same = job(ranks(4, 2, host="vm"))
-    assert place((1, 2, 3), same) == "rank 1 on vm (node 0), ranks 2-3 on vm (node 1)"
-    assert place(range(12), job(ranks(12, 2))).endswith("ranks 6-7 on n4 and 2 more nodes")
+    assert where((1, 2, 3), same) == "rank 1 on vm (node 0), ranks 2-3 on vm (node 1)"
+    assert where(range(12), job(ranks(12, 2))).endswith("ranks 6-7 on n4 and 2 more nodes")
     assert merged([Finding("a", "ok", "", "", (1,)), Finding("a", "ok", "", "", (0,))], 2) == [
         Finding("a", "ok", "")]
 
 
 def test_the_subjects_have_titles_of_their_own():
-    assert len({subject.TITLE for subject in SUBJECTS}) == len(SUBJECTS)
+    assert len({title for title, _ in SUBJECTS}) == len(SUBJECTS)

@@ -3,7 +3,7 @@
 import simulated_gpu
 
 from mpiring import MissingDependencyError
-from mpiring.tools.doctor.devices import usable
+from mpiring.tools.doctor.examine import usable
 from mpiring.tools.doctor.facts import Gpus
 
 NODE = Gpus(kind="NVIDIA", count=1, driver="570.1")

@@ -1,4 +1,4 @@
-"""Declares the command line of `python -m mpiring trace`; works without any MPI library."""
+"""The command `python -m mpiring trace`; works without any MPI library."""
 
 import argparse
 

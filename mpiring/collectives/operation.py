@@ -1,0 +1,95 @@
+"""What an algorithm is given: the operation it works for, and the lengths in which it cuts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..memory.arrays import Array
+from ..transport.base import Node
+
+
+# Compared by identity: the choice of an algorithm is looked up by it at each call.
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """Lengths, in bytes, and counts that make the algorithms fast; the same on all ranks.
+
+    Attributes:
+        eager_bytes: On a node, vectors that take no more together are combined by every rank:
+            one barrier instead of two. Measured on 2 and 4 ranks: it wins up to 16 KiB each
+            for vectors in shared memory, which it copies …
+        eager_private_bytes: … and up to 64 KiB each for others.
+        staged_bytes: Of a node's private vectors, so much is combined at a time: the pieces of
+            two ranks stay in a core's cache. Measured.
+        broadcast_bytes: Length of pieces along a chain. A piece is on the wire of every hop at
+            once; on one node, 256 KiB to 1 MiB differ by less than the noise.
+        ring_bytes: Longest piece around a ring, so that one is combined while the next is on
+            the wire. At 1 Gbit/s all of 128 KiB to 1 MiB reach 1.02 of the wire's limit.
+        direct_bytes: Shortest and longest piece sent straight to the rank that combines it.
+            Two from every other rank are held at a time; those of two operations take no more
+            than a chunk, but where shorter ones would cost more in messages than they save in
+            memory. Longer ones gain nothing.
+        slice_bytes: Length of the slices that go between nodes of several ranks. With 4 hosts
+            of 2 ranks at 1 Gbit/s, 320 to 640 KiB are the same.
+        chunk_bytes: Shortest piece of a slice for one node: on many nodes slices are longer,
+            so that messages are worth their latency.
+        in_flight: So many slices of a rank are under way between nodes at a time: with two,
+            nodes that compete for the processor let the wire wait.
+        short_bytes: Up to here each node sends to all others at once: that takes half the time
+            of the rings, and at 64 KiB as long. MPI's own call takes about as long.
+        native_below_bytes: Where nothing was measured, MPI's own call is taken below: it needs
+            fewer messages, ours fewer bytes.
+    """
+
+    eager_bytes: int = 64 << 10
+    eager_private_bytes: int = 256 << 10
+    staged_bytes: int = 128 << 10
+    broadcast_bytes: int = 512 << 10
+    ring_bytes: int = 512 << 10
+    direct_bytes: tuple[int, int] = (16 << 10, 256 << 10)
+    slice_bytes: int = 320 << 10
+    chunk_bytes: int = 64 << 10
+    in_flight: int = 3
+    short_bytes: int = 16 << 10
+    native_below_bytes: int = 256 << 10
+
+
+# The number and offset of a vector that no window holds.
+NOWHERE = (-1, 0)
+
+
+class Windows(Protocol):
+    """The arrays in node-shared memory."""
+
+    def position_of(self, x: Array) -> tuple[int, int]:
+        """Return the number of the window that holds `x`, and its byte offset; or NOWHERE."""
+
+    def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
+        """Return, per rank of the node, its vector; None unless all lie in one window."""
+
+    def slices(
+        self, node: Node, positions: Sequence[tuple[int, ...]], x: Array,
+    ) -> Sequence[Array] | None:
+        """Return, per rank of the node, slice `node.rank` of its vector, likewise."""
+
+
+class Operation(Protocol):
+    """One operation of a communicator, as its algorithm sees it.
+
+    Attributes:
+        rank, size: This rank, and how many there are.
+        node: The meeting place of this rank's node; of a rank alone there, its own.
+        tuning: Lengths and counts.
+    """
+
+    rank: int
+    size: int
+    node: Node
+    tuning: Tuning
+
+    @property
+    def windows(self) -> Windows:
+        """What finds vectors in node-shared memory."""
+
+    @property
+    def nodes(self) -> Sequence[Sequence[int]]:
+        """The ranks that share a memory, for each memory, in the same order on all ranks."""

@@ -1,0 +1,145 @@
+"""Opens a group of ranks: its own MPI communicator, its shared memories, its engine."""
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..config import AGREED, Config
+from ..errors import ConfigError, MpiringError
+from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
+from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
+from ..operations.algorithms import named
+from ..operations.windows import mapped
+from ..record.recorder import Recorder
+from ..record.trace_file import TraceFile
+from ..transport.base import run_to_end
+from ..transport.node_memory import NODE_MEMORY_BYTES, NodeMemory
+from .engine import Engine
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from ..transport.mpi import MpiTransport
+
+_log = logging.getLogger("mpiring")
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """Which ranks share what.
+
+    Attributes:
+        topology: This rank among the nodes.
+        order: All ranks, node after node.
+        memory_groups: The ranks that share a memory, for each memory, in that order.
+        memory: The memory that this rank shares; None where it is alone in its group.
+        neighbours: From `launch.topology.neighbours`.
+    """
+
+    topology: Topology
+    order: tuple[int, ...]
+    memory_groups: tuple[tuple[int, ...], ...]
+    memory: NodeMemory | None
+    neighbours: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open group.
+
+    Attributes:
+        transport: A private duplicate of an MPI communicator.
+        sharing: Which of its ranks share what.
+        engine: Advances its operations, and those of the groups split from it.
+        end_job: Ends the whole job because of an error.
+        name: In reports and traces; "" for the first group.
+        trace: The trace file, where this group has begun one.
+    """
+
+    transport: "MpiTransport"
+    sharing: Sharing
+    engine: Engine
+    end_job: JobEnder
+    name: str
+    trace: TraceFile | None
+
+
+def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> Opened:
+    """Open a group over the ranks of an MPI communicator.
+
+    Args:
+        mpi_comm: The communicator to duplicate.
+        config: Settings; compared between ranks.
+        engine: Of the group from which this one is split; None to start one.
+
+    Raises:
+        ConfigError: Not an intracommunicator, or the settings differ, or cannot work here.
+
+    Collective: yes. Blocking: yes.
+    """
+    mpi = load_mpi()
+    if not isinstance(mpi_comm, mpi.Intracomm) or mpi_comm == mpi.COMM_NULL:
+        raise ConfigError(f"expected an mpi4py intracommunicator, got {mpi_comm!r}")
+    named(config.algorithm)
+    from ..transport.mpi import MpiTransport, abort
+    transport = MpiTransport(mpi_comm)
+    comm, recorder = transport.comm, engine.recorder if engine else Recorder(transport.rank)
+    end_job = JobEnder(comm.rank, comm.size, abort, recorder.report)
+    if comm.size > 1 and config.abort_on_exception:
+        end_job_on_exceptions(end_job)
+    try:
+        _refuse_different_settings(comm, config)
+        sharing = _share(comm, config)
+        threaded = comm.size > 1 and _is_threaded(mpi, comm.rank, config)
+    except MpiringError:
+        transport.free()
+        raise
+    name, trace = recorder.name(comm.allgather(recorder.rank)), None
+    if config.trace and engine is None:
+        recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
+    engine = engine or Engine(config, threaded=threaded, recorder=recorder,
+                              end_job=end_job if config.abort_on_exception else _leave)
+    return Opened(transport, sharing, engine, end_job, name, trace)
+
+
+def _refuse_different_settings(comm: "MPI.Intracomm", config: Config) -> None:
+    mine: dict[str, Any] = {
+        "trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
+    for rank, theirs in enumerate(comm.allgather(mine)):
+        if theirs != mine:
+            raise ConfigError(
+                f"rank {comm.rank} has {mine} but rank {rank} has {theirs}; give every rank "
+                f"the same Config and the same MPIRING_* variables")
+
+
+def _share(comm: "MPI.Intracomm", config: Config) -> Sharing:
+    """Find out which ranks share a node, and map memory that these share."""
+    from ..transport.mpi import MpiNode
+    node = MpiNode(comm)
+    leaders = comm.allgather(node.ranks[0])
+    order, memory, leader = node_order(leaders), None, comm.rank
+    if node.size > 1 and config.shared_memory:
+        segments = run_to_end(mapped(node, NODE_MEMORY_BYTES))
+        if segments is not None:
+            memory, leader = NodeMemory(segments, node.rank, node.ranks), node.ranks[0]
+    groups = ranks_of_nodes(comm.allgather(leader), order)
+    node.free()
+    return Sharing(
+        topology(comm.rank, leaders), order, groups, memory, neighbours(comm.rank, groups))
+
+
+def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:
+    """Return whether operations can and shall advance in a background thread."""
+    multiple: bool = mpi.Query_thread() >= mpi.THREAD_MULTIPLE
+    if config.progress == "thread" and not multiple:
+        raise ConfigError(
+            f"rank {rank}: progress='thread' needs MPI_THREAD_MULTIPLE, which this MPI "
+            f"library was not started with; use progress='inline' or 'auto'")
+    if config.progress == "auto" and not multiple and rank == 0:
+        _log.warning("MPI offers less than MPI_THREAD_MULTIPLE: operations advance only "
+                     "inside mpiring's calls, so less communication is hidden")
+    return config.progress != "inline" and multiple
+
+
+def _leave(error: BaseException) -> None:
+    """Leave an error of the background thread to the next call."""

@@ -1,0 +1,300 @@
+"""The table of algorithms: what each can do, how to build its schedules, and which "auto" takes."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..collectives import direct, hierarchical, native, ring, shared
+from ..collectives.operation import Tuning
+from ..errors import ConfigError
+from ..memory.arrays import Array, cut, dtype_name
+from ..memory.reduction import Combine, reduction, widens
+from ..transport.base import Schedule
+from .model import Model
+
+if TYPE_CHECKING:
+    from .operation import Collectives
+
+_log = logging.getLogger("mpiring")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What an algorithm is chosen for.
+
+    Attributes:
+        nbytes, dtype: Of each rank's vector.
+        op: As in Reduction.
+        ranks: How many there are.
+        nodes: How many memories they share.
+        tuning: Lengths and counts.
+        gpu: The GPU that holds the vector, in words; "" for host memory.
+    """
+
+    nbytes: int
+    dtype: np.dtype[Any]
+    op: str
+    ranks: int
+    nodes: int
+    tuning: Tuning
+    gpu: str = ""
+
+
+# Given the operation, its vector, op, and what combines by that; to be called when the operation
+# is made, not from inside a running schedule.
+Allreduce = Callable[["Collectives", Array, str, Combine], Schedule[None]]
+# Given the operation, its vector, the bounds of the ranks' slices, op, and what combines by that.
+ReduceScatter = Callable[["Collectives", Array, Sequence[int], str, Combine], Schedule[None]]
+# Given the operation, its vector, and the bounds of the ranks' slices.
+Allgather = Callable[["Collectives", Array, Sequence[int]], Schedule[None]]
+
+
+def _not_halved(*arguments: Any) -> Schedule[None]:
+    raise NotImplementedError("this algorithm cannot be halved")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to combine vectors over all ranks; a row of the table.
+
+    Attributes:
+        name: What users and reports call it.
+        allreduce: Builds the schedule of an allreduce, in place.
+        reduce_scatter, allgather: Build the two halves of it, where each rank is to have its
+            own slice, if it can be halved.
+        refusal: Returns why it cannot do a case; "" if it can.
+        is_measured: Returns whether it is worth measuring, on so many nodes.
+        keeps_float32: It adds up 16 bits in float32, and rounds at most once on each level.
+        on_gpus: Takes the place of `allreduce` there.
+        short: Takes its place for few bytes …
+        is_short: … which this tells.
+    """
+
+    name: str
+    allreduce: Allreduce
+    reduce_scatter: ReduceScatter = _not_halved
+    allgather: Allgather = _not_halved
+    refusal: Callable[[Case], str] = lambda case: ""
+    is_measured: Callable[[int], bool] = lambda nodes: False
+    keeps_float32: bool = False
+    on_gpus: Allreduce | None = None
+    short: "Algorithm | None" = None
+    is_short: Callable[[Case], bool] = lambda case: False
+
+    def variant(self, case: Case) -> "Algorithm":
+        """Return what is run for a case in place of this algorithm, or itself."""
+        if self.short is not None and self.is_short(case):
+            return self.short
+        if case.gpu and self.on_gpus is not None:
+            return replace(self, allreduce=self.on_gpus)
+        return self
+
+
+# Builders. What a schedule needs beside the operation's channel is scratch memory.
+
+def _ring(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    piece_bytes = own.tuning.ring_bytes
+    with own.borrow(ring.inbox_size(x.size, own.size, x.itemsize, piece_bytes), x.dtype) as inbox:
+        yield from ring.allreduce(own.ring, x, inbox, combine, piece_bytes)
+
+
+def _ring_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], op: str,
+                         combine: Combine) -> Schedule[None]:
+    slices, piece_bytes = cut(x, bounds), own.tuning.ring_bytes
+    n = own.size * max(map(len, slices))
+    with own.borrow(ring.inbox_size(n, own.size, x.itemsize, piece_bytes), x.dtype) as inbox:
+        yield from ring.reduce_scatter(own.ring, [slices[rank] for rank in own.order], inbox,
+                                       combine, piece_bytes)
+
+
+def _ring_allgather(own: "Collectives", x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    slices = cut(x, bounds)
+    return ring.allgather(own.ring, [slices[rank] for rank in own.order], own.tuning.ring_bytes)
+
+
+def _direct(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    tuning = own.tuning
+    size = direct.inbox_size(x.size, own.size, x.itemsize, tuning.direct_bytes)
+    with own.borrow(size, x.dtype) as inbox:
+        yield from direct.allreduce(
+            own.net, x, inbox, combine, tuning.direct_bytes, tuning.ring_bytes)
+
+
+def _direct_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], op: str,
+                           combine: Combine) -> Schedule[None]:
+    return own.confirmed(own.combine_directly(cut(x, bounds), combine))
+
+
+def _native(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    resources = own.resources
+    turn = resources.turns.join(own.sequence)
+    # What MPI really sends, it does not tell.
+    own.count_sent(own.dense_bytes(x.nbytes))
+    return native.allreduce(resources.transport, turn, x, reduction(op, x.dtype, own.size))
+
+
+def _levels(own: "Collectives", op: str, x: Array) -> hierarchical.Levels:
+    return hierarchical.Levels.of(op, x.dtype, own.nodes, own.combiner)
+
+
+def _hierarchical(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    levels = _levels(own, op, x)
+    inside = yield from hierarchical.meet(own, x, levels.within)
+    yield from _by_levels(own, x, levels, inside)
+
+
+def _by_levels(own: "Collectives", x: Array, levels: hierarchical.Levels,
+               inside: Sequence[hierarchical.Inside]) -> Schedule[None]:
+    size = hierarchical.inbox_size(x.size, x.itemsize, own.nodes, levels, own.tuning)
+    with own.borrow(size, x.dtype) as inbox:
+        yield from hierarchical.allreduce(
+            own.net, own.nodes, inside, own.node, x, inbox, levels, own.tuning)
+
+
+def _hierarchical_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], op: str,
+                                 combine: Combine) -> Schedule[None]:
+    levels = _levels(own, op, x)
+    inside = yield from hierarchical.meet(own, x, levels.within)
+    size = hierarchical.inbox_size_of_slices(bounds, x.itemsize, own.nodes, levels, own.tuning)
+    with own.borrow(size, x.dtype) as inbox:
+        yield from hierarchical.reduce_scatter(
+            own.net, own.nodes, inside, own.node, x, bounds, inbox, levels, own.tuning)
+
+
+def _hierarchical_allgather(own: "Collectives", x: Array,
+                            bounds: Sequence[int]) -> Schedule[None]:
+    # Nothing is combined.
+    inside = yield from hierarchical.meet(own, x, own.combiner("max", np.dtype(bool), 1))
+    yield from hierarchical.allgather(
+        own.net, own.nodes, inside, own.node, x, bounds, own.tuning)
+
+
+def _short(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    with own.borrow((len(own.nodes) - 1) * x.size, x.dtype) as inbox:
+        yield from hierarchical.short(
+            own.net, own.nodes, own.node, x, inbox, _levels(own, op, x))
+
+
+def _eager(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    return shared.eager(own.node, x, combine)
+
+
+def _shared_on_gpus(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    positions = yield from own.node.share(*own.windows.position_of(x))
+    slices = own.windows.slices(own.node, positions, x)
+    if slices is not None:
+        yield from shared.in_place(own.node, slices, combine)
+    else:
+        levels = _levels(own, op, x)
+        yield from _by_levels(own, x, levels, hierarchical.by_slots(
+            own.node, x, levels.within, own.tuning.in_flight))
+
+
+# Refusals.
+
+def _unless_one_node(case: Case) -> str:
+    return "" if case.nodes == 1 else "not all ranks share one node's memory"
+
+
+def _unless_nodes_of_several(case: Case) -> str:
+    return "" if 1 < case.nodes < case.ranks else (
+        f"expected several nodes, and several ranks on one of them that share its memory; here "
+        f"are {case.ranks} ranks and {case.nodes} node(s)")
+
+
+def _unless_mpi_can(case: Case) -> str:
+    if case.gpu:
+        return f"MPI's nonblocking collectives take no memory of a GPU, as {case.gpu} has"
+    return "" if native.supports(case.dtype, case.op) else (
+        f"MPI's own {case.op} is wrong or missing for {dtype_name(case.dtype)}")
+
+
+# Of those that are measured, the one that sends the fewest bytes stands last. For 16 bits, the
+# first one that keeps float32 is taken.
+TABLE = (
+    Algorithm("shared", shared.allreduce, shared.reduce_scatter, shared.allgather,
+              _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
+              on_gpus=_shared_on_gpus, short=Algorithm("eager", _eager),
+              is_short=lambda case: shared.is_short(
+                  case.nbytes, case.dtype, case.ranks, case.tuning.eager_bytes)),
+    Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),
+    Algorithm("ring", _ring, _ring_reduce_scatter, _ring_allgather,
+              is_measured=lambda nodes: nodes > 1),
+    Algorithm("hierarchical", _hierarchical, _hierarchical_reduce_scatter,
+              _hierarchical_allgather, _unless_nodes_of_several,
+              is_measured=lambda nodes: True, keeps_float32=True,
+              short=Algorithm("short", _short),
+              is_short=lambda case: case.nbytes <= case.tuning.short_bytes
+              # See shared.is_short.
+              and case.dtype.char not in "gG"),
+    Algorithm("direct", _direct, _direct_reduce_scatter, _ring_allgather, keeps_float32=True),
+)
+NAMES = ("auto", *(row.name for row in TABLE))
+
+
+def named(name: str) -> Algorithm | None:
+    """Return a row of the table; None for "auto".
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in NAMES:
+        raise ConfigError(f"algorithm={name!r}: expected one of {', '.join(NAMES)}")
+    return next((row for row in TABLE if row.name == name), None)
+
+
+def candidates(ranks: int, nodes: int) -> tuple[str, ...]:
+    """Return the algorithms that are worth measuring on a cluster."""
+    case = Case(0, np.dtype(np.float32), "sum", ranks, nodes, Tuning())
+    return tuple(row.name for row in TABLE if row.is_measured(nodes) and not row.refusal(case))
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    nbytes: int, dtype: np.dtype[Any], op: str, wish: str, ranks: int, nodes: int,
+    tuning: Tuning, model: Model | None = None, gpu: str = "", halved: bool = False,
+) -> Algorithm:
+    """Return the algorithm for an allreduce, the same on every rank.
+
+    Args:
+        nbytes, dtype, op, ranks, nodes, tuning, gpu: As in Case.
+        wish: "auto", or the algorithm that the user insists on.
+        model: What was measured.
+        halved: For a reduce-scatter or an allgather of slices.
+
+    Raises:
+        ConfigError: The wish is unknown, or cannot be done here.
+    """
+    case = Case(nbytes, dtype, op, ranks, nodes, tuning, gpu)
+    row = named(wish)
+    if row is None or halved and row.allgather is _not_halved:
+        row = _best(case, model, [row for row in TABLE if not row.refusal(case)
+                                  and (row.allgather is not _not_halved or not halved)])
+    elif problem := row.refusal(case):
+        raise ConfigError(f"algorithm={wish!r}: {problem}; use algorithm='auto'")
+    return row if halved else row.variant(case)
+
+
+def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
+    """Return the one of the rows, which can all do the case, that "auto" takes."""
+    if case.nodes == 1:
+        return rows[0]
+    if widens(case.dtype, case.op):
+        # A ring would round at every hop.
+        return next(row for row in rows if row.keeps_float32)
+    measured = {row.name: row for row in rows if row.is_measured(case.nodes)}
+    if model is not None:
+        return measured[model.best(case.nbytes, measured)]
+    if "native" in measured and case.nbytes < case.tuning.native_below_bytes:
+        return measured["native"]
+    return list(measured.values())[-1]
+
+
+@functools.cache
+def say_fallback(reason: str) -> None:
+    """Log, once, that the configured algorithm cannot be used."""
+    _log.warning('the configured algorithm cannot be used, "auto" is taken instead: %s', reason)

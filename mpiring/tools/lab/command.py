@@ -1,0 +1,80 @@
+"""The command `python -m mpiring lab`: sets up a lab, runs commands in it, and ends it."""
+
+import argparse
+
+from ...errors import ConfigError
+from . import lab
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    """Declare `lab up`, `lab run`, `lab status` and `lab down`."""
+    parser.description = lab.__doc__
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(required=True)
+    up = commands.add_parser("up", help="set up a lab that stays until `lab down`")
+    run = commands.add_parser(
+        "run", help="run a command on ranks across the hosts, of the lab that is up, or of a "
+                    "temporary one")
+    for command in (up, run):
+        command.add_argument("--hosts", type=int, help="how many; default: 2, or all that are up")
+        command.add_argument("--rate", help="of each link, each way; default: 1gbit")
+    run.add_argument("--ranks-per-host", type=int, default=1)
+    run.add_argument("--placement", default="block", choices=lab.PLACEMENTS)
+    run.add_argument("--traffic", action="store_true", help="print the links' byte counts after")
+    run.add_argument("command", nargs="+", metavar="-- COMMAND")
+    status = commands.add_parser("status", help="print what each host sent and received")
+    down = commands.add_parser("down", help="end the lab and all processes in it")
+    for command, action in (up, _up), (run, _run), (status, _status), (down, _down):
+        command.set_defaults(action=action)
+
+
+def _size(options: argparse.Namespace) -> tuple[int, str]:
+    """Return number and rate of the hosts of a new lab."""
+    return 2 if options.hosts is None else options.hosts, options.rate or "1gbit"
+
+
+def _up(options: argparse.Namespace) -> int:
+    made = lab.up(*_size(options))
+    print(f"{made.hosts} hosts are up, with links of {made.rate}")
+    return 0
+
+
+def _run(options: argparse.Namespace) -> int:
+    standing = lab.standing()
+    if standing is None:
+        with lab.temporary(*_size(options)) as made:
+            return _run_in(made, options)
+    if options.rate not in (None, standing.rate):
+        raise ConfigError(f"--rate {options.rate}: the lab that is up has links of {standing.rate}")
+    return _run_in(standing, options)
+
+
+def _run_in(made: lab.Lab, options: argparse.Namespace) -> int:
+    status = made.run(options.command, hosts=options.hosts, placement=options.placement,
+                      ranks_per_host=options.ranks_per_host)
+    if options.traffic:
+        _print_traffic(made)
+    return status
+
+
+def _status(options: argparse.Namespace) -> int:
+    standing = lab.standing()
+    if standing is None:
+        print("no lab is up")
+        return 1
+    _print_traffic(standing)
+    return 0
+
+
+def _down(options: argparse.Namespace) -> int:
+    standing = lab.standing()
+    if standing is not None:
+        standing.down()
+    print("no lab is up" if standing is None else "the lab is down")
+    return 0
+
+
+def _print_traffic(made: lab.Lab) -> None:
+    for host in made.traffic():
+        print(f"host {host.host}: sent {host.sent_bytes:,} bytes, "
+              f"received {host.received_bytes:,}")

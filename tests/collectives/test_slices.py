@@ -1,0 +1,146 @@
+"""Holds reduce_scatter and allgather of slices, with any bounds, to NumPy and to allreduce."""
+
+import contract
+import ml_dtypes
+import numpy as np
+import pytest
+from cluster import run
+
+from mpiring.collectives.operation import Tuning
+from mpiring.errors import BufferMismatchError
+from mpiring.memory.arrays import aligned_bounds, equal_bounds
+from mpiring.operations.agreement import Call
+from mpiring.simulated.network import SimulatedNetwork
+
+HEADER_BYTES = 192
+# Arrays of these tests' sizes take every path, in several pieces.
+SMALL = Tuning(slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
+SIZES = [*range(1, 10), 12, 16]
+NODES = {
+    "one": lambda p: [0] * p, "of one": lambda p: list(range(p)),
+    "of two": lambda p: [rank // 2 for rank in range(p)],
+    "in turn": lambda p: [rank % 3 for rank in range(p)],
+    "uneven": lambda p: [1 if rank in (0, p - 1) else rank % 4 // 3 * 2 for rank in range(p)]}
+BOUNDS = {
+    "equal": lambda n, p: None,
+    "aligned": lambda n, p: aligned_bounds(n, 8, p),
+    "the last has all": lambda n, p: [0] * p + [n],
+    "uneven": lambda n, p: [0, *sorted(n * rank * rank // (p * p) for rank in range(1, p)), n]}
+MEMORIES = {"all": lambda rank: True, "none": lambda rank: False,
+            "some": lambda rank: rank % 2 == 0}
+
+
+def halves(node_of, rows, op, bounds, memory="none", **options):
+    """Return each rank's slice, and its vector after an allgather; and the network."""
+    def program(collectives):
+        rank, x = collectives.rank, rows[collectives.rank].copy()
+        y = yield from collectives.empty(x.shape, x.dtype)
+        if MEMORIES[memory](rank):
+            y[...], x = x, y
+        mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
+        mine = mine.copy()
+        # What the other slices hold must not matter.
+        where = bounds or equal_bounds(x.size, len(node_of))
+        kept = x[where[rank]:where[rank + 1]].copy()
+        assert kept.tobytes() == mine.tobytes()
+        yield from collectives.barrier()
+        x[:where[rank]] = 77
+        x[where[rank + 1]:] = 77
+        yield from collectives.allgather(x, bounds=bounds)
+        return mine, x.copy()
+
+    return run(node_of, program, slot_bytes=2048, tuning=SMALL, **options)
+
+
+@pytest.mark.parametrize("p", SIZES)
+@pytest.mark.parametrize("nodes", NODES)
+def test_contract(nodes, p):
+    """Every dtype and op, each with one of the lengths, bounds and memories."""
+    node_of, seed = NODES[nodes](p), p
+    lengths = 0, 1, p - 1, 2 * p + 1, 129
+    for op in contract.OPS:
+        for dtype in contract.OPS_OF[op][p % 2::2 if p > 4 else 1]:
+            seed += 1
+            n, memory = lengths[seed % len(lengths)], list(MEMORIES)[seed % 3]
+            bounds = list(BOUNDS.values())[seed % 7 % 4](n, p)
+            rows = [contract.contribution(rank, n, dtype) for rank in range(p)]
+            found, _ = halves(node_of, rows, op, bounds, memory, seed=seed)
+            where = bounds or equal_bounds(n, p)
+            for rank, (mine, x) in enumerate(found):
+                assert x.tobytes() == found[0][1].tobytes(), "bits differ"
+                assert mine.tobytes() == x[where[rank]:where[rank + 1]].tobytes()
+            contract.check(found[0][1], p, op)
+
+
+@pytest.mark.parametrize("node_of", [[0] * 4, [0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 0, 2, 1, 0]])
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_sixteen_bits_are_rounded_as_allreduce_rounds_them(node_of, dtype):
+    rows = np.random.default_rng(1).standard_normal((len(node_of), 200)).astype(dtype)
+    for op in ("sum", "mean", "prod"):
+        xs = rows.copy()
+        run(node_of, lambda collectives: collectives.allreduce(xs[collectives.rank], op=op),
+            tuning=SMALL)
+        for bounds in BOUNDS.values():
+            found, _ = halves(node_of, rows, op, bounds(200, len(node_of)), "all")
+            assert all(x.tobytes() == xs[0].tobytes() for _, x in found)
+
+
+@pytest.mark.parametrize("node_of", [[0, 0, 1, 1, 2, 2], [0, 1, 2, 0, 1, 2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("memory", ["all", "none"])
+def test_a_node_sends_the_least_possible_each_way(node_of, memory):
+    p, nodes, n = len(node_of), len(set(node_of)), 240 * len(node_of)
+    for half in ("reduce_scatter", "allgather"):
+        def program(collectives):
+            x = np.ones(n, "float32")
+            if memory == "all":
+                x = yield from collectives.empty((n,), "float32")
+                x[...] = 1
+            yield from getattr(collectives, half)(x)
+
+        network = run(node_of, program, slot_bytes=2048, tuning=SMALL, algorithm=(
+            "ring" if nodes == p else "hierarchical"))[1]
+        assert network.bytes_between == dict.fromkeys(
+            range(nodes), (nodes - 1) * n * 4 // nodes + HEADER_BYTES)
+
+
+@pytest.mark.parametrize("node_of", [[0] * 3, [0, 0, 1, 1], [0, 1, 2], [0, 1, 0, 2, 1]])
+@pytest.mark.parametrize("half", ["reduce_scatter", "allgather"])
+def test_no_disagreement_gives_a_result(node_of, half):
+    for seed in range(30):
+        odd = seed % len(node_of)
+        results, _ = run(
+            node_of, lambda collectives: getattr(collectives, half)(np.ones(
+                40 if collectives.rank == odd else 50, "float32")),
+            seed=seed, slot_bytes=2048, tuning=SMALL, return_errors=True,
+            call=lambda rank: Call(half, str(rank == odd)))
+        assert all(isinstance(result, Exception) for result in results), "a result came out"
+        assert any(isinstance(result, BufferMismatchError) for result in results)
+
+
+def test_no_rank_reads_a_window_after_its_owner_has_gone_on():
+    def program(collectives):
+        x = yield from collectives.empty((60,), "float32")
+        for step in range(4):
+            x[...] = step + collectives.rank
+            mine = yield from collectives.reduce_scatter(x)
+            assert (mine == 3 * step + 3).all()
+            x[...] = -1
+            x[20 * collectives.rank:][:20] = 10 * step + collectives.rank
+            yield from collectives.allgather(x)
+            assert np.array_equal(x, np.repeat(10 * step + np.arange(3), 20))
+            x[...] = -1
+
+    for seed in range(30):
+        run([0, 0, 0], program, network=SimulatedNetwork(3, node_of=[0] * 3, seed=seed))
+
+
+@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 1000])
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8, 16, 32])
+@pytest.mark.parametrize("p", [1, 2, 3, 7])
+def test_aligned_bounds(n, itemsize, p):
+    bounds = aligned_bounds(n, itemsize, p)
+    assert len(bounds) == p + 1 and (bounds[0], bounds[-1]) == (0, n)
+    assert bounds == sorted(bounds)
+    assert all(bound * itemsize % 64 == 0 or bound == n for bound in bounds)
+    longest = max(stop - start for start, stop in zip(bounds, bounds[1:]))
+    assert longest * itemsize < n * itemsize / p + 2 * 64
