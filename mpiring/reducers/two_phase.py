@@ -48,8 +48,8 @@ class Encoding(Compressor):
         payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
         for lost in (None, x):
             codec.encode(x, payload, lost, 0)
-        codec.decode(payload, x)
-        codec.add(payload, x)
+        for adds in (False, True):
+            codec.decode(payload, x, adds=adds)
 
     def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
@@ -145,7 +145,7 @@ def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide]
     with exchange.decoding():
         # In the order of ranks from this one on.
         for payload in reversed(inbox):
-            codec.add(payload, chunks[r])
+            codec.decode(payload, chunks[r], adds=True)
 
 
 def cuts(n: int, p: int, alignment: int) -> list[int]:

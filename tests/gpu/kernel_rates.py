@@ -60,11 +60,12 @@ def coding(stream, device):
         for place, what in ((None, "encode"), (lost, "encode, and what is lost")):
             moved = x.nbytes * (1 if place is None else 2) + payload.nbytes
             yield f"{codec}: {what}", rate(
-                stream, lambda: kernels.encode(stream, codec, x, payload, place, 1), moved)
+                stream, lambda: kernels.OnDevice(codec, stream).encode(x, payload, place, 1), moved)
         for adds in (False, True):
             moved = x.nbytes * (2 if adds else 1) + payload.nbytes
             yield f"{codec}: {'add' if adds else 'decode'}", rate(
-                stream, lambda: kernels.decode(stream, codec, payload, lost, adds), moved)
+                stream, lambda: kernels.OnDevice(codec, stream).decode(
+                    payload, lost, adds=adds), moved)
 
 
 def main():

@@ -50,7 +50,7 @@ class EightBit(InBlocks):
 
     def encode(self, x: Array, payload: Array, lost: Array | None, key: int) -> None:
         """See `Codec.encode`."""
-        scales, codes = self._parts(payload, x.size)
+        scales, codes = self._fields(payload, x.size)
         loop = compiled.loop("8-bit codes", _encode_loop, _ENCODE)
         seed = mixed(key)
         if loop is None:

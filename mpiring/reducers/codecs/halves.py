@@ -56,19 +56,12 @@ class Halves:
         else:
             loop(x, halves, lost, x.size, lost is not None)
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """See `Codec.decode`."""
-        self._decode(payload, out, False)
-
-    def add(self, payload: Array, total: Array) -> None:
-        """See `Codec.add`."""
-        self._decode(payload, total, True)
-
     def is_finite(self, payload: Array, n: int) -> bool:
         """See `Codec.is_finite`; reads the whole payload."""
         return n == 0 or peak(self._halves(payload, n)) < _INFINITY[self.dtype]
 
-    def _decode(self, payload: Array, out: Array, adds: bool) -> None:
+    def decode(self, payload: Array, out: Array, *, adds: bool = False) -> None:
+        """See `Codec.decode`."""
         halves = self._halves(payload, out.size)
         loop = compiled.loop_16(f"sums of {self.dtype} codes", _decode_loop, _DECODE, self.dtype)
         if loop is None:

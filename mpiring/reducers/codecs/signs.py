@@ -44,7 +44,7 @@ class Sign(InBlocks):
 
     def encode(self, x: Array, payload: Array, lost: Array | None, key: int) -> None:
         """See `Codec.encode`; nothing is random."""
-        scales, signs = self._parts(payload, x.size)
+        scales, signs = self._fields(payload, x.size)
         loop = compiled.loop("signs", _encode_loop, _ENCODE)
         if loop is None:
             quietly(self._encode_by_numpy, x, scales, signs, lost)

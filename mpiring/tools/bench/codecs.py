@@ -90,7 +90,7 @@ def _rates_of(codec: Codec, x: Array, out: Array) -> dict[str, float]:
     payload = np.zeros(codec.payload_size(x.size), np.uint8)
     actions: tuple[Callable[[], object], ...] = (
         lambda: codec.encode(x, payload, None, 1), lambda: codec.encode(x, payload, out, 1),
-        lambda: codec.decode(payload, out), lambda: codec.add(payload, out))
+        lambda: codec.decode(payload, out), lambda: codec.decode(payload, out, adds=True))
     return {kind: _rate(x.size, action)
             for kind, action in zip(KINDS, actions)}
 
@@ -136,12 +136,12 @@ def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
 
     def of_codec(codec: Any) -> Iterator[float]:
         coded = codec.payload_size(n)
-        payload = device.allocate(coded)
+        payload, on_gpu = device.allocate(coded), kernels.OnDevice(codec, stream)
         actions: list[tuple[int, Callable[[], object]]] = [
-            (x.nbytes, lambda: kernels.encode(stream, codec, x, payload, None, 1)),
-            (2 * x.nbytes, lambda: kernels.encode(stream, codec, x, payload, other, 1)),
-            (x.nbytes, lambda: kernels.decode(stream, codec, payload, other, False)),
-            (2 * x.nbytes, lambda: kernels.decode(stream, codec, payload, other, True))]
+            (x.nbytes, lambda: on_gpu.encode(x, payload, None, 1)),
+            (2 * x.nbytes, lambda: on_gpu.encode(x, payload, other, 1)),
+            (x.nbytes, lambda: on_gpu.decode(payload, other)),
+            (2 * x.nbytes, lambda: on_gpu.decode(payload, other, adds=True))]
         for nbytes, action in actions:
             yield (nbytes + coded) / seconds(action) / copy
 

@@ -36,10 +36,10 @@ _BURSTS = 8
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was found for one algorithm.
+    """The predicted time of an algorithm.
 
     Attributes:
-        seconds: Of one call.
+        seconds: Of a call.
         how: "stepped": all ranks were run; "symmetry": one node's, as all do the same.
     """
 
