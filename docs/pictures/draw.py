@@ -9,7 +9,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 
-LANE, BOX, ROW, LINE, HEAD, MARGIN = 236, 212, 26, 17, 40, 12
+LANE, BOX, ROW, LINE, HEAD, MARGIN = 242, 222, 26, 17, 40, 12
 STYLE = """
 text { font-family: Helvetica, Arial, sans-serif; font-size: 13px; fill: #1f2933; }
 .lane { font-weight: bold; fill: #52606d; }
@@ -28,7 +28,7 @@ GRADIENT = (
     ("full", 1, ["its bucket is full, and all", "earlier ones are sent"],
      ["training/averager.py", "buckets/bucket.py"]),
     ("schedule", 1, ["the Reducer builds a schedule;", "the table has the algorithm"],
-     ["reducers/reducer.py", "operations/operation.py", "operations/select.py"]),
+     ["reducers/reducer.py", "operations/operation.py", "operations/algorithms.py"]),
     ("=further", 0, ["backward() goes on:", "nothing of this blocks"], []),
     ("queued", 1, ["the operation gets a number", "and is queued"],
      ["communicator.py", "engine/group.py"]),
@@ -37,9 +37,11 @@ GRADIENT = (
     ("agreed", 2, ["compares calls before any", "data is used"],
      ["operations/agreement.py", "transport/node_memory.py"]),
     ("=calls", 3, ["what they called"], []),
-    ("combined", 2, ["combines this rank's slice out", "of all ranks' buckets, and", "writes it into all"],
+    ("combined", 2,
+     ["combines this rank's slice out", "of all ranks' buckets, and", "writes it into all"],
      ["collectives/shared.py", "memory/reduction.py"]),
-    ("=buckets", 3, ["their buckets, in the same", "memory; between hosts by", "messages (transport/mpi.py)"], []),
+    ("=buckets", 3,
+     ["their buckets, in the same", "memory; between hosts by", "messages"], ["transport/mpi.py"]),
     ("step", 0, ["optimizer.step()"], []),
     ("=wait", 1, ["waits for what is not over:", "p.grad has the mean"],
      ["torch/averaging.py", "engine/handle.py"]),
