@@ -8,17 +8,19 @@ import pytest
 from cluster import run
 from schedules import ALGORITHMS, sent
 
-from mpiring import BufferMismatchError, ConfigError
+from mpiring import BufferMismatchError
 from mpiring.collectives import chain, exchange
 from mpiring.collectives.operation import Tuning
 from mpiring.memory import reduction
-from mpiring.operations.algorithms import TABLE, Case, named
+from mpiring.operations.algorithms import TABLE, Case
 from mpiring.simulated.network import SimulatedNetwork
 
 SIZES = [*range(1, 9), 13]
+NODES = {"p=1": [0], "p=2": [0, 1], "p=3": [0, 1, 2], "p=5": [0, 1, 2, 3, 4], "p=8": range(8),
+         "one node": [0] * 4, "2 x 2": [0, 0, 1, 1], "round-robin": [0, 1, 0, 1, 0, 1],
+         "uneven": [0, 0, 0, 1, 2, 2, 2]}
 # Arrays of this test's sizes take every path.
-SMALL = Tuning(eager_bytes=100, eager_private_bytes=300, short_bytes=24, slice_bytes=48,
-               chunk_bytes=1)
+SMALL = Tuning(eager_bytes=100, eager_private_bytes=300, short_bytes=200)
 
 
 def some_dtypes(op, p):
@@ -77,27 +79,25 @@ def test_shared_memory(p, in_windows, small_blocks):
                 assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
-NODES = {"one node": lambda rank: 0, "nodes of 2": lambda rank: rank // 2,
-         "round-robin": lambda rank: rank % 3, "own nodes": lambda rank: rank}
+def able(row, node_of):
+    """Return whether a row of the table can run on a cluster without MPI."""
+    case = Case(0, np.dtype("float32"), "sum", len(node_of), len(set(node_of)), SMALL)
+    return row.name != "native" and not row.refusal(case)
 
 
-@pytest.mark.parametrize("p", SIZES)
-@pytest.mark.parametrize("nodes", NODES)
-@pytest.mark.parametrize("name", [row.name for row in TABLE if row.name != "native"])
-def test_every_algorithm_of_the_table(name, nodes, p, small_blocks):
-    """Each op with one of the dtypes, lengths and memories."""
-    node_of = [NODES[nodes](rank) for rank in range(p)]
-    if named(name).refusal(Case(0, np.dtype(bool), "max", p, len(set(node_of)), SMALL)):
-        with pytest.raises(ConfigError, match=f"algorithm='{name}': .*; use algorithm='auto'"):
-            on_nodes(node_of, 1, "sum", "float32", 0, algorithm=name, in_windows=bool)
-        return
-    for seed, op in enumerate(contract.OPS, p):
-        dtypes, n = contract.OPS_OF[op], (129, p + 1, 1, 0)[seed % 4]
-        dtype = dtypes[seed % len(dtypes)]
-        xs = on_nodes(node_of, n, op, dtype, seed, algorithm=name,
-                      in_windows=list(IN_WINDOWS.values())[seed % 3], slot_bytes=4096)
-        contract.check(xs[0], p, op)
-        assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+@pytest.mark.parametrize(("algorithm", "node_of"), [
+    pytest.param(row.name, node_of, id=f"{row.name}-{name}")
+    for row in TABLE for name, node_of in NODES.items() if able(row, node_of)])
+def test_every_row_of_the_table(algorithm, node_of, small_blocks):
+    """As the communicator runs them: agreement, the short variants, memory of any kind."""
+    p = len(node_of)
+    for op in contract.OPS:
+        for seed, dtype in some_dtypes(op, p):
+            n = (0, 1, p + 1, 60, 257)[(seed + p) % 5]
+            xs = on_nodes(node_of, n, op, dtype, seed, algorithm=algorithm, slot_bytes=2048,
+                          in_windows=IN_WINDOWS[("all", "none", "some")[seed % 3]])
+            contract.check(xs[0], p, op)
+            assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
 @pytest.mark.parametrize("node_of", [[0] * 3, [0, 0, 1, 1], [0, 1, 0, 1, 1]])
@@ -180,11 +180,15 @@ def test_gather_and_scatter(p):
         assert all(map(np.array_equal, mine, parts))
 
 
+PLACES = {"one node": lambda rank: 0, "nodes of 2": lambda rank: rank // 2,
+          "round-robin": lambda rank: rank % 3, "own nodes": lambda rank: rank}
+
+
 @pytest.mark.parametrize("p", SIZES)
-@pytest.mark.parametrize("nodes", NODES)
-def test_out_of_place(p, nodes):
+@pytest.mark.parametrize("place", PLACES)
+def test_out_of_place(p, place):
     """As PyTorch needs them: inputs are left alone, and results go to any memory."""
-    node_of = [NODES[nodes](rank) for rank in range(p)]
+    node_of = [PLACES[place](rank) for rank in range(p)]
     n, root = 5, p // 2
     cases = [(op, dtype) for op in contract.OPS for dtype in contract.OPS_OF[op][::4]]
     # On many ranks few of them, to save time.
@@ -260,9 +264,9 @@ def test_another_length_in_a_slot_is_named(kind, finder):
 
 
 @pytest.mark.parametrize("p", SIZES)
-@pytest.mark.parametrize("nodes", NODES)
-def test_objects(p, nodes):
-    node_of = [NODES[nodes](rank) for rank in range(p)]
+@pytest.mark.parametrize("place", PLACES)
+def test_objects(p, place):
+    node_of = [PLACES[place](rank) for rank in range(p)]
     texts = [np.frombuffer(b"x" * (rank * 37 % 50), np.uint8) for rank in range(p)]
 
     def program(collectives):
