@@ -52,9 +52,13 @@ def takes_pointers(config: Config, library: str, index: int) -> bool:
     if config.gpu_aware != "auto":
         return config.gpu_aware == "yes"
     try:
-        key = _key(library, cuda.versions())
+        versions = cuda.versions()
     except MissingDependencyError as error:
         return _report(str(error))
+    # Everything that the result depends on.
+    variables = {name: value for name, value in relevant_variables().items()
+                 if not name.startswith(("MPIRING_", "OMP_"))}
+    key = f"{library} {versions} {socket.gethostname()} {json.dumps(variables)}"
     cache = Cache(config.tuning_folder, "gpu-aware-", key)
     problem = cache.read("problem")
     if not isinstance(problem, str):
@@ -95,13 +99,6 @@ def _report(problem: str) -> bool:
         _log.warning("MPI is handed no pointers of GPU memory, data goes through the host's (%s); "
                      "if you know better, set MPIRING_GPU_AWARE=yes", problem)
     return not problem
-
-
-def _key(library: str, versions: str) -> str:
-    """Describe everything that the result depends on."""
-    variables = {name: value for name, value in relevant_variables().items()
-                 if not name.startswith(("MPIRING_", "OMP_"))}
-    return f"{library} {versions} {socket.gethostname()} {json.dumps(variables)}"
 
 
 def _exchange(device: Device) -> None:

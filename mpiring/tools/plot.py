@@ -35,7 +35,10 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
         raise ConfigError(f"{path}: there is nothing to draw of {len(rows)} results of {benchmark}")
     panels = _panels(benchmark, rows)
     columns = 1 if benchmark in _WIDE else 2
-    with picture(path, [INCHES[1]] * len(panels), columns, _caption(about)) as grid:
+    caption = about.get("cluster") or " · ".join([
+        ranks_on_nodes(about["ranks"], about["nodes"]), about["cpu"],
+        about["mpi_library"].partition(",")[0]])
+    with picture(path, [INCHES[1]] * len(panels), columns, caption) as grid:
         for axes, (title, members) in zip(grid, panels.items()):
             _DRAW[benchmark](axes, members)
             axes[0].set_title(title, loc="left")
@@ -63,20 +66,13 @@ def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list
     return panels
 
 
-def _caption(about: Environment) -> str:
-    if "cluster" in about:
-        return str(about["cluster"])
-    ranks = ranks_on_nodes(about["ranks"], about["nodes"])
-    return f"{ranks} · {about['cpu']} · {about['mpi_library'].split(',')[0]}"
-
-
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and bus bandwidth over size, a curve per contender."""
     curves: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=_bytes):
+    for row in sorted(rows, key=lambda row: int(row["bytes"])):
         if row["contender"] not in LIMITS and row["median_us"] == row["median_us"]:
             curves.setdefault((row["contender"], row["thread_level"]), []).append(row)
-    names = sorted({name for name, _ in curves}, key=_ours_first)
+    names = sorted({name for name, _ in curves}, key=lambda name: ("mpiring" not in name, name))
     levels = list(dict.fromkeys(level for _, level in curves))
     for name, level in sorted(curves, key=lambda curve: (names.index(curve[0]), curve[1])):
         members = curves[name, level]
@@ -94,14 +90,6 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
         _label_sizes(panel, sorted({row["bytes"] for row in rows}))
     axes[0].set_ylabel("time of an allreduce (µs, median)")
     axes[1].set_ylabel("bus bandwidth (GB/s)")
-
-
-def _ours_first(name: str) -> tuple[bool, str]:
-    return "mpiring" not in name, name
-
-
-def _bytes(row: Row) -> int:
-    return int(row["bytes"])
 
 
 def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:

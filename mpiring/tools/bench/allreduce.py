@@ -188,9 +188,11 @@ def _row(measurement: Measurement, about: Environment, options: Namespace, refer
          copy_s: float) -> Row:
     labels, seconds = measurement.labels, measurement.readings["call"]
     median, nbytes, p = timing.median(seconds), labels["bytes"], about["ranks"]
-    algbw = nbytes / median / 1e9
-    limit_s = _link_limit(nbytes, about["nodes"], options) or copy_s
+    algbw, limit_s = nbytes / median / 1e9, copy_s
+    if about["nodes"] > 1 and options.link_rate is not None:
+        limit_s = timing.wire_seconds(nbytes, about["nodes"], options.link_rate * options.goodput)
     return {
+        "size": size_text(nbytes),
         **labels,
         "calls": len(seconds),
         "median_us": median * 1e6,
@@ -205,25 +207,11 @@ def _row(measurement: Measurement, about: Environment, options: Namespace, refer
     }
 
 
-def _link_limit(nbytes: int, nodes: int, options: Namespace) -> float | None:
-    """Return the seconds that a node's link needs for its bytes, where its rate is known."""
-    if nodes == 1 or options.link_rate is None:
-        return None
-    return timing.wire_seconds(nbytes, nodes, options.link_rate * options.goodput)
-
-
 _COLUMNS = [
     Column("size", 9), Column("dtype", 8), Column("buffer", 7), Column("contender", -20),
     Column("thread_level", -10, title="threads"), Column("median_us", 11, 4),
     Column("p95_us", 11, 4), Column("algbw_GBps", 10, 3, "algbw GB/s"),
     Column("busbw_GBps", 10, 3, "busbw GB/s"), Column("native_over_this", 11, 3, "native/this"),
     Column("this_over_limit", 10, 3, "this/limit")]
-
-
-def _rows_with_text(found: Sequence[Measurement], about: Environment,
-                    options: Namespace) -> list[Row]:
-    return [{"size": size_text(row["bytes"]), **row} for row in rows(found, about, options)]
-
-
-ALLREDUCE = Benchmark("allreduce", lambda options: len(_cases(options)), measure,
-                      _rows_with_text, _COLUMNS)
+ALLREDUCE = Benchmark(
+    "allreduce", lambda options: len(_cases(options)), measure, rows, _COLUMNS)

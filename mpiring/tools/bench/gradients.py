@@ -92,14 +92,11 @@ def check(world: World, contender: str, found: Mapping[str, Array],
 def _first_wrong(world: World, found: Mapping[str, Array], right: Mapping[str, Array],
                  ) -> tuple[int, list[str]]:
     """Return the lowest rank on which arrays are wrong, and their names, if there are any."""
-    wrong = [name for name, value in right.items() if not _close_to(found[name], value)]
+    # Rounding is tolerated, at the size of the largest number.
+    wrong = [name for name, value in right.items() if not np.allclose(
+        found[name], value, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(value).max())]
     return next(((rank, names) for rank, names in enumerate(world.raw.allgather(wrong)) if names),
                 (0, []))
-
-
-def _close_to(value: Array, right: Array) -> bool:
-    """Return whether arrays differ by no more than rounding, at the size of the largest number."""
-    return np.allclose(value, right, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(right).max())
 
 
 def check_parameters(world: World, found: Mapping[str, Mapping[str, Array]]) -> None:

@@ -69,7 +69,12 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part.json")
         for job in planned:
-            status = _run_job(_command(mpiexec, job, ranks, words, part), beat)
+            alone = [] if job.peers else ["--without-peers"]
+            rounds = [] if job.rounds is None else ["--rounds", str(job.rounds)]
+            status = _run_job(
+                ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
+                 sys.executable, "-m", "mpiring", *words, *alone, *rounds, "--part", str(part)],
+                beat)
             if status:
                 return status, about, found
             first, measurements = read_part(part)
@@ -80,14 +85,6 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
     about |= {"thread_level": " and ".join(levels),
               "command": f"python -m mpiring {' '.join(words)}"}
     return 0, about, found
-
-
-def _command(mpiexec: str, job: Job, ranks: int, words: Sequence[str], part: Path) -> list[str]:
-    without_peers = [] if job.peers else ["--without-peers"]
-    rounds = [] if job.rounds is None else ["--rounds", str(job.rounds)]
-    return ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
-            sys.executable, "-m", "mpiring", *words, *without_peers, *rounds,
-            "--part", str(part)]
 
 
 def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:

@@ -53,7 +53,7 @@ def _refuse_missing(name: str) -> None:
 
 
 def missing(*packages: str) -> list[str]:
-    """Return which packages cannot be found."""
+    """Return the packages that cannot be found."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 

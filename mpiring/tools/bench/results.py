@@ -58,22 +58,16 @@ def environment(world: World) -> Environment:
     Collective: yes. Blocking: yes.
     """
     mine = {"rank": world.rank, "host": socket.gethostname(), "node": world.comm.node_rank,
-            "cores": _allowed_cores()}
+            # Those that this process may use, where they are known (Linux).
+            "cores": (sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+                      else None)}
+    # The first line of the library's description, without what is not name and version.
+    library = world.mpi.Get_library_version().strip("\0").splitlines()[0]
     return {
         **machine(),
-        "mpi_library": _mpi_library(world.mpi.Get_library_version()),
+        "mpi_library": " ".join(library.replace("Version:", "").split()),
         "thread_level": world.thread_level,
         "ranks": world.size,
         "nodes": world.comm.num_nodes,
         "placement": world.raw.allgather(mine),
     }
-
-
-def _allowed_cores() -> list[int] | None:
-    """Return the cores that this process may run on, where they are known (Linux)."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-
-
-def _mpi_library(text: str) -> str:
-    """Return name and version from an MPI library's description."""
-    return " ".join(text.strip("\0").splitlines()[0].replace("Version:", "").split())
