@@ -1,4 +1,4 @@
-"""Shows how far a program is: with tqdm on a terminal, else in lines; and keeps its metrics."""
+"""Shows a program's progress, with tqdm on a terminal, else in lines; and records its metrics."""
 
 import contextlib
 import json
@@ -22,20 +22,19 @@ class Progress:
                 progress.step()
                 progress.record(step, loss=loss)
 
-    Where standard error is no terminal, or tqdm is not installed, a line tells now and then
-    instead.
+    Where standard error is no terminal, or tqdm is not installed, lines are printed instead.
 
     Args:
-        text: What is going on.
-        total: How many steps it has.
-        shown: False on ranks that have nothing to show, and record nothing.
-        done: How many steps are complete already, in a run that goes on.
-        metrics: A file to which `record` appends lines of JSON; None keeps none. What it has of
-            steps after `done` is deleted: these steps are done again.
+        text: The name of the work.
+        total: Its number of steps.
+        shown: False on ranks that show and record nothing.
+        done: Number of steps that are complete already, in a resumed run.
+        metrics: A file to which `record` appends lines of JSON; None for none. Its lines on steps
+            after `done`, which are done again, are deleted.
         lines_every_s: Seconds between lines.
 
     Raises:
-        ConfigError: A number or path is none.
+        ConfigError: An argument is no number or path.
         OSError: The metrics cannot be written.
     """
 
@@ -46,7 +45,7 @@ class Progress:
         self._first = self._done = whole_number("done", done, 0)
         self._every_s = number("lines_every_s", lines_every_s, lambda x: x >= 0,
                                "seconds, 0 or more")
-        self._began = self._told = time.monotonic()
+        self._began = self._printed_s = time.monotonic()
         self._bar: Any = None
         self._metrics: Any = None
         if shown and metrics is not None:
@@ -71,9 +70,9 @@ class Progress:
         self._done += 1
         if self._bar is not None:
             self._bar.update()
-        elif self._shown and time.monotonic() - self._told >= self._every_s:
-            self._told = time.monotonic()
-            rate = (self._done - self._first) / max(1e-9, self._told - self._began)
+        elif self._shown and time.monotonic() - self._printed_s >= self._every_s:
+            self._printed_s = time.monotonic()
+            rate = (self._done - self._first) / max(1e-9, self._printed_s - self._began)
             left_s = (self._total - self._done) / rate
             # One write (print makes two), so that the launcher does not mix ranks' lines.
             sys.stderr.write(f"{self._text}: {self._done} of {self._total}, {rate:.3g} per s, "
@@ -85,10 +84,10 @@ class Progress:
 
         Args:
             step: Of the training.
-            values: Numbers, also of NumPy or PyTorch, and texts; what is not finite becomes null.
+            values: Numbers, also of NumPy or PyTorch, and texts; NaN and Inf become null.
 
         Raises:
-            ConfigError: A value is none of that.
+            ConfigError: A value has another type.
         """
         if self._metrics is not None:
             line = {"step": step, "time": round(time.time(), 3)}
@@ -98,12 +97,12 @@ class Progress:
             except (RuntimeError, TypeError, ValueError) as exc:
                 raise ConfigError(f"record({step!r}, {', '.join(values)}): {exc}; pass whole "
                                   f"numbers as step, and numbers and texts") from exc
-            # A whole line at once: who reads along, or kills this process, sees no half.
+            # A whole line at once, so that neither a reader nor a kill finds half a line.
             self._metrics.write(text + "\n")
             self._metrics.flush()
 
     def close(self) -> None:
-        """Take the bar away, and close the metrics."""
+        """Remove the bar, and close the metrics."""
         if self._bar is not None:
             self._bar.close()
         if self._metrics is not None:
@@ -118,21 +117,21 @@ class Progress:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON can hold it."""
+    """Return a value that JSON can hold."""
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _forget(path: Path, done: int) -> None:
-    """Delete lines of later steps from a file of metrics, and a line that was cut off."""
+    """Delete lines on later steps, and an incomplete line, from a file of metrics."""
     if not path.exists():
         return
     lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _is_of_steps_up_to(done, line)]
-    if len(kept) < len(lines):
+    valid = [line for line in lines if _is_of_steps_up_to(done, line)]
+    if len(valid) < len(lines):
         new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(kept), "utf-8")
+        new.write_text("".join(valid), "utf-8")
         os.replace(new, path)
 
 

@@ -172,7 +172,7 @@ def check_encode(stream, memory, codec, n, kind, offset):
     x, lost = memory.put(array, offset), memory.put(np.zeros(n, np.float32), offset)
     for place in (None, lost, x):
         payload = memory.put(np.zeros_like(wanted), offset)
-        coding.encode(stream, codec, x, payload, place, 5)
+        coding.OnDevice(codec, stream).encode(x, payload, place, 5)
         assert _same_payload(codec, memory.get(payload), wanted, n)
         assert place is None or same(memory.get(place), wanted_lost)
 
@@ -194,6 +194,6 @@ def check_decode(stream, memory, codec, n, offset):
     for adds in (False, True):
         wanted = floats(n, "normal")
         out = memory.put(wanted, offset)
-        (codec.add if adds else codec.decode)(payload, wanted)
-        coding.decode(stream, codec, memory.put(payload, offset), out, adds)
+        codec.decode(payload, wanted, adds=adds)
+        coding.OnDevice(codec, stream).decode(memory.put(payload, offset), out, adds=adds)
         assert same(memory.get(out), wanted)

@@ -8,6 +8,7 @@ needed is named, too: `<!-- ranks: 2, needs: torch -->`. Those of clients.md nee
 """
 
 import re
+import runpy
 
 import pytest
 from launching import ROOT, installed, launch, shell
@@ -52,7 +53,15 @@ def test_block(comment, language, text, tmp_path):
     run(comment, language, text, tmp_path)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pictures_are_those_that_their_source_draws():
+    namespace = runpy.run_path(ROOT / "docs" / "pictures" / "draw.py")
+    for name, sheet in namespace["PICTURES"].items():
+        drawn = (ROOT / "docs" / "pictures" / name).read_text()
+        assert namespace["picture"](*sheet) == drawn, "run python docs/pictures/draw.py"
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *ROOT.glob("C*.md")], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target

@@ -1,1 +1,1 @@
-"""Holds the collective algorithms: generators that run on any transport."""
+"""The collective algorithms: generators that run on any transport."""

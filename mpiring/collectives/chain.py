@@ -1,4 +1,4 @@
-"""Passes data from one rank to the next: a pipelined broadcast, and a barrier."""
+"""Data passed from one rank to the next: a pipelined broadcast, and a barrier."""
 
 from ..memory.arrays import Array, pieces_of
 from ..transport.base import NO_BYTES, Channel, Request, Schedule

@@ -1,4 +1,4 @@
-"""Sends every contribution straight to the rank that combines it, which so rounds only once."""
+"""Reduce-scatter and allreduce that round once: contributions go straight to the combining rank."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ def reduce_scatter(
 
     As in a ring, a rank sends p-1 chunks and receives as many, but no sum ever
     travels: the owner has all contributions in its hands, and rounds when it has
-    combined them. They come in pieces: one is combined while the next arrives.
+    combined them. They come in pieces: each is combined while the next arrives.
 
     Args:
-        chunks: p vectors of this rank's contribution, one dtype, lengths equal on
-            all ranks, and among each other but for one element. Chunk r is
-            overwritten by the result.
-        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements.
+        chunks: p vectors of this rank's contribution, of one dtype, lengths equal on all
+            ranks. Chunk r is overwritten by the result.
+        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p
+            times the longest chunk.
         combine: The op.
         piece_bytes: Length of the shortest and longest pieces; the same on all ranks.
 
@@ -38,22 +38,22 @@ def reduce_scatter(
     width = -(-longest // count)
     pieces = [chunks_of(chunk, count) for chunk in chunks]
 
-    def start(k: int) -> tuple[list[Array], list[Request]]:
+    def begun(k: int) -> tuple[list[Array], list[Request]]:
         """Begin to exchange piece k of every chunk; return this rank's, of all ranks."""
         sources, requests = [pieces[r][k]] * p, []
-        # Every rank begins with another one, so that no receiver is flooded.
+        # Each rank begins with another receiver, so that none is flooded.
         for s in range(1, p):
             source, dest = (r - s) % p, (r + s) % p
-            place = (k % 2 * (p - 1) + s - 1) * width
-            sources[source] = inbox[place:place + pieces[r][k].size]
+            start = (k % 2 * (p - 1) + s - 1) * width
+            sources[source] = inbox[start:start + pieces[r][k].size]
             requests += [net.irecv(sources[source], source), net.isend(pieces[dest][k], dest)]
         return sources, requests
 
-    under_way = start(0)
+    under_way = begun(0)
     for k in range(count):
         sources, requests = under_way
         if k + 1 < count:
-            under_way = start(k + 1)
+            under_way = begun(k + 1)
         yield requests
         combine.combine(sources, pieces[r][k])
     return chunks[r]

@@ -1,4 +1,4 @@
-"""Sends every rank what is meant for it alone: all-to-all, gather, scatter."""
+"""All-to-all, gather and scatter: each rank is sent what is meant for it alone."""
 
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ def all_to_all(
 ) -> Schedule[None]:
     """Send `sends[r]` to rank r, and receive `receives[r]` from it, pairwise, in p-1 steps.
 
-    In step s rank r sends to r+s and receives from r-s, so that nobody is flooded.
+    In step s rank r sends to r+s and receives from r-s, so that no rank is flooded.
 
     Args:
         sends: p vectors of any lengths and dtypes.
@@ -90,7 +90,7 @@ def scatter(
 
 
 def _a_few_at_once(in_flight: int, steps: Iterable[Sequence[Request]]) -> Schedule[None]:
-    """Wait for the oldest step before one more is drawn, and so begun."""
+    """Draw steps, which begins them, but wait for the oldest where too many are under way."""
     under_way: deque[Sequence[Request]] = deque()
     for step in steps:
         under_way.append(step)

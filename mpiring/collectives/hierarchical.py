@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of, equal_bounds
+from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, widens
 from ..transport.base import Channel, Node, Schedule, T, together
 from ..transport.members import Members
@@ -270,7 +270,7 @@ def pieces_of(n: int, itemsize: int, nodes: Sequence[Sequence[int]],
               tuning: Tuning) -> list[Piece]:
     """Cut n elements into pieces, and those into slices."""
     slices, count = max(map(len, nodes)), _count(n, itemsize, nodes, tuning)
-    bounds = equal_bounds(n, count * slices)
+    bounds = bounds_of(n, count * slices)
     flat = [slice(start, stop) for start, stop in zip(bounds, bounds[1:])]
     return [flat[i * slices:(i + 1) * slices] for i in range(count)]
 

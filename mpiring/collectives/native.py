@@ -1,4 +1,4 @@
-"""Wraps MPI's own nonblocking allreduce as a schedule: the reference, and best for small arrays.
+"""MPI's own nonblocking allreduce as a schedule: the reference, and best for small arrays.
 
 MPI matches collectives by their order on a communicator, and schedules start
 when the network lets them, so native calls are posted strictly in turn.
@@ -46,10 +46,10 @@ class Turns:
         self._newest = -1
 
     def join(self, sequence: int) -> "Turn":
-        """Take a place behind all earlier operations.
+        """Queue behind all earlier operations.
 
         Raises:
-            RuntimeError: A later operation has a place already; native calls must be
+            RuntimeError: A later operation is in the queue already; native calls must be
                 asked for when the operation is made, not from inside a running schedule.
         """
         if sequence < self._newest:
@@ -61,7 +61,7 @@ class Turns:
         return Turn(self._queue, sequence)
 
     def forget(self, sequence: int) -> None:
-        """Give up the places of the newest operation, which was not begun."""
+        """Take the newest operation, which was not begun, out of the queue."""
         while self._queue and self._queue[-1] == sequence:
             self._queue.pop()
 
@@ -89,7 +89,7 @@ def allreduce(
 
     Args:
         x: Shape (n,), contiguous, of a dtype and op that `supports` accepts.
-        turn: This operation's place among the native ones.
+        turn: This operation's, among the native ones.
         piece_bytes: Longest piece given to one MPI call.
 
     Collective: yes. Blocking: no (a schedule).

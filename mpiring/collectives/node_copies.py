@@ -1,9 +1,9 @@
-"""Copies, exchanges and combines private vectors over the slots of one node.
+"""Collectives on private vectors by way of the staging slots of one node.
 
-A collective goes in rounds: in each, a rank lays pieces on its own slot, and takes from the
-others' what is meant for it. The slots' halves are used in turn: while piece j is taken from
-one, piece j+1 is laid on the other, so that a round costs one barrier. One copy in and one
-copy out are the least possible between memories that are not shared.
+A collective goes in rounds: in each, a rank lays pieces into its own slot, and takes from the
+others' what is meant for it. The halves of the slots are used in turn: while piece j is taken
+out of one, piece j+1 is laid into the other, so that a round costs one barrier. One copy in
+and one copy out are the least possible between memories that are not shared.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,39 +26,39 @@ _Move = Callable[[int], None]
 
 
 class _Slots:
-    """The slots of a node, with places for the pieces of one round on each half.
+    """The staging slots of a node, with room for the pieces of a round in each half.
 
     Args:
         node: The meeting place.
         dtype: Of the vectors.
-        places: How many pieces a rank lays down at once.
+        pieces: How many a rank lays down in a round.
     """
 
-    def __init__(self, node: Node, dtype: "np.dtype[np.generic]", places: int) -> None:
+    def __init__(self, node: Node, dtype: "np.dtype[np.generic]", pieces: int) -> None:
         self._node = node
         self._slots = node.slots(dtype)
         # The rest is for `announce`.
         self._half = (self._slots[0].size - node.size * 8 // dtype.itemsize) // 2
-        self._size = min(self._half, _ROUND_BYTES // dtype.itemsize) // places
+        self._size = min(self._half, _ROUND_BYTES // dtype.itemsize) // pieces
 
     def piece(self, x: Array, j: int) -> Array:
         """Return piece j of a vector; empty behind its end."""
         return x[j * self._size:(j + 1) * self._size]
 
-    def place(self, rank: int, place: int, j: int, size: int) -> Array:
-        """Return where `size` elements of piece j lie on a rank's slot."""
-        start = j % 2 * self._half + place * self._size
+    def position(self, rank: int, k: int, j: int, size: int) -> Array:
+        """Return where the k-th vector's piece j, of `size` elements, lies in a rank's slot."""
+        start = j % 2 * self._half + k * self._size
         return self._slots[rank][start:start + size]
 
-    def lay(self, x: Array, place: int, j: int) -> None:
-        """Copy piece j of a vector to this rank's slot."""
+    def lay(self, x: Array, k: int, j: int) -> None:
+        """Copy piece j of the k-th vector to this rank's slot."""
         piece = self.piece(x, j)
-        copy_to(self.place(self._node.rank, place, j, piece.size), piece)
+        copy_to(self.position(self._node.rank, k, j, piece.size), piece)
 
-    def take(self, x: Array, rank: int, place: int, j: int) -> None:
-        """Copy piece j of a vector from another rank's slot."""
+    def take(self, x: Array, rank: int, k: int, j: int) -> None:
+        """Copy piece j of another rank's k-th vector from its slot."""
         piece = self.piece(x, j)
-        copy_to(piece, self.place(rank, place, j, piece.size))
+        copy_to(piece, self.position(rank, k, j, piece.size))
 
     def announce(self, vectors: Sequence[Array]) -> None:
         """Note how many bytes this rank has for each of the others."""
@@ -76,13 +76,13 @@ class _Slots:
         """Lay down and take vectors, piece by piece.
 
         Args:
-            longest: The length of the longest one that this rank lays or takes.
+            longest: Length of the longest that this rank lays or takes.
             lay, take: Are given the number of a round.
             check: Is given `longest` of each rank before anything is taken.
         """
         node = self._node
         if node.met:
-            # What an earlier part of this operation has laid there may be read yet.
+            # What an earlier schedule of this operation has laid there may still be read.
             yield (node.barrier(),)
         lay(0)
         lengths = [length for length, in (yield from node.share(longest))]
@@ -147,7 +147,7 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 
     def take(j: int) -> None:
         mine = slots.piece(chunks[own], j)
-        sources = [slots.place(rank, own, j, mine.size) for rank in range(node.size)]
+        sources = [slots.position(rank, own, j, mine.size) for rank in range(node.size)]
         sources[own] = mine
         combine.combine(sources, mine)
 
@@ -274,4 +274,4 @@ def _longest(vectors: Sequence[Array]) -> int:
 
 
 def _nothing(j: int) -> None:
-    """Take no part in round j."""
+    """Do nothing in round j."""

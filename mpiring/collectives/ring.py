@@ -1,4 +1,4 @@
-"""Moves data around a ring of ranks: reduce-scatter, allgather, allreduce.
+"""Reduce-scatter, allgather and allreduce around a ring of ranks.
 
 Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
 of workstations", JPDC 69(2), 2009.
@@ -25,7 +25,8 @@ def reduce_scatter(
     Args:
         chunks: p vectors of this rank's contribution, one dtype, lengths equal on
             all ranks. All are overwritten; chunk r holds the result.
-        inbox: Scratch vector of at least `inbox_size` elements, for the longest chunk.
+        inbox: Scratch vector of at least `inbox_size(n, p, itemsize)` elements, where n is p
+            times the longest chunk.
         combine: The op.
         piece_bytes: Longest message; the same on all ranks.
 
@@ -83,7 +84,7 @@ def _circulate(
     net: Channel, chunks: Sequence[Array], steps: range, piece_bytes: int,
     inbox: Array = NO_BYTES, combine: Combine | None = None,
 ) -> Schedule[None]:
-    """Take some of an allreduce's 2(p-1) steps: the first p-1 combine, the others copy.
+    """Take a range of an allreduce's 2(p-1) steps: the first p-1 combine, the others copy.
 
     In step s rank r sends chunk r-s-1, and receives chunk r-s-2, which it sends in
     step s+1. The k pieces of a chunk follow each other, and the oldest under way is

@@ -69,7 +69,7 @@ def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Sc
     Collective: yes. Blocking: no (a schedule).
     """
     if node.met:
-        # What an earlier part of this operation has left in the slots may be read yet.
+        # What an earlier schedule of this operation has left in the slots may still be read.
         yield (node.barrier(),)
     copies = laid_out(node, x)
     yield (node.barrier(),)
@@ -103,8 +103,8 @@ def staged(node: Node, x: Array, combine: Combine,
            piece_bytes: int = Tuning.staged_bytes) -> Schedule[None]:
     """Combine private vectors over the ranks of a node, in place, piece by piece.
 
-    Pieces go by the halves of the slots in turn: at one barrier a piece is finished, and the
-    next one lies ready. To be called when all ranks have arrived.
+    Pieces go by the halves of the slots in turn: at a barrier a piece is finished, and the
+    next lies ready. To be called when all ranks have arrived.
 
     Args:
         x: Shape (n,), contiguous, in host memory. Overwritten by the result.

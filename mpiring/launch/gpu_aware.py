@@ -1,8 +1,8 @@
-"""Proves whether MPI takes pointers of GPU memory, by trying it where nothing can come to harm.
+"""Tests whether MPI takes pointers to GPU memory, in processes of their own.
 
-An MPI library that takes none reads them as host memory, and dies. Those that say of themselves
-that they can are at times wrong. So two processes under a launcher of their own exchange messages;
-run as a module, this file is what they do.
+An MPI library that does not take them reads them as host memory, and crashes; libraries that claim
+to take them are sometimes wrong. So two processes under their own launcher exchange messages: they
+run this file as a module.
 """
 
 import faulthandler
@@ -33,29 +33,32 @@ _log = logging.getLogger("mpiring")
 _LIMIT_S = 60.0
 _PROOF = "mpiring: MPI takes GPU memory"
 _PROBLEM = "mpiring: "
-# A message that is sent at once, and one that waits for its receiver, perhaps in pieces.
+# An eager message, and a message that waits for its receiver, perhaps in pieces.
 _SIZES = 64, 4 << 20
 _TAG = 1
 _MOST_LINES = 3
 
 
 def takes_pointers(config: Config, library: str, index: int) -> bool:
-    """Return whether MPI takes pointers of GPU memory, as configured, kept, or tried now.
+    """Return whether MPI takes pointers to GPU memory: as configured, cached, or tried now.
 
-    To be called on one rank, which tells the others: it may take as long as a job's start. What
-    speaks against it is logged.
+    To be called on one rank, which shares the result. A trial takes as long as a job's start. A
+    negative result is logged with its reason.
 
     Args:
-        config: Settings.
-        library: What MPI says that it is.
-        index: Of the GPU to try it on.
+        library: MPI's description of itself.
+        index: Number of the GPU for a trial.
     """
     if config.gpu_aware != "auto":
         return config.gpu_aware == "yes"
     try:
-        key = _key(library, cuda.versions())
+        versions = cuda.versions()
     except MissingDependencyError as error:
         return _report(str(error))
+    # Everything that the result depends on.
+    variables = {name: value for name, value in relevant_variables().items()
+                 if not name.startswith(("MPIRING_", "OMP_"))}
+    key = f"{library} {versions} {socket.gethostname()} {json.dumps(variables)}"
     cache = Cache(config.tuning_folder, "gpu-aware-", key)
     problem = cache.read("problem")
     if not isinstance(problem, str):
@@ -63,14 +66,14 @@ def takes_pointers(config: Config, library: str, index: int) -> bool:
         if mpiexec is None:
             return _report("there is no mpiexec to try it with")
         problem = tried([mpiexec, "-n", "2", sys.executable, "-m", __name__, str(index)])
-        # A folder that cannot be written to costs a trial each time, no more.
+        # A folder that cannot be written to costs a trial each time, and nothing else.
         with suppress(OSError):
             cache.write("problem", problem)
     return _report(problem)
 
 
 def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
-    """Run the trial to its end, and return what went wrong; "" if MPI has proved that it can.
+    """Run a trial, and return what went wrong; "" if MPI takes the pointers.
 
     Args:
         command: Starts two ranks of this module.
@@ -98,15 +101,8 @@ def _report(problem: str) -> bool:
     return not problem
 
 
-def _key(library: str, versions: str) -> str:
-    """Describe all that decides over the result."""
-    variables = {name: value for name, value in relevant_variables().items()
-                 if not name.startswith(("MPIRING_", "OMP_"))}
-    return f"{library} {versions} {socket.gethostname()} {json.dumps(variables)}"
-
-
 def _exchange(device: Device) -> None:
-    """Send each other numbers that lie on the GPU, as operations do it; raise if others arrive."""
+    """Exchange numbers in GPU memory as operations do; raise if other numbers arrive."""
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
     other = 1 - comm.rank
@@ -135,7 +131,7 @@ def _wait(event: Event) -> None:
 
 
 def _main(index: str, limit_s: str) -> None:
-    # Ends the process also where MPI holds the interpreter's lock.
+    # Ends the process even while MPI holds the interpreter's lock.
     faulthandler.dump_traceback_later(float(limit_s), exit=True)
     try:
         _exchange(cuda.device(int(index)))

@@ -85,22 +85,22 @@ def _refuse_other_than_arrays(x: Any) -> None:
 
 def chunks_of(x: Array, parts: int) -> list[Array]:
     """Cut a vector into `parts` views whose lengths differ by at most one."""
-    return cut(x, equal_bounds(x.size, parts))
+    return cut(x, bounds_of(x.size, parts))
 
 
-def equal_bounds(n: int, parts: int) -> list[int]:
-    """Return the `parts` + 1 offsets that cut n elements into slices, as `chunks_of` does."""
-    return [i * n // parts for i in range(parts + 1)]
+def bounds_of(n: int, parts: int, alignment: int = 1) -> list[int]:
+    """Return the `parts` + 1 offsets that cut n elements into slices of about equal length.
+
+    Args:
+        alignment: Slices start at multiples of so many elements.
+    """
+    blocks = -(-n // alignment)
+    return [min(i * blocks // parts * alignment, n) for i in range(parts + 1)]
 
 
 def aligned_bounds(n: int, itemsize: int, parts: int) -> list[int]:
-    """Return `parts` + 1 offsets that cut n elements into slices that start on cache lines.
-
-    In memory that itself starts on one. Lengths differ by at most one cache line, but for the
-    last slices, which may be shorter or empty.
-    """
-    line = max(1, CACHE_LINE_BYTES // itemsize)
-    return [min(n, line * bound) for bound in equal_bounds(-(-n // line), parts)]
+    """Return the offsets of slices that start on cache lines, as far as the memory does."""
+    return bounds_of(n, parts, max(1, CACHE_LINE_BYTES // itemsize))
 
 
 def cut(x: Array, bounds: Sequence[int]) -> list[Array]:

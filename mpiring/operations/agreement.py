@@ -1,9 +1,9 @@
-"""Lets ranks compare what they were asked to do before any of them uses the other's data.
+"""Calls, and how ranks compare theirs before any of them uses another one's data.
 
 The ranks of a node compare in their shared memory. Between nodes, the lowest rank of
 each sends a short header to that of the next node before its first message, and
-compares the one from the node before. If all neighbours agree, all ranks agree; a rank
-that does not raises before it has passed anything on, so no wrong result can spread.
+compares that from the node before. If all neighbours agree, all ranks agree; a rank
+that disagrees raises before it has passed anything on, so no wrong result can spread.
 """
 
 import functools
@@ -33,13 +33,13 @@ _LOGICAL_OF_MPI = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank was asked to do; all ranks must be asked the same.
+    """What a rank was called to do; all ranks must make the same call.
 
     Attributes:
         kind: "allreduce", "broadcast", …
         detail: op, root, shape, dtype, algorithm: everything that must agree.
         label: Bucket and parameter names, where there are any.
-        nbytes: Of the array, for the record; 0 where it is not known. Need not agree.
+        nbytes: Of the array, for the record; 0 where unknown. Need not agree.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Call:
         """HEADER_BYTES bytes that differ when the calls differ."""
         text = str(self).encode()
         if len(text) > HEADER_BYTES:
-            # The checksum still tells long texts apart that differ only in their tails.
+            # Long texts may differ only in their tails.
             tail = f"… ({zlib.crc32(text):08x})".encode()
             text = text[:HEADER_BYTES - len(tail)] + tail
         return text.ljust(HEADER_BYTES)
@@ -67,7 +67,7 @@ class Call:
 
 
 def described(x: Any, vector: Any) -> str:
-    """Return dtype, shape, order and whereabouts of an array.
+    """Return dtype, shape, order and memory of an array, in words.
 
     Args:
         x: The array.
@@ -83,11 +83,11 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
         dtype: Of what is combined.
 
     Raises:
-        ConfigError: It is neither a text nor an op that has a name here; says what to write.
+        ConfigError: It is neither a text nor an op that has a name here.
     """
     if isinstance(op, str):
         return op
-    # Who has such an op has imported mpi4py.
+    # A program that has such an op has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(op, mpi.Op):
         for theirs, name in (_OF_MPI | _LOGICAL_OF_MPI).items():
@@ -101,7 +101,7 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
 
 
 def allreduce_call(op: str, x: Any, vector: Any, algorithm: str) -> Call:
-    """Return what an allreduce is compared by."""
+    """Return the call of an allreduce."""
     if not isinstance(algorithm, str):
         raise ConfigError(f"algorithm={algorithm!r}: expected one of {', '.join(NAMES)}")
     return _allreduce_call(op, vector.dtype, _shape(x, vector), _more(x, vector), algorithm)
@@ -125,8 +125,7 @@ def part_of(x: Any, vector: Any, chunk: Any) -> Any:
         chunk: Part of that.
 
     Returns:
-        A view of `x`, with one dimension. Where `x` is of a package that is not known here, one
-        of CuPy's.
+        A view of `x`, with one dimension; of CuPy, where the package of `x` is unknown.
     """
     if x is vector or isinstance(x, np.ndarray):
         return chunk
@@ -137,7 +136,7 @@ def part_of(x: Any, vector: Any, chunk: Any) -> Any:
 
 
 def _shape(x: Any, vector: Any) -> tuple[int, ...]:
-    # Bare memory has none, such as a buffer of RAPIDS'.
+    # Bare memory, such as a buffer of RAPIDS, has none.
     return tuple((x if hasattr(x, "shape") else vector).shape)
 
 
@@ -147,7 +146,7 @@ def _more(x: Any, vector: Any) -> str:
 
 
 def _is_fortran(x: Any) -> bool:
-    # Whatever has not NumPy's and CuPy's flags is taken in C's order only.
+    # What lacks the flags of NumPy and CuPy is taken in C order only.
     return not getattr(getattr(x, "flags", None), "c_contiguous", True)
 
 
@@ -155,14 +154,14 @@ def agreed(
     net: Callable[[], Channel], node: Node | None, neighbours: tuple[int, int] | None,
     call: Call, schedule: Schedule[T],
 ) -> Schedule[T]:
-    """Run `schedule`, but stop after its first step if another rank was called otherwise.
+    """Run `schedule`, but stop after its first step if another rank made another call.
 
     Args:
         net: Returns the operation's channel.
         node: Its meeting place on this node; None for a rank that is alone there.
-        neighbours: Of the lowest rank of a node, its like on the nodes before and after;
-            None for other ranks, and where there is one node only.
-        call: What this rank was asked to do.
+        neighbours: For the lowest rank of a node, the lowest ranks of the nodes before and
+            after; None for other ranks, and where there is one node only.
+        call: This rank's.
         schedule: Its first yield must come before anything received is used; it may be
             the node's first barrier.
 
@@ -215,6 +214,6 @@ def _refuse(rank: int, call: Call, other: int, header: bytes) -> None:
 
 
 def _finished(value: T) -> Schedule[T]:
-    """Be a schedule that has nothing left to do."""
+    """Return `value`, without a step."""
     return value
     yield ()

@@ -1,10 +1,10 @@
-"""The table of algorithms: what each can do, how to build its schedules, and which "auto" takes."""
+"""The table of algorithms: what each can do, how its schedules are built, which "auto" takes."""
 
 import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mpiring")
 
 
-@dataclass(frozen=True)
-class Case:
+# A tuple, because its hash takes the least time.
+class Case(NamedTuple):
     """What an algorithm is chosen for.
 
     Attributes:
@@ -71,7 +71,7 @@ class Algorithm:
         keeps_float32: It adds up 16 bits in float32, and rounds at most once on each level.
         on_gpus: Takes the place of `allreduce` there.
         short: Takes its place for few bytes …
-        is_short: … which this tells.
+        is_short: … so few.
     """
 
     name: str
@@ -132,7 +132,7 @@ def _direct_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], 
 def _native(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
     resources = own.resources
     turn = resources.turns.join(own.sequence)
-    # What MPI really sends, it does not tell.
+    # The least: MPI does not report what it sends.
     own.count_sent(own.dense_bytes(x.nbytes))
     return native.allreduce(resources.transport, turn, x, reduction(op, x.dtype, own.size))
 
@@ -213,8 +213,8 @@ def _unless_mpi_can(case: Case) -> str:
         f"MPI's own {case.op} is wrong or missing for {dtype_name(case.dtype)}")
 
 
-# Of those that are measured, the one that sends the fewest bytes stands last. For 16 bits, the
-# first one that keeps float32 is taken.
+# Of those that are measured, the last sends the fewest bytes. For 16 bits, "auto" takes the first
+# that keeps float32.
 TABLE = (
     Algorithm("shared", shared.allreduce, shared.reduce_scatter, shared.allgather,
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
@@ -253,15 +253,13 @@ def candidates(ranks: int, nodes: int) -> tuple[str, ...]:
     return tuple(row.name for row in TABLE if row.is_measured(nodes) and not row.refusal(case))
 
 
+# Cached: a program makes the same few calls again and again.
 @functools.lru_cache(maxsize=4096)
-def choose(
-    nbytes: int, dtype: np.dtype[Any], op: str, wish: str, ranks: int, nodes: int,
-    tuning: Tuning, model: Model | None = None, gpu: str = "", halved: bool = False,
-) -> Algorithm:
+def choose(case: Case, wish: str = "auto", model: Model | None = None,
+           halved: bool = False) -> Algorithm:
     """Return the algorithm for an allreduce, the same on every rank.
 
     Args:
-        nbytes, dtype, op, ranks, nodes, tuning, gpu: As in Case.
         wish: "auto", or the algorithm that the user insists on.
         model: What was measured.
         halved: For a reduce-scatter or an allgather of slices.
@@ -269,7 +267,6 @@ def choose(
     Raises:
         ConfigError: The wish is unknown, or cannot be done here.
     """
-    case = Case(nbytes, dtype, op, ranks, nodes, tuning, gpu)
     row = named(wish)
     if row is None or halved and row.allgather is _not_halved:
         row = _best(case, model, [row for row in TABLE if not row.refusal(case)
@@ -280,7 +277,7 @@ def choose(
 
 
 def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
-    """Return the one of the rows, which can all do the case, that "auto" takes."""
+    """Return which of the rows, all able to do the case, "auto" takes."""
     if case.nodes == 1:
         return rows[0]
     if widens(case.dtype, case.op):

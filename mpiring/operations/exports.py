@@ -1,7 +1,8 @@
-"""Keeps the memory on GPUs that the ranks of a node have opened to each other.
+"""Memory on GPUs that the ranks of a node have opened to each other.
 
-A rank must not free memory that another one has open. So whoever has no use for a window any more
-says so the next time that one is made; what nobody needs is closed by all, then freed.
+A rank must not free memory that another rank has open. So each rank names the windows that it
+does not use any more the next time that a window is made; a window that no rank uses is closed
+by all, then freed.
 """
 
 import functools
@@ -28,7 +29,7 @@ _log = logging.getLogger("mpiring")
 
 @functools.cache
 def _say_problem(rank: int, device: str, problem: str) -> None:
-    """Say once why memory is not shared."""
+    """Log, once, why memory is not shared."""
     _log.warning("rank %d cannot share memory of %s with its node (%s): data goes through pinned "
                  "host memory", rank, device, problem)
 
@@ -38,7 +39,7 @@ class _Root:
     """What all vectors in one window have in common; when it dies, the window is given up.
 
     Attributes:
-        memory: This rank's part, for users that outlive the communicator.
+        memory: This rank's, for users that outlive the communicator.
     """
 
     memory: DeviceVector
@@ -53,7 +54,7 @@ class Exports:
 
     def __init__(self, windows: Windows) -> None:
         self._windows = windows
-        # What is open, per rank of the node: while it is in use, and when this rank has done.
+        # What is open, per rank of the node: in use, or given up by this rank alone.
         self._segments: dict[int, Sequence[DeviceVector]] = {}
         self._given_up: list[int] = []
 
@@ -90,7 +91,7 @@ class Exports:
         except OSError as error:
             problem = str(error)
         handles = yield from node.share(*handle)
-        # Whose handle is all zeros has none.
+        # A rank that has none passes zeros.
         if all(any(other) for other in handles):
             try:
                 for rank, other in enumerate(handles):
@@ -104,7 +105,7 @@ class Exports:
         if all(ok for ok, in answers):
             return opened
         self._close(opened, node.rank)
-        # Nobody has it open when it is freed.
+        # No rank has it open when it is freed.
         yield (node.barrier(),)
         return None
 

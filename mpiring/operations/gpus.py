@@ -1,4 +1,4 @@
-"""Prepares GPUs for the operations of one communicator, and remembers them."""
+"""The GPUs of one communicator's operations, each prepared the first time it is used."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ from ..transport.base import Schedule, T
 from ..transport.node_memory import AREAS
 from .agreement import Call
 from .exports import Exports
-from .on_device import SLOT_BYTES, TUNING, GpuContext, Slots, in_context
+from .on_device import SLOT_BYTES, TUNING, GpuContext, in_context
 from .operation import Collectives
 from .windows import Windows, mapped
 
@@ -32,7 +32,7 @@ class GpuOperations:
     Args:
         windows: Where collectives find memory that ranks share.
         run: Runs an operation.
-        config: Says whether MPI takes pointers of a GPU's memory, or to try it.
+        config: Its `gpu_aware`: whether MPI takes pointers of a GPU's memory.
     """
 
     def __init__(self, windows: Windows, run: Run, config: Config) -> None:
@@ -70,7 +70,7 @@ class GpuOperations:
         return context
 
     def _prepared(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
-        slots = yield from self._slots(collectives, device)
+        segments = yield from self._segments(collectives, device)
         direct = np.zeros(1, np.uint8)
         if len(collectives.nodes) > 1:
             if collectives.rank == 0:
@@ -78,11 +78,12 @@ class GpuOperations:
                 direct[:] = takes_pointers(
                     self._config, load_mpi().Get_library_version(), device.gpu.index)
             yield from collectives.broadcast(direct, 0)
+        # What a rank lays out at a time for the other ranks of its node fits a turn together.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
-        return GpuContext(device, self._exports, bool(direct[0]), slots, tuning)
+        return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
 
-    def _slots(self, collectives: Collectives,
-               device: Device) -> Schedule[Callable[[int], Slots] | None]:
+    def _segments(self, collectives: Collectives,
+                  device: Device) -> Schedule[Sequence[Array] | None]:
         """Return pinned memory that the node's ranks share, if there are several."""
         if collectives.node.size == 1:
             yield ()
@@ -94,17 +95,4 @@ class GpuOperations:
                 f"to share with the node's other ranks, through which the data of GPUs has to go")
         for segment in segments:
             device.gpu.pin(segment)
-        return _slots(segments)
-
-
-def _slots(segments: Sequence[Array]) -> Callable[[int], Slots]:
-    """Return the slots of each operation: as in NodeMemory, every fourth has the same ones."""
-    def slots_of(sequence: int) -> Slots:
-        start = sequence % AREAS * SLOT_BYTES
-
-        def slots(dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-            return [segment[start:start + SLOT_BYTES].view(dtype)[:size] for segment in segments]
-
-        return slots
-
-    return slots_of
+        return segments

@@ -1,4 +1,4 @@
-"""Predicts how long each algorithm takes on this cluster, from a few measured times.
+"""Model of how long each algorithm takes on this cluster, from a few measured times.
 
 The model is as plain as can be explained: an algorithm's time between two measured
 sizes lies on the line between them in a plot with logarithmic axes; beyond the largest
@@ -15,11 +15,11 @@ from typing import Any
 # A bucket is long enough when latency is not more than this share of its time.
 _LATENCY_SHARE = 0.1
 # Beyond the measured sizes bytes count, so that the algorithm that sends the fewest is
-# taken unless another one promises to be clearly faster: small differences are noise, and
+# taken unless another promises to be clearly faster: small differences are noise, and
 # MPI may change its algorithm. (MPICH between 4 hosts was as fast as a ring at 2 MiB, and
 # took twice its time at 16 MiB.)
 _UNMEASURED = 1.25
-# Times of arrays this many times shorter tell nothing: only bytes count.
+# Beyond this many times the largest measured size only bytes count.
 _FAR = 32
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 25 << 20
 

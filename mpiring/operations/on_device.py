@@ -1,8 +1,8 @@
-"""Builds the schedules of one operation on vectors that lie in a GPU's memory.
+"""Schedules of one operation on vectors in a GPU's memory.
 
-They are the same schedules. Their messages go through pinned host memory, or are the GPU's
-pointers; their sums are queued on the GPU; and who arrives at a barrier has waited for what was
-queued before. The slots on which ranks of a node lay vectors for each other are pinned memory.
+They are the same as on the host. Their messages go through pinned host memory, or MPI takes the
+GPU's pointers; their sums are queued on the GPU; and a rank arrives at a barrier when all that it
+has queued is done. Staging slots are pinned memory.
 """
 
 import math
@@ -19,20 +19,18 @@ from ..gpu.device import Device
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
+from ..transport.node_memory import AREAS
 from ..transport.staged import DeviceChannel
 from .exports import Exports
 from .operation import Collectives
 
-# Each copy costs some ten microseconds of Python and CUDA; the first and the last one have nothing
-# to hide behind. Of a half of a lane's slots, a rank fills so much for the others.
+# Each copy costs some ten microseconds of Python and CUDA; the first and the last have nothing to
+# hide behind. At each turn a rank fills so much of a slot for the others.
 _TURN_BYTES = 4 << 20
 _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
                 slice_bytes=_TURN_BYTES)
 SLOT_BYTES = 2 * TUNING.in_flight * _TURN_BYTES
-
-# The vectors, per rank of the node, that ranks lay down for each other.
-Slots = Callable[[np.dtype[Any], "int | None"], Sequence[Array]]
 
 
 @dataclass(frozen=True)
@@ -43,16 +41,15 @@ class GpuContext:
         device: The GPU.
         exports: Memory on it that is open to other ranks.
         direct: MPI takes its pointers.
-        slots: Pinned memory that the ranks of the node share, given an operation's number; None
-            for that which the node itself has.
-        tuning: Lengths and counts for its vectors; slices for the other ranks of the node are to
-            fit a half of a lane's slots together.
+        segments: Per rank of the node, pinned memory that all of them share, for the staging
+            slots of a few operations; None to use those of the node memory.
+        tuning: Lengths and counts for its vectors.
     """
 
     device: Device
     exports: Exports
     direct: bool = False
-    slots: Callable[[int], Slots] | None = None
+    segments: Sequence[Array] | None = None
     tuning: Tuning = TUNING
 
 
@@ -89,7 +86,7 @@ class DeviceCombine:
             self._queue(sources, self._divisor, [out])
 
     def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
-        """Combine contributions as `combine` does, and store the result in place of each."""
+        """Combine contributions as `combine` does, and store the result in each of them."""
         self._queue(vectors, self._divisor, vectors)
 
     def _queue(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
@@ -102,13 +99,13 @@ class DeviceNode:
     Args:
         node: The meeting place.
         device: This rank's GPU.
-        slots: Pinned memory for `slots`; that of `node` by default.
+        slots: Per rank of the node, the bytes of its staging slot; by default those of `node`.
     """
 
-    def __init__(self, node: Node, device: Device, slots: Slots | None) -> None:
+    def __init__(self, node: Node, device: Device, slots: Sequence[Array] | None) -> None:
         self.rank, self.size, self.ranks = node.rank, node.size, node.ranks
         self._node, self._device = node, device
-        self._slots: Slots = slots or node.slots
+        self._slots = slots
         self.test, self.agrees, self.headers, self.leave = (
             node.test, node.agrees, node.headers, node.leave)
 
@@ -118,8 +115,10 @@ class DeviceNode:
         return self._node.met
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return per rank a vector in pinned memory that all ranks of the node read and write."""
-        return self._slots(dtype, size)
+        """Return, per rank of the node, a staging slot in pinned memory; see base.Node."""
+        if self._slots is None:
+            return self._node.slots(dtype, size)
+        return [slot.view(dtype)[:size] for slot in self._slots]
 
     def barrier(self, *numbers: int) -> "_Arrival":
         """Arrive when all that is queued is done; the request is for the other ranks, too."""
@@ -165,7 +164,10 @@ class DeviceCollectives(Collectives):
     __slots__ = ("_host", "_context", "_channel")
 
     def __init__(self, host: Collectives, context: GpuContext) -> None:
-        slots = None if context.slots is None else context.slots(host.sequence)
+        # As in NodeMemory, every fourth operation has the same slots.
+        start = host.sequence % AREAS * SLOT_BYTES
+        slots = None if context.segments is None else [
+            segment[start:start + SLOT_BYTES] for segment in context.segments]
         super().__init__(host.resources, DeviceNode(host.node, context.device, slots),
                          host.sequence)
         self.tuning = context.tuning
@@ -215,9 +217,7 @@ def _returned(x: DeviceVector) -> Schedule[DeviceVector]:
 
 def in_context(collectives: Collectives, context: GpuContext, ready: Sequence[Event],
                build: Callable[[Collectives], Schedule[T]]) -> Schedule[T]:
-    """Return the schedule of something on a GPU, from first to last.
-
-    It ends when nothing is queued any more.
+    """Return a schedule on a GPU that ends when all that it has queued is done.
 
     Args:
         collectives: Of the operation.

@@ -1,4 +1,4 @@
-"""Builds the schedules of one operation: what the communicator calls, and Reducers build on."""
+"""Schedules of one operation: what the communicator calls, and Reducers build on."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -10,21 +10,21 @@ from numpy.typing import DTypeLike
 from ..collectives import chain, direct, exchange, hierarchical, node_copies, ring, shared
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of, equal_bounds
+from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, reduction
 from ..transport.alone import Alone
 from ..transport.base import Channel, Node, Schedule
 from ..transport.members import Members
-from .algorithms import Algorithm, choose, say_fallback
+from .algorithms import Algorithm, Case, choose, say_fallback
 from .resources import OperationChannel, Resources
 
 
 class Collectives:
     """The schedules of one operation, bound to its channel: what Reducers build on.
 
-    An operation may run several, but one after the other, in the same order on all ranks:
-    they share its barriers, its staging slots and its channel. What shall run at once must be
-    operations of their own.
+    An operation may run several, one after the other, in the same order on all ranks: they
+    share its barriers, its staging slots and its channel. Schedules that are to run at once
+    must be operations of their own.
 
     Args:
         resources: What the operations of the communicator have in common.
@@ -33,7 +33,7 @@ class Collectives:
 
     Attributes:
         rank, size: This rank, and how many there are.
-        node: The meeting place; for a rank that is alone, one of its own.
+        node: The meeting place; for a rank that is alone, `Alone`.
         resources, sequence: As above.
         windows: The arrays in node-shared memory.
         tuning: Lengths and counts.
@@ -136,14 +136,14 @@ class Collectives:
 
     def _choose(self, x: Array, op: str, wish: str, halved: bool = False) -> Algorithm:
         own = self.resources
-        rest = self.size, len(own.nodes), self.tuning, own.model, self.gpu, halved
+        case = Case(x.nbytes, x.dtype, op, self.size, len(own.nodes), self.tuning, self.gpu)
         if wish == "auto" and own.algorithm != "auto":
             try:
-                return choose(x.nbytes, x.dtype, op, own.algorithm, *rest)
+                return choose(case, own.algorithm, own.model, halved)
             except ConfigError as error:
                 if self.rank == 0:
                     say_fallback(str(error))
-        return choose(x.nbytes, x.dtype, op, wish, *rest)
+        return choose(case, wish, own.model, halved)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
@@ -181,7 +181,7 @@ class Collectives:
         return _nothing() if self.size == 1 else row.allgather(self, x, bounds)
 
     def _equal(self, x: Array) -> list[int]:
-        return equal_bounds(x.size, self.size)
+        return bounds_of(x.size, self.size)
 
     def reduce_scatter_chunks(
         self, chunks: Sequence[Array], *, op: str = "sum",
@@ -258,8 +258,8 @@ class Collectives:
         inside = yield from hierarchical.meet(self, x, within)
         answers = yield from hierarchical.by_slices(
             self.net, self.nodes, inside[0], self.node, x, _slices(bounds), exchange)
-        # Nobody's vector is complete before.
-        return all(one for one, in (yield from self.node.share(int(all(answers)))))
+        # No rank's vector is complete before.
+        return all(answer for answer, in (yield from self.node.share(int(all(answers)))))
 
     def handed_out(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that copies each rank's slices of `x` to the others of its node.
@@ -308,7 +308,7 @@ class Collectives:
         return self.confirmed(exchange.scatter(self.net, parts, mine, root))
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
-        """Run a schedule in which ranks that are no neighbours exchange data."""
+        """Run a schedule in which ranks exchange data that are not neighbours."""
         yield from schedule
         if len(self.nodes) > 1:
             # Between nodes only the left neighbour's call was compared, and the others' were
@@ -355,7 +355,8 @@ class Collectives:
         return self.windows.empty(self.node, shape, dtype, self.next_window())
 
     def next_window(self) -> int:
-        """Return a number for a window; not by counting all: operations may end in any order."""
+        """Return a number for a window, the same on all ranks."""
+        # Not a count of all windows: operations may end in any order.
         self._window_count += 1
         return self.sequence << 16 | self._window_count
 

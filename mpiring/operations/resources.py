@@ -1,4 +1,4 @@
-"""Holds what the operations of one communicator have in common."""
+"""What the operations of one communicator have in common."""
 
 import functools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Keeps the node-shared arrays of a communicator: makes, finds and forgets them."""
+"""The node-shared arrays of a communicator: makes, finds and forgets them."""
 
 import functools
 import logging
@@ -19,13 +19,13 @@ from ..transport.base import Node, Schedule
 
 _log = logging.getLogger("mpiring")
 
-# A bucket needs one; a program may take ever new parts of one array.
+# A bucket needs a single entry; a program may take ever new parts of an array.
 _MOST_SLICES = 64
 
 
 @functools.cache
 def _say_problem(rank: int, problem: str) -> None:
-    """Say once why memory is not to be had."""
+    """Log, once, why memory cannot be shared."""
     _log.warning("rank %d cannot share memory with its node (%s): private memory is used, which "
                  "collectives must copy", rank, problem)
 
@@ -45,7 +45,7 @@ def mapped(node: Sharers, nbytes: int) -> Schedule[Sequence[Array] | None]:
     """Return, per rank of the node, `nbytes` bytes of zeros that all share.
 
     Returns:
-        None on all ranks if any rank cannot have them; that one logs why.
+        None on all ranks if any rank cannot have them, which logs why.
 
     Collective: within the node. Blocking: no (a schedule).
     """
@@ -91,10 +91,10 @@ class _Window:
         self.nbytes = segments[rank].nbytes
         self.slices: dict[Any, list[Array]] = {}
 
-    def vectors(self, places: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
+    def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> list[Array]:
         """Return what in each rank's segment corresponds to the vector `x` of this rank."""
         return [segment[offset:offset + x.nbytes].view(x.dtype)
-                for segment, (_, offset) in zip(self.segments, places)]
+                for segment, (_, offset) in zip(self.segments, positions)]
 
 
 class Windows:
@@ -126,7 +126,7 @@ class Windows:
         return root.view(dtype).reshape(shape)
 
     def add(self, root: object, number: int, segments: Sequence[Array], rank: int) -> None:
-        """Know a window from now on, until its root dies.
+        """Note a window, until its root dies.
 
         Args:
             root: The `base` of all arrays in this rank's segment.
@@ -159,39 +159,39 @@ class Windows:
         return None, 0
 
     def slices(
-        self, node: Node, places: Sequence[tuple[int, ...]], x: Array,
+        self, node: Node, positions: Sequence[tuple[int, ...]], x: Array,
     ) -> Sequence[Array] | None:
         """Return, per rank of the node, the slice of its vector that this rank combines.
 
         Args: as `vectors`.
         """
-        window = self._common(places, x)
+        window = self._common(positions, x)
         if window is None:
             return None
-        key = x.nbytes, x.dtype, *places
+        key = x.nbytes, x.dtype, *positions
         found = window.slices.get(key)
         if found is None:
             if len(window.slices) >= _MOST_SLICES:
                 window.slices.clear()
             found = window.slices[key] = [
-                slice_of(vector, node.rank, node.size) for vector in window.vectors(places, x)]
+                slice_of(vector, node.rank, node.size) for vector in window.vectors(positions, x)]
         return found
 
-    def vectors(self, places: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
+    def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
         """Return, per rank of the node, its vector in shared memory.
 
         Args:
-            places: What `position_of` has said of the vector `x` on each rank.
+            positions: Per rank of the node, what `position_of` has returned for its vector.
 
         Returns:
             None unless all vectors lie in one window.
         """
-        window = self._common(places, x)
-        return None if window is None else window.vectors(places, x)
+        window = self._common(positions, x)
+        return None if window is None else window.vectors(positions, x)
 
-    def _common(self, places: Sequence[tuple[int, ...]], x: Array) -> _Window | None:
-        number = places[0][0]
-        for place in places:
-            if place[0] != number or number < 0:
+    def _common(self, positions: Sequence[tuple[int, ...]], x: Array) -> _Window | None:
+        number = positions[0][0]
+        for position in positions:
+            if position[0] != number or number < 0:
                 return None
         return self._find(x)[0]

@@ -13,7 +13,7 @@ from ..buckets.state import Wide
 from ..collectives import direct, ring
 from ..gpu import vectors
 from ..gpu.device import Device
-from ..memory.arrays import Array
+from ..memory.arrays import Array, bounds_of, cut
 from ..memory.reduction import reduction
 from ..transport.base import Request, Schedule, together
 from .codecs import kernels
@@ -48,8 +48,8 @@ class Encoding(Compressor):
         payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
         for lost in (None, x):
             codec.encode(x, payload, lost, 0)
-        codec.decode(payload, x)
-        codec.add(payload, x)
+        for adds in (False, True):
+            codec.decode(payload, x, adds=adds)
 
     def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
         """Return the schedule that replaces a slice by its mean over nodes."""
@@ -75,9 +75,9 @@ def average(exchange: SliceExchange, codec: Codec, x: Wide,
     codec, p = kernels.at(codec, x), exchange.net.size
     message_bytes = max(min(_LONGEST_BYTES, _IN_ALL_BYTES // p), _SHORTEST_BYTES)
     count = max(1, -(-codec.payload_size(x.size) // (p * message_bytes)))
-    bounds = cuts(x.size, count, codec.alignment)
-    strips = _cut(x, bounds)
-    losses = [None] * count if lost is None else _cut(lost, bounds)
+    bounds = bounds_of(x.size, count, codec.alignment)
+    strips = cut(x, bounds)
+    losses = [None] * count if lost is None else cut(lost, bounds)
 
     def lane(index: int) -> Schedule[bool]:
         """Average every third strip, one after the other."""
@@ -100,9 +100,9 @@ def average_dense(exchange: SliceExchange, x: Wide) -> Schedule[None]:
 def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) -> Schedule[bool]:
     """Average a strip: every rank adds a chunk of it."""
     p, r = exchange.net.size, exchange.net.rank
-    bounds = cuts(x.size, p, codec.alignment)
-    chunks = _cut(x, bounds)
-    losses = None if lost is None else _cut(lost, bounds)
+    bounds = bounds_of(x.size, p, codec.alignment)
+    chunks = cut(x, bounds)
+    losses = None if lost is None else cut(lost, bounds)
     sizes = [codec.payload_size(chunk.size) for chunk in chunks]
     with exchange.borrow_bytes([*sizes, *[sizes[r]] * (p - 1)]) as memory:
         payloads, inbox = memory[:p], memory[p:]
@@ -145,14 +145,4 @@ def _add_own_chunk(exchange: SliceExchange, codec: Codec, chunks: Sequence[Wide]
     with exchange.decoding():
         # In the order of ranks from this one on.
         for payload in reversed(inbox):
-            codec.add(payload, chunks[r])
-
-
-def cuts(n: int, p: int, alignment: int) -> list[int]:
-    """Return where a vector of n elements is cut into p chunks, at multiples of `alignment`."""
-    blocks = -(-n // alignment)
-    return [min(i * blocks // p * alignment, n) for i in range(p + 1)]
-
-
-def _cut(x: Wide, bounds: Sequence[int]) -> list[Wide]:
-    return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
+            codec.decode(payload, chunks[r], adds=True)

@@ -1,4 +1,4 @@
-"""Simulates a whole cluster in one process, on a virtual clock.
+"""A whole cluster, simulated in one process on a virtual clock.
 
 No threads and no real time: an event queue, the same for the same seed. A
 message costs latency plus bytes over bandwidth, and messages that meet at a
@@ -59,7 +59,7 @@ class Completable(Protocol):
 
 @dataclass
 class _Pending:
-    """A send or receive request, as the simulated rank sees it."""
+    """A send or receive request of a simulated rank."""
 
     text: str
     complete: bool = False
@@ -128,7 +128,7 @@ class SimulatedNetwork:
         ranks_per_node: Ranks r with equal `r // ranks_per_node` share a node.
         node_of: The node of each rank, instead; any placement, also uneven.
         overhead_s: Computing that each message costs its sender, and its receiver.
-        cores: On which all ranks compute, as in a lab; 0: each has one of its own.
+        cores: Number of cores on which all ranks compute, as in a lab; 0: a core for each.
         seed: Makes the network an adversary, deterministic in the seed.
         faults: What goes wrong.
         payload: False moves sizes only; give the schedules `ghost` arrays then.
@@ -186,8 +186,8 @@ class SimulatedNetwork:
             Per rank, the result of its schedule, or a list of them for several programs.
 
         Raises:
-            StallError: The schedules wait for messages that never come; says who
-                waits for what.
+            StallError: The schedules wait for messages that never come; says which ranks wait
+                for what.
         """
         for rank in self.stepped:
             for tag, program in enumerate(programs):
@@ -195,10 +195,10 @@ class SimulatedNetwork:
                 self._tasks[rank].append(Task(program(channel)))
             self._at(self.time_s, rank, lambda: None)
         while self._events:
-            self.time_s, _, _, whose, action = heapq.heappop(self._events)
+            self.time_s, _, _, waking, action = heapq.heappop(self._events)
             action()
-            if whose is not None:
-                self._resume(whose)
+            if waking is not None:
+                self._resume(waking)
         self.time_s = max(self.time_s, *self._busy_until_s.values(), 0.0)
         waits = [self._waits(rank) for rank in self.stepped]
         stall = StallError("; ".join(text for text in waits if text))
@@ -219,7 +219,7 @@ class SimulatedNetwork:
         return tasks[0].result if len(tasks) == 1 else [task.result for task in tasks]
 
     def _waits(self, rank: int) -> str:
-        """Say what keeps a rank from finishing; empty if nothing does."""
+        """Return, in words, what a rank waits for; "" if it has finished."""
         tasks = self._tasks[rank]
         if all(task.done for task in tasks) or rank in self._errors:
             return ""

@@ -1,4 +1,4 @@
-"""Simulates the memory that ranks of a node share: slots, notes and barriers; see base.Node."""
+"""The memory that ranks of a simulated node share: slots, notes and barriers; see base.Node."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from .network import SimulatedNetwork
 
 
 class _Barrier:
-    """One barrier, as one rank sees it."""
+    """A barrier, for one rank."""
 
     def __init__(self, text: str, arrival_s: float) -> None:
         self.text = text
@@ -51,7 +51,7 @@ class SimulatedMemory:
         Args:
             rank: In the network.
             operation: Any number that tells operations apart.
-            header: What the rank was asked to do.
+            header: Of the rank's call.
         """
         return SimulatedNode(self, rank, operation, header)
 
@@ -77,13 +77,11 @@ class SimulatedNode:
         return True
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return per rank a vector that all ranks of the node read and write."""
-        return [self._slot(place).view(dtype)[:size] for place in range(self.size)]
-
-    def _slot(self, place: int) -> Array:
-        key = self._node, self._operation, place
-        return self._memory.slots.setdefault(
-            key, np.full(self._memory.slot_bytes, 255, np.uint8))
+        """Return, per rank of the node, its staging slot, which all of them read and write."""
+        memory = self._memory
+        return [memory.slots.setdefault(
+            (self._node, self._operation, rank), np.full(memory.slot_bytes, 255, np.uint8),
+        ).view(dtype)[:size] for rank in range(self.size)]
 
     def barrier(self, *numbers: int) -> _Barrier:
         """Arrive; the request is complete once every rank of the node has."""
@@ -96,9 +94,9 @@ class SimulatedNode:
         arrived[self.rank] = mine, (*self._header, *numbers)
         if len(arrived) == self.size:
             last_s = max(barrier.arrival_s for barrier, _ in arrived.values())
-            for place, (barrier, _) in arrived.items():
+            for rank, (barrier, _) in arrived.items():
                 network.later(last_s - network.time_s + memory.barrier_s,
-                              self.ranks[place], barrier)
+                              self.ranks[rank], barrier)
         return mine
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
@@ -108,17 +106,17 @@ class SimulatedNode:
 
     def _all_notes(self) -> list[tuple[int, ...]]:
         arrived = self._memory.waiting[self._node, self._operation, self._count]
-        return [arrived[place][1] for place in range(self.size)]
+        return [arrived[rank][1] for rank in range(self.size)]
 
     def agrees(self) -> bool:
-        """Return whether all ranks were asked to do the same; after the first barrier."""
+        """Return whether all ranks made the same call; after the first barrier."""
         return all(header == self._header for _, header in self.headers())
 
     def headers(self) -> Sequence[tuple[int, bytes]]:
-        """Return the other ranks, and what they were asked to do; after the first barrier."""
+        """Return the other ranks and their headers; after the first barrier."""
         length = len(self._header)
-        return [(self.ranks[place], bytes(note[:length]))
-                for place, note in enumerate(self._all_notes()) if place != self.rank]
+        return [(self.ranks[rank], bytes(note[:length]))
+                for rank, note in enumerate(self._all_notes()) if rank != self.rank]
 
     def leave(self) -> None:
         """Do nothing: the memory is never used again."""

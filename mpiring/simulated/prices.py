@@ -1,4 +1,4 @@
-"""Prices what a simulated cluster does: messages on links, and computing."""
+"""Prices of what a simulated cluster does: messages on links, and computing."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ class Cores:
 
     def take(self, now_s: float, seconds: float) -> float:
         """Return when work is done that can begin at `now_s`."""
-        # The one that fell idle last is most often the one where this rank has been.
+        # The core that fell idle last is most often where this rank has been.
         idle = [free_s for free_s in self._free_s if free_s <= now_s]
         free_s = max(idle) if idle else min(self._free_s)
         done_s = max(now_s, free_s) + seconds
@@ -46,7 +46,7 @@ class Cores:
 
 
 class _Ghost(np.ndarray[Any, np.dtype[Any]]):
-    """A vector without memory: its elements are all the same one, and nobody writes it."""
+    """A vector without memory: all elements are one, which is never written."""
 
     copied: Callable[[int], None] | None = None
 
@@ -67,7 +67,7 @@ def ghost(n: int, dtype: DTypeLike, copied: Callable[[int], None] | None = None)
     """Return a vector of `n` elements without memory, for a network without payload.
 
     Args:
-        copied: Is told of how many bytes each copy into it, or a part of it, would be.
+        copied: Called with the number of bytes of each copy into it, or into a part of it.
     """
     x = np.broadcast_to(np.empty((), dtype), (n,)).view(_Ghost)
     x.copied = copied
@@ -98,7 +98,7 @@ class NoCombine:
 
 
 class Worker(Protocol):
-    """Whoever is told that a rank computes: a simulated network."""
+    """A simulated network, as `PricedCombine` uses it."""
 
     def work(self, rank: int, seconds: float) -> None:
         """Keep a rank busy."""
@@ -108,8 +108,8 @@ class PricedCombine(NoCombine):
     """A `Combine` that only takes time, for a network without payload.
 
     Args:
-        network: Is told that the rank is busy.
-        rank: Who combines.
+        network: Keeps the rank busy.
+        rank: That combines.
         rate: Bytes per second that are combined into others.
     """
 

@@ -1,4 +1,4 @@
-"""Simulates a large cluster of equal nodes by one of them."""
+"""A large cluster of equal nodes, simulated by one of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ _LONGEST_ELEMENT = 32
 
 
 def cyclic(node: int, nodes: int) -> int:
-    """Return the node that sends to node 0 when node 0 sends to `node`: the one opposite."""
+    """Return the opposite node: it sends to node 0 when node 0 sends to `node`."""
     return -node % nodes
 
 
@@ -21,9 +21,9 @@ def pairwise(node: int, nodes: int) -> int:
 class SymmetricNetwork(SimulatedNetwork):
     """A cluster of which only the ranks of node 0 are run, as all nodes do the same at once.
 
-    What one of them sends to another node arrives as what the node opposite sends to this
-    one; chunks are taken to be equal, though some are longer by an element. It can neither
-    carry data, nor run a schedule that treats some nodes in another way than others.
+    What a rank sends to another node arrives as what the opposite node sends here; chunks
+    are taken to be equal, although they may differ by an element. It can neither carry data,
+    nor run a schedule that does not treat all nodes alike.
 
     Args:
         nodes, ranks_per_node: Of the cluster.

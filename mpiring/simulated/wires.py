@@ -1,4 +1,4 @@
-"""Carries messages between simulated nodes, whose network interfaces they share."""
+"""Messages between simulated nodes, which share the nodes' network interfaces."""
 
 import math
 from collections import defaultdict, deque
@@ -25,7 +25,7 @@ class Clock(Protocol):
         """Do `action` at a virtual time."""
 
 
-# Tells when the first and the last of some bytes pass.
+# Called with the times at which the first and the last byte pass.
 Passed = Callable[[float, float], None]
 
 
@@ -67,8 +67,8 @@ class Interface:
             self._clock.at(self._free_s, self._serve)
 
 
-# Length of the parts in which messages travel, and their number at most: TCP sends finer ones,
-# which would take longer to simulate, and change little.
+# Length of the parts in which messages travel, and their number at most: TCP's are finer, would
+# take longer to simulate, and change little.
 _QUANTUM_BYTES = 256 << 10
 _MOST_QUANTA = 16
 
@@ -91,13 +91,13 @@ class Wires:
         """Carry a message from one node to another.
 
         Args:
-            flow: Each one's messages stay in order.
+            flow: Messages of a flow stay in order.
             slowness: Multiplies all times.
-            left, landed: Are told when its last byte has left, and when it is there.
+            left, landed: Called with the times at which its last byte has left and is there.
         """
         latency_s = slowness * self._link.latency_s
         if self._link.bandwidth == math.inf:
-            # There is nothing to share: adversarial networks are many, and mostly like this.
+            # Nothing to share: a short cut, which most adversarial networks take.
             left(self._clock.time_s)
             landed(self._clock.time_s + latency_s)
             return

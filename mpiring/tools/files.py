@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..launch.environment import relevant_variables
 
 Row = dict[str, Any]
-# A file, or what is open already, as standard output.
+# A path, or an open stream, as standard output.
 Target = str | os.PathLike[str] | TextIO
 Environment = dict[str, Any]
 
@@ -27,7 +27,7 @@ _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-
 
 
 def machine() -> Environment:
-    """Return what is known of this run without MPI."""
+    """Return the part of the environment that does not need MPI."""
     versions = {name: _version(name) for name in _PACKAGES}
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -62,10 +62,10 @@ def _cpu() -> str:
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Make the system's errors ours, while a file is written.
+    """Turn the system's errors into ours, while a file is written.
 
     Raises:
-        ConfigError: It cannot be written; says why.
+        ConfigError: The file cannot be written.
     """
     try:
         yield
@@ -75,10 +75,10 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: Target) -> Iterator[TextIO]:
-    """Yield a new file; standard output, where that stands in the place of a path.
+    """Yield a new file, or the stream that was given instead of a path.
 
     Raises:
-        ConfigError: It cannot be written; says why.
+        ConfigError: The file cannot be written.
     """
     if not isinstance(path, str | os.PathLike):
         yield path
@@ -88,10 +88,10 @@ def opened(path: Target) -> Iterator[TextIO]:
 
 
 def refuse_unwritable(path: Target) -> None:
-    """Raise if a file could not be written later; leave none where there is none.
+    """Raise if a file could not be written later; do not create it.
 
     Raises:
-        ConfigError: It cannot be written; says why.
+        ConfigError: The file cannot be written.
     """
     if not isinstance(path, str | os.PathLike):
         return
@@ -103,7 +103,7 @@ def refuse_unwritable(path: Target) -> None:
 
 
 def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
-    """Write rows and environment; a value that is missing is null."""
+    """Write rows and environment; missing values are null."""
     content = {"benchmark": benchmark, "environment": about,
                "rows": [{key: _finite(value) for key, value in row.items()} for row in rows]}
     with opened(path) as file:
@@ -111,10 +111,10 @@ def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[
 
 
 def read_json(path: str) -> tuple[str, Environment, list[Row]]:
-    """Return benchmark, environment and rows as `write_json` has written them.
+    """Read benchmark, environment and rows from `write_json`.
 
     Args:
-        path: Of the file; "-" is standard input.
+        path: "-" is standard input.
 
     Raises:
         ConfigError: It is no such file.
@@ -130,7 +130,7 @@ def read_json(path: str) -> tuple[str, Environment, list[Row]]:
 
 
 def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Write rows under a header, and above it the environment in lines that begin with #."""
+    """Write the environment in lines that begin with #, and rows under a header."""
     with opened(path) as file:
         for key, value in about.items():
             text = value if isinstance(value, str) else json.dumps(value)
@@ -142,14 +142,14 @@ def write_csv(path: Target, about: Mapping[str, Any], rows: Sequence[Row]) -> No
 
 
 def _finite(value: Any) -> Any:
-    """Return None for NaN, which JSON does not know; also in lists."""
+    """Return None for NaN, which JSON lacks; also in lists."""
     if isinstance(value, list):
-        return [_finite(one) for one in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and value != value else value
 
 
 def _number(value: Any) -> Any:
     """Return NaN for None; also in lists."""
     if isinstance(value, list):
-        return [_number(one) for one in value]
+        return [_number(item) for item in value]
     return float("nan") if value is None else value

@@ -1,4 +1,4 @@
-"""Guards a command's standard output: results alone on it, and a plain end where it is lost."""
+"""Guards a command's standard output: reserves it for results, and ends plainly if it is lost."""
 
 import contextlib
 import errno
@@ -6,14 +6,16 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO, cast
+from collections.abc import Callable
+from typing import Any, TextIO, TypeVar, cast
 
 from ..errors import ConfigError
 
-# Of these options, one may be "-".
+# One of these options may be "-".
 _OPTIONS = ("json", "csv", "output")
 _FORWARD_S = 0.2
+
+T = TypeVar("T")
 
 
 class OutputError(Exception):
@@ -21,11 +23,7 @@ class OutputError(Exception):
 
 
 class Output:
-    """Standard output, whose errors are not taken for those of a file.
-
-    Args:
-        stream: What it is.
-    """
+    """Standard output that raises OutputError, so that its errors are not taken for a file's."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,33 +38,30 @@ class Output:
         """Write a text.
 
         Raises:
-            OutputError: The disk is full, or nobody reads on.
+            OutputError: The disk is full, or the reader has gone.
         """
-        with _lost_as_such():
-            return self._stream.write(text)
+        return _unless_lost(lambda: self._stream.write(text))
 
     def flush(self) -> None:
-        """Hand over what was written.
+        """Flush the stream.
 
         Raises:
             OutputError: As of `write`.
         """
-        with _lost_as_such():
-            self._stream.flush()
+        _unless_lost(self._stream.flush)
 
 
-@contextlib.contextmanager
-def _lost_as_such() -> Iterator[None]:
+def _unless_lost(action: Callable[[], T]) -> T:
     try:
-        yield
+        return action()
     except OSError as exc:
         raise OutputError from exc
 
 
 def guarded(command: Callable[[], int]) -> int:
-    """Run a command, and return its exit status: 1, and a line of why, if its output is lost.
+    """Run a command, and return its exit status; 1 if its output is lost, with a line of why.
 
-    Where nobody reads on, as behind `| head`, there is no such line.
+    Where the reader has gone, as with `| head`, there is no such line.
     """
     if sys.stdout is None:
         return command()
@@ -83,16 +78,16 @@ def guarded(command: Callable[[], int]) -> int:
 
 
 def _end(reason: OSError) -> None:
-    """Say why there is no output any more, and end the job if there are other ranks."""
+    """Print why the output is lost, and end the job if there are other ranks."""
     if reason.errno != errno.EPIPE:
         with contextlib.suppress(OSError):
             sys.stderr.write(f"mpiring: standard output: {reason.strerror}\n")
             sys.stderr.flush()
-    # What is left in the buffer would be tried once more when the process ends.
+    # Python would write the rest of the buffer when the process ends.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and mpi.COMM_WORLD.Get_size() > 1:
-        # The others would wait for this rank. The launcher first has to pass on what was said.
+        # Other ranks would wait for this one. The launcher first has to forward the message.
         time.sleep(_FORWARD_S)
         mpi.COMM_WORLD.Abort(1)
         # MPICH's MPI_Abort was seen to return.
@@ -100,10 +95,10 @@ def _end(reason: OSError) -> None:
 
 
 def alone(command: Callable[[Namespace], int], options: Namespace) -> int:
-    """Run a command; where an option wants results on standard output, print all else elsewhere.
+    """Run a command; if an option reserves standard output for results, print elsewhere.
 
     Args:
-        options: Those that are "-" become what can be written to.
+        options: The option that is "-" becomes the stream.
 
     Raises:
         ConfigError: Several of them are, or there is no standard output.
@@ -113,7 +108,7 @@ def alone(command: Callable[[Namespace], int], options: Namespace) -> int:
         raise ConfigError(f"--{wanted[0]} - and --{wanted[1]} -: standard output takes one of them")
     if wanted and sys.stdout is None:
         raise ConfigError(f"--{wanted[0]} -: standard output is closed")
-    # The parts of a benchmark leave results to who has started them.
+    # A part of a benchmark leaves results to the process that started it.
     if not wanted or getattr(options, "part", None):
         return command(options)
     setattr(options, wanted[0], sys.stdout)

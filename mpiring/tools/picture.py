@@ -11,7 +11,7 @@ from .files import writing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart, without the yellow, and two
+# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, and two
 # more: as many as there are contenders.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555",
            "#882255", "#000000")
@@ -47,10 +47,10 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
     """Yield the panels of a picture, row by row, to be drawn on; then write it.
 
     Args:
-        path: Its ending tells the format: .png, .pdf, .svg.
-        heights: Of each row, in inches.
-        columns: In each row.
-        caption: Stands above all.
+        path: Its ending sets the format: .png, .pdf, .svg.
+        heights: Of the rows, in inches.
+        columns: Panels in each row.
+        caption: Written above all.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -71,7 +71,14 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
             figure.savefig(path, dpi=_DPI)
 
 
-def curve_style(place: int) -> dict[str, Any]:
-    """Return colour and marker of a curve, by its place among all."""
-    return {"color": COLOURS[place % len(COLOURS)], "marker": _MARKERS[place % len(_MARKERS)],
+def name_bars(axes: "Axes", names: Sequence[str]) -> None:
+    """Write names beside horizontal bars, the first at the top."""
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+
+
+def curve_style(number: int) -> dict[str, Any]:
+    """Return colour and marker of a curve, by its number."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": _MARKERS[number % len(_MARKERS)],
             "markersize": 3.5}

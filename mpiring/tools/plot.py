@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from ..text import count, ranks_on_nodes
 from .files import Environment, Row
-from .picture import COLOURS, GREY, INCHES, curve_style, picture
+from .picture import COLOURS, GREY, INCHES, curve_style, name_bars, picture
 from .units import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_LABELS = 6
-# Whose panels take the whole width.
+# Their panels take the whole width.
 _WIDE = ("steps", "prefetch", "reducers")
-# Where times differ by more, their axis is logarithmic.
+# If times differ by a larger factor, their axis is logarithmic.
 _LINEAR_RANGE = 10
 # Rows of `bench allreduce` that only show a limit.
 LIMITS = ("memory copy", "device copy", "pinned copies")
@@ -25,7 +25,7 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
     """Write a picture of the results of a benchmark.
 
     Args:
-        path: Its ending tells the format: .png, .pdf, .svg.
+        path: Its ending sets the format: .png, .pdf, .svg.
 
     Raises:
         ConfigError: There is nothing to draw, or the file cannot be written.
@@ -35,14 +35,17 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
         raise ConfigError(f"{path}: there is nothing to draw of {len(rows)} results of {benchmark}")
     panels = _panels(benchmark, rows)
     columns = 1 if benchmark in _WIDE else 2
-    with picture(path, [INCHES[1]] * len(panels), columns, _caption(about)) as grid:
+    caption = about.get("cluster") or " · ".join([
+        ranks_on_nodes(about["ranks"], about["nodes"]), about["cpu"],
+        about["mpi_library"].partition(",")[0]])
+    with picture(path, [INCHES[1]] * len(panels), columns, caption) as grid:
         for axes, (title, members) in zip(grid, panels.items()):
             _DRAW[benchmark](axes, members)
             axes[0].set_title(title, loc="left")
 
 
 def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows that belong into one picture, by its title."""
+    """Group rows by the title of their panel."""
     if benchmark in ("steps", "prefetch") and all("model" in row for row in rows):
         return _grouped(rows, lambda row: f"{row['model']}, {row['parameters'] / 1e6:.1f} M "
                                           f"parameters")
@@ -63,25 +66,19 @@ def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list
     return panels
 
 
-def _caption(about: Environment) -> str:
-    if "cluster" in about:
-        return str(about["cluster"])
-    ranks = ranks_on_nodes(about["ranks"], about["nodes"])
-    return f"{ranks} · {about['cpu']} · {about['mpi_library'].split(',')[0]}"
-
-
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and bus bandwidth over size, a curve per contender."""
     curves: dict[tuple[str, str], list[Row]] = {}
-    for row in sorted(rows, key=_bytes):
+    for row in sorted(rows, key=lambda row: int(row["bytes"])):
         if row["contender"] not in LIMITS and row["median_us"] == row["median_us"]:
             curves.setdefault((row["contender"], row["thread_level"]), []).append(row)
-    names = sorted({name for name, _ in curves}, key=_ours_first)
+    names = sorted({name for name, _ in curves}, key=lambda name: ("mpiring" not in name, name))
     levels = list(dict.fromkeys(level for _, level in curves))
     for name, level in sorted(curves, key=lambda curve: (names.index(curve[0]), curve[1])):
-        members, place = curves[name, level], names.index(name)
+        members = curves[name, level]
         look: dict[str, Any] = {
-            **curve_style(place), "label": f"{name} ({level})" if len(levels) > 1 else name,
+            **curve_style(names.index(name)),
+            "label": f"{name} ({level})" if len(levels) > 1 else name,
             "linestyle": ("-", ":")[levels.index(level) % 2],
             "linewidth": 2.2 if name == "mpiring auto" else 1.2}
         sizes = [row["bytes"] for row in members]
@@ -95,16 +92,8 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[1].set_ylabel("bus bandwidth (GB/s)")
 
 
-def _ours_first(name: str) -> tuple[bool, str]:
-    return "mpiring" not in name, name
-
-
-def _bytes(row: Row) -> int:
-    return int(row["bytes"])
-
-
 def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the time that the memory or the link needs at the least."""
+    """Draw the least time that the memory or the link allows."""
     known = {row["bytes"]: row for row in rows if row["limit_us"] == row["limit_us"]}
     if not known:
         return
@@ -119,7 +108,7 @@ def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
-    """Mark sizes, in bytes as people read them, from the largest on; none that has no room."""
+    """Label sizes, from the largest on, as far as there is room."""
     shown = [sizes[-1]]
     for size in reversed(sizes[:-1]):
         if shown[-1] / size >= (sizes[-1] / sizes[0]) ** (1 / _MOST_LABELS):
@@ -129,36 +118,32 @@ def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
 
 
 def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the compute and what communication adds to it; and the share that was hidden."""
+    """Draw compute and the time that communication adds; and the share that was hidden."""
     names = [f"{row['contender']}\n{row['compute']} compute" for row in rows]
-    places = range(len(rows))
+    positions = range(len(rows))
     compute = [min(row["compute_ms"], row["total_ms"]) for row in rows]
     added = [max(0.0, row["total_ms"] - row["compute_ms"]) for row in rows]
-    axes[0].barh(places, compute, color=GREY, label="compute alone")
-    axes[0].barh(places, added, left=compute, color=COLOURS[1], label="added by communication")
-    axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], places, "k|",
+    axes[0].barh(positions, compute, color=GREY, label="compute alone")
+    axes[0].barh(positions, added, left=compute, color=COLOURS[1], label="added by communication")
+    axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], positions, "k|",
                  markersize=12, label="compute + communication alone")
     axes[0].set_xlabel("time (ms, median)")
-    hidden = axes[1].barh(places, [row["overlap_percent"] for row in rows], color=COLOURS[0])
+    hidden = axes[1].barh(positions, [row["overlap_percent"] for row in rows], color=COLOURS[0])
     axes[1].bar_label(hidden, fmt="%.0f %%", padding=3)
     axes[1].set_xlim(0, 115)
     axes[1].set_xticks(range(0, 101, 20))
     axes[1].set_xlabel("communication hidden (%)")
-    for panel, labels in zip(axes, (names, [""] * len(names))):
-        panel.set_yticks(places, labels)
-        panel.invert_yaxis()
-        panel.grid(axis="y", visible=False)
+    name_bars(axes[0], names)
+    name_bars(axes[1], [""] * len(names))
 
 
 def _step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the time of a step, with the scaling efficiency beside it."""
-    places = range(len(rows))
-    bars = axes[0].barh(places, [row["median_ms"] for row in rows], color=[
+    positions = range(len(rows))
+    bars = axes[0].barh(positions, [row["median_ms"] for row in rows], color=[
         COLOURS[0] if "mpiring" in row["contender"] else GREY for row in rows])
     axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)
-    axes[0].set_yticks(places, [row["contender"] for row in rows])
-    axes[0].invert_yaxis()
-    axes[0].grid(axis="y", visible=False)
+    name_bars(axes[0], [row["contender"] for row in rows])
     axes[0].margins(x=0.2)
     axes[0].set_xlabel("time of a training step (ms, median); in %: the first one's time over it")
 
@@ -172,16 +157,16 @@ def _share(row: Row) -> str:
 def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and efficiency over the number of nodes, a curve per algorithm."""
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
-    for place, name in enumerate(names):
+    for i, name in enumerate(names):
         members = [row for row in rows if row["algorithm"] == name]
         nodes = [row["nodes"] for row in members]
-        look = {**curve_style(place), "label": name, "linewidth": 1.2}
+        look = {**curve_style(i), "label": name, "linewidth": 1.2}
         axes[0].plot(nodes, [row["ms"] for row in members], **look)
         axes[1].plot(nodes, [row["efficiency_percent"] for row in members], **look)
         chosen = [row for row in members if row["selected"]]
         axes[0].plot([row["nodes"] for row in chosen], [row["ms"] for row in chosen], "o",
                      markersize=8, markerfacecolor="none", markeredgecolor="black",
-                     label="what auto takes" if place + 1 == len(names) else None)
+                     label="what auto takes" if i + 1 == len(names) else None)
     limits = {row["nodes"]: row["limit_ms"] for row in rows}
     axes[0].plot(list(limits), list(limits.values()), "k--", linewidth=1, label="byte limit")
     axes[0].set_yscale("log")
@@ -199,8 +184,8 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the validation loss over the time of training, a curve per method."""
     panel, trained = axes[0], [row for row in rows if row["curve_s"]]
-    for place, row in enumerate(trained):
-        panel.plot(row["curve_s"], row["curve_bits"], **curve_style(place), label=row["reducer"],
+    for i, row in enumerate(trained):
+        panel.plot(row["curve_s"], row["curve_bits"], **curve_style(i), label=row["reducer"],
                    linewidth=1.2)
     targets = {row["target_bits"] for row in trained if row["target_bits"] == row["target_bits"]}
     for target in targets:

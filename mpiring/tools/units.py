@@ -1,4 +1,4 @@
-"""Reads sizes, rates and times as people write them, and writes sizes as people read them."""
+"""Reads sizes, rates, times and counts from text, and writes sizes."""
 
 import re
 

@@ -1,7 +1,7 @@
-"""Tells on which ranks gradients were not finite before they were averaged, and which ones.
+"""Finds out which gradients of which ranks were not finite before they were averaged.
 
-The mean is NaN on all ranks once one rank's gradient is, and takes that gradient's place. So each
-rank looks at its own before they leave.
+Once one rank's gradient is NaN, so is the mean on all ranks, which overwrites that gradient. So
+each rank looks at its own before they leave.
 """
 
 import logging
@@ -15,21 +15,18 @@ from ..text import first_few
 # at the last bucket 0.1 %. That holds the gradients of the first layers, to which backward takes
 # every NaN of the layers behind them.
 _CLOSE_STEPS = 10
-# After so many in a row, a loss scale that is too large is not the reason any more.
+# After as many in a row, a loss scale that is too large is not the reason any more.
 HOPELESS_STEPS = 10
 
 _log = logging.getLogger("mpiring")
 
 
 class NonFinite:
-    """Looks at this rank's gradients before they are averaged, and learns what others have seen.
+    """Looks for NaN and Inf in the gradients of all ranks, before they are averaged.
 
-    In each step it looks at the bucket that leaves last, and at its mean; at all of them in the
-    ten steps after one whose mean held NaN or Inf. All ranks have the same means: they exchange
+    In each step each rank looks at the bucket that leaves last, and at its mean; at all of them in
+    the ten steps after one whose mean was not finite. All ranks have the same means: they exchange
     names, and send anything at all, only when there are any.
-
-    Args:
-        comm: The ranks.
 
     Attributes:
         found: The names of such gradients in the last complete step, by rank; the same on all
@@ -52,7 +49,7 @@ class NonFinite:
         """
         due = self._close_steps or last and bucket.device is None
         if due and not bucket.holds_finite(bucket.flat):
-            # Between the tensors may be what a lossy reducer has left there: it does not count.
+            # What a lossy Reducer has left between the tensors does not count.
             self._mine += [name for name, view in bucket.views.items()
                            if not bucket.holds_finite(view)]
 
@@ -63,8 +60,8 @@ class NonFinite:
         Args:
             step: Its number.
             buckets: All, in the order in which they leave; with the means.
-            beside: Names of such gradients of this rank that lie in no bucket.
-            finite: Whether there are none of that kind on any rank.
+            beside: Names of gradients of this rank that are in no bucket, and not finite.
+            finite: Whether there are none of that kind, on all ranks.
 
         Collective: yes. Blocking: yes.
         """
@@ -81,8 +78,8 @@ class NonFinite:
         self._saw_all, self._close_steps = self._close_steps > 0, _CLOSE_STEPS
         self._steps_in_row += 1
         if self._steps_in_row == HOPELESS_STEPS and not self._is_reported:
-            self._say(f"; it was the {HOPELESS_STEPS}th such step in a row, which no loss scale "
-                      f"explains")
+            self._warn(f"; it was the {HOPELESS_STEPS}th such step in a row, which no loss scale "
+                       f"explains")
         return False
 
     def leave_to_user(self) -> None:
@@ -93,23 +90,23 @@ class NonFinite:
         self._is_known = True
 
     def report(self) -> None:
-        """Say that such gradients are used: on rank 0, and once while it goes on.
+        """Warn that such gradients are used: on rank 0, and once while it goes on.
 
         Collective: no.
         """
         if self.found and not (self._is_reported or self._is_known):
-            self._say()
+            self._warn()
 
-    def _say(self, more: str = "") -> None:
+    def _warn(self, more: str = "") -> None:
         self._is_reported = True
         if self._comm.rank == 0:
             seen = "" if self._saw_all else " (of those that leave last: others were not looked at)"
             _log.warning("step %d: NaN or Inf in gradients before they were averaged, and so in "
-                         "the means of all ranks: %s%s%s", self._step, _told(self.found), seen,
+                         "the means of all ranks: %s%s%s", self._step, _described(self.found), seen,
                          more)
 
 
-def _told(found: Mapping[int, Sequence[str]]) -> str:
+def _described(found: Mapping[int, Sequence[str]]) -> str:
     """Return ranks and names as a text, ranks with the same names together."""
     ranks: dict[tuple[str, ...], list[str]] = {}
     for rank, names in found.items():

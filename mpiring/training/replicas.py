@@ -1,4 +1,4 @@
-"""Compares what all ranks should have in common, and stops or mends a rank that differs."""
+"""Compares what should be the same on all ranks, and stops, or restores a rank that differs."""
 
 import collections
 import functools
@@ -24,11 +24,11 @@ _log = logging.getLogger("mpiring")
 
 @dataclass(frozen=True)
 class Replicated:
-    """A piece of memory that has the same bits on all ranks.
+    """Memory that should have the same bits on all ranks: an array or a number.
 
     Attributes:
-        name: For messages; tells it from all other parts.
-        read: Returns its bytes: shape (n,), uint8; perhaps a copy.
+        name: Different from all others'.
+        read: Returns its bytes, perhaps a copy: shape (n,), uint8.
         write: Replaces its bytes by such a vector.
     """
 
@@ -42,15 +42,15 @@ class Replicas:
 
     Args:
         comm: The ranks. Its settings say how often to compare, and what to do.
-        parts: Yields them as they are at present; the same names on all ranks, in any order.
+        items: Yields them as they are at present; the same names on all ranks, in any order.
 
     Attributes:
         paused: Nothing is compared at present: ranks may differ for a while.
     """
 
-    def __init__(self, comm: Communicator, parts: Callable[[], Iterable[Replicated]]) -> None:
+    def __init__(self, comm: Communicator, items: Callable[[], Iterable[Replicated]]) -> None:
         self.paused = False
-        self._comm, self._parts = comm, parts
+        self._comm, self._items = comm, items
         self._steps = self._compared = 0
 
     def end_step(self) -> None:
@@ -68,7 +68,7 @@ class Replicas:
     def compare(self) -> None:
         """Find out whether all ranks have the same bits, by a message of 16 bytes if they do.
 
-        Parts that only some ranks have do not count.
+        What only some ranks have does not count.
 
         Raises:
             ReplicaError: Ranks differ, and `digest_action` is "stop", or there is no majority
@@ -79,30 +79,29 @@ class Replicas:
         self._compared = self._steps
         if self._comm.size == 1:
             return
-        parts = {part.name: part for part in self._parts()}
-        digests = {name: digest([parts[name].read()]) for name in sorted(parts)}
+        items = {item.name: item for item in self._items()}
+        digests = {name: digest([items[name].read()]) for name in sorted(items)}
         if self._are_equal(digests):
             return
-        everybodys = self._comm.allgather_object((socket.gethostname(), digests))
-        different = _different([theirs for _, theirs in everybodys])
-        if not different:
+        hosts, everybodys = zip(*self._comm.allgather_object((socket.gethostname(), digests)))
+        differences = _differences(everybodys)
+        if not differences:
             return
-        hosts = [host for host, _ in everybodys]
-        told = f"after {self._steps} steps, {_described(different, hosts)}"
+        text = f"after {self._steps} steps, {_described(differences, hosts)}"
         if self._comm.config.digest_action == "stop":
             raise ReplicaError(
-                f"rank {self._comm.rank}: {told}. One tensor alone: look at that host's memory; "
+                f"rank {self._comm.rank}: {text}. One tensor alone: look at that host's memory; "
                 f"many: look for what ranks do differently, such as random numbers, the order of "
                 f"a set, or a step that not all of them take. Go on from a checkpoint; "
                 f"digest_action='restore' copies what differs from a rank of the majority")
-        if not all(one.majority for one in different):
+        if not all(difference.majority for difference in differences):
             raise ReplicaError(
-                f"rank {self._comm.rank}: {told}. There is no majority to restore from; go on "
+                f"rank {self._comm.rank}: {text}. There is no majority to restore from; go on "
                 f"from a checkpoint")
-        for one in different:
-            self._copy(parts[one.name], one.majority[0], one.odd)
+        for difference in differences:
+            self._copy(items[difference.name], difference.majority[0], difference.odd)
         if self._comm.rank == 0:
-            _log.warning("%s; restored from those", told)
+            _log.warning("%s; restored from those", text)
 
     def _are_equal(self, digests: Mapping[str, int]) -> bool:
         """Return whether all ranks have the same digests; the same answer on all."""
@@ -115,30 +114,30 @@ class Replicas:
             lambda collectives: collectives.allreduce(both, op="min")).wait()
         return bool(both[0] == ~both[1])
 
-    def _copy(self, part: Replicated, root: int, ranks: Iterable[int]) -> None:
-        mine = part.read()
+    def _copy(self, item: Replicated, root: int, ranks: Iterable[int]) -> None:
+        mine = item.read()
         here = mine if self._comm.rank == root else np.empty_like(mine)
         self._comm.broadcast(here, root=root)
         if self._comm.rank in ranks:
-            part.write(here)
+            item.write(here)
 
     def copy_from(self, root: int) -> None:
-        """Give all ranks the parts of one rank, as far as all ranks have them.
+        """Give all ranks what one rank has, as far as all ranks have it.
 
         Collective: yes. Blocking: yes.
         """
-        parts = {part.name: part for part in self._parts()}
-        everybodys = self._comm.allgather_object(list(parts))
-        for name in sorted(set(parts).intersection(*everybodys)):
-            self._copy(parts[name], root, range(self._comm.size))
+        items = {item.name: item for item in self._items()}
+        everybodys = self._comm.allgather_object(list(items))
+        for name in sorted(set(items).intersection(*everybodys)):
+            self._copy(items[name], root, range(self._comm.size))
 
 
 @dataclass(frozen=True)
-class _Different:
-    """A part that is not the same on all ranks.
+class _Difference:
+    """An array or a number that is not the same on all ranks.
 
     Attributes:
-        name: The part's.
+        name: Its name.
         odd: The ranks that are not of the majority.
         majority: The ranks that agree, and are more than any others that do; often none of two.
     """
@@ -148,8 +147,8 @@ class _Different:
     majority: tuple[int, ...]
 
 
-def _different(everybodys: Sequence[Mapping[str, int]]) -> list[_Different]:
-    """Return the parts that all ranks have, and that are not the same on all."""
+def _differences(everybodys: Sequence[Mapping[str, int]]) -> list[_Difference]:
+    """Compare all ranks' digests of what all ranks have."""
     found = []
     for name in sorted(set(everybodys[0]).intersection(*everybodys)):
         ranks: dict[int, list[int]] = {}
@@ -159,20 +158,20 @@ def _different(everybodys: Sequence[Mapping[str, int]]) -> list[_Different]:
             first, second = sorted(ranks.values(), key=len, reverse=True)[:2]
             majority = tuple(first) if len(first) > len(second) else ()
             odd = tuple(rank for rank in range(len(everybodys)) if rank not in majority)
-            found.append(_Different(name, odd, majority))
+            found.append(_Difference(name, odd, majority))
     return found
 
 
-def _described(different: Sequence[_Different], hosts: Sequence[str]) -> str:
+def _described(differences: Sequence[_Difference], hosts: Sequence[str]) -> str:
     """Return which ranks differ in what, as a text."""
-    names: dict[_Different, list[str]] = collections.defaultdict(list)
-    for one in different:
-        names[_Different("", one.odd, one.majority)].append(one.name)
+    names: dict[tuple[Sequence[int], Sequence[int]], list[str]] = collections.defaultdict(list)
+    for difference in differences:
+        names[difference.odd, difference.majority].append(difference.name)
     return "; ".join(
-        f"{_ranks(who.odd, hosts)} "
-        + (f"differ{'s' * (len(who.odd) == 1)} from ranks {_list(who.majority)}"
-           if who.majority else "differ from each other, without a majority,")
-        + f" in {first_few(those, 5)}" for who, those in names.items())
+        f"{_ranks(odd, hosts)} "
+        + (f"differ{'s' * (len(odd) == 1)} from ranks {first_few([*map(str, majority)], 8)}"
+           if majority else "differ from each other, without a majority,")
+        + f" in {first_few(those, 5)}" for (odd, majority), those in names.items())
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -180,26 +179,22 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
         [f"{rank} on {hosts[rank]}" for rank in ranks], 8)
 
 
-def _list(ranks: Sequence[int]) -> str:
-    return first_few([str(rank) for rank in ranks], 8)
-
-
 def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | None],
                   ) -> Iterator[Replicated]:
-    """Yield the arrays of a nest, and the numbers of its mappings and lists, as parts.
+    """Yield the arrays of a nest, and the numbers in its mappings and lists.
 
     Args:
         nest: See memory.nests.
         name: Of the nest.
-        leaf: Returns the part that an array is; None for other leaves, and for arrays that were
-            yielded before.
+        leaf: Returns what an array is; None for other leaves, and for arrays that were yielded
+            before.
     """
     for path, value in leaves(nest):
         its_name = name + "".join(f"[{key!r}]" for key in path)
         if not isinstance(value, bool | int | float):
-            part = leaf(its_name, value)
-            if part is not None:
-                yield part
+            item = leaf(its_name, value)
+            if item is not None:
+                yield item
         elif path and abs(value) < 2**63:
             holder = functools.reduce(operator.getitem, path[:-1], nest)
             # Those of a tuple cannot be replaced.
@@ -208,7 +203,7 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
 
 
 def _number(holder: Any, key: Any, name: str) -> Replicated:
-    """Return a number of Python's as a part."""
+    """Return a number of Python's that can be compared and replaced."""
     value = np.array(holder[key])
 
     def write(raw: Array) -> None:

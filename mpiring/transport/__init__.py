@@ -1,1 +1,1 @@
-"""Moves bytes between ranks: real MPI, or a simulated network in one process."""
+"""Messages between ranks by MPI, and the memory in which the ranks of a node meet."""

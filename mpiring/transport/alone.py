@@ -1,4 +1,4 @@
-"""The meeting place of a rank that shares its node's memory with nobody."""
+"""The meeting place of a rank that shares its node's memory with no other."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from .node_memory import SLOT_BYTES
 
 
 class Alone:
-    """A node of one rank; see base.Node. Nothing is to be waited for, or compared.
+    """A node of one rank, which waits for nothing and compares nothing; see base.Node.
 
     Args:
         rank: Of the communicator.
@@ -22,7 +22,7 @@ class Alone:
         self.met = True
 
     def test(self) -> bool:
-        """Return True: the memory is nobody else's."""
+        """Return True: the memory is this rank's."""
         return True
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:

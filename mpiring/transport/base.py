@@ -1,4 +1,4 @@
-"""States what a schedule may know of the network: channels, requests, schedules."""
+"""What a schedule knows of the network: channels, nodes, requests; and what steps schedules."""
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
@@ -11,7 +11,7 @@ Array = NDArray[Any]
 
 
 class Request(Protocol):
-    """Something pending: a message, a turn, a CUDA event, a compute task."""
+    """Something pending: a message, a turn, a CUDA event, a barrier."""
 
     def test(self) -> bool:
         """Return whether it is complete, without blocking; once True, always True."""
@@ -62,7 +62,7 @@ class Channel(Protocol):
 class Node(Protocol):
     """One operation's meeting place of the ranks that share a node's memory.
 
-    It is itself the request to wait for before anything else: that nobody uses the
+    It is itself the request to wait for before anything else: that no rank uses the
     memory for an earlier operation any more.
 
     Attributes:
@@ -82,7 +82,7 @@ class Node(Protocol):
         """Return whether the memory is this operation's."""
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return per rank a vector that all ranks of the node read and write.
+        """Return, per rank of the node, its staging slot, which all of them read and write.
 
         Args:
             dtype: Of the elements.
@@ -90,13 +90,13 @@ class Node(Protocol):
         """
 
     def agrees(self) -> bool:
-        """Return whether all ranks were asked to do the same; after the first barrier."""
+        """Return whether all ranks made the same call; after the first barrier."""
 
     def headers(self) -> Sequence[tuple[int, bytes]]:
-        """Return the other ranks, and what they were asked to do; after the first barrier."""
+        """Return the other ranks and their headers; after the first barrier."""
 
     def leave(self) -> None:
-        """Say that this rank has done with the operation."""
+        """Mark that this rank has done with the operation."""
 
     def barrier(self, *numbers: int) -> Request:
         """Arrive; the request is complete once every rank of the node has."""
@@ -127,7 +127,7 @@ class Task(Generic[T]):
         self._schedule = schedule
 
     def requests(self) -> Iterator[Request]:
-        """Return what is waited for; of schedules within this one, what those wait for."""
+        """Return what is waited for, also by schedules within this one."""
         for request in self.pending:
             if isinstance(request, _Movement):
                 for task in request.tasks:
@@ -149,12 +149,12 @@ class Task(Generic[T]):
         while not self.done:
             error, pending = None, self.pending
             try:
-                # Mostly one: a list of those that are left would take longer than the look.
+                # There is mostly a single request: to list those left would take longer.
                 if len(pending) == 1:
                     if not pending[0].test():
                         return moved
                 elif pending:
-                    self.pending = pending = [one for one in pending if not one.test()]
+                    self.pending = pending = [request for request in pending if not request.test()]
                     if pending:
                         return moved
             except Exception as raised:
@@ -195,7 +195,7 @@ def together(schedules: Iterable[Schedule[T]], in_flight: int = 2) -> Schedule[l
         schedules: Begun in this order; drawn from the iterable only when their turn comes.
         in_flight: At most so many are under way at a time.
 
-    Raises: what one of them raises; the others are not resumed then.
+    Raises: what any of them raises; the others are not resumed then.
 
     Collective: as the schedules. Blocking: no (a schedule).
     """
@@ -231,7 +231,7 @@ def run_to_end(schedule: Schedule[T]) -> T:
             return result
 
 
-# Of the header that tells what a rank was asked to do.
+# Length of the header by which ranks compare their calls.
 HEADER_BYTES = 192
 
 NO_BYTES: Array = np.empty(0, np.uint8)

@@ -1,4 +1,4 @@
-"""Shows a schedule only some of the ranks, in an order of its own."""
+"""A channel among a few of the ranks, in an order of their own."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from .base import Array, Channel, Request
 
 
 class Members:
-    """A channel that joins some ranks of another one; see base.Channel.
+    """A channel that joins a few ranks of another; see base.Channel.
 
     It has no messages of its own: they travel, and keep their order, as those of `net`.
 

@@ -1,4 +1,4 @@
-"""Moves bytes with mpi4py, on a private duplicate of the user's communicator."""
+"""Messages by mpi4py, on a private duplicate of the user's communicator."""
 
 import sys
 import warnings
@@ -29,7 +29,7 @@ _LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - 
 
 
 def failure(what: str, error: MPI.Exception) -> TransportError:
-    """Return the error of ours that stands for one of MPI's.
+    """Return our error for one of MPI's.
 
     Args:
         what: What was being done, and by which rank.
@@ -40,11 +40,11 @@ def failure(what: str, error: MPI.Exception) -> TransportError:
 
 
 def made(comm: MPI.Comm, make: Callable[[], T]) -> T:
-    """Return a communicator that `make` makes out of another one.
+    """Return a communicator that `make` makes out of another.
 
     Raises:
         ProcessFailedError: A rank has died.
-        TransportError: MPI makes no more; says how many there are.
+        TransportError: MPI makes no more; with a count of those open.
 
     Collective: as `make`.
     """
@@ -97,7 +97,7 @@ class _Pending:
 
     @property
     def source(self) -> int:
-        """Who has sent what was received; once complete."""
+        """The rank that has sent what was received; once complete."""
         return -1 if self._status is None else self._status.Get_source()
 
     def test(self) -> bool:
@@ -148,7 +148,7 @@ class _All:
 
 
 def messages_of(request: Request) -> "list[_Pending]":
-    """Return the MPI requests that make up one of ours: none, if it is for something else."""
+    """Return the MPI requests that make up a request; none if it is for something else."""
     if isinstance(request, DeviceMessage):
         return [] if request.request is None else messages_of(request.request)
     if isinstance(request, _All):
@@ -193,7 +193,7 @@ class MpiTransport:
         return MpiChannel(self, sequence, 1 + (sequence * LANES + lane) % self._tags)
 
     def tagged(self, tag: int) -> "MpiChannel":
-        """Return the messages of one tag: a transport's that gives no other channels."""
+        """Return a channel of one tag, of a transport that has no other channels."""
         return MpiChannel(self, 0, tag)
 
     def iallreduce(self, x: Array, op: str) -> Request:
@@ -265,7 +265,7 @@ class MpiChannel:
             _RECEIVE, piece.nbytes, source, expected=piece.nbytes))
 
     def irecv_any(self, array: Array) -> _Pending:
-        """Start receiving a contiguous vector from whoever sends first; see `source` there."""
+        """Start receiving a contiguous vector from any rank; see `source` of the request."""
         return self._transport.started(
             lambda: self._comm.Irecv([as_bytes(array), MPI.BYTE], MPI.ANY_SOURCE, self._tag),
             _RECEIVE_ANY, array.nbytes, expected=array.nbytes)
@@ -303,7 +303,7 @@ class Mailbox:
     def poll(self) -> list[tuple[int, bytes]]:
         """Return the messages that have arrived, each with its source.
 
-        Who waits in shared memory learns here, and nowhere else, that another rank has died.
+        For a rank that waits in shared memory, the only news that another has died.
 
         Raises: as `post`.
         """

@@ -1,7 +1,7 @@
-"""Lets the ranks of a node meet in shared memory: barriers, short notes, call headers, slots.
+"""The memory in which the ranks of a node meet: barriers, notes, headers of calls, staging slots.
 
 Every rank writes to its own segment only. A segment has a few areas, and operation
-number s uses area s modulo their count once nobody is in the area's previous operation.
+number s uses area s modulo their count once no rank is in the area's previous operation.
 """
 
 import platform
@@ -18,7 +18,7 @@ SLOT_BYTES = 512 << 10
 _NOTE_WORDS = 8
 # Of a lane: its flag on a cache line of its own, and two notes, used in turn.
 _LANE_WORDS = 8 + 2 * _NOTE_WORDS
-# Beside the flag of lane 0, so that whoever reads that has it too.
+# Beside the flag of lane 0, in the same cache line.
 _DIGEST_WORD = 1
 _HEADER_WORD = LANES * _LANE_WORDS
 _SLOT_WORD = -(-(_HEADER_WORD * 8 + HEADER_BYTES) // 64) * 8
@@ -114,7 +114,7 @@ class SharedNode:
         return self._memory.slots(self._sequence % AREAS, dtype, size)
 
     def test(self) -> bool:
-        """Return whether nobody uses the memory for an earlier operation any more."""
+        """Return whether no rank uses the memory for an earlier operation any more."""
         if self._sequence < AREAS:
             return True
         ended = (self._sequence + 1 - AREAS) << _COUNT_BITS | _ENDED
@@ -150,21 +150,21 @@ class SharedNode:
     def lane(self, index: int) -> "SharedNode":
         """Return a further meeting place of the same operation, without an agreement."""
         if index not in self._lanes:
-            # Kept, for its count of barriers goes on.
+            # Its count of barriers goes on.
             other = SharedNode(self._memory, self._sequence, self._header, self._digest, index)
             other.met = True
             self._lanes[index] = other
         return self._lanes[index]
 
     def leave(self) -> None:
-        """Say that this rank has done with the operation."""
+        """Mark that this rank has done with the operation."""
         memory = self._memory
         if _REORDERS:
             memory.fence()
         memory.words[self.rank][self._area] = (self._sequence + 1) << _COUNT_BITS | _ENDED
 
     def agrees(self) -> bool:
-        """Return whether all ranks were asked to do the same; after the first barrier."""
+        """Return whether all ranks made the same call; after the first barrier."""
         digest, word = self._digest, self._area + _DIGEST_WORD
         for words in self._memory.others:
             if words[word] != digest:
@@ -172,7 +172,7 @@ class SharedNode:
         return True
 
     def headers(self) -> list[tuple[int, bytes]]:
-        """Return the other ranks, and what they were asked to do; after the first barrier."""
+        """Return the other ranks and their headers; after the first barrier."""
         memory, start = self._memory, (self._area + _HEADER_WORD) * 8
         return [(self.ranks[position], bytes(memory.texts[position][start:start + HEADER_BYTES]))
                 for position in memory.positions]

@@ -1,4 +1,4 @@
-"""Sends and receives vectors in a GPU's memory, through pinned host memory or, if MPI can, as is.
+"""Messages in a GPU's memory, through pinned host memory or, if MPI can, as they are.
 
 A message is posted only when the GPU has done with its memory: when a vector to send has been
 copied to the host, or, if MPI takes the GPU's pointers, when whatever was queued on the vector is
@@ -87,7 +87,7 @@ class DeviceChannel:
         return message
 
     def post(self) -> None:
-        """Post the messages that the GPU has done with, in order; whoever looks at one does."""
+        """Post the messages that the GPU has done with, in order; called at each test of one."""
         for queue in (self._receives, self._sends):
             while queue and queue[0].posted():
                 queue.popleft()

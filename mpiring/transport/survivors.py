@@ -1,4 +1,4 @@
-"""Lets the ranks that are left after a death agree, and become a communicator of their own.
+"""Agreement of the ranks that are left after a death, and their own communicator.
 
 By ULFM (User-Level Failure Mitigation), which is an extension of MPI 4 and part of Open MPI.
 """
@@ -13,9 +13,9 @@ from ..errors import MpiringError, ProcessFailedError
 from .base import Request, T, Task
 from .mpi import failure, messages_of
 
-# How long MPI may take to let go of the buffers of messages that nobody waits for any more.
+# How long MPI may take to let go of the buffers of messages that are not waited for any more.
 _SETTLING_S = 1.0
-# How long the news of a death may take, where something else has told of it.
+# How long MPI's news of a death may take.
 _NEWS_S = 0.5
 _PAUSE_S = 1e-3
 
@@ -24,7 +24,7 @@ _unsettled: list[Request] = []
 
 
 class Survivors:
-    """The ranks of an MPI communicator, of whom any may die.
+    """The ranks of an MPI communicator, any of which may die.
 
     Args:
         comm: All its ranks must call `agree` and `shrunk` in the same order, dead ones apart.
@@ -57,7 +57,7 @@ class Survivors:
         """Let no message of these ranks go on, so that all hear of a death.
 
         Args:
-            tasks: Schedules that nobody will resume; MPI has let go of their buffers afterwards.
+            tasks: Schedules that will not be resumed; MPI has let go of their buffers afterwards.
 
         Collective: no. Blocking: no.
         """
@@ -73,7 +73,7 @@ class Survivors:
         """
         while True:
             try:
-                # Else the death of a rank of which some have not heard would be an error.
+                # Otherwise a death that not all ranks know of yet would be an error.
                 self.comm.Ack_failed()
                 return bool(self.comm.Agree(int(answer)))
             except MPI.Exception as exc:
@@ -97,7 +97,7 @@ class Survivors:
 
 
 def _settle(tasks: Sequence[Task[Any]]) -> None:
-    """Wait for the messages of schedules: one that was on its way still arrives."""
+    """Wait for the messages of schedules: those on their way still arrive."""
     left = [message for task in tasks for request in task.requests()
             for message in messages_of(request)]
     deadline = time.monotonic() + _SETTLING_S

@@ -12,11 +12,15 @@ from mpiring import BufferMismatchError
 from mpiring.collectives import chain, exchange
 from mpiring.collectives.operation import Tuning
 from mpiring.memory import reduction
+from mpiring.operations.algorithms import TABLE, Case
 from mpiring.simulated.network import SimulatedNetwork
 
 SIZES = [*range(1, 9), 13]
+NODES = {"p=1": [0], "p=2": [0, 1], "p=3": [0, 1, 2], "p=5": [0, 1, 2, 3, 4], "p=8": range(8),
+         "one node": [0] * 4, "2 x 2": [0, 0, 1, 1], "round-robin": [0, 1, 0, 1, 0, 1],
+         "uneven": [0, 0, 0, 1, 2, 2, 2]}
 # Arrays of this test's sizes take every path.
-SMALL = Tuning(eager_bytes=100, eager_private_bytes=300)
+SMALL = Tuning(eager_bytes=100, eager_private_bytes=300, short_bytes=200)
 
 
 def some_dtypes(op, p):
@@ -73,6 +77,27 @@ def test_shared_memory(p, in_windows, small_blocks):
                               in_windows=IN_WINDOWS[in_windows])
                 contract.check(xs[0], p, op)
                 assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+
+
+def able(row, node_of):
+    """Return whether a row of the table can run on a cluster without MPI."""
+    case = Case(0, np.dtype("float32"), "sum", len(node_of), len(set(node_of)), SMALL)
+    return row.name != "native" and not row.refusal(case)
+
+
+@pytest.mark.parametrize(("algorithm", "node_of"), [
+    pytest.param(row.name, node_of, id=f"{row.name}-{name}")
+    for row in TABLE for name, node_of in NODES.items() if able(row, node_of)])
+def test_every_row_of_the_table(algorithm, node_of, small_blocks):
+    """As the communicator runs them: agreement, the short variants, memory of any kind."""
+    p = len(node_of)
+    for op in contract.OPS:
+        for seed, dtype in some_dtypes(op, p):
+            n = (0, 1, p + 1, 60, 257)[(seed + p) % 5]
+            xs = on_nodes(node_of, n, op, dtype, seed, algorithm=algorithm, slot_bytes=2048,
+                          in_windows=IN_WINDOWS[("all", "none", "some")[seed % 3]])
+            contract.check(xs[0], p, op)
+            assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
 @pytest.mark.parametrize("node_of", [[0] * 3, [0, 0, 1, 1], [0, 1, 0, 1, 1]])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpiring.collectives import direct
 from mpiring.operations.agreement import Call
 from mpiring.collectives.operation import Tuning
-from mpiring.operations.algorithms import choose
+from mpiring.operations.algorithms import Case, choose
 from mpiring.errors import BufferMismatchError
 from mpiring.simulated.prices import Link, NoCombine, ghost
 from mpiring.simulated.network import SimulatedNetwork
@@ -71,7 +71,7 @@ def test_infinity_and_nan_reach_every_rank():
 
 
 def chosen(dtype, op, wish):
-    return choose(16, np.dtype(dtype), op, wish, 4, 4, Tuning()).name
+    return choose(Case(16, np.dtype(dtype), op, 4, 4, Tuning()), wish).name
 
 
 def test_auto_takes_it_where_a_ring_would_round_at_every_hop():

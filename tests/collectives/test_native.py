@@ -6,7 +6,7 @@ import pytest
 
 from mpiring.collectives import native
 from mpiring.collectives.operation import Tuning
-from mpiring.operations.algorithms import choose
+from mpiring.operations.algorithms import Case, choose
 from mpiring.errors import ConfigError
 
 
@@ -19,7 +19,7 @@ def test_mpi_is_not_asked_for_what_it_gets_wrong():
 
 def chosen(n, op="sum", wish="auto", dtype="float64", ranks=8, nodes=8):
     dtype = np.dtype(dtype)
-    return choose(n * dtype.itemsize, dtype, op, wish, ranks, nodes, Tuning()).name
+    return choose(Case(n * dtype.itemsize, dtype, op, ranks, nodes, Tuning()), wish).name
 
 
 def test_choice_by_size():

@@ -8,7 +8,7 @@ from cluster import run
 
 from mpiring.collectives.operation import Tuning
 from mpiring.errors import BufferMismatchError
-from mpiring.memory.arrays import aligned_bounds, equal_bounds
+from mpiring.memory.arrays import aligned_bounds, bounds_of
 from mpiring.operations.agreement import Call
 from mpiring.simulated.network import SimulatedNetwork
 
@@ -23,7 +23,7 @@ NODES = {
     "uneven": lambda p: [1 if rank in (0, p - 1) else rank % 4 // 3 * 2 for rank in range(p)]}
 BOUNDS = {
     "equal": lambda n, p: None,
-    "aligned": lambda n, p: aligned_bounds(n, 8, p),
+    "aligned": lambda n, p: bounds_of(n, p, 8),
     "the last has all": lambda n, p: [0] * p + [n],
     "uneven": lambda n, p: [0, *sorted(n * rank * rank // (p * p) for rank in range(1, p)), n]}
 MEMORIES = {"all": lambda rank: True, "none": lambda rank: False,
@@ -40,7 +40,7 @@ def halves(node_of, rows, op, bounds, memory="none", **options):
         mine = yield from collectives.reduce_scatter(x, op=op, bounds=bounds)
         mine = mine.copy()
         # What the other slices hold must not matter.
-        where = bounds or equal_bounds(x.size, len(node_of))
+        where = bounds or bounds_of(x.size, len(node_of))
         kept = x[where[rank]:where[rank + 1]].copy()
         assert kept.tobytes() == mine.tobytes()
         yield from collectives.barrier()
@@ -65,7 +65,7 @@ def test_contract(nodes, p):
             bounds = list(BOUNDS.values())[seed % 7 % 4](n, p)
             rows = [contract.contribution(rank, n, dtype) for rank in range(p)]
             found, _ = halves(node_of, rows, op, bounds, memory, seed=seed)
-            where = bounds or equal_bounds(n, p)
+            where = bounds or bounds_of(n, p)
             for rank, (mine, x) in enumerate(found):
                 assert x.tobytes() == found[0][1].tobytes(), "bits differ"
                 assert mine.tobytes() == x[where[rank]:where[rank + 1]].tobytes()

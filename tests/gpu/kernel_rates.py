@@ -57,14 +57,15 @@ def coding(stream, device):
     lost = device.allocate(4 * n).view(np.float32)
     for codec in (EightBit(512), Sign(1024), Sign(8192), Halves("float16"), Halves("bfloat16")):
         payload = device.allocate(codec.payload_size(n))
-        for losses, what in ((None, "encode"), (lost, "encode, and what is lost")):
-            moved = x.nbytes * (1 if losses is None else 2) + payload.nbytes
+        for rest, what in ((None, "encode"), (lost, "encode, and what is lost")):
+            moved = x.nbytes * (1 if rest is None else 2) + payload.nbytes
             yield f"{codec}: {what}", rate(
-                stream, lambda: kernels.encode(stream, codec, x, payload, losses, 1), moved)
+                stream, lambda: kernels.OnDevice(codec, stream).encode(x, payload, rest, 1), moved)
         for adds in (False, True):
             moved = x.nbytes * (2 if adds else 1) + payload.nbytes
             yield f"{codec}: {'add' if adds else 'decode'}", rate(
-                stream, lambda: kernels.decode(stream, codec, payload, lost, adds), moved)
+                stream, lambda: kernels.OnDevice(codec, stream).decode(
+                    payload, lost, adds=adds), moved)
 
 
 def main():

@@ -19,7 +19,7 @@ import mpiring
 from mpiring.collectives import chain, native
 from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call
-from mpiring.memory.arrays import aligned_bounds, chunks_of
+from mpiring.memory.arrays import bounds_of, chunks_of
 from mpiring.transport.base import LANES, together
 from mpiring.transport.mpi import MpiTransport
 
@@ -242,7 +242,7 @@ def test_reduce_scatter_then_allgather_is_allreduce(comm):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_slices_of_any_bounds(comm, dtype):
     for n in (1, 1001, 300_000):
-        for bounds in (aligned_bounds(n, np.dtype(dtype).itemsize, comm.size),
+        for bounds in (bounds_of(n, comm.size, 16),
                        [0] * comm.size + [n]):
             for x in (np.empty(n, dtype), comm.empty(n, dtype)):
                 x[...] = contract.contribution(comm.rank, n, dtype)

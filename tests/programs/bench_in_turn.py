@@ -38,8 +38,8 @@ def spoil_training():
     from mpiring.tools.bench import torch_models
     right = torch_models.contenders
 
-    def with_a_wrong_one(world, options, place):
-        found = right(world, options, place)
+    def with_a_wrong_one(world, options, device):
+        found = right(world, options, device)
 
         def wrap(model, optimizer):
             wrapped, optimizer = found[1].wrap(model, optimizer)

@@ -1,11 +1,13 @@
 """Tests the cluster in one machine: places, traffic, speed, and that nothing is left behind."""
 
+import fcntl
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +20,14 @@ from mpiring.tools.lab import lab
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 TOOLS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+
+
+@pytest.fixture(autouse=True)
+def no_other_tests_lab():
+    """Wait until no other tests use a lab: a machine has only one that stays up."""
+    with open(Path(tempfile.gettempdir(), "mpiring-test-lab.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture

@@ -39,11 +39,8 @@ class Codec(Protocol):
             key: Where rounding is random, equal keys and inputs give equal bits.
         """
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """Overwrite a float32 vector of shape (n,) by what a payload decodes to."""
-
-    def add(self, payload: Array, total: Array) -> None:
-        """Add what a payload decodes to, in float32, to a vector of shape (n,), in place."""
+    def decode(self, payload: Array, out: Array, *, adds: bool = False) -> None:
+        """Overwrite a float32 vector of shape (n,) by what a payload decodes to, or add that."""
 
     def is_finite(self, payload: Array, n: int) -> bool:
         """Return False if and only if the vector had Inf or NaN, or overflowed in the code.
@@ -93,20 +90,13 @@ class InBlocks(ABC):
     def payload_size(self, n: int) -> int:
         """Return the bytes of the payload of `n` elements."""
 
-    def decode(self, payload: Array, out: Array) -> None:
-        """See `Codec.decode`."""
-        self._decode(payload, out, False)
-
-    def add(self, payload: Array, total: Array) -> None:
-        """See `Codec.add`."""
-        self._decode(payload, total, True)
-
     def is_finite(self, payload: Array, n: int) -> bool:
         """See `Codec.is_finite`; reads the scales only."""
-        return bool(np.isfinite(self._parts(payload, n)[0]).all())
+        return bool(np.isfinite(self._fields(payload, n)[0]).all())
 
-    def _decode(self, payload: Array, out: Array, adds: bool) -> None:
-        scales, codes = self._parts(payload, out.size)
+    def decode(self, payload: Array, out: Array, *, adds: bool = False) -> None:
+        """See `Codec.decode`."""
+        scales, codes = self._fields(payload, out.size)
         loop = self._decode_loop()
         if loop is None:
             quietly(self._decode_by_numpy, scales, codes, out, adds)
@@ -128,7 +118,7 @@ class InBlocks(ABC):
     def _decoded(self, scales: Array, codes: Array, n: int) -> Array:
         """Return the `n` elements that a payload decodes to."""
 
-    def _parts(self, payload: Array, n: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    def _fields(self, payload: Array, n: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
         """Return the scales and the codes of a payload, as views."""
         check_size(payload, n, self.payload_size(n))
         scales = 4 * -(-n // self.block)

@@ -1,4 +1,4 @@
-"""Writes the CUDA C++ of the codecs: one pass over memory, and the bits that the host's loops give.
+"""The codecs in CUDA C++: one pass over memory, and the same bits as the host's loops.
 
 Blocks that share a scale are done by one warp each: it finds the scale, and reads the block, which
 the cache then holds, once more. All else goes element by element, in packs of four.
@@ -218,20 +218,20 @@ class Launching(Protocol):
 
 
 def at(codec: base.Codec, x: Any) -> base.Codec:
-    """Return what encodes and decodes vectors where `x` lies."""
+    """Return the codec for vectors in the memory that `x` is in."""
     return OnDevice(cast(Codec, codec), x.device) if isinstance(x, DeviceVector) else codec
 
 
 class OnDevice:
-    """A codec of vectors that lie on a GPU; whatever it does is queued. See `base.Codec`.
+    """A codec of vectors that lie on a GPU; see `base.Codec`. Its work is queued there.
 
     Args:
         codec: One of those that have kernels.
-        device: The GPU.
+        stream: Takes the work: a Device, or a stream of it.
     """
 
-    def __init__(self, codec: Codec, device: Launching) -> None:
-        self._codec, self._device = codec, device
+    def __init__(self, codec: Codec, stream: Launching) -> None:
+        self._codec, self._stream = codec, stream
 
     @property
     def alignment(self) -> int:
@@ -244,62 +244,34 @@ class OnDevice:
 
     def encode(self, x: Any, payload: Any, lost: Any, key: int) -> None:
         """See `base.Codec.encode`."""
-        encode(self._device, self._codec, x, payload, lost, key)
+        codec = self._codec
+        seed = base.mixed(key) if isinstance(codec, EightBit) else 0
+        work = x.size if isinstance(codec, Halves) else -(-x.size // codec.alignment) * _LANES
+        self._launch(encoder(codec, lost is not None), work, x, payload, lost, seed)
 
-    def decode(self, payload: Any, out: Any) -> None:
+    def decode(self, payload: Any, out: Any, *, adds: bool = False) -> None:
         """See `base.Codec.decode`."""
-        decode(self._device, self._codec, payload, out, False)
-
-    def add(self, payload: Any, total: Any) -> None:
-        """See `base.Codec.add`."""
-        decode(self._device, self._codec, payload, total, True)
+        self._launch(decoder(self._codec, adds), out.size, out, payload, None, 0)
 
     def is_finite(self, payload: Any, n: int) -> bool:
         """Return True: to look would be to wait. What is decoded shows it."""
         return True
 
-
-def encode(stream: Launching, codec: Codec, x: DeviceVector, payload: DeviceVector,
-           lost: DeviceVector | None, key: int) -> None:
-    """Queue what `codec.encode` does on the host.
-
-    Args:
-        stream: Of the GPU.
-        codec: One of those that have kernels.
-        x, payload, lost, key: As for Codec.encode.
-    """
-    seed = base.mixed(key) if isinstance(codec, EightBit) else 0
-    work = x.size if isinstance(codec, Halves) else -(-x.size // codec.alignment) * _LANES
-    _launch(stream, encoder(codec, lost is not None), codec, work, x, payload, lost, seed)
-
-
-def decode(stream: Launching, codec: Codec, payload: DeviceVector, out: DeviceVector,
-           adds: bool) -> None:
-    """Queue what `codec.decode`, or where it adds `codec.add`, does on the host.
-
-    Args:
-        stream: Of the GPU.
-        codec: One of those that have kernels.
-        payload: What was encoded.
-        out: Overwritten, or added to.
-        adds: Which of both.
-    """
-    _launch(stream, decoder(codec, adds), codec, out.size, out, payload, None, 0)
-
-
-def _launch(stream: Launching, kernel: Kernel, codec: Codec, work: int, x: DeviceVector,
-            payload: DeviceVector, lost: DeviceVector | None, seed: int) -> None:
-    base.check_size(cast(Any, payload), x.size, codec.payload_size(x.size))
-    if not x.size:
-        return
-    scales = 0 if isinstance(codec, Halves) else 4 * -(-x.size // codec.alignment)
-    codes = payload.address + scales
-    places = [x.address] if lost is None else [x.address, lost.address]
-    each = 4 if isinstance(codec, Sign) else _PACKED * _code_bytes(codec)
-    packed = (all(place % PACK_BYTES == 0 for place in places) and codes % each == 0
-              and (isinstance(codec, Halves) or codec.alignment % _PACKED == 0))
-    stream.launch(kernel, work, x=x.address, scales=payload.address, codes=codes,
-                  lost=0 if lost is None else lost.address, n=x.size, seed=seed, packed=packed)
+    def _launch(self, kernel: Kernel, work: int, x: DeviceVector, payload: DeviceVector,
+                lost: DeviceVector | None, seed: int) -> None:
+        codec = self._codec
+        base.check_size(cast(Any, payload), x.size, codec.payload_size(x.size))
+        if not x.size:
+            return
+        scales = 0 if isinstance(codec, Halves) else 4 * -(-x.size // codec.alignment)
+        codes = payload.address + scales
+        addresses = [x.address] if lost is None else [x.address, lost.address]
+        each = 4 if isinstance(codec, Sign) else _PACKED * _code_bytes(codec)
+        packed = (all(address % PACK_BYTES == 0 for address in addresses) and codes % each == 0
+                  and (isinstance(codec, Halves) or codec.alignment % _PACKED == 0))
+        self._stream.launch(
+            kernel, work, x=x.address, scales=payload.address, codes=codes,
+            lost=0 if lost is None else lost.address, n=x.size, seed=seed, packed=packed)
 
 
 def _code_bytes(codec: Codec) -> int:

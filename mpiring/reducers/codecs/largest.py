@@ -6,15 +6,15 @@ from numpy.typing import NDArray
 from ...memory.arrays import Array
 from .base import check_size, mixed
 
-# Elements whose places fit in 16 bits.
+# Elements whose positions fit in 16 bits.
 BLOCK = 1 << 16
 
-# Of so many elements the threshold is guessed. 0.1 % of them are 16: rough, so that twice as many
-# elements are collected as are wanted, but gathering 4 times as many (1.6 ms instead of 0.4, of
+# Sample from which the threshold is guessed. 0.1 % of it are 16: rough, so that twice as many
+# elements are collected as are wanted, but a sample 4 times as large (1.6 ms instead of 0.4, of
 # 4 Mi elements) took longer than it saved.
 _SAMPLE = 16 << 10
-# A guess asks for so many standard deviations more than k elements, and a second one for more,
-# before the exact way without a guess.
+# Standard deviations by which a guess, and a second one, ask for more than k elements, before the
+# exact way without a guess.
 _MARGINS = (3, 12)
 
 _MAGNITUDE = np.int32(0x7fffffff)
@@ -61,7 +61,7 @@ def packed_size(k: int, n: int) -> int:
 
 
 def pack(values: Array, indices: Indices, n: int, payload: Array) -> None:
-    """Write a sparse vector: values, how many are in each 65,536 elements, their places in these.
+    """Write a sparse vector: values, how many are in each 65,536 elements, their positions there.
 
     Args:
         values: float32, shape (k,).
@@ -72,23 +72,23 @@ def pack(values: Array, indices: Indices, n: int, payload: Array) -> None:
     k = values.size
     check_size(payload, n, packed_size(k, n))
     payload[:4 * k].view(np.float32)[:] = values
-    counts, places = _index(payload, k)
+    counts, positions = _index(payload, k)
     bounds = np.searchsorted(indices, np.arange(counts.size + 1) * BLOCK)
     counts[:] = np.diff(bounds)
-    places[:] = indices & BLOCK - 1
+    positions[:] = indices & BLOCK - 1
 
 
 def unpack(payload: Array, k: int, n: int) -> tuple[NDArray[np.float32], Indices]:
     """Return the values, a copy, and the indices, ascending, that `pack` wrote."""
     check_size(payload, n, packed_size(k, n))
-    counts, places = _index(payload, k)
+    counts, positions = _index(payload, k)
     indices = np.repeat(np.arange(counts.size, dtype=np.int64) * BLOCK, counts)
-    np.add(indices, places, out=indices)
+    np.add(indices, positions, out=indices)
     return payload[:4 * k].view(np.float32).copy(), indices
 
 
 def _index(payload: Array, k: int) -> tuple[NDArray[np.uint32], NDArray[np.uint16]]:
-    """Return the counts and the places within a payload."""
+    """Return the counts and the positions within a payload."""
     end = payload.size - 2 * k
     return payload[4 * k:end].view(np.uint32), payload[end:].view(np.uint16)
 
@@ -103,8 +103,8 @@ def _thresholds(bits: Array, k: int, key: int) -> list[int]:
     jitter = (np.arange(_SAMPLE, dtype=np.uint32) * np.uint32(0x9e3779b1)
               ^ np.uint32(mixed(key)))
     jitter *= np.uint32(0x7feb352d)
-    places = np.arange(_SAMPLE) * stretch + (jitter >> np.uint32(8)) % np.uint32(stretch)
-    sample = bits[places] & _MAGNITUDE
+    positions = np.arange(_SAMPLE) * stretch + (jitter >> np.uint32(8)) % np.uint32(stretch)
+    sample = bits[positions] & _MAGNITUDE
     expected = k * _SAMPLE / n
     ranks = [int(expected + margin * (expected**0.5 + 1)) for margin in _MARGINS]
     ranks = [_SAMPLE - 1 - rank for rank in ranks if rank < _SAMPLE]
@@ -116,7 +116,7 @@ def _thresholds(bits: Array, k: int, key: int) -> list[int]:
 
 
 def _above(bits: Array, threshold: int, k: int) -> tuple[Indices, NDArray[np.int32]]:
-    """Return the places and magnitudes of those above the threshold, or of the largest, >= k."""
+    """Return indices and magnitudes above the threshold, or of the largest, at least k."""
     found, count = [(np.empty(0, np.int64), np.empty(0, np.int32))], 0
     for start in range(0, bits.size, BLOCK):
         block = bits[start:start + BLOCK]

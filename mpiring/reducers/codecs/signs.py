@@ -44,7 +44,7 @@ class Sign(InBlocks):
 
     def encode(self, x: Array, payload: Array, lost: Array | None, key: int) -> None:
         """See `Codec.encode`; nothing is random."""
-        scales, signs = self._parts(payload, x.size)
+        scales, signs = self._fields(payload, x.size)
         loop = compiled.loop("signs", _encode_loop, _ENCODE)
         if loop is None:
             quietly(self._encode_by_numpy, x, scales, signs, lost)
@@ -78,7 +78,7 @@ class Sign(InBlocks):
 
 
 def _encode_loop(x, scales, words, lost, n, block, loses, lanes):  # type: ignore[no-untyped-def]
-    """Do what `_encode` does, as numba compiles it."""
+    """Encode, as numba compiles it: the bits of `_encode_by_numpy`."""
     for start in range(0, n, block):
         end = min(start + block, n)
         for j in range(_LANES):

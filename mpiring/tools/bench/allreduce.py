@@ -1,4 +1,4 @@
-"""Measures blocking allreduces, size by size, of mpiring, MPI and the peers."""
+"""Measures blocking allreduces of mpiring, MPI and the peers, size by size."""
 
 import itertools
 import random
@@ -62,7 +62,7 @@ def _cases(options: Namespace) -> list[tuple[str, str, int]]:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure case after case: a dtype, a kind of buffer, a size; all contenders on one array.
+    """Measure all contenders on an array of each dtype, kind of buffer and size.
 
     Collective: yes. Blocking: yes.
     """
@@ -81,7 +81,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 
 class OnHost:
-    """Where arrays of a benchmark lie: in host memory.
+    """Arrays in host memory, and the contenders for them.
 
     Args:
         world: The ranks.
@@ -104,7 +104,7 @@ class OnHost:
         return np.empty(length, dtype)
 
     def contenders(self, options: Namespace) -> list[Contender]:
-        """Return those that a command line asks for, and the limit on one node.
+        """Return the contenders that a command line asks for, and the limit on one node.
 
         Collective: yes. Blocking: yes.
         """
@@ -147,7 +147,7 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
 
 
 def _checked(world: World, contender: Contender, x: Array) -> Call | None:
-    """Return the contender's call on `x`, after it was right once; None if it declines `x`."""
+    """Return the contender's call on `x`, checked once; None if it cannot sum `x`."""
     inputs.fill(x, world.rank, world.size)
     try:
         call = contender.blocking(x)
@@ -162,12 +162,11 @@ def _checked(world: World, contender: Contender, x: Array) -> Call | None:
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each measurement, compared with MPI's own call; case after case.
 
-    On GPUs that is the naive way to call it.
-
-    At several thread levels the reference is the faster of MPI's calls.
+    On GPUs that is its naive use. At several thread levels the reference is the faster of MPI's
+    calls.
     """
-    order = {case: place for place, case in enumerate(dict.fromkeys(map(_case, found)))}
-    found = sorted(found, key=lambda measurement: order[_case(measurement)])
+    cases = list(dict.fromkeys(map(_case, found)))
+    found = sorted(found, key=lambda measurement: cases.index(_case(measurement)))
     references: dict[tuple[Any, ...], float] = {}
     limits: dict[tuple[Any, ...], float] = {}
     for measurement in found:
@@ -189,9 +188,11 @@ def _row(measurement: Measurement, about: Environment, options: Namespace, refer
          copy_s: float) -> Row:
     labels, seconds = measurement.labels, measurement.readings["call"]
     median, nbytes, p = timing.median(seconds), labels["bytes"], about["ranks"]
-    algbw = nbytes / median / 1e9
-    limit_s = _link_limit(nbytes, about["nodes"], options) or copy_s
+    algbw, limit_s = nbytes / median / 1e9, copy_s
+    if about["nodes"] > 1 and options.link_rate is not None:
+        limit_s = timing.wire_seconds(nbytes, about["nodes"], options.link_rate * options.goodput)
     return {
+        "size": size_text(nbytes),
         **labels,
         "calls": len(seconds),
         "median_us": median * 1e6,
@@ -206,25 +207,11 @@ def _row(measurement: Measurement, about: Environment, options: Namespace, refer
     }
 
 
-def _link_limit(nbytes: int, nodes: int, options: Namespace) -> float | None:
-    """Return the seconds in which a node's link can carry what must cross it, where known."""
-    if nodes == 1 or options.link_rate is None:
-        return None
-    return timing.wire_seconds(nbytes, nodes, options.link_rate * options.goodput)
-
-
 _COLUMNS = [
     Column("size", 9), Column("dtype", 8), Column("buffer", 7), Column("contender", -20),
     Column("thread_level", -10, title="threads"), Column("median_us", 11, 4),
     Column("p95_us", 11, 4), Column("algbw_GBps", 10, 3, "algbw GB/s"),
     Column("busbw_GBps", 10, 3, "busbw GB/s"), Column("native_over_this", 11, 3, "native/this"),
     Column("this_over_limit", 10, 3, "this/limit")]
-
-
-def _rows_with_text(found: Sequence[Measurement], about: Environment,
-                    options: Namespace) -> list[Row]:
-    return [{"size": size_text(row["bytes"]), **row} for row in rows(found, about, options)]
-
-
-ALLREDUCE = Benchmark("allreduce", lambda options: len(_cases(options)), measure,
-                      _rows_with_text, _COLUMNS)
+ALLREDUCE = Benchmark(
+    "allreduce", lambda options: len(_cases(options)), measure, rows, _COLUMNS)

@@ -1,5 +1,6 @@
-"""Names what is compared: mpiring's algorithms, MPI's own allreduce, and the peers."""
+"""Ways to sum an array over the ranks: mpiring's algorithms, MPI's own allreduce, the peers."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,8 @@ COPY = "memory copy"
 # On GPUs.
 NAIVE, NAIVE_PINNED = "naive", "naive, pinned"
 DEVICE_COPY, PINNED_COPIES = "device copy", "pinned copies"
-# With what all are compared; and what only shows a limit, with the buffers that it is one for.
+# The contenders with which all are compared; and those that only show a limit, with the buffers
+# whose limit they show.
 REFERENCES = (NATIVE, NAIVE)
 LIMITS = {COPY: ("empty", "private"), DEVICE_COPY: ("empty",), PINNED_COPIES: ("private",)}
 KINDS = ("mpiring", "mpi", *peers.NAMES, "nccl")
@@ -39,14 +41,13 @@ def _refuse_to_start(x: Array) -> Callable[[], Call]:
 class Contender:
     """A way to sum an array over the ranks, in place.
 
-    Both fields are given the array and return what to call again and again;
-    they raise ConfigError for an array that the contender cannot sum.
+    Both functions take the array, and raise ConfigError if the contender cannot sum it.
 
     Attributes:
-        name: As it stands in tables.
-        blocking: Returns a function that sums the array.
-        starting: Returns a function that begins to sum it, and returns one that waits.
-        sums: False for what is measured only to show a limit.
+        name: For tables.
+        blocking: Returns a function that sums the array, to be called again and again.
+        starting: Returns a function that begins to sum it, and returns a function that waits.
+        sums: False for a contender that only shows a limit.
     """
 
     name: str
@@ -65,7 +66,7 @@ def mpiring(world: World, algorithm: str) -> Contender:
 
 
 def mpi(world: World) -> Contender:
-    """Return MPI's own allreduce, the reference: called by mpi4py, in place."""
+    """Return MPI's own allreduce, the reference: in place, through mpi4py."""
     raw, library = world.raw, world.mpi
 
     def call(x: Array) -> Call:
@@ -88,15 +89,63 @@ def refuse_unknown(dtype: np.dtype[Any]) -> None:
 def memory_copy() -> Contender:
     """Return the limit on one node: every rank reads and writes each byte once, as a copy does.
 
-    Less traffic there cannot be: each sum is read from every rank's array and
-    stored in every rank's array, 2 n bytes for each of the ranks.
+    An allreduce cannot move less: it reads and stores every rank's array, 2 n bytes per rank.
     """
     def call(x: Array) -> Call:
-        # Written to, so that it has memory of its own, not the system's one page of zeros.
+        # Written to, so that it has memory of its own, not the system's page of zeros.
         other = np.ones_like(x)
         return lambda: np.copyto(other, x)
 
     return Contender(COPY, call, sums=False)
+
+
+def gloo(world: World, interface: str | None) -> Contender:
+    """Return Gloo's process group, called without torch.distributed's wrapping.
+
+    Args:
+        interface: A network interface; by default the loopback on one node, and the first one
+            that has an address between nodes.
+
+    Collective: yes. Blocking: yes.
+    """
+    interface = interface or peers.interface_for(world)
+    group = peers.gloo_group(
+        peers.store_of_rank_0(world, interface), world.rank, world.size, interface)
+
+    def call(x: Array) -> Call:
+        tensors = [peers.tensor_of(x)]
+        return lambda: group.allreduce(tensors).wait()
+
+    def start(x: Array) -> Callable[[], Call]:
+        tensors = [peers.tensor_of(x)]
+        return lambda: group.allreduce(tensors).wait
+
+    return Contender("Gloo", call, start)
+
+
+def horovod() -> Contender:
+    """Start Horovod, which finds the ranks in MPI_COMM_WORLD by itself."""
+    import horovod.torch as hvd
+    hvd.init()
+    numbers = itertools.count()
+
+    def start(x: Array) -> Callable[[], Call]:
+        # The same name in each call, so that Horovod's cache of responses works as in training.
+        tensor, name = peers.tensor_of(x), f"array {next(numbers)}"
+
+        def begin() -> Call:
+            try:
+                handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum)
+            except ValueError as exc:
+                raise ConfigError(f"Horovod has no {x.dtype.name}") from exc
+            return lambda: hvd.synchronize(handle)
+        return begin
+
+    def call(x: Array) -> Call:
+        begin = start(x)
+        return lambda: begin()()
+
+    return Contender("Horovod", call, start)
 
 
 def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,
@@ -106,7 +155,7 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
     Args:
         kinds: Of KINDS; by default all that are installed.
         algorithms: Of mpiring; by default all.
-        interface: Network interface for Gloo, by name.
+        interface: Network interface for Gloo.
 
     Raises:
         MissingDependencyError: A kind was asked for that is not installed.
@@ -114,16 +163,16 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
     Collective: yes. Blocking: yes.
     """
     found = [mpi(world), *own(world, kinds, algorithms)]
-    for name in peers.NAMES:
-        if peers.takes_part(name, kinds, world):
-            label, blocking, starting = peers.opened(name, world, interface)
-            found.append(Contender(label, blocking, starting))
+    if peers.takes_part("gloo", kinds, world):
+        found.append(gloo(world, interface))
+    if peers.takes_part("horovod", kinds, world):
+        found.append(horovod())
     return found
 
 
 def own(world: World, kinds: Sequence[str] | None,
         algorithms: Sequence[str] | None) -> list[Contender]:
-    """Return mpiring with those algorithms that a command line asks for; see `chosen`."""
+    """Return mpiring with the algorithms that a command line asks for; see `chosen`."""
     wanted = NAMES if algorithms is None else algorithms
     ours = kinds is None or "mpiring" in kinds
     return [mpiring(world, name) for name in NAMES

@@ -1,4 +1,4 @@
-"""Checks averaged gradients and trained parameters, and what the first steps take of memory."""
+"""Checks averaged gradients and trained parameters, and measures the memory of steps."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from .inputs import WrongAnswerError
 from .memory import Growth
 from .world import World
 
-# Gradients come from sums of float32 in another order.
+# Sums of float32 depend on their order.
 _TOLERANCE = 1e-4
 
 
@@ -25,7 +25,7 @@ class Training(Protocol):
         """Take one step."""
 
     def gradients(self) -> Mapping[str, Array]:
-        """Return what the last step has used, by name."""
+        """Return those of the last step, by name."""
 
 
 T = TypeVar("T", bound=Training)
@@ -92,14 +92,11 @@ def check(world: World, contender: str, found: Mapping[str, Array],
 def _first_wrong(world: World, found: Mapping[str, Array], right: Mapping[str, Array],
                  ) -> tuple[int, list[str]]:
     """Return the lowest rank on which arrays are wrong, and their names, if there are any."""
-    wrong = [name for name, value in right.items() if not _close_to(found[name], value)]
+    # Rounding is tolerated, at the size of the largest number.
+    wrong = [name for name, value in right.items() if not np.allclose(
+        found[name], value, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(value).max())]
     return next(((rank, names) for rank, names in enumerate(world.raw.allgather(wrong)) if names),
                 (0, []))
-
-
-def _close_to(value: Array, right: Array) -> bool:
-    """Return whether arrays differ by no more than rounding, at the size of the largest number."""
-    return np.allclose(value, right, rtol=_TOLERANCE, atol=_TOLERANCE * np.abs(right).max())
 
 
 def check_parameters(world: World, found: Mapping[str, Mapping[str, Array]]) -> None:

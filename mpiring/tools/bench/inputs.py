@@ -1,12 +1,11 @@
 """Fills the arrays that are summed, and checks the sums.
 
-The numbers differ from place to place and from rank to rank: memory that holds one
-value everywhere is faster than data. An allreduce in place makes its input p times
-as large, so values would soon overflow, and infinities do not cost what numbers do.
-So a timed array starts near the smallest normal number of its dtype, is summed until
-it comes near the largest, and is only then written anew. The call after that is not
-timed: it finds the array in the cache as writing has left it, and leaves it as every
-later call finds it.
+The numbers differ within an array and between ranks, since memory that holds one value
+everywhere is faster. An allreduce in place makes its input p times as large, so values
+would soon overflow, and infinities cost less than numbers. So a timed array starts near
+the smallest normal number of its dtype, is summed until it comes near the largest, and is
+then written anew. The next call is not timed: it finds the array in the cache as writing
+has left it, and leaves it as later calls find it.
 """
 
 import functools
@@ -22,7 +21,7 @@ from .world import World
 
 
 class _Range(NamedTuple):
-    """Numbers of a dtype that are safe, and how many bits of them are summed exactly.
+    """The range of numbers of a dtype that is used, and the bits that are summed exactly.
 
     Attributes:
         first: The binary exponent of the first numbers of a series.
@@ -86,7 +85,7 @@ def fill(x: Array, rank: int, size: int) -> None:
 
     Args:
         x: Shape (n,), of a dtype in DTYPES; also of CuPy.
-        rank, size: Of `size` ranks that will sum; their numbers of one place have one sign.
+        rank, size: Of the ranks that will sum; at each offset their numbers have one sign.
     """
     if is_on_gpu(x):
         host = np.empty(x.shape, x.dtype)
@@ -95,13 +94,13 @@ def fill(x: Array, rank: int, size: int) -> None:
         return
     numbers = _first_numbers(x.dtype, rank, size)
     for start in range(0, x.size, _PERIOD):
-        part = x[start:start + _PERIOD]
-        np.copyto(part, numbers[:part.size])
+        piece = x[start:start + _PERIOD]
+        np.copyto(piece, numbers[:piece.size])
 
 
 @functools.lru_cache(maxsize=8)
 def _first_numbers(dtype: np.dtype[Any], rank: int, size: int) -> Array:
-    """Return a period of random numbers of sizes from 2**first up to 2**(first + 1)."""
+    """Return a period of random numbers of magnitudes from 2**first up to 2**(first + 1)."""
     first, _, digits = _RANGES[dtype.name]
     if dtype.kind == "i":
         bits = first
@@ -123,21 +122,21 @@ def _sums(dtype: np.dtype[Any], size: int) -> Array:
 
 
 def first_wrong(x: Array, size: int) -> int | None:
-    """Return the place of the first element that is not the sum, or None if all are right.
+    """Return the index of the first element that is not the sum, or None if all are right.
 
     Args:
-        x: What was made of `size` ranks' arrays, as `fill` writes them.
+        x: The sum of `size` ranks' arrays, as `fill` writes them.
     """
     right = _sums(x.dtype, size)
     digits = _RANGES[x.dtype.name].digits
-    # The ranks' numbers have at least 2 bits each, 1 of them free. All are of one sign: where
-    # there are too many to be exact, each addition rounds by half a bit of the sum at most.
+    # The ranks' numbers have at least 2 bits each, 1 of them free, and one sign: where there are
+    # too many ranks to be exact, each addition rounds by half a bit of the sum at most.
     exact = x.dtype.kind == "i" or 4 * size <= 2 ** digits
     tolerance = np.zeros(1) if exact else np.abs(right) * (size - 1) * 2.0 ** -digits
     for start in range(0, x.size, _PERIOD):
-        part = x[start:start + _PERIOD].astype(np.float64)
+        piece = x[start:start + _PERIOD].astype(np.float64)
         # Written so that NaN is wrong, too.
-        good = np.abs(part - right[:part.size]) <= tolerance[:part.size]
+        good = np.abs(piece - right[:piece.size]) <= tolerance[:piece.size]
         if not good.all():
             return start + int(good.argmin())
     return None
@@ -147,16 +146,16 @@ def check(world: World, x: Array, contender: str) -> None:
     """Raise on all ranks if on any of them `x` is not the sum of what `fill` wrote.
 
     Raises:
-        WrongAnswerError: Names the contender, and the first rank and place that are wrong.
+        WrongAnswerError: Names the contender, and the first rank and element that are wrong.
 
     Collective: yes. Blocking: yes.
     """
     if is_on_gpu(x):
         x = cast(Any, x).get()
-    place = first_wrong(x, world.size)
-    report = "" if place is None else (
-        f"{contender} on rank {world.rank}: element {place} of {x.size} {x.dtype.name} is "
-        f"{x[place]}, which is not the sum")
+    index = first_wrong(x, world.size)
+    report = "" if index is None else (
+        f"{contender} on rank {world.rank}: element {index} of {x.size} {x.dtype.name} is "
+        f"{x[index]}, which is not the sum")
     wrong = [text for text in world.raw.allgather(report) if text]
     if wrong:
         raise WrongAnswerError(wrong[0])

@@ -1,4 +1,4 @@
-"""Starts the MPI jobs of a benchmark that was itself started without a launcher."""
+"""Starts the MPI jobs of a benchmark that was started without a launcher."""
 
 import dataclasses
 import json
@@ -23,12 +23,12 @@ BEAT = "case done"
 
 @dataclass(frozen=True)
 class Job:
-    """One MPI job.
+    """An MPI job.
 
     Attributes:
         level: MPI's thread level.
-        rounds: How often it measures each case; None where a benchmark has none.
-        peers: Whether Gloo and Horovod take part: no level of MPI's matters to them.
+        rounds: Number of measurements of each case; None where a benchmark has no rounds.
+        peers: Whether Gloo and Horovod take part, which do not depend on MPI's thread level.
     """
 
     level: str
@@ -37,9 +37,9 @@ class Job:
 
 
 def plan(levels: Sequence[str], rounds: int | None) -> list[Job]:
-    """Return jobs that alternate between several levels, there and back, or one job.
+    """Return jobs that alternate between the levels, there and back; a single job for one level.
 
-    What else the machine does meanwhile then hits all levels alike.
+    So other programs on the machine disturb all levels alike.
     """
     if len(levels) == 1 or rounds is None:
         return [Job(levels[0], rounds, peers=True)]
@@ -55,7 +55,7 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
         planned: From `plan`.
         ranks: Of each job.
         words: The command line that they share.
-        beat: Is called after each case.
+        beat: Called after each case.
 
     Raises:
         MissingDependencyError: There is no mpiexec.
@@ -69,25 +69,22 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
     with tempfile.TemporaryDirectory() as folder:
         part = Path(folder, "part.json")
         for job in planned:
-            status = _run_job(_command(mpiexec, job, ranks, words, part), beat)
+            alone = [] if job.peers else ["--without-peers"]
+            rounds = [] if job.rounds is None else ["--rounds", str(job.rounds)]
+            status = _run_job(
+                ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
+                 sys.executable, "-m", "mpiring", *words, *alone, *rounds, "--part", str(part)],
+                beat)
             if status:
                 return status, about, found
             first, measurements = read_part(part)
-            # The environment of the first job, but the command and levels of them all.
+            # The environment of the first job, with the command and levels of all.
             about = about or first
             found += measurements
     levels = dict.fromkeys(job.level for job in planned)
     about |= {"thread_level": " and ".join(levels),
               "command": f"python -m mpiring {' '.join(words)}"}
     return 0, about, found
-
-
-def _command(mpiexec: str, job: Job, ranks: int, words: Sequence[str], part: Path) -> list[str]:
-    without_peers = [] if job.peers else ["--without-peers"]
-    rounds = [] if job.rounds is None else ["--rounds", str(job.rounds)]
-    return ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
-            sys.executable, "-m", "mpiring", *words, *without_peers, *rounds,
-            "--part", str(part)]
 
 
 def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:
@@ -100,19 +97,19 @@ def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:
                 else:
                     print(line, end="", flush=True)
         except OutputError:
-            # Nobody would see what it measures.
+            # Nobody would see its results.
             job.terminate()
             raise
     return job.returncode
 
 
 def write_part(path: str, about: Environment, found: Sequence[Measurement]) -> None:
-    """Write what one job has measured, every reading."""
+    """Write all readings of a job."""
     content = [about, [dataclasses.astuple(measurement) for measurement in found]]
     Path(path).write_text(json.dumps(content))
 
 
 def read_part(path: Path) -> tuple[Environment, list[Measurement]]:
-    """Return what `write_part` has written."""
+    """Return environment and readings from `write_part`."""
     about, found = json.loads(path.read_text())
     return about, [Measurement(labels, readings) for labels, readings in found]

@@ -1,4 +1,4 @@
-"""Asks the system how much memory a process takes: what it has now, and had at most."""
+"""Measures this process's memory: now, and at its peak."""
 
 import ctypes
 import gc
@@ -10,13 +10,13 @@ _FORGET_PEAK = "5"
 
 
 class Growth:
-    """By how much this process's memory has grown since this was made, as Linux counts it.
+    """Growth of this process's memory since this object was made, as Linux counts it.
 
-    Memory that the ranks of a node share counts as its size, divided among them: Linux
-    counts what a process has touched of it, also of the other ranks' parts.
+    Memory that the ranks of a node share counts by its size, divided among them: Linux counts all
+    that a process has touched of it, also other ranks' memory.
 
     Args:
-        sharers: How many ranks share the windows.
+        sharers: Number of ranks that share the windows.
     """
 
     def __init__(self, sharers: int) -> None:
@@ -24,7 +24,7 @@ class Growth:
         self._before = self._now("VmRSS")
 
     def forget_peak(self) -> None:
-        """Let the peak begin with what the process has now."""
+        """Reset the peak to the present memory."""
         _give_back()
         if _is_known():
             (_PROC / "clear_refs").write_text(_FORGET_PEAK)
@@ -49,7 +49,7 @@ def _is_known() -> bool:
 
 
 def _give_back() -> None:
-    """Return memory to the system that was freed, but kept for the next allocation (glibc)."""
+    """Return freed memory to the system that glibc holds for the next allocation."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -57,7 +57,7 @@ def _give_back() -> None:
 
 
 def _windows_bytes() -> int:
-    """Return the length of all of mpiring's node-shared memory, all of which is allocated."""
+    """Return the bytes of mpiring's shared memory, all of which is allocated."""
     ranges = [line.split()[0].split("-") for line in (_PROC / "maps").read_text().splitlines()
               if "memfd:mpiring" in line]
     return sum(int(end, 16) - int(start, 16) for start, end in ranges)

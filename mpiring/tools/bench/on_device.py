@@ -1,4 +1,4 @@
-"""Names what is compared on GPUs: mpiring, copies around MPI's allreduce, NCCL, and the limits."""
+"""Contenders on GPUs: mpiring, copies around MPI's allreduce, NCCL, and the limits."""
 
 from argparse import Namespace
 from typing import Any
@@ -19,7 +19,7 @@ from .world import World
 
 
 class OnDevice:
-    """Where arrays of a benchmark lie: on this rank's GPU.
+    """Arrays on this rank's GPU, and the contenders for them.
 
     Args:
         world: The ranks.
@@ -33,7 +33,7 @@ class OnDevice:
     def __init__(self, world: World) -> None:
         from ...gpu import cuda
         self._world = world
-        # Ranks that have a GPU would wait for one that has none.
+        # Ranks that have a GPU would wait for a rank that has none.
         world.everywhere(cuda.cupy)
         self._cupy = cupy_for(world.comm)
         self.device: Device = device_named("cuda", world.comm.local_rank)
@@ -58,7 +58,7 @@ class OnDevice:
         return float(self._cupy.cuda.get_elapsed_time(began, ended)) / 1e3
 
     def contenders(self, options: Namespace) -> list[Contender]:
-        """Return those that a command line asks for; "auto", the naive way and the limits always.
+        """Return the contenders asked for; always "auto", the naive way and the limits.
 
         Raises:
             ConfigError: NCCL was asked for, and cannot run here.
@@ -76,7 +76,7 @@ class OnDevice:
 
 
 def naive(world: World) -> Contender:
-    """Return what one writes first: the whole array to the host, MPI_Allreduce, and back."""
+    """Return the obvious way: the whole array to the host, MPI_Allreduce, and back."""
     raw, library = world.raw, world.mpi
 
     def call(x: Any) -> Call:
@@ -92,7 +92,7 @@ def naive(world: World) -> Contender:
 
 
 def naive_pinned(world: World) -> Contender:
-    """Return the same through one pinned buffer, which is kept."""
+    """Return the obvious way with a pinned buffer that is reused."""
     raw, library = world.raw, world.mpi
 
     def call(x: Any) -> Call:
@@ -114,10 +114,9 @@ def naive_pinned(world: World) -> Contender:
 
 
 def device_copy() -> Contender:
-    """Return the limit of what is summed in the GPU's memory: every rank copies its array there.
+    """Return the limit of summing in the GPU's memory: every rank copies its array there.
 
-    That reads and writes 2 n bytes per rank, as an allreduce must: each sum is read from every
-    rank's array, and stored in every rank's array.
+    A copy reads and writes 2 n bytes per rank, as an allreduce must.
     """
     def call(x: Any) -> Call:
         vector = vector_of(x)
@@ -132,11 +131,11 @@ def device_copy() -> Contender:
 
 
 def pinned_copies(p: int) -> Contender:
-    """Return the limit of what goes through the host and is summed on the GPU, between p ranks.
+    """Return the limit of going through the host and summing on the GPU, between p ranks.
 
-    Per rank n bytes go down: (p-1)/p n for others to sum, and the n/p that it has summed. And
-    2 (p-1)/p n come up: p-1 parts of n/p to sum, and p-1 that others have summed. Both at once, all
-    ranks at once; at 2 ranks n each way.
+    Each rank downloads n bytes: (p-1)/p n for others to sum, and the n/p that it has summed. It
+    uploads 2 (p-1)/p n: p-1 slices of n/p to sum, and p-1 that others have summed. All of it at
+    once; at 2 ranks n bytes each way.
     """
     def call(x: Any) -> Call:
         vector = vector_of(x)
@@ -148,8 +147,8 @@ def pinned_copies(p: int) -> Contender:
         def run() -> None:
             down.download(vector, hosts[0])
             for start in range(0, rises, vector.size):
-                part = slice(0, min(vector.size, rises - start))
-                up.upload(hosts[1][part], other[part])
+                piece = slice(0, min(vector.size, rises - start))
+                up.upload(hosts[1][piece], other[piece])
             finish(down.record())
             finish(up.record())
         return run

@@ -1,4 +1,4 @@
-"""Measures how much of a bucketed allreduce hides behind computation."""
+"""Measures how much of a bucketed allreduce hides behind compute."""
 
 import dataclasses
 import random
@@ -29,13 +29,13 @@ Action = Callable[[], object]
 
 
 def _numpy_unit() -> Action:
-    """Return some 0.2 ms of work that releases Python's lock, as NumPy's and PyTorch's does."""
+    """Return about 0.2 ms of work that releases Python's lock, as NumPy and PyTorch do."""
     a, b, product = (np.full((_MATRIX, _MATRIX), 0.01, np.float32) for _ in range(3))
     return lambda: np.matmul(a, b, out=product)
 
 
 def _python_unit() -> Action:
-    """Return some 0.2 ms of work that holds Python's lock."""
+    """Return about 0.2 ms of work that holds Python's lock."""
     def add() -> int:
         total = 0
         for value in range(_ADDITIONS):
@@ -70,7 +70,7 @@ def _run(options: Namespace) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
-    """What is timed for one contender and one kind of compute."""
+    """The actions that are timed for a contender and a kind of compute."""
 
     contender: str
     kind: str
@@ -81,7 +81,7 @@ def calibrated(ranks: timing.Ranks, unit: Action, wanted_s: float) -> Action:
     """Return work that takes `wanted_s` when all ranks do it at once and nothing else.
 
     Args:
-        unit: A short piece of it.
+        unit: A short piece of the work.
 
     Collective: yes. Blocking: yes.
     """
@@ -99,7 +99,7 @@ def calibrated(ranks: timing.Ranks, unit: Action, wanted_s: float) -> Action:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders and kinds of compute in each round; the last one yields them all.
+    """Measure all contenders and kinds of compute in each round; the last round yields them all.
 
     Collective: yes. Blocking: yes.
     """
@@ -134,8 +134,8 @@ def _fill(world: World, buckets: Sequence[Array]) -> None:
 
 def _subjects(world: World, contender: Contender, buckets: Sequence[Array],
               options: Namespace) -> list[_Subject]:
-    """Check a contender, and return what to time: compute in proportion to its communication."""
-    # The same request of MPI's, which here does not block.
+    """Check a contender; return what to time, with compute in proportion to its communication."""
+    # The nonblocking call of the same name.
     name = "MPI_Iallreduce" if contender.name == NATIVE else contender.name
     begins = [contender.starting(bucket) for bucket in buckets]
 
@@ -167,7 +167,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
 
 
 def _row(measurement: Measurement) -> Row:
-    """Compare the three readings of each round, which lie close in time, and take the medians."""
+    """Compare the three readings of each round, which are close in time; return the medians."""
     names = ("compute", "communication", "total")
     rounds = list(zip(*(measurement.readings[name] for name in names)))
     compute, communication, total = (timing.median(values) for values in zip(*rounds))

@@ -1,9 +1,8 @@
-"""Calls the peers, Gloo and Horovod, on tensors that share an array's memory; needs PyTorch."""
+"""Connects ranks by the peers, Gloo and Horovod, where PyTorch is installed."""
 
 import importlib.util
-import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,13 +13,10 @@ from .world import World
 
 NAMES = ("gloo", "horovod")
 
-# What `mpiring.torch` needs, by which arrays are seen as tensors.
+# `mpiring.torch`, which lets tensors share the memory of arrays, needs these packages.
 TORCH = ("torch", "ml_dtypes")
 _NEEDS = {"gloo": TORCH, "horovod": (*TORCH, "horovod")}
 _TIMEOUT_S = 120
-
-Call = Callable[[], object]
-Peer = tuple[str, Callable[[Array], Call], Callable[[Array], Callable[[], Call]]]
 
 
 def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
@@ -28,7 +24,7 @@ def takes_part(name: str, kinds: Sequence[str] | None, world: World) -> bool:
 
     Args:
         name: Of NAMES.
-        kinds: What a command line asks for; None for all that are installed.
+        kinds: Those that a command line asks for; None for all that are installed.
 
     Raises:
         MissingDependencyError: It was asked for, but is not installed on all ranks.
@@ -57,21 +53,8 @@ def _refuse_missing(name: str) -> None:
 
 
 def missing(*packages: str) -> list[str]:
-    """Return which packages cannot be found."""
+    """Return the packages that cannot be found."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
-
-
-def opened(name: str, world: World, interface: str | None = None) -> Peer:
-    """Connect the ranks by a peer, and return its label, its blocking and its starting call.
-
-    Args:
-        name: Of NAMES.
-        interface: Network interface for Gloo; by default the loopback on one node, and
-            the first one that has an address between nodes.
-
-    Collective: yes. Blocking: yes.
-    """
-    return _gloo(world, interface) if name == "gloo" else _horovod()
 
 
 def tensor_of(x: Array) -> Any:
@@ -116,9 +99,9 @@ def store_of_rank_0(world: World, interface: str) -> Any:
         # Port 0: the system picks a free one.
         store = dist.TCPStore(ipv4_address(interface), 0, is_master=True, wait_for_workers=False,
                               timeout=timedelta(seconds=_TIMEOUT_S))
-    place = world.raw.bcast(store and (store.host, store.port), root=0)
+    address = world.raw.bcast(store and (store.host, store.port), root=0)
     if store is None:
-        store = dist.TCPStore(*place, is_master=False, timeout=timedelta(seconds=_TIMEOUT_S))
+        store = dist.TCPStore(*address, is_master=False, timeout=timedelta(seconds=_TIMEOUT_S))
     return store
 
 
@@ -132,44 +115,3 @@ def gloo_group(store: Any, rank: int, size: int, interface: str) -> Any:
     options._devices = [dist.ProcessGroupGloo.create_device(interface=interface)]
     options._timeout = timedelta(seconds=_TIMEOUT_S)
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _gloo(world: World, interface: str | None) -> Peer:
-    """Connect by Gloo's process group, and call it without torch.distributed's wrapping."""
-    interface = interface or interface_for(world)
-    group = gloo_group(store_of_rank_0(world, interface), world.rank, world.size, interface)
-
-    def call(x: Array) -> Call:
-        tensors = [tensor_of(x)]
-        return lambda: group.allreduce(tensors).wait()
-
-    def start(x: Array) -> Callable[[], Call]:
-        tensors = [tensor_of(x)]
-        return lambda: group.allreduce(tensors).wait
-
-    return "Gloo", call, start
-
-
-def _horovod() -> Peer:
-    """Start Horovod; it finds the ranks in MPI_COMM_WORLD by itself."""
-    import horovod.torch as hvd
-    hvd.init()
-    numbers = itertools.count()
-
-    def start(x: Array) -> Callable[[], Call]:
-        # Under one name in each call, so that Horovod's cache of responses works as in training.
-        tensor, name = tensor_of(x), f"array {next(numbers)}"
-
-        def begin() -> Call:
-            try:
-                handle = hvd.allreduce_async_(tensor, name=name, op=hvd.Sum)
-            except ValueError as exc:
-                raise ConfigError(f"Horovod has no {x.dtype.name}") from exc
-            return lambda: hvd.synchronize(handle)
-        return begin
-
-    def call(x: Array) -> Call:
-        begin = start(x)
-        return lambda: begin()()
-
-    return "Horovod", call, start

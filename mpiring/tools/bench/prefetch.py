@@ -1,4 +1,4 @@
-"""Measures what it costs that the data of PyTorch's training steps comes from the host."""
+"""Measures the cost of fetching the data of PyTorch's training steps from the host."""
 
 import itertools
 from argparse import ArgumentParser, Namespace
@@ -17,7 +17,7 @@ from .results import Measurement, beside
 from .world import World
 
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
-# Different batches that the loader has, over and over.
+# Different batches, which the loader repeats.
 _BATCHES = 8
 
 
@@ -43,34 +43,34 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """
     world.everywhere(peers.refuse_missing_torch)
     from . import torch_models
-    place = torch_models.place_named(world, options.device)
+    device = torch_models.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
         training = torch_models.Training(
             torch_models.Contender(ALONE, lambda model, optimizer: (model, optimizer)), kind,
-            torch_models.width_for(kind, parameters), options.batch, world.rank, place)
+            torch_models.width_for(kind, parameters), options.batch, world.rank, device)
         batches = [training.host_batch(number) for number in range(_BATCHES)]
-        with_loader = iter(prefetch(itertools.cycle(batches), place.device, depth=options.depth))
+        with_loader = iter(prefetch(itertools.cycle(batches), device.torch, depth=options.depth))
         copied = itertools.cycle(batches)
         actions: dict[str, timing.Action] = {
             RESIDENT: training.step,
             PREFETCHED: lambda: training.learn(*next(with_loader)),
-            COPIED: lambda: training.learn(*(x.to(place.device) for x in next(copied)))}
+            COPIED: lambda: training.learn(*(x.to(device.torch) for x in next(copied)))}
         readings = yield from timing.in_turns(
             world, options, {name: {"step": action} for name, action in actions.items()},
-            stopwatch=place.stopwatch)
+            stopwatch=device.stopwatch)
         with_loader.close()
         labels = {"model": kind, "parameters": training.parameter_count, "batch": training.batch,
                   "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
-                  "calls": options.calls, "device": str(place.device),
+                  "calls": options.calls, "device": str(device.torch),
                   "thread_level": world.thread_level}
         yield [Measurement({**labels, "contender": name}, found)
                for name, found in readings.items()]
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each way, beside the step whose data is on the device already.
+    """Return a row for each way, compared with steps whose data is on the device already.
 
-    Ratios are medians over rounds, whose readings lie close in time.
+    Ratios are medians over rounds, whose readings are close in time.
     """
     table = []
     for measurement, case in beside(found, "model", "parameters", "thread_level"):

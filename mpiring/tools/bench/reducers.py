@@ -1,4 +1,4 @@
-"""Measures what Reducers save and cost: trains one model with each of them, on real text."""
+"""Measures what Reducers save and cost, by training a model on real text with each of them."""
 
 import logging
 import math
@@ -49,7 +49,7 @@ _log = logging.getLogger("mpiring")
 
 ALONE = "alone"
 DENSE = "dense"
-# Each is made anew for each training, given for how many steps it may begin gently.
+# Each is made anew for each training, from the number of steps in which it may begin gently.
 METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     DENSE: lambda warmup: None,
     "fp16": lambda warmup: Cast("float16"),
@@ -63,7 +63,7 @@ METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
 NAMES = (ALONE, *METHODS)
 LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
 
-# The first step builds the buckets anew, the second one writes to their memory first.
+# The first step builds the buckets anew, the second is the first to write to their memory.
 _UNSETTLED_STEPS = 2
 _REHEARSED_STEPS = 2
 _REHEARSED_WIDTH = 64
@@ -120,7 +120,7 @@ def complete(options: Namespace) -> Namespace:
         options.validate_every = max(1, options.steps // 20)
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.optimizer]
-    # From here on all methods compress, and nothing is new to any of them.
+    # From here on all methods compress, and nothing happens for the first time.
     options.settled = max(options.warmup_steps, _UNSETTLED_STEPS)
     if options.settled >= options.steps:
         raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
@@ -129,7 +129,7 @@ def complete(options: Namespace) -> Namespace:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Train with all methods, seed by seed; yield after each training, in the last one them all.
+    """Train with all methods, seed by seed; yield after each training, after the last all of them.
 
     Raises:
         MissingDependencyError: There is no PyTorch.
@@ -168,7 +168,7 @@ def _warn_where_nothing_is_compressed(world: World) -> None:
 
 def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int,
            warmup_steps: int) -> "tuple[Training, str]":
-    """Begin a training, and return it with what its Reducer says of itself."""
+    """Begin a training, and return it with its Reducer's description."""
     from .torch_training import Training
     reducer = None if name == ALONE else METHODS[name](warmup_steps)
     training = Training(task, world, options, seed, reducer, joined=name != ALONE)
@@ -176,7 +176,7 @@ def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int,
 
 
 def _rehearse(world: World, options: Namespace, task: "Task", name: str) -> None:
-    """Train a narrow model, so that all code is loaded, and compiled where it has to be."""
+    """Train a narrow model, so that all code is loaded and compiled."""
     training, _ = _begun(world, options, replace(task, width=_REHEARSED_WIDTH), name, 0, 0)
     for _ in range(_REHEARSED_STEPS):
         training.step()
@@ -189,7 +189,7 @@ def _train(world: World, options: Namespace, task: "Task", traffic: Traffic, nam
     training, settings = _begun(world, options, task, name, seed, options.warmup_steps)
     seconds, validated, bits = list[float](), list[float](), list[float]()
     cost, done, limit = Statistics(), 0, options.time_limit or float("inf")
-    # The slowest rank's time is known to all, so that all stop at the same step.
+    # All ranks know the slowest rank's time, and so stop at the same step.
     while done < options.steps and sum(seconds) < limit:
         if done == options.settled:
             traffic.begin()
@@ -223,7 +223,7 @@ def _bits_per_byte(world: World, training: "Training") -> float:
 
 
 def _costs(world: World, cost: Statistics, steps: int, host_bytes: float) -> dict[str, list[float]]:
-    """Return what a settled step has cost: bytes of all ranks, seconds of the slowest one."""
+    """Return the costs of a settled step: bytes of all ranks, seconds of the slowest rank."""
     nbytes = np.array([cost.dense_bytes, cost.bytes_sent], np.float64)
     world.raw.Allreduce(world.mpi.IN_PLACE, nbytes, op=world.mpi.SUM)
     slowest = world.slowest([cost.encode_s, cost.wire_s, cost.decode_s])
@@ -236,7 +236,7 @@ class Curve:
     """A validation loss as training goes on: means over seeds.
 
     Attributes:
-        steps: At which it was looked at.
+        steps: Those after which it was computed.
         seconds: Of training until then.
         bits: Per byte.
     """
@@ -246,7 +246,7 @@ class Curve:
     bits: list[float]
 
     def at(self, step: int) -> float:
-        """Return the loss at one of its steps."""
+        """Return the loss after one of `steps`."""
         return self.bits[self.steps.index(step)]
 
     def seconds_to(self, target: float) -> float:
@@ -257,11 +257,13 @@ class Curve:
 
 def curve_of(trainings: Sequence[Measurement]) -> Curve:
     """Return the mean curve of trainings with several seeds, as far as all of them have come."""
-    of_seeds = [dict(zip(map(int, one.readings["validated"]), one.readings["bits"]))
-                for one in trainings]
+    of_seeds = [dict(zip(map(int, training.readings["validated"]), training.readings["bits"]))
+                for training in trainings]
     steps = [step for step in of_seeds[0] if all(step in bits for bits in of_seeds)]
     return Curve(
-        steps, [_mean([sum(one.readings["step"][:step]) for one in trainings]) for step in steps],
+        steps,
+        [_mean([sum(training.readings["step"][:step]) for training in trainings])
+         for step in steps],
         [_mean([bits[step] for bits in of_seeds]) for step in steps])
 
 
@@ -272,8 +274,8 @@ def _mean(values: Sequence[float]) -> float:
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each method, beside the plain mean and the compute alone."""
     trainings: dict[str, list[Measurement]] = {}
-    for one in found:
-        trainings.setdefault(one.labels["reducer"], []).append(one)
+    for training in found:
+        trainings.setdefault(training.labels["reducer"], []).append(training)
     dense = curve_of(trainings[DENSE]) if DENSE in trainings else Curve([], [], [])
     target = options.target_loss or _default_target(dense)
     return [{
@@ -295,20 +297,20 @@ def _default_target(dense: Curve) -> float:
 
 def _times(mine: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
            options: Namespace) -> Row:
-    """Return how long settled steps are. Ratios are medians over seeds, which lie close in time."""
-    def settled(one: Measurement) -> list[float]:
-        return one.readings["step"][options.settled:]
+    """Return the times of settled steps. Ratios are medians over seeds, which are close in time."""
+    def settled(training: Measurement) -> list[float]:
+        return training.readings["step"][options.settled:]
 
     def over(other: str) -> float:
         return timing.median([
-            timing.median(settled(one)) / timing.median(settled(reference))
-            for one, reference in zip(mine, trainings.get(other, []))
-            if settled(one) and settled(reference)])
+            timing.median(settled(training)) / timing.median(settled(reference))
+            for training, reference in zip(mine, trainings.get(other, []))
+            if settled(training) and settled(reference)])
 
-    seconds = [value for one in mine for value in settled(one)]
+    seconds = [value for training in mine for value in settled(training)]
     return {
-        "steps": min(len(one.readings["step"]) for one in mine),
-        "training_s": _mean([sum(one.readings["step"]) for one in mine]),
+        "steps": min(len(training.readings["step"]) for training in mine),
+        "training_s": _mean([sum(training.readings["step"]) for training in mine]),
         "median_ms": timing.median(seconds) * 1e3, "p95_ms": timing.p95(seconds) * 1e3,
         "over_dense": over(DENSE), "over_alone": over(ALONE)}
 
@@ -316,7 +318,8 @@ def _times(mine: Sequence[Measurement], trainings: Mapping[str, Sequence[Measure
 def _mean_costs(mine: Sequence[Measurement], dense: Sequence[Measurement]) -> Row:
     """Return the bytes and seconds of a settled step."""
     def mean(trainings: Sequence[Measurement], name: str) -> float:
-        values = [one.readings[name][0] for one in trainings if name in one.readings]
+        values = [training.readings[name][0] for training in trainings
+                  if name in training.readings]
         return _mean(values) if values else math.nan
 
     def ratio(more: float, less: float) -> float:
@@ -331,9 +334,9 @@ def _mean_costs(mine: Sequence[Measurement], dense: Sequence[Measurement]) -> Ro
 
 
 def _accuracy(mine: Sequence[Measurement], dense: Curve, target: float) -> Row:
-    """Return how good the model became, and how soon; compared after equally many steps."""
+    """Return the loss, and the time until the target; compared after equally many steps."""
     curve = curve_of(mine)
-    ends = [one.readings["bits"][-1] for one in mine if one.readings["bits"]]
+    ends = [training.readings["bits"][-1] for training in mine if training.readings["bits"]]
     seconds = curve.seconds_to(target)
     return {
         "bits_per_byte": curve.bits[-1] if curve.bits else math.nan,
@@ -346,7 +349,7 @@ def _accuracy(mine: Sequence[Measurement], dense: Curve, target: float) -> Row:
 
 
 def _difference(curve: Curve, dense: Curve) -> float:
-    """Return by how much a loss is above dense's, at the last step that both have seen."""
+    """Return the loss minus dense's, at the last step that both have."""
     both = [step for step in curve.steps if step in dense.steps]
     # Less than a ten thousandth of a bit means nothing; -0.0 + 0.0 is 0.0.
     return round(curve.at(both[-1]) - dense.at(both[-1]), 4) + 0.0 if both else math.nan

@@ -1,4 +1,4 @@
-"""Holds what was measured, and where and with what."""
+"""Holds measurements, and the environment that they were made in."""
 
 import json
 import os
@@ -13,11 +13,11 @@ from .world import World
 
 @dataclass(frozen=True)
 class Measurement:
-    """The readings of one case and contender.
+    """The readings of a case and contender.
 
     Attributes:
-        labels: What was measured, and how.
-        readings: By what was read, times in seconds; none where the contender cannot do the case.
+        labels: Describe case and contender.
+        readings: By kind, times in seconds; none where the contender cannot do the case.
     """
 
     labels: dict[str, Any]
@@ -53,27 +53,21 @@ def beside(found: Sequence[Measurement], *keys: str,
 
 
 def environment(world: World) -> Environment:
-    """Return everything about this run that may matter to whoever reads its numbers.
+    """Return everything about this run that may matter to a reader of its numbers.
 
     Collective: yes. Blocking: yes.
     """
-    place = {"rank": world.rank, "host": socket.gethostname(), "node": world.comm.node_rank,
-             "cores": _allowed_cores()}
+    mine = {"rank": world.rank, "host": socket.gethostname(), "node": world.comm.node_rank,
+            # Those that this process may use, where they are known (Linux).
+            "cores": (sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+                      else None)}
+    # The first line of the library's description, without what is not name and version.
+    library = world.mpi.Get_library_version().strip("\0").splitlines()[0]
     return {
         **machine(),
-        "mpi_library": _mpi_library(world.mpi.Get_library_version()),
+        "mpi_library": " ".join(library.replace("Version:", "").split()),
         "thread_level": world.thread_level,
         "ranks": world.size,
         "nodes": world.comm.num_nodes,
-        "placement": world.raw.allgather(place),
+        "placement": world.raw.allgather(mine),
     }
-
-
-def _allowed_cores() -> list[int] | None:
-    """Return the cores that this process may run on, where the system tells (Linux)."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
-
-
-def _mpi_library(text: str) -> str:
-    """Return name and version, from the first line of what an MPI library says of itself."""
-    return " ".join(text.strip("\0").splitlines()[0].replace("Version:", "").split())

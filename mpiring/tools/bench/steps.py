@@ -94,8 +94,8 @@ class Network:
         """Compute the gradients of half the mean squared error, the last layer's first.
 
         Args:
-            gradients: Are written, by name.
-            ready: Is told each name as soon as its gradient is written.
+            gradients: Written, by name.
+            ready: Called with each name as soon as its gradient is written.
         """
         inputs, x = [], self._x
         for layer in self._layers:
@@ -122,8 +122,8 @@ class _Variant:
     """A way to take training steps.
 
     Attributes:
-        gradients: Returns what the last step has used.
-        own_bytes: Of the gradients, where they were made together with the variant.
+        gradients: Returns those of the last step.
+        own_bytes: Bytes of gradients that were made together with the variant.
     """
 
     def __init__(self, name: str, network: Network, combine: Callable[[], object],
@@ -178,7 +178,7 @@ def _network(world: World, options: Namespace) -> Network:
 
 
 def _makers(world: World, options: Namespace) -> list[Callable[[], _Variant]]:
-    """Return what makes the variants; their parameters exist already, and gradients but ours."""
+    """Return what makes the variants; parameters exist already, and all gradients but ours."""
     alone = _network(world, options)
     length = sum(value.size for value in alone.params.values())
     flat = world.comm.empty(length, np.float32)
@@ -194,7 +194,7 @@ def _makers(world: World, options: Namespace) -> list[Callable[[], _Variant]]:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all variants in each round; the last one yields them all.
+    """Measure all variants in each round; the last round yields them all.
 
     Collective: yes. Blocking: yes.
     """

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ...gpu.base import Event
 
-# So many calls per case and round are measured at least, and at most.
+# Calls per case and round, at least and at most.
 _FEWEST, _MOST = 2, 200
 Action = Callable[[], object]
 # Returns the seconds that an action takes.
@@ -21,13 +21,13 @@ Readings = dict[str, list[float]]
 
 
 class Ranks(Protocol):
-    """What timing needs of the ranks that measure together."""
+    """The ranks that measure together."""
 
     def barrier(self) -> None:
         """Return after every rank has called."""
 
     def slowest(self, values: list[float]) -> list[float]:
-        """Return for each place the largest of the ranks' values."""
+        """Return the largest of the ranks' values, element by element."""
 
 
 def by_clock(action: Action) -> float:
@@ -38,7 +38,7 @@ def by_clock(action: Action) -> float:
 
 
 def finish(event: Event) -> None:
-    """Return as soon as a GPU has come to an event: no pause is timed along with it."""
+    """Spin until a GPU has reached an event, so that no pause is timed."""
     while not event.test():
         pass
 
@@ -51,9 +51,8 @@ def timed(ranks: Ranks, action: Action, calls: int, *,
     Before each call stands MPI's barrier, which is not timed. Garbage collection is off.
 
     Args:
-        action: What is timed.
-        calls: How many times.
-        prepare: Is called before the first of every `every` calls, and not timed.
+        action: The call.
+        prepare: Called before the first of every `every` calls, and not timed.
         stopwatch: Returns the seconds that an action takes; a GPU's are between events.
 
     Collective: yes. Blocking: yes.
@@ -103,7 +102,7 @@ def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[st
 
 
 def calls_within(budget_s: float, call_s: float) -> int:
-    """Return how many calls of a length are worth making within a budget."""
+    """Return how many calls fit into a budget, within limits."""
     return min(_MOST, max(_FEWEST, int(budget_s / max(call_s, 1e-9))))
 
 
@@ -126,7 +125,7 @@ def over(mine: Sequence[float], theirs: Sequence[float], calls: int) -> float:
     """Return how many times longer one thing takes than another: the median of rounds.
 
     Args:
-        mine, theirs: Of as many rounds, `calls` in each; those of a round lie close in time.
+        mine, theirs: Seconds of `calls` calls in each round; those of a round are close in time.
     """
     return median([median(mine[start:start + calls]) / median(theirs[start:start + calls])
                    for start in range(0, len(mine), calls)])
@@ -147,7 +146,7 @@ def wire_seconds(nbytes: int, nodes: int, bytes_per_s: float) -> float:
 
     Args:
         nbytes: Of the array.
-        nodes: Between which it travels; on one there is no wire, and no time.
-        bytes_per_s: What the link carries of data.
+        nodes: Their number; a single node has no wire, and needs no time.
+        bytes_per_s: Data rate of the link.
     """
     return 2 * (nodes - 1) / nodes * nbytes / bytes_per_s

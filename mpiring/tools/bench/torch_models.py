@@ -1,4 +1,4 @@
-"""Makes small models with PyTorch, and trains them, each gradient averaged by one contender."""
+"""Makes small PyTorch models, and trains them with each contender's averages."""
 
 import gc
 from argparse import Namespace
@@ -16,7 +16,7 @@ from ...gpu.carriers import torch_cuda
 from ...memory.arrays import Array
 from ...torch import DataParallel, device_for, share_cores
 from . import peers, timing
-from .contenders import ALONE, GLOO, OURS
+from .contenders import ALONE, GLOO, OURS, horovod
 from .world import World
 
 BACK_END = "mpiring + PyTorch's DDP"
@@ -27,7 +27,7 @@ _BYTE_VALUES = 256
 TEXT_LENGTH = 64
 _LAYERS = 4
 _PIXELS, _COLOURS, _CLASSES = 32, 3, 10
-# The name under which torch.distributed knows Gloo on an interface that we have chosen.
+# torch.distributed's name for Gloo on an interface that we have chosen.
 _GLOO_HERE = "gloo_here"
 
 
@@ -58,27 +58,27 @@ class Transformer(nn.Module):
 
 def perceptron(width: int) -> nn.Module:
     """Return a multilayer perceptron over bytes."""
-    inner = [part for _ in range(_LAYERS - 1) for part in (nn.Linear(width, width), nn.ReLU())]
+    inner = [layer for _ in range(_LAYERS - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(
         nn.Linear(TEXT_LENGTH, width), nn.ReLU(), *inner, nn.Linear(width, _CLASSES))
 
 
 def convnet(width: int) -> nn.Module:
     """Return a convolutional network with BatchNorm, whose stages double the channels."""
-    parts: list[nn.Module] = []
+    layers: list[nn.Module] = []
     channels = _COLOURS
     for stage in range(_LAYERS):
         for stride in (1 if stage == 0 else 2, 1):
-            parts += [nn.Conv2d(channels, width << stage, 3, stride, padding=1, bias=False),
-                      nn.BatchNorm2d(width << stage), nn.ReLU()]
+            layers += [nn.Conv2d(channels, width << stage, 3, stride, padding=1, bias=False),
+                       nn.BatchNorm2d(width << stage), nn.ReLU()]
             channels = width << stage
     return nn.Sequential(
-        *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, _CLASSES))
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, _CLASSES))
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of model: how to make one of a width, a multiple of `unit`; how much data it gets."""
+    """A kind of model: made from a width, a multiple of `unit`, and its data for a batch."""
 
     make: Callable[[int], nn.Module]
     unit: int
@@ -103,11 +103,16 @@ _KINDS = {
 }
 
 
+def size_of(kind: str, width: int) -> int:
+    """Return a model's number of parameters."""
+    with torch.device("meta"):
+        return _count(_KINDS[kind].make(width))
+
+
 def width_for(kind: str, parameters: int) -> int:
     """Return the width at which a model's number of parameters is closest to the wanted one."""
     def distance(width: int) -> int:
-        with torch.device("meta"):
-            return abs(_count(_KINDS[kind].make(width)) - parameters)
+        return abs(size_of(kind, width) - parameters)
 
     width = unit = _KINDS[kind].unit
     while distance(width + unit) < distance(width):
@@ -124,9 +129,9 @@ class Contender:
     """A way to average gradients.
 
     Attributes:
-        name: As it stands in tables.
+        name: For tables.
         wrap: Returns what replaces a model and its optimizer.
-        blocking: Is given a vector, and returns what sums it over the ranks, each time.
+        blocking: Takes a vector, and returns a function that sums it over the ranks.
     """
 
     name: str
@@ -134,52 +139,37 @@ class Contender:
     blocking: Callable[[Array], Callable[[], object]] = lambda flat: lambda: None
 
 
-class Place:
-    """Where models are, and how their steps are timed.
+@dataclass(frozen=True)
+class Device:
+    """Where models are, and how their steps are timed."""
 
-    Attributes:
-        device: PyTorch's.
-    """
-
-    device = torch.device("cpu")
-
-    def stopwatch(self, action: Callable[[], object]) -> float:
-        """Return the seconds that an action takes."""
-        return timing.by_clock(action)
+    torch: torch.device
+    stopwatch: timing.Stopwatch
 
 
-class GpuPlace(Place):
-    """This rank's GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def stopwatch(self, action: Callable[[], object]) -> float:
-        """Return the seconds between two events on the current stream, around an action."""
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        action()
-        ended.record()
-        ended.synchronize()
-        return began.elapsed_time(ended) / 1e3
+def _by_events(action: Callable[[], object]) -> float:
+    """Return the seconds between two events on the current stream, around an action."""
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    action()
+    ended.record()
+    ended.synchronize()
+    return began.elapsed_time(ended) / 1e3
 
 
-def place_named(world: World, device: str) -> Place:
-    """Return where models are.
-
-    Args:
-        device: "cpu" or "cuda".
+def device_named(world: World, name: str) -> Device:
+    """Return the host, "cpu", or this rank's GPU, "cuda".
 
     Raises:
         MissingDependencyError: PyTorch finds no GPU.
 
     Collective: yes. Blocking: yes.
     """
-    if device == "cpu":
-        return Place()
-    # Ranks that have a GPU would wait for one that has none.
+    if name == "cpu":
+        return Device(torch.device("cpu"), timing.by_clock)
+    # Ranks that have a GPU would wait for a rank that has none.
     world.everywhere(torch_cuda)
-    return GpuPlace(device_for(world.comm))
+    return Device(device_for(world.comm), _by_events)
 
 
 class Training:
@@ -188,10 +178,11 @@ class Training:
     Every rank has data of its own; all trainings of a kind begin alike.
 
     Args:
-        contender: How.
-        kind, width, batch: What; by default a batch that takes about as long as the others'.
-        rank: Whose data.
-        place: Where they are.
+        contender: Averages the gradients.
+        kind, width, batch: Of the model; by default a batch that takes about as long as the
+            others'.
+        rank: Of the data.
+        device: Of model and data.
 
     Attributes:
         name: The contender's.
@@ -199,13 +190,13 @@ class Training:
     """
 
     def __init__(self, contender: Contender, kind: str, width: int, batch: int | None,
-                 rank: int, place: Place) -> None:
+                 rank: int, device: Device) -> None:
         self.name = contender.name
         self._kind = _KINDS[kind]
         self.batch = batch or self._kind.batch
         torch.manual_seed(0)
-        self._bare = self._kind.make(width).to(place.device)
-        self._x, self._y = (part.to(place.device) for part in self._kind.data(
+        self._bare = self._kind.make(width).to(device.torch)
+        self._x, self._y = (x.to(device.torch) for x in self._kind.data(
             self.batch, torch.Generator().manual_seed(1 + rank)))
         self._model, self._optimizer = contender.wrap(
             self._bare, torch.optim.SGD(self._bare.parameters(), lr=_LEARNING_RATE))
@@ -215,24 +206,24 @@ class Training:
         self.learn(self._x, self._y)
 
     def learn(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Take one step with other data, which is where the model is."""
+        """Take one step with other data on the model's device."""
         self._optimizer.zero_grad()
         logits = self._model(x)
         functional.cross_entropy(logits.flatten(0, -2), y.flatten()).backward()
         self._optimizer.step()
 
     def host_batch(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return one of many other batches, in host memory."""
+        """Return another batch in host memory, by its number."""
         x, y = self._kind.data(self.batch, torch.Generator().manual_seed(1 << 20 | number))
         return x.contiguous(), y.contiguous()
 
     @property
     def parameter_count(self) -> int:
-        """How many numbers the model learns."""
+        """The model's number of parameters."""
         return _count(self._bare)
 
     def gradients(self) -> Mapping[str, Array]:
-        """Return what the last step has used, by name."""
+        """Return those of the last step, by name."""
         return {name: p.grad.cpu().numpy() for name, p in self._bare.named_parameters()}
 
     def parameters(self) -> Mapping[str, Array]:
@@ -240,10 +231,10 @@ class Training:
         return {name: p.detach().cpu().numpy() for name, p in self._bare.named_parameters()}
 
 
-def contenders(world: World, options: Namespace, place: Place) -> list[Contender]:
+def contenders(world: World, options: Namespace, device: Device) -> list[Contender]:
     """Connect the ranks by all contenders that a command line asks for, and return them.
 
-    Gloo takes CUDA tensors, too; Horovod is left out on GPUs.
+    On GPUs, Horovod is left out.
 
     Raises:
         MissingDependencyError: A peer was asked for that is not installed.
@@ -266,7 +257,7 @@ def contenders(world: World, options: Namespace, place: Place) -> list[Contender
     if peers.takes_part("gloo", kinds, world):
         group = _gloo(world, options.interface, beside=has_back_end)
         found.append(_with_ddp(GLOO, group, options.bucket))
-    if place.device.type == "cpu" and peers.takes_part("horovod", kinds, world):
+    if device.torch.type == "cpu" and peers.takes_part("horovod", kinds, world):
         found.append(_horovod(world, options))
     return found
 
@@ -287,7 +278,7 @@ def _with_ddp(name: str, group: Any, bucket_bytes: int | None) -> Contender:
 
 
 def _gloo(world: World, interface: str | None, *, beside: bool) -> Any:
-    """Return a group that Gloo connects: the default one, or one beside it."""
+    """Return Gloo's process group: the default group, or another one beside it."""
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
 
@@ -302,7 +293,7 @@ def _gloo(world: World, interface: str | None, *, beside: bool) -> Any:
 
 def _horovod(world: World, options: Namespace) -> Contender:
     """Return Horovod's wrapper of optimizers."""
-    _, call, _ = peers.opened("horovod", world, options.interface)
+    call = horovod().blocking
     import horovod.torch as hvd
 
     def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
@@ -312,14 +303,8 @@ def _horovod(world: World, options: Namespace) -> Contender:
     return Contender(HOROVOD, wrap, call)
 
 
-def size_of(kind: str, width: int) -> int:
-    """Return a model's number of parameters."""
-    with torch.device("meta"):
-        return _count(_KINDS[kind].make(width))
-
-
 def close() -> None:
-    """Leave torch.distributed, and let go of models.
+    """Leave torch.distributed, and free models.
 
     Collective: yes. Blocking: yes.
     """

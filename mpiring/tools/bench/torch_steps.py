@@ -18,13 +18,13 @@ from .results import Measurement, beside
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_models import Contender, Place
+    from .torch_models import Contender, Device
 
 TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", *peers.NAMES), ("mpiring", "gloo")
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Measure all contenders, model by model; yield after each round, in the last one them all.
+    """Measure all contenders, model by model; the last round of a model yields them all.
 
     Raises:
         MissingDependencyError: There is no PyTorch.
@@ -33,23 +33,23 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """
     world.everywhere(peers.refuse_missing_torch)
     from . import torch_models
-    place = torch_models.place_named(world, options.device)
-    contenders = torch_models.contenders(world, options, place)
+    device = torch_models.device_named(world, options.device)
+    contenders = torch_models.contenders(world, options, device)
     world.warm_up()
     for kind in options.models:
         for wanted in options.parameters:
             width = torch_models.width_for(kind, wanted)
-            yield from _measure(world, options, contenders, kind, width, place)
+            yield from _measure(world, options, contenders, kind, width, device)
     torch_models.close()
 
 
 def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]", kind: str,
-             width: int, place: "Place") -> Iterator[list[Measurement]]:
-    """Measure all contenders with one model."""
+             width: int, device: "Device") -> Iterator[list[Measurement]]:
+    """Measure all contenders with a model."""
     from .torch_models import Training
 
     def begin(contender: "Contender") -> Training:
-        return Training(contender, kind, width, options.batch, world.rank, place)
+        return Training(contender, kind, width, options.batch, world.rank, device)
 
     alone = begin(contenders[0])
     alone.step()
@@ -62,14 +62,14 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
     actions = {contender.name: {"step": training.step, "communication": contender.blocking(flat)}
                for contender, (training, _) in zip(contenders, begun)}
     readings = yield from timing.in_turns(
-        world, options, actions, lambda: flat.fill(1), place.stopwatch)
+        world, options, actions, lambda: flat.fill(1), device.stopwatch)
     gradients.check_parameters(
         world, {training.name: training.parameters() for training, _ in begun})
     labels = {"model": kind, "parameters": flat.size, "batch": begun[0][0].batch,
-              "calls": options.calls, "device": str(place.device),
+              "calls": options.calls, "device": str(device.torch),
               "thread_level": world.thread_level}
     # The process's memory is not that of the GPU.
-    on_host = place.device.type == "cpu"
+    on_host = device.torch.type == "cpu"
     yield [Measurement({**labels, "contender": training.name}, {
         **readings[training.name], "peak_bytes": [peak if on_host else math.nan]})
         for training, peak in begun]
@@ -81,7 +81,7 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each model and contender, beside the compute alone and DDP with Gloo.
 
-    Ratios are medians over rounds, whose readings lie close in time.
+    Ratios are medians over rounds, whose readings are close in time.
     """
     return [_row(measurement, case, about, options)
             for measurement, case in beside(found, "model", "parameters", "thread_level")]

@@ -1,4 +1,4 @@
-"""Trains a transformer on real text with PyTorch, and tells how well it predicts other text."""
+"""Trains a transformer on real text with PyTorch, and validates it on other text."""
 
 import gc
 import math
@@ -22,7 +22,7 @@ from .torch_models import TEXT_LENGTH, Transformer, size_of, width_for
 from .world import World
 
 _KIND = "transformer"
-# The last tenth of the modules is validated on.
+# The last tenth of the modules is for validation.
 _FEWEST_MODULES = 10
 _AT_ONCE = 32
 _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -30,7 +30,7 @@ _OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 @dataclass(frozen=True)
 class Task:
-    """What all trainings have in common.
+    """The model and data of all trainings.
 
     Attributes:
         width: Of the transformer.
@@ -75,12 +75,12 @@ def _bytes_of(modules: list[Path]) -> torch.Tensor:
 
 
 def _windows(text: torch.Tensor, starts: Array) -> torch.Tensor:
-    """Return texts, each a byte longer than the model reads: the last one is only predicted."""
+    """Return texts, each a byte longer than the model reads: the last byte is only predicted."""
     return torch.stack([text[start:start + TEXT_LENGTH + 1] for start in starts.tolist()]).long()
 
 
 class Training:
-    """A model that is being trained; all trainings of a task begin with the same weights.
+    """A model in training; all trainings of a task begin with the same weights.
 
     Args:
         task: The model and its data.
@@ -119,11 +119,11 @@ class Training:
 
     @property
     def statistics(self) -> Statistics:
-        """What communication cost in the last step."""
+        """Statistics of the last step's communication."""
         return getattr(self._model, "statistics", Statistics())
 
     def validate(self) -> tuple[float, int]:
-        """Return the bits that this rank's share of the validation texts takes, and its bytes."""
+        """Return the bits and the bytes of this rank's share of the validation texts."""
         share = self._task.validation[self._rank::self._size]
         with torch.no_grad():
             losses = [_loss(self._bare, texts, reduction="sum").item()
@@ -142,5 +142,5 @@ def _loss(model: nn.Module, texts: torch.Tensor, reduction: str = "mean") -> tor
 
 
 def free() -> None:
-    """Let go of models: modules and their hooks hold each other."""
+    """Free models: modules and their hooks refer to each other."""
     gc.collect()

@@ -1,4 +1,4 @@
-"""Reads what hosts send over their networks, from the system's counters (Linux)."""
+"""Counts the bytes that hosts send over their networks, by the system's counters (Linux)."""
 
 import math
 from pathlib import Path
@@ -32,11 +32,11 @@ class Traffic:
         """Return what all hosts have sent since `begin`.
 
         Args:
-            known_bytes: What this rank has sent at the least.
+            known_bytes: Bytes that this rank has sent at least.
 
         Returns:
             NaN where all ranks are on one host, and where a counter shows less than a rank has
-            sent: then its messages do not go through the system, as with InfiniBand.
+            sent, as with InfiniBand, whose messages bypass the system.
 
         Collective: yes. Blocking: yes.
         """
@@ -51,7 +51,7 @@ class Traffic:
 
 
 def sent_bytes(interfaces: Path = _INTERFACES) -> dict[str, int]:
-    """Return how many bytes each network interface of this host has sent, but the loopback."""
+    """Return the bytes that each network interface has sent, without the loopback."""
     return {path.name: int((path / "statistics/tx_bytes").read_text())
             for path in interfaces.glob("*") if path.name != _LOOPBACK and path.is_dir()}
 

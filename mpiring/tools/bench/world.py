@@ -1,4 +1,4 @@
-"""Opens the ranks of a benchmark: MPI itself, on a communicator of its own, beside mpiring's."""
+"""Opens the ranks of a benchmark: a communicator of MPI, and another of mpiring."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _WARM_BYTES = 1 << 20
 class World:
     """The ranks that measure together.
 
-    MPI is used on a duplicate of the world, where mpiring's messages never are.
+    MPI is used on a duplicate of the world, which has none of mpiring's messages.
 
     Attributes:
         mpi: The module mpi4py.MPI.
@@ -34,13 +34,13 @@ class World:
         self.raw: Any = world.Dup()
         self.rank, self.size = int(world.Get_rank()), int(world.Get_size())
         self.thread_level = thread_level(self.mpi)
-        # What "auto" comes to anyway, but without its warning: here it is the subject.
+        # As "auto" would choose, but without its warning: a benchmark chooses levels on purpose.
         config = Config() if self.thread_level == "multiple" else Config(progress="inline")
         self.comm = Communicator(world, config=config)
         self.barrier = self.raw.Barrier
 
     def slowest(self, values: list[float]) -> list[float]:
-        """Return for each place the largest of the ranks' values.
+        """Return the largest of the ranks' values, element by element.
 
         Collective: yes. Blocking: yes.
         """
@@ -56,10 +56,10 @@ class World:
         return self.slowest([float(flag)])[0] > 0
 
     def everywhere(self, action: Callable[[], object]) -> None:
-        """Do what each rank can do alone; raise on all ranks what it raises on any.
+        """Call a function on each rank; raise on all ranks what it raises on any.
 
         Raises:
-            MpiringError: The first such rank's, which it names.
+            MpiringError: That of the first such rank, with its number.
 
         Collective: yes. Blocking: yes.
         """

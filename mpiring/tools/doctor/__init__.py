@@ -1,1 +1,1 @@
-"""Says what is wrong with an MPI launch, or with the machine below it, and how to mend it."""
+"""Finds what is wrong with an MPI launch or a machine: `python -m mpiring doctor`."""

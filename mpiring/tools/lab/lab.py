@@ -1,9 +1,9 @@
-"""Builds a cluster in one machine: hosts with addresses and slow links of their own.
+"""Builds a cluster in one machine: hosts with their own addresses and slow links.
 
 Each host is a network namespace with a rate-limited link to a bridge, and MPICH
-starts ranks across them as it does across real hosts. All of it lives in
-namespaces that belong to one process, the holder: when that ends, for whatever
-reason, the kernel takes everything with it, the ranks included.
+starts ranks across them as across real hosts. All namespaces belong to one process,
+the holder: when it ends, for whatever reason, the kernel ends everything in them,
+including the ranks.
 
 Needs Linux, root, iproute2, util-linux and MPICH's mpiexec.
 """
@@ -30,15 +30,15 @@ PLACEMENTS = ("block", "round-robin")
 _TOOLS = {"ip": "iproute2", "tc": "iproute2",
           "unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux"}
 _MOST_HOSTS = 250
-# Where `lab up` notes the lab that it leaves behind.
+# `lab up` notes here the lab that it leaves running.
 _NOTE = Path("/run/mpiring-lab.json")
-# Otherwise UCX finds the one machine's shared memory, and the links are never used.
+# Otherwise UCX uses the machine's shared memory instead of the links.
 _UCX = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=eth0")
 
 _DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
-# Everything below happens inside namespaces of the holder's own. MPICH's launcher
-# calls the script `remote-shell [options] host command…` as it would call ssh.
+# Runs inside the holder's namespaces. MPICH's launcher calls the script
+# `remote-shell [options] host command…` as it would call ssh.
 _SETUP = r"""
 set -e
 mount -t tmpfs none /run
@@ -72,7 +72,7 @@ exec $3
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a host has sent and received over its link, in bytes, all headers included."""
+    """Bytes that a host has sent and received over its link, with all headers."""
 
     host: int
     sent_bytes: int
@@ -84,9 +84,9 @@ class Lab:
     """A running lab.
 
     Attributes:
-        holder: Process that all its namespaces belong to.
-        hosts: How many hosts it has, numbered from 1.
-        rate: Speed of each host's link, each way, as tc spells it.
+        holder: Number of the process that owns its namespaces.
+        hosts: Number of its hosts, which count from 1.
+        rate: Speed of each host's link, each way, in tc's notation.
     """
 
     holder: int
@@ -99,8 +99,8 @@ class Lab:
 
         Args:
             command: The program and its arguments.
-            hosts: Use only the first so many.
-            ranks_per_host: Ranks on each.
+            hosts: Number of hosts to use, the first ones; by default all.
+            ranks_per_host: Ranks on each host.
             placement: "block" fills host after host; "round-robin" deals ranks out in turn.
 
         Raises:
@@ -127,7 +127,7 @@ class Lab:
         try:
             return job.wait()
         except BaseException:
-            # Interrupt mpiexec, which ends its ranks; what is left dies with its parent.
+            # mpiexec ends its ranks when interrupted; other processes die with their parent.
             os.killpg(job.pid, signal.SIGINT)
             job.wait()
             raise
@@ -168,7 +168,7 @@ def _check_tools() -> None:
 
 
 def _mpiexec() -> str:
-    """Return the mpiexec that is found, if it is MPICH's."""
+    """Return the path of MPICH's mpiexec."""
     found = find_mpiexec()
     if found is not None:
         version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
@@ -182,7 +182,7 @@ def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str
     """Start the holder, wait until it has set the lab up, and return both.
 
     Args:
-        until: The command whose end is the lab's end.
+        until: A command; the lab ends with it.
     """
     _check_tools()
     if not 1 <= hosts <= _MOST_HOSTS:
@@ -206,12 +206,12 @@ def temporary(hosts: int, rate: str = "1gbit") -> Iterator[Lab]:
     """Set up a lab for the length of a `with` block; it ends with this process at the latest.
 
     Args:
-        hosts: How many hosts.
+        hosts: Number of hosts.
         rate: Speed of each link, each way: "1gbit", "100mbit".
 
     Raises:
         LaunchError: Not Linux, not root, or the kernel refuses.
-        MissingDependencyError: A tool is missing; says which package has it.
+        MissingDependencyError: A tool is missing; names its package.
         ConfigError: A bad count or rate.
     """
     # `cat` ends when its input does: at the latest when this process dies, however.
@@ -239,17 +239,17 @@ def up(hosts: int, rate: str = "1gbit") -> Lab:
 
 
 def _let_go(process: "subprocess.Popen[str]") -> None:
-    """Tell a holder that its lab is wanted; it ends if its input does before that."""
+    """Let a holder go on; it ends if its input ends before that."""
     if process.stdin is not None:
         process.stdin.write("go\n")
         process.stdin.flush()
 
 
 def standing() -> Lab | None:
-    """Return the lab that `up` has left, if it still stands."""
+    """Return the lab that `up` has left running, if it still is."""
     with contextlib.suppress(FileNotFoundError):
         lab = Lab(*json.loads(_NOTE.read_text()))
-        # Another process may have got its number since.
+        # Its process number may have been reused since.
         with contextlib.suppress(FileNotFoundError):
             command = Path(f"/proc/{lab.holder}/cmdline").read_bytes()
             if command == b"sleep\0infinity\0" or b"remote-shell" in command:

@@ -1,1 +1,1 @@
-"""Predicts the time of allreduces on clusters that nobody here owns: python -m mpiring simulate."""
+"""Predicts the time of allreduces on other clusters: `python -m mpiring simulate`."""

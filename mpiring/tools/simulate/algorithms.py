@@ -36,10 +36,10 @@ _BURSTS = 8
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was found for one algorithm.
+    """The predicted time of an algorithm.
 
     Attributes:
-        seconds: Of one call.
+        seconds: Of a call.
         how: "stepped": all ranks were run; "symmetry": one node's, as all do the same.
     """
 
@@ -165,5 +165,6 @@ def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str
         seconds: By algorithm, what the ranks would have measured on such a cluster.
     """
     model = Model(tuple((name, Curve(((nbytes, time_s),))) for name, time_s in seconds.items()))
-    chosen = choose(nbytes, DTYPE, "sum", "auto", cluster.ranks, cluster.nodes, Tuning(), model)
+    case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, Tuning())
+    chosen = choose(case, model=model)
     return {"eager": "shared", "short": "hierarchical"}.get(chosen.name, chosen.name)

@@ -1,4 +1,4 @@
-"""Describes a cluster in a few numbers, and what bytes cost there at the least."""
+"""Describes a cluster in a few numbers, and the least time of an allreduce there."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -12,22 +12,20 @@ Symmetry = Callable[[int, int], int]
 
 @dataclass(frozen=True)
 class Cluster:
-    """Equal nodes with equally many ranks, and what everything costs there.
+    """Equal nodes with equally many ranks, and their costs.
 
     Attributes:
-        nodes, ranks_per_node: How many.
         latency_s: Of a message between nodes.
         bandwidth: Bytes per second of a node's network interface, each way.
         goodput: Share of it that is data.
-        burst_bytes: What passes at full speed of the sender after a pause, see Link.
-        overhead_s: Computing per message of our schedules, which are Python, at either
-            end; MPI's own, which are C, do without.
-        mpi_overhead_s: Computing per message in MPI and below it, at either end.
+        burst_bytes: Bytes that pass at the sender's full speed after a pause; see Link.
+        overhead_s: CPU time per message of mpiring's schedules in Python, at either end.
+        mpi_overhead_s: CPU time per message in MPI and the system, at either end.
         reduction_rate: Bytes per second that a rank combines, while all ranks do.
         node_latency_s, node_bandwidth: Of copies between ranks of a node, for each rank.
         barrier_s: Of a barrier in a node's shared memory.
-        cores: Of the one machine that all nodes are, as in a lab: ranks compute there in
-            turns. 0: each rank has one of its own.
+        cores: Of a single machine that stands for all nodes, as in a lab; ranks compute in
+            turns. 0: each rank has a core of its own.
     """
 
     nodes: int = 1
@@ -46,7 +44,7 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Number of all ranks."""
         return self.nodes * self.ranks_per_node
 
     def of(self, nodes: int, ranks_per_node: int) -> "Cluster":
@@ -55,7 +53,7 @@ class Cluster:
 
     @property
     def pause_s(self) -> float:
-        """Seconds of a barrier in the rounds of MPI's own, with which benchmarks part calls."""
+        """Seconds of MPI's barrier, which benchmarks call before each timed call."""
         turns = max(1.0, self.ranks / self.cores) if self.cores else 1.0
         rounds = (self.ranks - 1).bit_length()
         return rounds * (self.latency_s + 2 * self.mpi_overhead_s * turns)
@@ -75,7 +73,7 @@ class Cluster:
         """Return a simulated network of this cluster.
 
         Args:
-            symmetry: How one node stands for all; None to run all ranks.
+            symmetry: How a node stands for all; None to run all ranks.
             in_python: Each message costs the overhead of schedules in Python.
         """
         between = Link(self.latency_s, self.bandwidth * self.goodput, self.burst_bytes)

@@ -133,7 +133,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
 
 
 def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
-    """Return what a reader of the numbers must know."""
+    """Return the environment of the predictions."""
     text = (f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "
             if not options.against else "")
     return {
@@ -145,7 +145,7 @@ def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
 
 
 def _size_text(nbytes: int) -> str:
-    """Return a size as it was probably asked for: whole megabytes as such."""
+    """Return a size as it was probably given: whole megabytes as such."""
     return size_text(nbytes) if nbytes % 1_000_000 else f"{nbytes // 1_000_000} MB"
 
 
@@ -168,8 +168,8 @@ def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
 
 
 def _cores(about: Environment) -> int:
-    """Return the cores that all ranks had in common, if any: a lab's hosts are one machine."""
-    machines = {place["host"] for place in about["placement"]}
+    """Return the cores that all ranks shared, if any: a lab's hosts are one machine."""
+    machines = {rank["host"] for rank in about["placement"]}
     return int(about["cores"]) if len(machines) == 1 else 0
 
 

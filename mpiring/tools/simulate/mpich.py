@@ -3,12 +3,12 @@
 A node's first rank collects its node's contributions, the first ranks combine theirs,
 and hand the result back.
 
-How good it is, against MPICH 5.0.2 on hosts with links of 1 Gbit/s, 64 KiB to 16 MiB, one
-rank each, with `UCX_RNDV_THRESH=inf`: three hosts within 3 %. By default, UCX takes large
-messages over TCP by rendezvous, two that meet on their way then often go one after the other,
-and four hosts take twice as long. And where ranks share cores, they drift apart; then a
-step's messages meet those of the step before at a host, which delays both: four hosts on two
-cores took 1.0 (at best) to 1.5 times as long as here at 16 MiB.
+Precision, against MPICH 5.0.2 on hosts with a rank each and links of 1 Gbit/s, from 64 KiB
+to 16 MiB, with `UCX_RNDV_THRESH=inf`: within 3 % on three hosts. By default, UCX sends large
+messages over TCP by rendezvous; messages in opposite directions then often wait for each
+other, and four hosts take twice as long. Ranks that share cores drift apart, so that messages
+of two steps meet at a host and delay each other: four hosts on two cores took 1.0 (at best)
+to 1.5 times as long as predicted at 16 MiB.
 
 Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication
 operations in MPICH", IJHPCA 19(1), 2005; MPICH's MPIR_Allreduce_intra_auto.
@@ -73,7 +73,7 @@ def _broadcast(net: Channel, x: Array) -> Schedule[None]:
 
 
 def _between(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
-    """Let the first ranks step aside in pairs until a power of two is left, which combines."""
+    """Combine pairs of the first ranks until a power of two is left, which combines in its turn."""
     p, r = net.size, net.rank
     q = 1 << p.bit_length() - 1
     paired = 2 * (p - q)
@@ -106,7 +106,7 @@ def _doubling(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedul
 
 
 def _halving(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule[None]:
-    """Exchange half of what is left each time, and gather it on the way back: Rabenseifner's."""
+    """Exchange half of the rest at each distance, and gather on the way back: Rabenseifner's."""
     halves = []
     for distance in _distances(net.size):
         peer, upper = net.rank ^ distance, bool(net.rank & distance)

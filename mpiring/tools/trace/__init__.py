@@ -1,1 +1,1 @@
-"""Looks at what ranks did: joins their traces, and says where the time of a step goes."""
+"""Joins the traces of ranks, and reports on them: `python -m mpiring trace`."""

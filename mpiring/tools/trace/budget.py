@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import Any
 
 from ...record.trace_file import OPERATIONS
-from .files import Event, JobTrace, RankTrace
+from .files import JobTrace, RankTrace
 
 # A step of so many times the median length contains something else, as a validation.
 _LONG = 2.0
@@ -142,13 +142,10 @@ def last_calls(job: JobTrace) -> dict[Key, float]:
     for trace in job.ranks:
         for event in trace.events():
             if event.get("cat") == "operation":
-                key, called = _key(event["args"]), _called(event)
+                key = _key(event["args"])
+                called = float(event["ts"]) - float(event["args"]["queued_us"])
                 found[key] = max(called, found.get(key, called))
     return found
-
-
-def _called(event: Event) -> float:
-    return float(event["ts"]) - float(event["args"]["queued_us"])
 
 
 def typical(steps: Sequence[Step]) -> list[Step]:

@@ -39,7 +39,7 @@ def run(options: Namespace) -> int:
 
 
 def _with_compute(rank: RankTrace) -> Iterator[Event]:
-    """Yield a rank's events, and as "compute" what its program does between two waits."""
+    """Yield a rank's events, and a "compute" event between each two waits of its program."""
     free = None
     for event in rank.events():
         if event.get("cat") == "wait" and event["tid"] == PROGRAM:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..picture import picture
+from ..picture import name_bars, picture
 from .budget import Activity, Budget, Key, Operation, Span, Step, Wait, idle_part, union
 
 if TYPE_CHECKING:
@@ -56,9 +56,7 @@ def _bars(axes: "Axes", budgets: Mapping[int, Budget]) -> None:
     for label, (colour, values) in parts.items():
         axes.barh(rows, values, left=left, color=colour, label=label, height=_HEIGHT)
         left = [sum(pair) for pair in zip(left, values)]
-    axes.set_yticks(rows, [f"rank {rank}" for rank in budgets])
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
+    name_bars(axes, [f"rank {rank}" for rank in budgets])
     axes.set_xlabel("time of a step (ms, mean)")
 
 

@@ -1,1 +1,1 @@
-"""Measures which algorithm is the fastest here, and advises: `python -m mpiring tune`."""
+"""Measures which algorithm is the fastest here: `python -m mpiring tune`."""

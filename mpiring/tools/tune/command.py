@@ -1,4 +1,4 @@
-"""The command `python -m mpiring tune`: shows what was measured, and what follows from it."""
+"""The command `python -m mpiring tune`: measures algorithms, and shows which are the fastest."""
 
 import argparse
 import time
@@ -83,7 +83,7 @@ def _print(comm: Communicator, model: Model, title: str, rate: float) -> None:
 
 
 def _ranges(model: Model) -> Iterator[tuple[int, str]]:
-    """Return from which size on which algorithm is the fastest."""
+    """Yield the fastest algorithms, each with the size from which on it is the fastest."""
     names = [name for name, _ in model.curves]
     last, size = "", _SMALLEST
     while names and size <= _LARGEST:
@@ -94,7 +94,7 @@ def _ranges(model: Model) -> Iterator[tuple[int, str]]:
 
 
 def _reduction_rate() -> float:
-    """Return how many GB/s of contributions one rank adds to a sum."""
+    """Return the GB/s of contributions that a rank adds to a sum."""
     x, y = np.zeros(1 << 16, np.float32), np.zeros(1 << 16, np.float32)
     seconds = []
     for _ in range(20):

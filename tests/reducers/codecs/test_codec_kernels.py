@@ -35,12 +35,12 @@ def test_what_is_decoded_has_the_bits_of_the_host(stream, codec, n, offset):
 
 
 def test_wrong_payloads_are_refused_and_empty_ones_are_nothing(stream):
-    codec, empty = EightBit(512), np.zeros(0, np.uint8)
+    codec, empty = kernels.OnDevice(EightBit(512), stream), np.zeros(0, np.uint8)
     x = MEMORY.put(np.zeros(8, np.float32))
     with pytest.raises(ConfigError, match="a payload of 3 bytes for 8 elements"):
-        kernels.encode(stream, codec, x, MEMORY.put(np.zeros(3, np.uint8)), None, 0)
+        codec.encode(x, MEMORY.put(np.zeros(3, np.uint8)), None, 0)
     launches = len(stream.launched)
-    kernels.encode(stream, codec, x[:0], MEMORY.put(empty), None, 0)
+    codec.encode(x[:0], MEMORY.put(empty), None, 0)
     assert len(stream.launched) == launches
 
 

@@ -13,7 +13,7 @@ from launching import HANG_S, PROGRAMS, ROOT, environment, launch, mpiexec, need
 from mpiring.__main__ import main
 from mpiring.operations.algorithms import NAMES
 from mpiring.errors import ConfigError
-from mpiring.tools.bench import inputs, jobs, peers, reducers
+from mpiring.tools.bench import contenders, inputs, jobs, reducers
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
@@ -174,7 +174,7 @@ def test_allreduce_on_a_gpu(tmp_path):
     assert ended.output.count("the contender 'nccl' cannot run: ") == 3, ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["contender"] for row in rows] == 4 * [
-        "naive", "naive, pinned", "mpiring auto", "mpiring ring", "mpiring native", "device copy",
+        "naive", "naive, pinned", "mpiring auto", "mpiring native", "mpiring ring", "device copy",
         "pinned copies"]
     for row in rows:
         assert row["device"] == "simulated GPU"
@@ -302,11 +302,11 @@ def test_horovod_declines_what_it_cannot_sum(monkeypatch):
                               Sum="sum")
     monkeypatch.setitem(sys.modules, "horovod", SimpleNamespace(torch=horovod))
     monkeypatch.setitem(sys.modules, "horovod.torch", horovod)
-    _, blocking, starting = peers._horovod()
-    again, wait = blocking(np.ones(3)), starting(np.ones(3))()
+    found = contenders.horovod()
+    again, wait = found.blocking(np.ones(3)), found.starting(np.ones(3))()
     for call in (again, again, wait):
         call()
     assert done == ["array 0", "array 0", "array 1"]
     bfloat16 = inputs.dtype_of("bfloat16")
     with pytest.raises(ConfigError, match="Horovod has no bfloat16"):
-        blocking(np.ones(3, bfloat16))()
+        found.blocking(np.ones(3, bfloat16))()
