@@ -1,29 +1,25 @@
 """The command `python -m mpiring`; works without any MPI library."""
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
 from . import __version__
 from .errors import MpiringError
 from .tools import output
-from .tools.bench import command as bench
-from .tools.doctor import command as doctor
-from .tools.lab import command as lab
-from .tools.simulate import command as simulate
-from .tools.trace import command as trace
-from .tools.tune import command as tune
 
 _DESCRIPTION = """\
 Data-parallel training on plain MPI. Write a training script, see README.md, and start it with
 `mpirun -n 8 python train.py` or `srun python train.py`."""
+# Each command is a folder in tools, whose command.py declares it, and a row.
 _COMMANDS = {
-    "lab": (lab.declare, "a cluster in one machine, with slow links"),
-    "tune": (tune.declare, "measure which algorithm is the fastest here"),
-    "doctor": (doctor.declare, "say what is wrong with a launch or a machine, and how to mend it"),
-    "bench": (bench.declare, "measure mpiring beside MPI, Gloo, Horovod"),
-    "simulate": (simulate.declare, "predict allreduces on a cluster that is not here"),
-    "trace": (trace.declare, "look at what the ranks of a job did"),
+    "lab": "a cluster in one machine, with slow links",
+    "tune": "measure which algorithm is the fastest here",
+    "doctor": "say what is wrong with a launch or a machine, and how to mend it",
+    "bench": "measure mpiring beside MPI, Gloo, Horovod",
+    "simulate": "predict allreduces on a cluster that is not here",
+    "trace": "look at what the ranks of a job did",
 }
 
 
@@ -37,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(arguments: Sequence[str] | None) -> int:
-    parser = _parser()
     words = sys.argv[1:] if arguments is None else list(arguments)
+    parser = _parser(words)
     # A benchmark may have to start itself again, under mpiexec.
     options = parser.parse_args(words, argparse.Namespace(words=words))
     if "action" not in options:
@@ -54,12 +50,15 @@ def _status(arguments: Sequence[str] | None) -> int:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mpiring", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"mpiring {__version__}")
     commands = parser.add_subparsers(title="commands")
-    for name, (declare, text) in _COMMANDS.items():
-        declare(commands.add_parser(name, help=text))
+    for name, text in _COMMANDS.items():
+        command = commands.add_parser(name, help=text)
+        # The others are not imported: doctor has to run on machines where they cannot be.
+        if name in words:
+            importlib.import_module(f".tools.{name}.command", __package__).declare(command)
     return parser
 
 

@@ -108,7 +108,7 @@ class SliceState:
         return array
 
     def next(self, name: str, tensor: str = "") -> Any:
-        """Return what `commit` puts in the place of a vector or array; undefined content."""
+        """Return what `commit` replaces a vector or array by; undefined content."""
         key = name, tensor
         if key not in self._next:
             now, spare = self._now[key], self._spare.pop(key, None)

@@ -61,7 +61,7 @@ class Compressor(ABC):
         """Return the schedule that replaces a slice by its mean over nodes.
 
         Args:
-            exchange: The ranks, and this one's state of the slice.
+            exchange: The ranks, and this rank's state of the slice.
             x: Shape (n,); may be empty. Overwritten by the same bits on all nodes.
             lost: Shape (n,), overwritten by what of this rank's `x` is not in the result: the
                 mean over nodes of result + lost is that of `x`. None where it is not needed.

@@ -6,14 +6,16 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
-from typing import Any, TextIO, cast
+from collections.abc import Callable
+from typing import Any, TextIO, TypeVar, cast
 
 from ..errors import ConfigError
 
 # One of these options may be "-".
 _OPTIONS = ("json", "csv", "output")
 _FORWARD_S = 0.2
+
+T = TypeVar("T")
 
 
 class OutputError(Exception):
@@ -38,8 +40,7 @@ class Output:
         Raises:
             OutputError: The disk is full, or the reader has gone.
         """
-        with _lost_as_such():
-            return self._stream.write(text)
+        return _unless_lost(lambda: self._stream.write(text))
 
     def flush(self) -> None:
         """Flush the stream.
@@ -47,14 +48,12 @@ class Output:
         Raises:
             OutputError: As of `write`.
         """
-        with _lost_as_such():
-            self._stream.flush()
+        _unless_lost(self._stream.flush)
 
 
-@contextlib.contextmanager
-def _lost_as_such() -> Iterator[None]:
+def _unless_lost(action: Callable[[], T]) -> T:
     try:
-        yield
+        return action()
     except OSError as exc:
         raise OutputError from exc
 

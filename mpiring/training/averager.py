@@ -1,4 +1,4 @@
-"""Averages named tensors that lie in buckets: each bucket leaves once it is full, in one order."""
+"""Averages named tensors in buckets, each of which leaves once it is full, in an agreed order."""
 
 import difflib
 import functools
@@ -69,11 +69,11 @@ class _Reduction:
     """How a bucket becomes its mean, decided when the bucket is built.
 
     Attributes:
-        reducer: Does it.
-        bucket: As the Reducer knows it: perhaps the copy in host memory.
+        reducer: Its Reducer.
+        bucket: The bucket that the Reducer knows: perhaps the copy in host memory.
         build: Returns the schedule, given collectives.
         device: The GPU on whose memory the schedule works; None for host memory.
-        text: What is reduced how, for messages.
+        text: Reducer and vector, for messages.
     """
 
     reducer: Reducer
@@ -102,9 +102,9 @@ class Averager:
             in which tensors became ready.
         order: As `order` was when a state was saved, to go on from it with the same buckets.
         steps: Steps that were complete before, in other buckets.
-        moved: Called with a name when its view has moved to a new bucket, so that nobody
-            holds the old one, whose memory is free once all its views have moved. Without it,
-            buckets that were given up are filled with NaN, for whoever kept a view of them.
+        moved: Called with a name when its view has moved to a new bucket, to let go of the old
+            view: an old bucket's memory is free once all its views have moved. Without it, old
+            buckets are filled with NaN, so that a view of them that is still used is noticed.
         device: The GPU that tensors are to lie on; in host memory by default.
         mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
             CuPy's stream by default.
@@ -148,7 +148,8 @@ class Averager:
         self._is_final = deterministic or order is not None
         self._retired: list[Bucket] = []
         self.steps = steps
-        # Of the present step: who was ready, when the first one was, which buckets have left.
+        # Of the present step: the tensors that are ready, since when there are any, and the
+        # reductions of the buckets that have left.
         self._order: list[str] = []
         self._began_s = 0.0
         self._handles: list[Handle[None]] = []
@@ -254,10 +255,9 @@ class Averager:
         """Let Reducers know whether the step counts, and get ready for the next one.
 
         Args:
-            finite: Whether no mean is known that is not, nor anything else that belongs to the
-                step.
+            finite: Whether, as far as is known, the means and what else belongs to the step are.
         """
-        # Of the other buckets few ask.
+        # Rarely asked for, and it takes a look at all buckets.
         self._finite = None if finite and not self._compressors else finite and self._are_finite()
         for compressor in self._compressors:
             compressor.settle(self._finite is True)

@@ -73,13 +73,13 @@ class Gradients(Averager):
         self._end_step(finite)
         self._comm.recorder.end_step(self._began_s, waited_s)
 
-    @property
-    def _dense_bytes(self) -> int:
-        """Bytes that this rank sends to other nodes in a step without compression."""
+    def _build(self, tensors: Sequence[TensorSpec]) -> None:
+        super()._build(tensors)
         nodes = self._comm.memory_groups
         (sharers,) = [len(ranks) for ranks in nodes if self._comm.rank in ranks]
-        return sum([2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // sharers
-                    for bucket in self.buckets])
+        # What this rank sends to other nodes in a step without compression.
+        self._dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // sharers
+                                for bucket in self.buckets)
 
 
 class Tally:

@@ -5,8 +5,10 @@ import gc
 import numpy as np
 import pytest
 
-from mpiring.training.nonfinite import HOPELESS_STEPS
+from mpiring.buckets.bucket import TensorSpec
 from mpiring.numpy import DataParallel, LossScaler
+from mpiring.training.gradients import Gradients
+from mpiring.training.nonfinite import HOPELESS_STEPS
 
 pytestmark = pytest.mark.mpi
 
@@ -113,9 +115,9 @@ def test_finite_is_known_of_all_gradients(dp):
 
 
 def test_padding_does_not_count(comm):
-    dp = DataParallel({"w": np.zeros(3, np.float32)}, comm)
-    bucket = dp._gradients.buckets[0]
-    bucket.flat[5] = np.nan
-    dp.ready("w")
-    dp.wait()
-    assert dp.nonfinite == {}
+    gradients = Gradients([TensorSpec("w", (3,), np.dtype("float32"))], comm, bucket_bytes=1,
+                          reducer=None, deterministic=True)
+    gradients.buckets[0].flat[5] = np.nan
+    gradients.ready("w")
+    gradients.wait()
+    assert gradients.nonfinite.found == {}

@@ -98,7 +98,7 @@ def _uniform(n: int, seed: int) -> Array:
 
 
 def _encode_loop(x, scales, values, lost, n, block, seed, loses):  # type: ignore[no-untyped-def]
-    """Do what `_encode` does, as numba compiles it: uint32 everywhere, or it goes on in 64 bits."""
+    """Encode, as numba compiles it: uint32 everywhere, or it would go on in 64 bits."""
     for start in range(0, n, block):
         end = min(start + block, n)
         peak = np.uint32(0)

@@ -17,7 +17,7 @@ from .base import check_size
 _DTYPES: dict[str, DTypeLike] = {"float16": np.float16, "bfloat16": np.uint16}
 _INFINITY = {"float16": 0x7c00, "bfloat16": 0x7f80}
 
-# The elements that are done at a time: what is read twice stays in the level-1 cache.
+# Elements at a time: what is read twice stays in the level-1 cache.
 _BLOCK = 2048
 
 _ENCODE = "float32* uint16* float32* intp bool"
@@ -90,7 +90,7 @@ def _decode(halves: Array, out: Array, adds: bool) -> None:
 
 
 def _encode_loop(widen: Any, narrow: Any) -> Callable[..., None]:
-    """Return what does what `_encode` does, as numba compiles it."""
+    """Return what numba compiles in place of `_encode`."""
     def encode(x, halves, lost, n, loses):  # type: ignore[no-untyped-def]
         for start in range(0, n, _BLOCK):
             end = min(start + _BLOCK, n)

@@ -78,7 +78,7 @@ class Sign(InBlocks):
 
 
 def _encode_loop(x, scales, words, lost, n, block, loses, lanes):  # type: ignore[no-untyped-def]
-    """Do what `_encode` does, as numba compiles it."""
+    """Encode, as numba compiles it: the bits of `_encode_by_numpy`."""
     for start in range(0, n, block):
         end = min(start + block, n)
         for j in range(_LANES):

@@ -4,17 +4,13 @@ import importlib.util
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ...gpu.arrays import device_named
-from ...gpu.base import DeviceVector
-from ...gpu.device import Device
-from ...memory.arrays import Array
 from ...reducers import Int8, OneBit
-from ...reducers.codecs.base import Codec
 from ...reducers.codecs.blocks import EightBit
 from ...reducers.codecs.halves import Halves
 from ...reducers.codecs.largest import select_largest
@@ -24,20 +20,21 @@ from ..files import Row, machine, refuse_unwritable, write_json
 from ..table import Column, head, line
 from ..units import parse_count
 from .options import declare_device
-from .timing import finish
+from .timing import Action, finish
 
 DENSITY = 0.001
 
-_CODECS: tuple[tuple[str, Codec], ...] = (
+_CODECS: tuple[tuple[str, Any], ...] = (
     ("float16", Halves("float16")), ("bfloat16", Halves("bfloat16")),
     ("int8", EightBit(Int8().block)), ("sign", Sign(OneBit().block)))
 # What is timed: also with what encoding loses, and with what was decoded added to a sum.
 KINDS = ("encode", "encode + lost", "decode", "add")
 _COLUMNS = [Column("codec", -16), *(Column(kind, 14, 3) for kind in KINDS)]
-_CALLS = 15
-# On a GPU: launches between two looks at the clock, so that launching and looking cost little.
+# The vectors of numbers that each kind reads and writes, beside the payload.
+_VECTORS = (1, 2, 1, 2)
+_READINGS = 15
+# Launches on a GPU between two looks at the clock, so that launching and looking cost little.
 _LAUNCHES = 20
-_READINGS = 9
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -81,78 +78,60 @@ def _rates(n: int) -> Iterator[Row]:
     x = np.random.default_rng(0).standard_normal(n, np.float32)
     out = np.zeros_like(x)
     for name, codec in _CODECS:
-        yield {"codec": name, **_rates_of(codec, x, out)}
+        payload = np.zeros(codec.payload_size(n), np.uint8)
+        yield {"codec": name, **{kind: n / _seconds(action) / 1e9 for kind, action in
+                                 _actions(codec, x, payload, out).items()}}
     count = max(1, int(DENSITY * n))
-    yield {"codec": f"largest {DENSITY:g}", "encode": _rate(n, lambda: select_largest(x, count, 1))}
-
-
-def _rates_of(codec: Codec, x: Array, out: Array) -> dict[str, float]:
-    payload = np.zeros(codec.payload_size(x.size), np.uint8)
-    actions: tuple[Callable[[], object], ...] = (
-        lambda: codec.encode(x, payload, None, 1), lambda: codec.encode(x, payload, out, 1),
-        lambda: codec.decode(payload, out), lambda: codec.decode(payload, out, adds=True))
-    return {kind: _rate(x.size, action)
-            for kind, action in zip(KINDS, actions)}
-
-
-def _rate(n: int, call: Callable[[], object]) -> float:
-    """Return 1e9 numbers per second: the median of several calls, after one that compiles."""
-    seconds = []
-    for _ in range(1 + _CALLS):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return n / statistics.median(seconds[1:]) / 1e9
+    yield {"codec": f"largest {DENSITY:g}",
+           "encode": n / _seconds(lambda: select_largest(x, count, 1)) / 1e9}
 
 
 def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
-    """Measure codecs on n random numbers.
+    """Measure each codec on n random numbers on a GPU.
 
     Returns:
-        Which GPU, and 1e9 bytes per second of a copy, read and written; and for each codec, by
-        what is done: the bytes that it must read and write, per second, as a share of that.
+        The GPU, and 1e9 bytes per second of a copy, read and written. And for each codec, by kind:
+        the bytes that must be read and written, per second, as a share of the copy's.
 
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
     """
     from ...reducers.codecs import kernels
     device = device_named("cuda", 0)
-    x = _put(device, np.random.default_rng(0).standard_normal(n, np.float32))
-    other = device.allocate(x.nbytes).view(np.float32)
+    host = device.gpu.pinned(4 * n).view(np.float32)
+    host[...] = np.random.default_rng(0).standard_normal(n, np.float32)
+    x, out = (device.allocate(4 * n).view(np.float32) for _ in range(2))
+    finish(device.to_device(host, x))
     stream = device.gpu.stream()
 
-    def seconds(launch: Callable[[], object]) -> float:
-        readings = []
-        for _ in range(1 + _READINGS):
-            began = time.perf_counter()
-            for _ in range(_LAUNCHES):
-                launch()
-            finish(stream.record())
-            readings.append((time.perf_counter() - began) / _LAUNCHES)
-        # The first one compiles.
-        return statistics.median(readings[1:])
+    def seconds(action: Action) -> float:
+        return _seconds(action, _LAUNCHES, lambda: finish(stream.record()))
 
-    copy = 2 * x.nbytes / seconds(lambda: stream.combine("sum", [x], 1, [other]))
+    copy = 2 * x.nbytes / seconds(lambda: stream.combine("sum", [x], 1, [out]))
 
-    def of_codec(codec: Any) -> Iterator[float]:
-        coded = codec.payload_size(n)
-        payload, on_gpu = device.allocate(coded), kernels.OnDevice(codec, stream)
-        actions: list[tuple[int, Callable[[], object]]] = [
-            (x.nbytes, lambda: on_gpu.encode(x, payload, None, 1)),
-            (2 * x.nbytes, lambda: on_gpu.encode(x, payload, other, 1)),
-            (x.nbytes, lambda: on_gpu.decode(payload, other)),
-            (2 * x.nbytes, lambda: on_gpu.decode(payload, other, adds=True))]
-        for nbytes, action in actions:
-            yield (nbytes + coded) / seconds(action) / copy
+    def rows() -> Iterator[Row]:
+        for name, codec in _CODECS:
+            coded = codec.payload_size(n)
+            actions = _actions(kernels.OnDevice(codec, stream), x, device.allocate(coded), out)
+            yield {"codec": name, **{kind: (vectors * x.nbytes + coded) / seconds(action) / copy
+                                     for vectors, (kind, action) in zip(_VECTORS, actions.items())}}
 
-    return {"device": str(device), "copy_GBps": copy / 1e9}, (
-        {"codec": name, **dict(zip(KINDS, of_codec(codec)))} for name, codec in _CODECS)
+    return {"device": str(device), "copy_GBps": copy / 1e9}, rows()
 
 
-def _put(device: Device, x: Array) -> DeviceVector:
-    """Return a copy on the GPU."""
-    host = device.gpu.pinned(x.nbytes).view(x.dtype)
-    host[...] = x
-    vector = device.allocate(x.nbytes).view(x.dtype)
-    finish(device.to_device(host, vector))
-    return vector
+def _actions(codec: Any, x: Any, payload: Any, out: Any) -> dict[str, Action]:
+    return dict(zip(KINDS, (
+        lambda: codec.encode(x, payload, None, 1), lambda: codec.encode(x, payload, out, 1),
+        lambda: codec.decode(payload, out), lambda: codec.decode(payload, out, adds=True))))
+
+
+def _seconds(action: Action, times: int = 1, finished: Action = lambda: None) -> float:
+    """Return the seconds of an action: the median of several readings, after one that compiles."""
+    readings = []
+    for _ in range(1 + _READINGS):
+        began = time.perf_counter()
+        for _ in range(times):
+            action()
+        finished()
+        readings.append((time.perf_counter() - began) / times)
+    return statistics.median(readings[1:])

@@ -94,8 +94,8 @@ def fill(x: Array, rank: int, size: int) -> None:
         return
     numbers = _first_numbers(x.dtype, rank, size)
     for start in range(0, x.size, _PERIOD):
-        part = x[start:start + _PERIOD]
-        np.copyto(part, numbers[:part.size])
+        piece = x[start:start + _PERIOD]
+        np.copyto(piece, numbers[:piece.size])
 
 
 @functools.lru_cache(maxsize=8)
@@ -134,9 +134,9 @@ def first_wrong(x: Array, size: int) -> int | None:
     exact = x.dtype.kind == "i" or 4 * size <= 2 ** digits
     tolerance = np.zeros(1) if exact else np.abs(right) * (size - 1) * 2.0 ** -digits
     for start in range(0, x.size, _PERIOD):
-        part = x[start:start + _PERIOD].astype(np.float64)
+        piece = x[start:start + _PERIOD].astype(np.float64)
         # Written so that NaN is wrong, too.
-        good = np.abs(part - right[:part.size]) <= tolerance[:part.size]
+        good = np.abs(piece - right[:piece.size]) <= tolerance[:piece.size]
         if not good.all():
             return start + int(good.argmin())
     return None

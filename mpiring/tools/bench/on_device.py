@@ -147,8 +147,8 @@ def pinned_copies(p: int) -> Contender:
         def run() -> None:
             down.download(vector, hosts[0])
             for start in range(0, rises, vector.size):
-                part = slice(0, min(vector.size, rises - start))
-                up.upload(hosts[1][part], other[part])
+                piece = slice(0, min(vector.size, rises - start))
+                up.upload(hosts[1][piece], other[piece])
             finish(down.record())
             finish(up.record())
         return run

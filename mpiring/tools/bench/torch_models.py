@@ -58,22 +58,22 @@ class Transformer(nn.Module):
 
 def perceptron(width: int) -> nn.Module:
     """Return a multilayer perceptron over bytes."""
-    inner = [part for _ in range(_LAYERS - 1) for part in (nn.Linear(width, width), nn.ReLU())]
+    inner = [layer for _ in range(_LAYERS - 1) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(
         nn.Linear(TEXT_LENGTH, width), nn.ReLU(), *inner, nn.Linear(width, _CLASSES))
 
 
 def convnet(width: int) -> nn.Module:
     """Return a convolutional network with BatchNorm, whose stages double the channels."""
-    parts: list[nn.Module] = []
+    layers: list[nn.Module] = []
     channels = _COLOURS
     for stage in range(_LAYERS):
         for stride in (1 if stage == 0 else 2, 1):
-            parts += [nn.Conv2d(channels, width << stage, 3, stride, padding=1, bias=False),
-                      nn.BatchNorm2d(width << stage), nn.ReLU()]
+            layers += [nn.Conv2d(channels, width << stage, 3, stride, padding=1, bias=False),
+                       nn.BatchNorm2d(width << stage), nn.ReLU()]
             channels = width << stage
     return nn.Sequential(
-        *parts, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, _CLASSES))
+        *layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, _CLASSES))
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Training:
         self.batch = batch or self._kind.batch
         torch.manual_seed(0)
         self._bare = self._kind.make(width).to(device.torch)
-        self._x, self._y = (part.to(device.torch) for part in self._kind.data(
+        self._x, self._y = (x.to(device.torch) for x in self._kind.data(
             self.batch, torch.Generator().manual_seed(1 + rank)))
         self._model, self._optimizer = contender.wrap(
             self._bare, torch.optim.SGD(self._bare.parameters(), lr=_LEARNING_RATE))

@@ -161,3 +161,11 @@ def test_a_child_that_dies_is_told(monkeypatch, tmp_path):
     assert ended.returncode == 1
     assert "loading the MPI library: Segmentation fault (signal 11)" in ended.stdout
     assert "about to crash" in ended.stdout
+
+
+def test_the_doctor_needs_no_other_command():
+    code = ("import sys; from mpiring.__main__ import _parser; _parser(['doctor']);"
+            "print(*(name for name in sys.modules if name.startswith('mpiring.tools.')))")
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), text=True,
+                            capture_output=True, timeout=HANG_S, check=True).stdout.split()
+    assert {name.split(".")[2] for name in loaded if name.count(".") > 2} == {"doctor"}
