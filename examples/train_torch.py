@@ -83,12 +83,12 @@ class Transformer(nn.Module):
 
     def __init__(self, width, layers, context):
         super().__init__()
-        self.byte, self.place = nn.Embedding(256, width), nn.Embedding(context, width)
+        self.byte, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width) for _ in range(layers)))
         self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
 
     def forward(self, x):
-        return self.head(self.blocks(self.byte(x) + self.place.weight[:x.shape[1]]))
+        return self.head(self.blocks(self.byte(x) + self.position.weight[:x.shape[1]]))
 
 
 def text(modules):
@@ -130,10 +130,10 @@ if saved and saved.own:
 
 def save():
     """Begin to write a checkpoint: what is equal on all ranks, and what is this rank's own."""
-    place = sampler.state_dict(seen=seen)       # not of what was fetched ahead
+    position = sampler.state_dict(seen=seen)    # not of what was fetched ahead
     checkpoints.save(
         step, replicated={"model": model.state_dict(), "optimizer": optimizer.state_dict(),
-                          "sampler": place, "order": model.order},
+                          "sampler": position, "order": model.order},
         own={"random": random_state(), "reducer": reducer and reducer.state_dict()})
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from .arguments import whole_number
 from .errors import ConfigError, MissingDependencyError
+from .gpu.arrays import gpu_index
 from .gpu.carriers import ArrayCarrier, Carrier, TensorCarrier, torch_cuda
 from .memory.arrays import dtype_name
 from .memory.nests import mapped
@@ -163,14 +164,11 @@ def _carrier(kind: type[Carrier], index: int) -> Carrier:
 
 
 def _index_of(device: object) -> int | None:
-    """Return the index of the GPU that is meant; None for the CPU."""
-    wish = str(device)
-    kind, _, index = wish.partition(":")
-    if kind == "cpu":
+    """Return the index of a GPU; None for the CPU."""
+    if str(device).partition(":")[0] == "cpu":
         return None
-    if kind != "cuda" or index and not index.isdecimal():
-        raise ConfigError(f"device={wish!r}: expected cpu, cuda, or cuda: and a number")
-    return int(index) if index else _current_gpu()
+    index = gpu_index(device)
+    return _current_gpu() if index is None else index
 
 
 def _current_gpu() -> int:

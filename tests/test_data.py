@@ -71,8 +71,8 @@ def test_memory_is_reused_and_what_is_kept_stays(gpu, monkeypatch):
         for x in fetched:
             del x
     assert len(sizes) <= 8
-    kept = list(prefetch(wanted, "cuda"))
-    assert [int(x.get()[7]) for x in kept] == list(range(50))
+    arrived = list(prefetch(wanted, "cuda"))
+    assert [int(x.get()[7]) for x in arrived] == list(range(50))
 
 
 def test_any_nest_goes_and_all_else_passes(gpu):

@@ -1,4 +1,4 @@
-"""Tests that ranks take GPUs in turn, and that sharing one is said once."""
+"""Tests that ranks take GPUs in turn, and that sharing one is logged once."""
 
 from types import SimpleNamespace
 
@@ -7,18 +7,19 @@ import pytest
 from mpiring.gpus import take_turns
 
 
-@pytest.mark.parametrize(("visible", "chosen", "said"), [
+@pytest.mark.parametrize(("visible", "chosen", "sharing"), [
     # What each rank of two nodes sees, the index that it takes, how many share.
     ([["a", "b"]] * 4, [0, 1, 0, 1], 0),
     ([["a"]] * 4, [0, 0, 0, 0], 2),
     # As Slurm does with --gpus-per-task=1.
     ([["a"], ["b"], ["a"], ["b"]], [0, 0, 0, 0], 0),
     ([["a", "b"], ["b", "a"]] * 2, [0, 1, 0, 1], 2)])
-def test_ranks_take_turns(caplog, visible, chosen, said):
-    places = [(rank // 2, names[index]) for rank, (names, index) in enumerate(zip(visible, chosen))]
+def test_ranks_take_turns(caplog, visible, chosen, sharing):
+    everybodys = [(rank // 2, names[index])
+                  for rank, (names, index) in enumerate(zip(visible, chosen))]
     for rank, names in enumerate(visible):
         comm = SimpleNamespace(rank=rank, local_rank=rank % 2, node_rank=rank // 2,
-                               allgather_object=lambda mine: places)
+                               allgather_object=lambda mine: everybodys)
         assert take_turns(comm, len(names), names.__getitem__) == chosen[rank]
-    assert caplog.text.count("ranks share GPU") == (said > 0)
-    assert (f"{said} ranks share GPU" in caplog.text) == (said > 0)
+    assert caplog.text.count("ranks share GPU") == (sharing > 0)
+    assert (f"{sharing} ranks share GPU" in caplog.text) == (sharing > 0)

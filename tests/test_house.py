@@ -180,9 +180,12 @@ def test_import_is_light_and_starts_no_mpi():
 
 
 def test_import_time():
-    """The promise is 0.2 s beyond NumPy; only a gross breach fails, since machines differ."""
-    out = run("import time, numpy; t = time.perf_counter(); import mpiring; "
-              "print(time.perf_counter() - t)")
+    """The promise is 0.2 s beyond NumPy; only a gross breach fails, since machines differ.
+
+    Of this process's own time: others may keep every core busy.
+    """
+    out = run("import time, numpy; t = time.process_time(); import mpiring; "
+              "print(time.process_time() - t)")
     assert float(out) < 1.0
 
 

@@ -58,16 +58,18 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
         yield from staged(node, x, combine, tuning.staged_bytes)
 
 
-def eager(node: Node, x: Array, combine: Combine, root: int | None = None) -> Schedule[None]:
+def eager(operation: Operation, x: Array, op: str, combine: Combine,
+          root: int | None = None) -> Schedule[None]:
     """Combine a short vector over the ranks of a node, in place: each rank reads all of them.
 
     Args:
         x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
-        combine: The op.
-        root: The only rank that shall have the result; by default, all.
+        operation, op, combine: As for `allreduce`.
+        root: The only rank that is to have the result; by default, all.
 
     Collective: yes. Blocking: no (a schedule).
     """
+    node = operation.node
     if node.met:
         # What an earlier schedule of this operation has left in the slots may still be read.
         yield (node.barrier(),)

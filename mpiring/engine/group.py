@@ -226,7 +226,8 @@ class Group:
 
     def poke(self) -> None:
         """Make some progress, where no background thread does."""
-        forks.refuse_calls(self.rank)
+        if forks.in_fork:
+            forks.refuse_calls(self.rank)
         if not self._engine.threaded:
             self._engine.advance()
 

@@ -36,11 +36,21 @@ def device_named(wish: "str | Device", local_rank: int) -> Device:
     """
     if isinstance(wish, Device):
         return wish
+    index = gpu_index(wish)
+    from . import cuda
+    return cuda.device(local_rank % cuda.count() if index is None else index)
+
+
+def gpu_index(wish: object) -> int | None:
+    """Return the number in "cuda:1", or in what prints so; None for "cuda".
+
+    Raises:
+        ConfigError: Neither of them.
+    """
     found = re.fullmatch(r"cuda(?::(\d+))?", str(wish), re.ASCII)
     if found is None:
-        raise ConfigError(f"device={wish!r}: expected cpu, cuda, or cuda: and a number")
-    from . import cuda
-    return cuda.device(int(found[1]) if found[1] else local_rank % cuda.count())
+        raise ConfigError(f"device={str(wish)!r}: expected cpu, cuda, or cuda: and a number")
+    return int(found[1]) if found[1] else None
 
 
 def vector_of(x: Any, *, writeable: bool = True) -> Any:

@@ -179,10 +179,6 @@ def _short(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[
             own.net, own.nodes, own.node, x, inbox, _levels(own, op, x))
 
 
-def _eager(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
-    return shared.eager(own.node, x, combine)
-
-
 def _shared_on_gpus(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
     positions = yield from own.node.share(*own.windows.position_of(x))
     slices = own.windows.slices(own.node, positions, x)
@@ -218,7 +214,7 @@ def _unless_mpi_can(case: Case) -> str:
 TABLE = (
     Algorithm("shared", shared.allreduce, shared.reduce_scatter, shared.allgather,
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
-              on_gpus=_shared_on_gpus, short=Algorithm("eager", _eager),
+              on_gpus=_shared_on_gpus, short=Algorithm("eager", shared.eager),
               is_short=lambda case: shared.is_short(
                   case.nbytes, case.dtype, case.ranks, case.tuning.eager_bytes)),
     Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),

@@ -216,10 +216,10 @@ class Collectives:
         Raises:
             ConfigError: The op does not suit the dtype.
         """
-        combine, node = self.combiner(op, x.dtype, self.size), self._whole
-        if node is not None and shared.is_short(
+        combine = self.combiner(op, x.dtype, self.size)
+        if self._whole is not None and shared.is_short(
                 x.nbytes, x.dtype, self.size, self.tuning.eager_private_bytes):
-            return shared.eager(node, x, combine, root)
+            return shared.eager(self, x, op, combine, root)
         return self.confirmed(self._reduce(x, root, combine))
 
     def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:

@@ -17,7 +17,7 @@ from ..errors import GradientError
 from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
-from .devices import current, gpu_of, marker_of
+from .devices import gpu_of, marker_of, selector_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
@@ -84,8 +84,9 @@ class Averaging:
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                  for name, p in self._dense.items()]
         # All are on its device.
-        self._first = first = next(iter(parameters.values()))
-        with current(first):
+        first = next(iter(parameters.values()))
+        self._select_gpu = selector_of(first)
+        with self._select_gpu():
             self.gradients = Gradients(
                 specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
                 deterministic=settings.deterministic, order=settings.order, moved=self._move,
@@ -105,7 +106,7 @@ class Averaging:
     @property
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite; the same on all ranks."""
-        with current(self._first):
+        with self._select_gpu():
             return self.gradients.finite
 
     def close(self) -> None:
@@ -140,7 +141,7 @@ class Averaging:
         self.under_way = False
         # First, since whether the step counts for reducers depends on these, too.
         self._sparse.wait()
-        with current(self._first):
+        with self._select_gpu():
             self.gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
         self._show()
         self._completed()
@@ -211,7 +212,7 @@ class Averaging:
                 f"follow: other ranks may have gone on; start again from a checkpoint")
         if self.weight != 1:
             self._views[name].mul_(self.weight)
-        with current(self._first):
+        with self._select_gpu():
             self.gradients.ready(name)
 
     @property

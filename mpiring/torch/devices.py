@@ -35,9 +35,10 @@ def marker_of(x: torch.Tensor) -> Callable[[], Event] | None:
     return (lambda: arrays.UserStream(where).mark()) if arrays.is_cuda_tensor(x) else None
 
 
-def current(x: torch.Tensor) -> AbstractContextManager[Any]:
-    """Make a tensor's GPU this thread's current one: CuPy needs that, PyTorch's users do not."""
-    return torch.cuda.device(x.device) if arrays.is_cuda_tensor(x) else nullcontext()
+def selector_of(x: torch.Tensor) -> Callable[[], AbstractContextManager[Any]]:
+    """Return what makes a tensor's GPU this thread's current one, as CuPy needs it."""
+    return functools.partial(torch.cuda.device, x.device) if arrays.is_cuda_tensor(x) else (
+        nullcontext)
 
 
 def on_idle_stream(gpus: list[torch.device]) -> AbstractContextManager[Any]:

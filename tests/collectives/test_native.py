@@ -52,6 +52,18 @@ def test_choice_by_nodes():
             chosen(8, wish="hierarchical", ranks=ranks, nodes=nodes)
 
 
+def test_what_cannot_be_halved_gives_way():
+    def halves(ranks, nodes, wish, op="sum", dtype="float32"):
+        return choose(Case(8, np.dtype(dtype), op, ranks, nodes, Tuning()), wish, halved=True).name
+
+    for wish in ("auto", "native"):
+        assert halves(4, 4, wish) == "ring"
+        assert halves(4, 2, wish) == "hierarchical", "also where an allreduce would be short"
+        assert halves(4, 1, wish) == "shared"
+    assert halves(4, 4, "auto", dtype="float16") == "direct"
+    assert halves(4, 2, "ring") == "ring"
+
+
 def test_turns_are_taken_in_order():
     turns = native.Turns()
     first, second = turns.join(3), turns.join(5)

@@ -57,10 +57,10 @@ def coding(stream, device):
     lost = device.allocate(4 * n).view(np.float32)
     for codec in (EightBit(512), Sign(1024), Sign(8192), Halves("float16"), Halves("bfloat16")):
         payload = device.allocate(codec.payload_size(n))
-        for place, what in ((None, "encode"), (lost, "encode, and what is lost")):
-            moved = x.nbytes * (1 if place is None else 2) + payload.nbytes
+        for rest, what in ((None, "encode"), (lost, "encode, and what is lost")):
+            moved = x.nbytes * (1 if rest is None else 2) + payload.nbytes
             yield f"{codec}: {what}", rate(
-                stream, lambda: kernels.OnDevice(codec, stream).encode(x, payload, place, 1), moved)
+                stream, lambda: kernels.OnDevice(codec, stream).encode(x, payload, rest, 1), moved)
         for adds in (False, True):
             moved = x.nbytes * (2 if adds else 1) + payload.nbytes
             yield f"{codec}: {'add' if adds else 'decode'}", rate(

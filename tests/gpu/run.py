@@ -170,8 +170,8 @@ def install(wheels: Path) -> None:
 @functools.cache
 def environment() -> dict[str, str]:
     """Return the variables of all steps."""
-    def before(name: str, *places: Path) -> str:
-        return os.pathsep.join([*map(str, places), *filter(None, [os.environ.get(name)])])
+    def before(name: str, *paths: Path) -> str:
+        return os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get(name)])])
 
     brought = PACKAGES / "lib" / "libmpi.so.12"
     library = {"MPI4PY_LIBMPI": str(brought)} if brought.exists() else {}
@@ -186,16 +186,16 @@ def environment() -> dict[str, str]:
 
 def run(step: Step, out: Path) -> dict[str, object]:
     """Run a step to its end, and return how it went."""
-    said = asdict(step)
+    facts = asdict(step)
     if step.needs and shutil.which(step.needs, path=environment()["PATH"]) is None:
-        return {**said, "ended": f"left out: no {step.needs}"}
+        return {**facts, "ended": f"left out: no {step.needs}"}
     words = list(step.command)
     if words[0] != step.needs:
         words[:0] = [sys.executable]
     if step.ranks:
         mpiexec = shutil.which("mpiexec", path=environment()["PATH"])
         if mpiexec is None:
-            return {**said, "ended": "failed: no mpiexec"}
+            return {**facts, "ended": "failed: no mpiexec"}
         words[:0] = [mpiexec, "-n", str(step.ranks)]
     began = time.monotonic()
     with open(out / f"{step.name}.log", "w") as log:
@@ -214,7 +214,7 @@ def run(step: Step, out: Path) -> dict[str, object]:
             except ProcessLookupError:
                 pass
             job.wait()
-    return {**said, "seconds": round(time.monotonic() - began, 1), "ended": ended,
+    return {**facts, "seconds": round(time.monotonic() - began, 1), "ended": ended,
             "last": (out / f"{step.name}.log").read_text(errors="replace")[-600:]}
 
 

@@ -90,9 +90,9 @@ def put(cupy, device, x):
 
 
 @pytest.mark.parametrize("algorithm", ["auto", "ring", "direct"])
-@pytest.mark.parametrize("place", NODES)
-def test_allreduce(cupy, algorithm, place):
-    p = len(NODES[place])
+@pytest.mark.parametrize("layout", NODES)
+def test_allreduce(cupy, algorithm, layout):
+    p = len(NODES[layout])
     lengths = [0, 1, p + 1, 5000]
     for op in contract.OPS:
         dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
@@ -105,7 +105,7 @@ def test_allreduce(cupy, algorithm, place):
                 yield from collectives.allreduce(x, op=op, algorithm=algorithm)
                 return array
 
-            check(on_gpu(NODES[place], program), p, op)
+            check(on_gpu(NODES[layout], program), p, op)
 
 
 def check(found, p, op):
@@ -113,9 +113,9 @@ def check(found, p, op):
     assert all(x.tobytes() == found[0].tobytes() for x in found), "bits differ"
 
 
-@pytest.mark.parametrize("place", ["one node", "nodes of 2"])
-def test_allreduce_in_memory_that_is_open_to_the_node(cupy, place):
-    p = len(NODES[place])
+@pytest.mark.parametrize("layout", ["one node", "nodes of 2"])
+def test_allreduce_in_memory_that_is_open_to_the_node(cupy, layout):
+    p = len(NODES[layout])
     for n, op, dtype in [(1, "sum", "float32"), (5000, "mean", "float16"), (129, "max", "int8"),
                          (300_000, "sum", "float32")]:
         def program(collectives, device):
@@ -125,7 +125,7 @@ def test_allreduce_in_memory_that_is_open_to_the_node(cupy, place):
             yield from collectives.allreduce(y, op=op)
             return y.device.gpu.array(y, (n,))
 
-        check(on_gpu(NODES[place], program), p, op)
+        check(on_gpu(NODES[layout], program), p, op)
 
 
 def test_broadcast(cupy):

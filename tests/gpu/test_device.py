@@ -33,9 +33,9 @@ def test_a_vector_is_cut_as_numpys_are(device):
 
 def test_mpi_is_told_where_bytes_are(device):
     x = device.gpu.vector(device, np.zeros(8, ml_dtypes.bfloat16))[2:].view(np.uint8)
-    told = x.__cuda_array_interface__
-    assert told["shape"] == (12,) and told["typestr"] == "|u1"
-    assert told["data"] == (x.address, False)
+    interface = x.__cuda_array_interface__
+    assert interface["shape"] == (12,) and interface["typestr"] == "|u1"
+    assert interface["data"] == (x.address, False)
 
 
 def test_a_long_double_has_no_place_on_a_gpu(device):

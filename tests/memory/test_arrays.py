@@ -78,9 +78,9 @@ def test_one_number_that_is_not_finite_is_seen_anywhere(name):
     x[-1000:] = largest            # whose sum is Inf
     assert is_finite(x) and is_finite(-x) and is_finite(x[:0])
     for bad in (np.nan, -np.nan, np.inf, -np.inf):
-        for place in (0, 150_000, 300_000):
+        for index in (0, 150_000, 300_000):
             y = x.copy()
-            y[place] = bad
+            y[index] = bad
             if name in COMPLEX:
-                y[place] = complex(1, bad)
+                y[index] = complex(1, bad)
             assert not is_finite(y)

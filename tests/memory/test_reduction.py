@@ -91,13 +91,13 @@ def test_combine_every_dtype_into_any_source(op, p, by):
         if by == "numba" and dtype not in SIXTEEN_BIT:
             continue
         for n in (0, 1, 1000, 140_001):
-            for place in (*range(p), None):
+            for writer in (*range(p), None):
                 sources = [contract.contribution(rank, n, dtype) for rank in range(p)]
                 untouched = [x.tobytes() for x in sources]
-                out = np.empty(n, dtype) if place is None else sources[place]
+                out = np.empty(n, dtype) if writer is None else sources[writer]
                 contract.check(combined_at_once(op, sources, out), p, op)
                 for rank, x in enumerate(sources):
-                    assert rank == place or x.tobytes() == untouched[rank]
+                    assert rank == writer or x.tobytes() == untouched[rank]
 
 
 def test_combine_goes_in_the_order_given():

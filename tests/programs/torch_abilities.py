@@ -79,7 +79,7 @@ def fails(function, error, *words):
         raise AssertionError(f"expected {error.__name__}")
 
 
-def places(model):
+def addresses(model):
     return sorted(q.grad.data_ptr() for q in model.parameters())
 
 
@@ -87,25 +87,25 @@ def places(model):
 def gradients_are_views_into_one_bucket():
     model = DataParallel(net(), comm)
     loss_of(model, r).backward()
-    first = places(model)
+    first = addresses(model)
     assert first[-1] - first[0] < 4 * (60 + 10 + 30 + 3 + 3 * 16), "not in one piece of memory"
     for to_none in (True, False, True):
         model.zero_grad(set_to_none=to_none)
         loss_of(model, r).backward()
         check(model, expected())
-        assert places(model) == first
+        assert addresses(model) == first
 
 
 @ability
 def whoever_rebinds_a_gradient_is_followed():
     model = DataParallel(net(), comm)
     loss_of(model, r).backward()
-    before = places(model)
+    before = addresses(model)
     for q in model.parameters():
         q.grad = q.grad.clone() * 2
     loss_of(model, r).backward()
     check(model, [3 * g for g in expected()])
-    assert places(model) == before
+    assert addresses(model) == before
 
 
 @ability
@@ -131,17 +131,17 @@ class Backwards(nn.Module):
 @ability
 def gradients_of_an_early_step_can_be_kept():
     model = DataParallel(Backwards(), comm, bucket_bytes=64)
-    kept, places = [], []
+    grads, addresses = [], []
     for q in model.parameters():
-        q.register_post_accumulate_grad_hook(lambda q: kept.append(q.grad))
+        q.register_post_accumulate_grad_hook(lambda q: grads.append(q.grad))
     for _ in range(3):
         model.zero_grad()
         loss_of(model, r).backward()
         check(model, expected(Backwards()))
-        places.append([q.grad.data_ptr() for q in model.parameters()])
-    assert len(kept) == 12 and all(torch.isfinite(g).all() for g in kept)
-    assert kept[0].data_ptr() != kept[4].data_ptr(), "buckets were not built anew"
-    assert places[1] == places[2]
+        addresses.append([q.grad.data_ptr() for q in model.parameters()])
+    assert len(grads) == 12 and all(torch.isfinite(g).all() for g in grads)
+    assert grads[0].data_ptr() != grads[4].data_ptr(), "buckets were not built anew"
+    assert addresses[1] == addresses[2]
 
 
 class Deep(nn.Module):

@@ -146,8 +146,8 @@ def unasked():
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
-    said = logging.handlers.BufferingHandler(9)
-    logging.getLogger("mpiring").addHandler(said)
+    records = logging.handlers.BufferingHandler(9)
+    logging.getLogger("mpiring").addHandler(records)
     with mpiring.init() as comm:
         mpiring.torch.export_environment(comm)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -155,7 +155,7 @@ def unasked():
     # Gloo fails where a rank leaves while the other still connects to it.
     runs.wait_for_everyone()
     assert runs.num_processes == 2 and dist.get_backend() == "gloo"
-    texts = [record.getMessage() for record in said.buffer]
+    texts = [record.getMessage() for record in records.buffer]
     assert ["not of mpiring" in text for text in texts] == [True] * (rank == 0), texts
     dist.destroy_process_group()
 

@@ -275,14 +275,14 @@ def batched(group):
 
 
 def objects(group):
-    everybody, some = [None] * SIZE, [None] * SIZE if RANK == 1 else None
+    everybody, gathered = [None] * SIZE, [None] * SIZE if RANK == 1 else None
     dist.all_gather_object(everybody, {"rank": RANK}, group=group)
-    dist.gather_object("x" * RANK, some, 1, group=group)
+    dist.gather_object("x" * RANK, gathered, 1, group=group)
     news = [f"from {RANK}", {1: RANK}]
     dist.broadcast_object_list(news, 0, group=group)
     mine = [None]
     dist.scatter_object_list(mine, list(range(SIZE)) if RANK == 0 else None, 0, group=group)
-    return repr((everybody, some, news, mine))
+    return repr((everybody, gathered, news, mine))
 
 
 EXACT = [Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX]
@@ -449,7 +449,7 @@ def normal(x):
     return torch.view_as_real(x) if x.dtype is torch.complex32 else x
 
 
-def told(case):
+def described(case):
     return f"rank {RANK}: {case[0].__name__}{case[1:]}"
 
 
@@ -460,16 +460,16 @@ for case in CASES:
         theirs = function(GLOO, *arguments)
     except (RuntimeError, ValueError) as error:
         # The table must not compare with nothing.
-        failures.append(f"{told(case)}: Gloo itself fails: {error}")
+        failures.append(f"{described(case)}: Gloo itself fails: {error}")
         continue
     ours = by_ours(function, *arguments)
     if not same(ours, theirs):
-        failures.append(f"{told(case)}: {ours}, but Gloo says {theirs}")
+        failures.append(f"{described(case)}: {ours}, but Gloo says {theirs}")
 
 for expected, function, *arguments in DOCUMENTED:
     ours = by_ours(function, *arguments)
     if not same(ours, expected):
-        failures.append(f"{told((function, *arguments))}: {ours}, but must be {expected}")
+        failures.append(f"{described((function, *arguments))}: {ours}, but must be {expected}")
 
 for name, function in ERRORS.items():
     for group in GLOO, OURS:

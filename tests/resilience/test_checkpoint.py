@@ -178,11 +178,11 @@ def test_what_is_refused_does_not_count_among_those_that_are_kept(tmp_path):
                      ["000003-step-10", "000004-step-15", "latest", "lock"]]
 
 
-@pytest.mark.parametrize("content, told", [
+@pytest.mark.parametrize("content, problem", [
     (None, "there is no file latest"), ("", "latest names '', which is not there"),
     ("000009-step-9", "latest names '000009-step-9', which is not there"),
     ("\udcff", "latest cannot be read")])
-def test_without_a_pointer_the_newest_is_looked_for(tmp_path, caplog, content, told):
+def test_without_a_pointer_the_newest_is_looked_for(tmp_path, caplog, content, problem):
     save(tmp_path, [5, 10])
     if content is None:
         (tmp_path / "latest").unlink()
@@ -190,7 +190,7 @@ def test_without_a_pointer_the_newest_is_looked_for(tmp_path, caplog, content, t
         (tmp_path / "latest").write_text(content, errors="surrogateescape")
     assert load(tmp_path)[0].step == 10
     (record,) = caplog.records
-    assert told in record.message
+    assert problem in record.message
 
 
 def test_what_is_newer_than_the_pointer_was_not_finished(tmp_path):
@@ -269,14 +269,15 @@ def test_a_disk_that_is_full_for_one_rank_is_told_on_all(tmp_path, limited, culp
                     call()
                     assert "save" not in repr(call)
                 except CheckpointError as error:
-                    told.append(str(error))
+                    errors.append(str(error))
             assert checkpoints.load().step == 1
             checkpoints.save(4, replicated=state(4), own=state(4, comm.rank))
         return names(tmp_path)
-    told = []
+    errors = []
     assert on_ranks(3, run)[0] == ["000001-step-1", "000002-step-4", "latest", "lock"]
-    assert len(set(told)) == 1 and len(told) == 3
-    assert f"step 2 was not written: rank {culprit} on " in told[0] and "File too large" in told[0]
+    assert len(set(errors)) == 1 and len(errors) == 3
+    assert f"step 2 was not written: rank {culprit} on " in errors[0]
+    assert "File too large" in errors[0]
 
 
 def test_an_error_shows_in_close_too(tmp_path, limited):

@@ -107,7 +107,7 @@ class Odd(int):
     pass
 
 
-@pytest.mark.parametrize("tree, told", [
+@pytest.mark.parametrize("tree, problem", [
     ({"optimizer": {"x": {1, 2}}}, r"state\['optimizer'\]\['x'\] is a builtins.set"),
     ([0, (1, [b"2"])], r"state\[1\]\[1\]\[0\] is a builtins.bytes"),
     ({"f": print}, r"state\['f'\] is a builtins.builtin_function_or_method"),
@@ -122,8 +122,8 @@ class Odd(int):
     ({"a": {None: 3}}, r"state\['a'\] has the key None, a NoneType"),
     ({"a": {1.5: 3}}, r"state\['a'\] has the key 1.5, a float"),
 ])
-def test_what_cannot_be_saved_is_named(tree, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_cannot_be_saved_is_named(tree, problem):
+    with pytest.raises(ConfigError, match=problem):
         outline(tree, KINDS, "state")
 
 
@@ -148,9 +148,9 @@ def test_random_numbers_go_on(tmp_path):
 def test_a_flipped_bit_anywhere_and_any_other_length_is_seen(tmp_path):
     path = written({"x": np.arange(3, dtype=np.int16), "y": 5, "z": np.zeros(0)}, tmp_path)
     good, nbytes = path.read_bytes(), path.stat().st_size
-    for place in range(nbytes):
+    for index in range(nbytes):
         bad = bytearray(good)
-        bad[place] ^= 1 << place % 8
+        bad[index] ^= 1 << index % 8
         path.write_bytes(bad)
         with pytest.raises(CheckpointError, match="not have the content that was written"):
             read(path, nbytes)
@@ -217,12 +217,12 @@ def test_states_of_pytorch_come_back(tmp_path):
 def test_tensors_that_cannot_be_saved_are_named():
     torch = needed("torch")
     from mpiring.torch.checkpoints import Checkpoints
-    for bad, told in ((torch.ones(2).to_sparse(), "layout torch.sparse_coo"),
-                      (torch.ones(2, device="meta"), "without elements"),
-                      (torch.Size([1]), "torch.Size"),
-                      (torch.ones(2).to(torch.float8_e4m3fnuz), "is of float8_e4m3fnuz"),
-                      (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter")):
-        with pytest.raises(ConfigError, match=told) as caught:
+    for bad, problem in ((torch.ones(2).to_sparse(), "layout torch.sparse_coo"),
+                         (torch.ones(2, device="meta"), "without elements"),
+                         (torch.Size([1]), "torch.Size"),
+                         (torch.ones(2).to(torch.float8_e4m3fnuz), "is of float8_e4m3fnuz"),
+                         (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter")):
+        with pytest.raises(ConfigError, match=problem) as caught:
             outline({"x": bad}, Checkpoints.kinds, "own")
         assert str(caught.value).startswith("own['x']")
     with pytest.raises(ConfigError, match="a torch.Tensor"):

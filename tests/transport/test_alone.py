@@ -1,5 +1,7 @@
 """Tests that a rank alone on its node needs nobody."""
 
+from types import SimpleNamespace
+
 import numpy as np
 
 from mpiring.collectives import shared
@@ -25,6 +27,7 @@ def test_it_meets_itself():
 
 def test_schedules_of_a_node_run_on_it():
     x = np.arange(5.0)
-    finished(shared.eager(Alone(2), x, Reduction("sum", x.dtype, 1)))
+    alone = SimpleNamespace(node=Alone(2))
+    finished(shared.eager(alone, x, "sum", Reduction("sum", x.dtype, 1)))
     finished(shared.staged(Alone(2), x, Reduction("sum", x.dtype, 1)))
     assert list(x) == [0, 1, 2, 3, 4]

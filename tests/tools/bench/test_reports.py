@@ -1,7 +1,5 @@
-"""Tests tables, files and pictures."""
+"""Tests the rows and pictures of results."""
 
-import csv
-import json
 import struct
 import sys
 from argparse import Namespace
@@ -12,13 +10,12 @@ from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
-from mpiring.tools import files, plot, table
+from mpiring.tools import plot
 from mpiring.tools.bench import (
     allreduce, contenders, overlap, reducers, results, steps, torch_steps, wire,
 )
 from mpiring.tools.bench.contenders import NATIVE
 from mpiring.tools.bench.results import Measurement
-from mpiring.tools.table import Column
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
@@ -206,76 +203,11 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
     assert total == sent if sent else total != total
 
 
-def test_a_table():
-    columns = [Column("name", -6), Column("value", 7, 3)]
-    assert table.head(columns) == "name      value"
-    assert table.line({"name": "a", "value": 1234.5}, columns) == "a         1,234"
-    assert table.line({"name": "b", "value": NAN}, columns) == "b             -"
-    assert table.line({"value": 0.0}, columns) == "-          0.00"
-
-
-@pytest.mark.parametrize(("value", "text"), [
-    (1.0, "1.00"), (0.001234, "0.00123"), (12.345, "12.3"), (123456.7, "123,457"), (99.96, "100.0"),
-])
-def test_significant_digits(value, text):
-    assert table.significant(value, 3) == text
-
-
-def test_the_lines_above_a_table():
-    text = table.about("allreduce", ABOUT)
-    assert "bench allreduce: 4 ranks on 1 node, thread level multiple" in text
-    assert "1 rank on 2 nodes" in table.about("x", {**ABOUT, "ranks": 1, "nodes": 2})
-
-
 def test_readings_of_several_jobs_are_pooled():
     again = [of_allreduce("mpiring auto", [7e-3]), of_allreduce("mpiring auto", [1.0], nbytes=8)]
     pooled = results.pooled([*FOUND, *again])
     assert [len(one.readings["call"]) for one in pooled] == [3, 2, 0, 1, 1]
     assert pooled[1].readings["call"] == [1e-3, 7e-3]
-
-
-def test_json_comes_back_as_it_went(tmp_path):
-    path = tmp_path / "result.json"
-    rows = allreduce.rows(FOUND, ABOUT, OPTIONS)
-    files.write_json(path, "allreduce", ABOUT, rows)
-    assert json.loads(path.read_text())["rows"][2]["median_us"] is None
-    benchmark, about, again = files.read_json(path)
-    assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(rows))
-
-
-def test_files_that_cannot_be_read_or_written(tmp_path):
-    missing = str(tmp_path / "missing" / "out.json")
-    with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
-        files.read_json(missing)
-    for write in (lambda: files.write_json(missing, "allreduce", ABOUT, []),
-                  lambda: files.write_csv(missing, ABOUT, []),
-                  lambda: files.refuse_unwritable(missing)):
-        with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
-            write()
-    kept = tmp_path / "kept.json"
-    kept.write_text("1")
-    files.refuse_unwritable(str(kept))
-    files.refuse_unwritable(str(tmp_path / "new.json"))
-    assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}'])
-def test_bad_json(tmp_path, text):
-    path = tmp_path / "result.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
-        files.read_json(path)
-
-
-def test_csv(tmp_path):
-    path = tmp_path / "result.csv"
-    files.write_csv(path, ABOUT, allreduce.rows(FOUND, ABOUT, OPTIONS))
-    lines = path.read_text().splitlines()
-    above = [line for line in lines if line.startswith("#")]
-    assert "# cpu: A CPU" in above and len(above) == len(ABOUT)
-    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-    assert [row["contender"] for row in rows] == [one.labels["contender"] for one in FOUND]
-    assert float(rows[1]["median_us"]) == pytest.approx(1000) and rows[2]["median_us"] == ""
 
 
 def rows_of(benchmark):
@@ -345,14 +277,6 @@ def test_a_picture_of_reducers_tells_when_the_target_was_reached():
     rows[1]["curve_s"] = [0.1, 0.2, 0.3]
     plot._learning(axes, rows)
     assert panel.get_xscale() == "log"
-
-
-def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
-    path = tmp_path / "result.json"
-    files.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
-    assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
-    _, _, (row,) = files.read_json(path)
-    assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():

@@ -1,0 +1,64 @@
+"""Tests the files that results are written to."""
+
+import csv
+import json
+
+import pytest
+
+from mpiring import ConfigError
+from mpiring.tools import files
+
+ABOUT = {"ranks": 4, "cpu": "A CPU", "cores": [0, 1]}
+NAN = float("nan")
+ROWS = [{"contender": "a", "median_us": 1000.0}, {"contender": "b", "median_us": NAN}]
+
+
+def test_json_comes_back_as_it_went(tmp_path):
+    path = tmp_path / "result.json"
+    files.write_json(path, "allreduce", ABOUT, ROWS)
+    assert json.loads(path.read_text())["rows"][1]["median_us"] is None
+    benchmark, about, again = files.read_json(path)
+    assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(ROWS))
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    missing = str(tmp_path / "missing" / "out.json")
+    with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
+        files.read_json(missing)
+    for write in (lambda: files.write_json(missing, "allreduce", ABOUT, []),
+                  lambda: files.write_csv(missing, ABOUT, []),
+                  lambda: files.refuse_unwritable(missing)):
+        with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
+            write()
+    kept = tmp_path / "kept.json"
+    kept.write_text("1")
+    files.refuse_unwritable(str(kept))
+    files.refuse_unwritable(str(tmp_path / "new.json"))
+    assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"rows": 3}'])
+def test_bad_json(tmp_path, text):
+    path = tmp_path / "result.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
+        files.read_json(path)
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "result.csv"
+    files.write_csv(path, ABOUT, ROWS)
+    lines = path.read_text().splitlines()
+    above = [line for line in lines if line.startswith("#")]
+    assert "# cpu: A CPU" in above and len(above) == len(ABOUT)
+    rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    assert [row["contender"] for row in rows] == ["a", "b"]
+    assert float(rows[0]["median_us"]) == 1000 and rows[1]["median_us"] == ""
+
+
+def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
+    path = tmp_path / "result.json"
+    files.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
+    assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
+    _, _, (row,) = files.read_json(path)
+    assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
