@@ -23,7 +23,6 @@ from .launch.start import mpi_world
 from .memory.arrays import dtype_name, flat
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.model import Model
-from .operations.operation import Collectives
 from .record.statistics import Statistics
 from .transport.base import Schedule, T
 
@@ -184,12 +183,8 @@ class Communicator:
         vector = flat(x) if type(x) is np.ndarray else vector_of(x)
         if type(op) is not str:
             op = op_named(op, vector.dtype)
-
-        def build(collectives: Collectives) -> Schedule[None]:
-            return collectives.allreduce(vector, op=op, algorithm=algorithm)
-
-        return allreduce_call(op, x, vector, algorithm), (
-            build if type(vector) is np.ndarray else self._group.gpus.where(vector, build))
+        return allreduce_call(op, x, vector, algorithm), self._where(
+            vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
@@ -249,7 +244,11 @@ class Communicator:
 
     def _run(self, kind: str, detail: str, vector: Any, build: Build[T]) -> T:
         return self._group.run(Call(kind, detail, nbytes=vector.nbytes),
-                               self._group.gpus.where(vector, build))
+                               self._where(vector, build))
+
+    def _where(self, vector: Any, build: Build[T]) -> Build[T]:
+        """Return `build` for the memory, of the host or a GPU, that holds a vector."""
+        return build if type(vector) is np.ndarray else self._group.gpus.where(vector, build)
 
     def barrier(self) -> None:
         """Return after every rank has called.
