@@ -8,8 +8,7 @@ from ..memory.arrays import Array
 from ..transport.base import Node
 
 
-# Compared by identity: the choice of an algorithm is looked up by it at each call.
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Tuning:
     """Lengths, in bytes, and counts that make the algorithms fast; the same on all ranks.
 

@@ -249,8 +249,6 @@ def candidates(ranks: int, nodes: int) -> tuple[str, ...]:
     return tuple(row.name for row in TABLE if row.is_measured(nodes) and not row.refusal(case))
 
 
-# Cached: a program makes the same few calls again and again.
-@functools.lru_cache(maxsize=4096)
 def choose(case: Case, wish: str = "auto", model: Model | None = None,
            halved: bool = False) -> Algorithm:
     """Return the algorithm for an allreduce, the same on every rank.

@@ -175,7 +175,7 @@ class DeviceCollectives(Collectives):
         self._channel: Channel | None = None
 
     @property
-    def gpu(self) -> str:
+    def gpu(self) -> str:  # type: ignore[override]
         """The GPU."""
         return str(self._context.device)
 

@@ -18,6 +18,8 @@ from ..transport.members import Members
 from .algorithms import Algorithm, Case, choose, say_fallback
 from .resources import OperationChannel, Resources
 
+_MOST_CHOSEN = 4096
+
 
 class Collectives:
     """The schedules of one operation, bound to its channel: what Reducers build on.
@@ -37,9 +39,11 @@ class Collectives:
         resources, sequence: As above.
         windows: The arrays in node-shared memory.
         tuning: Lengths and counts.
+        gpu: The GPU on which the operation's vectors lie, in words; "" for host memory.
         algorithm: Name of the algorithm of its last allreduce, if any.
     """
 
+    gpu = ""
     __slots__ = ("rank", "size", "node", "sequence", "resources", "windows", "tuning",
                  "algorithm", "_net", "_window_count", "_native_bytes")
 
@@ -86,11 +90,6 @@ class Collectives:
         return range(self.node.rank, self.slices, self.node.size)
 
     @property
-    def gpu(self) -> str:
-        """The GPU on which the operation's vectors lie; "" for host memory."""
-        return ""
-
-    @property
     def _whole(self) -> Node | None:
         """The meeting place of all ranks, if one node has them all, and several."""
         return self.node if self.node.size == self.size > 1 else None
@@ -135,6 +134,16 @@ class Collectives:
         return _nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
 
     def _choose(self, x: Array, op: str, wish: str, halved: bool = False) -> Algorithm:
+        # A program makes the same few calls again and again.
+        chosen, key = self.resources.chosen, (x.nbytes, x.dtype, op, wish, halved, self.gpu)
+        row = chosen.get(key)
+        if row is None:
+            if len(chosen) >= _MOST_CHOSEN:
+                chosen.clear()
+            row = chosen[key] = self._chosen(x, op, wish, halved)
+        return row
+
+    def _chosen(self, x: Array, op: str, wish: str, halved: bool) -> Algorithm:
         own = self.resources
         case = Case(x.nbytes, x.dtype, op, self.size, len(own.nodes), self.tuning, self.gpu)
         if wish == "auto" and own.algorithm != "auto":
