@@ -156,7 +156,7 @@ def test_a_step_that_others_refuse_leaves_no_trace(name):
         assert model.step(rows)[0].tobytes() == undisturbed.step(rows)[0].tobytes()
 
 
-@pytest.mark.parametrize("name", set(ALL) - {"mean"})
+@pytest.mark.parametrize("name", [name for name in ALL if name != "mean"])
 @pytest.mark.parametrize("node_of", [[0], [0, 1, 2], [0, 0, 1, 1, 1]])
 def test_a_run_that_is_resumed_is_equal_to_one_that_was_not(name, node_of):
     def rows(step):
@@ -202,7 +202,7 @@ def test_residuals_follow_their_tensors_to_other_buckets(name, node_of):
 
 
 @pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16, "float64"])
-@pytest.mark.parametrize("name", set(ALL) - {"mean"})
+@pytest.mark.parametrize("name", [name for name in ALL if name != "mean"])
 def test_other_dtypes_are_compressed_as_float32(name, dtype):
     model = Model(ALL[name], [0, 1, 2], dtype=dtype)
     rows = gradients(0, 3, count()).astype(dtype)
