@@ -11,12 +11,12 @@ from .files import writing
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, and two
-# more: as many as there are contenders.
+# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, and some
+# more: there must be one for each contender.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555",
-           "#882255", "#000000")
+           "#882255", "#000000", "#117733", "#AA4499", "#999933", "#332288", "#DDCC77")
 GREY = COLOURS[6]
-_MARKERS = "osD^vPX<>"
+_MARKERS = "osD^vPX<>hp*d8"
 INCHES = (7.2, 3.4)
 _DPI = 200
 _STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid": True,

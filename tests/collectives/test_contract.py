@@ -12,6 +12,7 @@ from mpiring import BufferMismatchError
 from mpiring.collectives import chain, exchange
 from mpiring.collectives.operation import Tuning
 from mpiring.memory import reduction
+from mpiring.operations.agreement import Call
 from mpiring.operations.algorithms import TABLE, Case
 from mpiring.simulated.network import SimulatedNetwork
 
@@ -98,6 +99,31 @@ def test_every_row_of_the_table(algorithm, node_of, small_blocks):
                           in_windows=IN_WINDOWS[("all", "none", "some")[seed % 3]])
             contract.check(xs[0], p, op)
             assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+
+
+KINDS = {"usual": (40, "float32", "sum"), "shorter": (39, "float32", "sum"),
+         "empty": (0, "float32", "sum"), "other dtype": (40, "int32", "sum"),
+         "other op": (40, "float32", "max")}
+
+
+@pytest.mark.parametrize(("algorithm", "node_of"), [
+    pytest.param(row.name, node_of, id=f"{row.name}-{name}")
+    for row in TABLE for name, node_of in NODES.items()
+    if able(row, node_of) and len(node_of) > 1])
+def test_where_ranks_disagree_no_row_of_the_table_gives_a_result(algorithm, node_of):
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        two = random.choice(list(KINDS), 2, replace=False)
+        kinds = two[random.permutation([0, 1, *random.integers(0, 2, len(node_of) - 2)])]
+
+        def program(collectives):
+            n, dtype, op = KINDS[kinds[collectives.rank]]
+            return collectives.allreduce(np.ones(n, dtype), op=op, algorithm=algorithm)
+
+        results, _ = run(node_of, program, seed=seed, slot_bytes=2048, tuning=SMALL,
+                         return_errors=True, call=lambda rank: Call("allreduce", kinds[rank]))
+        assert all(isinstance(result, Exception) for result in results), "a result came out"
+        assert any(isinstance(result, BufferMismatchError) for result in results)
 
 
 @pytest.mark.parametrize("node_of", [[0] * 3, [0, 0, 1, 1], [0, 1, 0, 1, 1]])

@@ -116,7 +116,7 @@ def _in_pairs(cluster: Cluster) -> Symmetry | None:
 
 ALGORITHMS = NAMES[1:]
 # How one node stands for all; of algorithms that are not named here, all ranks are run.
-_SYMMETRIES: dict[str, Callable[[Cluster], Symmetry | None]] = {
+SYMMETRIES: dict[str, Callable[[Cluster], Symmetry | None]] = {
     "ring": lambda cluster: cyclic, "direct": lambda cluster: cyclic,
     "hierarchical": lambda cluster: cyclic, "native": _in_pairs}
 
@@ -133,8 +133,8 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> P
     case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, tuning)
     if row is None or row.refusal(case) or cluster.ranks == 1:
         return None
-    fold &= cluster.nodes > 1 and not cluster.cores and name in _SYMMETRIES
-    symmetry = _SYMMETRIES[name](cluster) if fold else None
+    fold &= cluster.nodes > 1 and not cluster.cores and name in SYMMETRIES
+    symmetry = SYMMETRIES[name](cluster) if fold else None
     is_mpi, r = name == "native", cluster.ranks_per_node
     nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     n = math.ceil(nbytes / DTYPE.itemsize)
