@@ -52,6 +52,18 @@ def test_contract(comm, dtype, op, algorithm):
             assert len(set(comm.allgather_object(zlib.crc32(x.tobytes())))) == 1, "bits differ"
 
 
+def test_a_blocking_call_passes_through_ten_files(comm):
+    """As docs/architecture.md says, where the other ranks are there in time."""
+    x, package, counts = comm.empty(1000), str(Path(mpiring.__file__).parent), []
+    for _ in range(50):
+        files = set()
+        sys.setprofile(lambda frame, event, arg: files.add(frame.f_code.co_filename))
+        comm.allreduce(x, op="max")
+        sys.setprofile(None)
+        counts.append(len([file for file in files if file.startswith(package)]))
+    assert min(counts) <= 10
+
+
 @pytest.mark.parametrize(("op", "dtype"), [
     ("sum", "float32"), ("mean", "float16"), ("mean", ml_dtypes.bfloat16), ("prod", "complex64"),
     ("max", "float32"), ("min", "int64"), ("band", "int64"), ("bor", "uint8"), ("bxor", "bool")],
