@@ -34,12 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _status(arguments: Sequence[str] | None) -> int:
     words = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _parser(words)
-    # A benchmark may have to start itself again, under mpiexec.
-    options = parser.parse_args(words, argparse.Namespace(words=words))
-    if "action" not in options:
-        parser.print_help()
-        return 0
+    options = parse(words)
     try:
         return output.alone(options.action, options)
     except MpiringError as error:
@@ -50,16 +45,24 @@ def _status(arguments: Sequence[str] | None) -> int:
         return 130
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; `action` does what it says."""
     parser = argparse.ArgumentParser(prog="python -m mpiring", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"mpiring {__version__}")
+
+    def show_help(_: argparse.Namespace) -> int:
+        parser.print_help()
+        return 0
+
+    parser.set_defaults(action=show_help)
     commands = parser.add_subparsers(title="commands")
     for name, text in _COMMANDS.items():
         command = commands.add_parser(name, help=text)
         # The others are not imported: doctor has to run on machines where they cannot be.
         if name in words:
             importlib.import_module(f".tools.{name}.command", __package__).declare(command)
-    return parser
+    # A benchmark may have to start itself again, under mpiexec.
+    return parser.parse_args(words, argparse.Namespace(words=words))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from launching import HANG_S, PROGRAMS, ROOT, environment, launch, needed
 
 from mpiring import Config
-from mpiring.__main__ import _parser
+from mpiring.__main__ import parse
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -161,7 +161,7 @@ def test_mixed_precision_of_pytorch_models_works():
 
 def test_the_lab_command_has_real_options():
     (line,) = [line for line in lines() if " lab run " in line and "train.py" in line]
-    options = _parser().parse_args(line.split()[3:])
+    options = parse(line.split()[3:])
     assert (options.hosts, options.ranks_per_host, options.rate) == (4, 2, "1gbit")
     assert options.traffic and options.command == ["python", "train.py"]
 
@@ -172,9 +172,9 @@ def test_the_bench_commands_have_real_options():
         "allreduce", "overlap", "steps", "reducers", "codecs", "prefetch"}
     for words in found:
         if "lab" in words:
-            words = _parser().parse_args(words[words.index("lab"):]).command
+            words = parse(words[words.index("lab"):]).command
         # parse_args ends the test where a word is no option.
-        options = _parser().parse_args(words[words.index("mpiring") + 1:])
+        options = parse(words[words.index("mpiring") + 1:])
         assert getattr(options, "ranks", None) is None or options.ranks >= 1
 
 
@@ -200,26 +200,26 @@ def test_the_tuning_command_runs():
 def test_the_doctor_commands_have_real_options():
     found = [line.split("mpiring ")[1].split() for line in lines() if " doctor" in line]
     assert found == [["doctor"]] * 3
-    assert _parser().parse_args(["doctor"]).deadline == 30, "as the README says"
+    assert parse(["doctor"]).deadline == 30, "as the README says"
 
 
 def test_the_prediction_of_reducers_has_real_options():
     (line,) = [line for line in lines() if " tune --" in line]
-    options = _parser().parse_args(line.split()[6:])
+    options = parse(line.split()[6:])
     assert (options.model_bytes, options.compute_ms) == (52 << 20, 200)
     assert options.largest_matrix == (512, 2048), "as the README says"
 
 
 def test_the_simulation_has_real_options():
     found = [line.split() for line in lines() if " simulate " in line]
-    first, against = [_parser().parse_args(words[3:]) for words in found]
+    first, against = [parse(words[3:]) for words in found]
     assert first.nodes[-1] == 512 and first.ranks_per_node == 8 and first.bandwidth == 12.5e9
     assert first.latency == 2e-6 and first.size == 100_000_000 and first.plot
     assert against.against and against.goodput == 0.956 and against.burst == 128 << 10
 
 
 def test_the_trace_commands_have_real_options():
-    found = [_parser().parse_args(line.split()[3:]) for line in lines()
+    found = [parse(line.split()[3:]) for line in lines()
              if " -m mpiring trace" in line]
     assert len(found) == 2 and found[0].plot == "step.png"
     assert {options.folder for options in found} == {"trace"}

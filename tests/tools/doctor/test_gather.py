@@ -164,7 +164,7 @@ def test_a_child_that_dies_is_told(monkeypatch, tmp_path):
 
 
 def test_the_doctor_needs_no_other_command():
-    code = ("import sys; from mpiring.__main__ import _parser; _parser(['doctor']);"
+    code = ("import sys; from mpiring.__main__ import parse; parse(['doctor']);"
             "print(*(name for name in sys.modules if name.startswith('mpiring.tools.')))")
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), text=True,
                             capture_output=True, timeout=HANG_S, check=True).stdout.split()
