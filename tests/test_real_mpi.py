@@ -9,7 +9,7 @@ PYTEST = ("-m", "pytest", "--with-mpi", "-m", "mpi", "tests/mpi",
           "--quiet", "--tb=short", "--color=no", "-p", "no:cacheprovider")
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.any_mpi), 4])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.any_mpi), 3])
 def test_real_mpi(ranks):
     ended = launch(ranks, *PYTEST, timeout_s=2 * HANG_S)
     assert ended.status == 0, ended.output[-20000:]

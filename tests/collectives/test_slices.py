@@ -15,7 +15,7 @@ from mpiring.simulated.network import SimulatedNetwork
 HEADER_BYTES = 192
 # Arrays of these tests' sizes take every path, in several pieces.
 SMALL = Tuning(slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
-SIZES = [*range(1, 10), 12, 16]
+SIZES = [1, 2, 3, 4, 5, 7, 9]
 NODES = {
     "one": lambda p: [0] * p, "of one": lambda p: list(range(p)),
     "of two": lambda p: [rank // 2 for rank in range(p)],
@@ -59,7 +59,7 @@ def test_contract(nodes, p):
     node_of, seed = NODES[nodes](p), p
     lengths = 0, 1, p - 1, 2 * p + 1, 129
     for op in contract.OPS:
-        for dtype in contract.OPS_OF[op][p % 2::2 if p > 4 else 1]:
+        for dtype in contract.OPS_OF[op][p % 3::3 if p > 4 else 1]:
             seed += 1
             n, memory = lengths[seed % len(lengths)], list(MEMORIES)[seed % 3]
             bounds = list(BOUNDS.values())[seed % 7 % 4](n, p)
