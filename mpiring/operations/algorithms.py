@@ -53,8 +53,16 @@ ReduceScatter = Callable[["Collectives", Array, Sequence[int], str, Combine], Sc
 Allgather = Callable[["Collectives", Array, Sequence[int]], Schedule[None]]
 
 
-def _not_halved(*arguments: Any) -> Schedule[None]:
-    raise NotImplementedError("this algorithm cannot be halved")
+@dataclass(frozen=True)
+class Halves:
+    """The two halves of an allreduce, between which each rank has its own slice.
+
+    Attributes:
+        reduce_scatter, allgather: Build their schedules.
+    """
+
+    reduce_scatter: ReduceScatter
+    allgather: Allgather
 
 
 @dataclass(frozen=True)
@@ -64,8 +72,7 @@ class Algorithm:
     Attributes:
         name: What users and reports call it.
         allreduce: Builds the schedule of an allreduce, in place.
-        reduce_scatter, allgather: Build the two halves of it, where each rank is to have its
-            own slice, if it can be halved.
+        halves: Its two halves; None where it cannot be halved.
         refusal: Returns why it cannot do a case; "" if it can.
         is_measured: Returns whether it is worth measuring, on so many nodes.
         keeps_float32: It adds up 16 bits in float32, and rounds at most once on each level.
@@ -76,8 +83,7 @@ class Algorithm:
 
     name: str
     allreduce: Allreduce
-    reduce_scatter: ReduceScatter = _not_halved
-    allgather: Allgather = _not_halved
+    halves: Halves | None = None
     refusal: Callable[[Case], str] = lambda case: ""
     is_measured: Callable[[int], bool] = lambda nodes: False
     keeps_float32: bool = False
@@ -212,22 +218,24 @@ def _unless_mpi_can(case: Case) -> str:
 # Of those that are measured, the last sends the fewest bytes. For 16 bits, "auto" takes the first
 # that keeps float32.
 TABLE = (
-    Algorithm("shared", shared.allreduce, shared.reduce_scatter, shared.allgather,
+    Algorithm("shared", shared.allreduce, Halves(shared.reduce_scatter, shared.allgather),
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
               on_gpus=_shared_on_gpus, short=Algorithm("eager", shared.eager),
               is_short=lambda case: shared.is_short(
                   case.nbytes, case.dtype, case.ranks, case.tuning.eager_bytes)),
     Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),
-    Algorithm("ring", _ring, _ring_reduce_scatter, _ring_allgather,
+    Algorithm("ring", _ring, Halves(_ring_reduce_scatter, _ring_allgather),
               is_measured=lambda nodes: nodes > 1),
-    Algorithm("hierarchical", _hierarchical, _hierarchical_reduce_scatter,
-              _hierarchical_allgather, _unless_nodes_of_several,
+    Algorithm("hierarchical", _hierarchical,
+              Halves(_hierarchical_reduce_scatter, _hierarchical_allgather),
+              _unless_nodes_of_several,
               is_measured=lambda nodes: True, keeps_float32=True,
               short=Algorithm("short", _short),
               is_short=lambda case: case.nbytes <= case.tuning.short_bytes
               # See shared.is_short.
               and case.dtype.char not in "gG"),
-    Algorithm("direct", _direct, _direct_reduce_scatter, _ring_allgather, keeps_float32=True),
+    Algorithm("direct", _direct, Halves(_direct_reduce_scatter, _ring_allgather),
+              keeps_float32=True),
 )
 NAMES = ("auto", *(row.name for row in TABLE))
 
@@ -249,25 +257,40 @@ def candidates(ranks: int, nodes: int) -> tuple[str, ...]:
     return tuple(row.name for row in TABLE if row.is_measured(nodes) and not row.refusal(case))
 
 
-def choose(case: Case, wish: str = "auto", model: Model | None = None,
-           halved: bool = False) -> Algorithm:
+def choose(case: Case, wish: str = "auto", model: Model | None = None) -> Algorithm:
     """Return the algorithm for an allreduce, the same on every rank.
 
     Args:
         wish: "auto", or the algorithm that the user insists on.
         model: What was measured.
-        halved: For a reduce-scatter or an allgather of slices.
 
     Raises:
         ConfigError: The wish is unknown, or cannot be done here.
     """
+    return _row(case, wish, model, TABLE).variant(case)
+
+
+def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) -> Halves:
+    """Return the halves for a reduce-scatter or an allgather of slices, the same on every rank.
+
+    Args:
+        wish: As for `choose`; an algorithm that cannot be halved counts as "auto".
+        model: What was measured.
+
+    Raises: as `choose`.
+    """
+    halves = {row: row.halves for row in TABLE if row.halves is not None}
+    return halves[_row(case, wish, model, list(halves))]
+
+
+def _row(case: Case, wish: str, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:
+    """Return the row that is wished for, or, unless it is one of `rows`, the best one of these."""
     row = named(wish)
-    if row is None or halved and row.allgather is _not_halved:
-        row = _best(case, model, [row for row in TABLE if not row.refusal(case)
-                                  and (row.allgather is not _not_halved or not halved)])
-    elif problem := row.refusal(case):
+    if row is None or row not in rows:
+        return _best(case, model, [row for row in rows if not row.refusal(case)])
+    if problem := row.refusal(case):
         raise ConfigError(f"algorithm={wish!r}: {problem}; use algorithm='auto'")
-    return row if halved else row.variant(case)
+    return row
 
 
 def _best(case: Case, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:

@@ -1,6 +1,6 @@
 """Schedules of one operation: what the communicator calls, and Reducers build on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,9 +13,9 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, reduction
 from ..transport.alone import Alone
-from ..transport.base import Channel, Node, Schedule
+from ..transport.base import Channel, Node, Schedule, T
 from ..transport.members import Members
-from .algorithms import Algorithm, Case, choose, say_fallback
+from .algorithms import Case, choose, choose_halves, say_fallback
 from .resources import OperationChannel, Resources
 
 _MOST_CHOSEN = 4096
@@ -129,30 +129,30 @@ class Collectives:
             ConfigError: The op or the algorithm does not suit the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
-        row = self._choose(x, op, algorithm)
+        row = self._chosen(choose, x, op, algorithm)
         self.algorithm = row.name
         return _nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
 
-    def _choose(self, x: Array, op: str, wish: str, halved: bool = False) -> Algorithm:
+    def _chosen(self, choose: Callable[..., T], x: Array, op: str, wish: str = "auto") -> T:
         # A program makes the same few calls again and again.
-        chosen, key = self.resources.chosen, (x.nbytes, x.dtype, op, wish, halved, self.gpu)
-        row = chosen.get(key)
-        if row is None:
+        chosen, key = self.resources.chosen, (choose, x.nbytes, x.dtype, op, wish, self.gpu)
+        found: T | None = chosen.get(key)
+        if found is None:
             if len(chosen) >= _MOST_CHOSEN:
                 chosen.clear()
-            row = chosen[key] = self._chosen(x, op, wish, halved)
-        return row
+            found = chosen[key] = self._choose(choose, x, op, wish)
+        return found
 
-    def _chosen(self, x: Array, op: str, wish: str, halved: bool) -> Algorithm:
+    def _choose(self, choose: Callable[..., T], x: Array, op: str, wish: str) -> T:
         own = self.resources
         case = Case(x.nbytes, x.dtype, op, self.size, len(own.nodes), self.tuning, self.gpu)
         if wish == "auto" and own.algorithm != "auto":
             try:
-                return choose(case, own.algorithm, own.model, halved)
+                return choose(case, own.algorithm, own.model)
             except ConfigError as error:
                 if self.rank == 0:
                     say_fallback(str(error))
-        return choose(case, wish, own.model, halved)
+        return choose(case, wish, own.model)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
@@ -173,9 +173,9 @@ class Collectives:
             ConfigError: The op does not suit the dtype.
         """
         combine, bounds = self.combiner(op, x.dtype, self.size), bounds or self._equal(x)
-        row = self._choose(x, op, "auto", halved=True)
+        halves = self._chosen(choose_halves, x, op)
         schedule = (_nothing() if self.size == 1 else
-                    row.reduce_scatter(self, x, bounds, op, combine))
+                    halves.reduce_scatter(self, x, bounds, op, combine))
         return _returning(x[bounds[self.rank]:bounds[self.rank + 1]], schedule)
 
     def allgather(self, x: Array, *, bounds: Sequence[int] | None = None) -> Schedule[None]:
@@ -186,8 +186,8 @@ class Collectives:
             bounds: As for `reduce_scatter`.
         """
         bounds = bounds or self._equal(x)
-        row = self._choose(x, "sum", "auto", halved=True)
-        return _nothing() if self.size == 1 else row.allgather(self, x, bounds)
+        halves = self._chosen(choose_halves, x, "sum")
+        return _nothing() if self.size == 1 else halves.allgather(self, x, bounds)
 
     def _equal(self, x: Array) -> list[int]:
         return bounds_of(x.size, self.size)

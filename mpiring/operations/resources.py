@@ -9,7 +9,6 @@ from ..collectives import native
 from ..collectives.operation import Tuning
 from ..memory.scratch import Scratch
 from ..transport.base import Channel
-from .algorithms import Algorithm
 from .model import Model
 from .windows import Windows
 
@@ -45,7 +44,7 @@ class Resources:
         algorithm: What "auto" means, from the configuration.
         model: What the algorithms cost here, if it was measured.
         tuning: Lengths and counts that make the algorithms fast.
-        chosen: The algorithms of the calls made so far, with this model.
+        chosen: The algorithms, or halves, of the calls made so far, with this model.
     """
 
     transport: Transport
@@ -57,7 +56,7 @@ class Resources:
     algorithm: str = "auto"
     model: Model | None = None
     tuning: Tuning = Tuning()
-    chosen: dict[Any, Algorithm] = field(default_factory=dict, init=False)
+    chosen: dict[Any, Any] = field(default_factory=dict, init=False)
 
     @functools.cached_property
     def in_order(self) -> bool:

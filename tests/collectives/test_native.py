@@ -6,7 +6,7 @@ import pytest
 
 from mpiring.collectives import native
 from mpiring.collectives.operation import Tuning
-from mpiring.operations.algorithms import Case, choose
+from mpiring.operations.algorithms import TABLE, Case, choose, choose_halves
 from mpiring.errors import ConfigError
 
 
@@ -54,7 +54,8 @@ def test_choice_by_nodes():
 
 def test_what_cannot_be_halved_gives_way():
     def halves(ranks, nodes, wish, op="sum", dtype="float32"):
-        return choose(Case(8, np.dtype(dtype), op, ranks, nodes, Tuning()), wish, halved=True).name
+        found = choose_halves(Case(8, np.dtype(dtype), op, ranks, nodes, Tuning()), wish)
+        return next(row.name for row in TABLE if row.halves is found)
 
     for wish in ("auto", "native"):
         assert halves(4, 4, wish) == "ring"

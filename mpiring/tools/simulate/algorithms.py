@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -18,13 +18,13 @@ from ...memory.scratch import Scratch
 from ...operations.algorithms import NAMES, Case, choose, named
 from ...operations.model import Curve, Model
 from ...operations.operation import Collectives
-from ...operations.resources import OperationChannel, Resources
+from ...operations.resources import OperationChannel, Resources, Transport
 from ...operations.windows import Windows
 from ...simulated.symmetry import cyclic, pairwise
 from ...simulated.network import SimulatedNetwork
 from ...simulated.node import SimulatedMemory
 from ...simulated.prices import PricedCombine, ghost
-from ...transport.base import HEADER_BYTES, Channel, Node, Request, Schedule
+from ...transport.base import HEADER_BYTES, Channel, Node, Schedule
 from . import mpich
 from .cluster import Cluster, Symmetry
 
@@ -48,7 +48,7 @@ class Prediction:
 
 
 class _Transport:
-    """One rank's end of the network, for one operation."""
+    """One rank's end of the network, for one operation. MPI's own allreduce is in mpich.py."""
 
     def __init__(self, net: Channel) -> None:
         self.rank, self.size, self.bytes_sent = net.rank, net.size, 0
@@ -56,9 +56,6 @@ class _Transport:
 
     def channel(self, sequence: int) -> OperationChannel:
         return self._net  # type: ignore[no-any-return]
-
-    def iallreduce(self, x: Array, op: str) -> Request:
-        raise NotImplementedError("MPI's own allreduce is that of mpich.py")
 
 
 class _Windows(Windows):
@@ -80,9 +77,10 @@ class _Operation(Collectives):
     def __init__(self, cluster: Cluster, nodes: Sequence[Sequence[int]],
                  network: SimulatedNetwork, memory: SimulatedMemory, net: Channel,
                  number: int) -> None:
+        transport = cast(Transport, _Transport(net))
         super().__init__(
-            Resources(_Transport(net), Turns(), Scratch(keep=0), _Windows(), range(net.size),
-                      nodes), memory.node(net.rank, number), number)
+            Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size), nodes),
+            memory.node(net.rank, number), number)
         self._cluster, self._network = cluster, network
 
     def vector(self, n: int, dtype: DTypeLike = DTYPE) -> Array:
