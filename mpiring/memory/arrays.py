@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingDependencyError
 
 Array = NDArray[Any]
 
@@ -30,6 +30,28 @@ def dtype_name(dtype: DTypeLike) -> str:
         ConfigError: Collectives cannot send it.
     """
     return _name(np.dtype(dtype))
+
+
+def dtype_named(name: str, names: Sequence[str]) -> np.dtype[Any]:
+    """Return the dtype of a name: NumPy's, or bfloat16 of ml_dtypes.
+
+    Args:
+        names: Those that are allowed.
+
+    Raises:
+        ConfigError: Another name.
+        MissingDependencyError: bfloat16 without the package ml_dtypes.
+    """
+    if name not in names:
+        raise ConfigError(f"dtype {name!r}: expected one of {', '.join(names)}")
+    if name != "bfloat16":
+        return np.dtype(name)
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise MissingDependencyError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from error
+    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return bfloat16
 
 
 # Cached: NumPy composes a dtype's name anew each time, which takes 5 µs.

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from ..errors import ConfigError, MissingDependencyError
-from .arrays import Array
+from ..errors import ConfigError
+from .arrays import Array, dtype_named
 
 if TYPE_CHECKING:
     import torch
@@ -30,18 +30,7 @@ def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
         ConfigError: Collectives cannot calculate with it.
         MissingDependencyError: bfloat16, without ml_dtypes.
     """
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigError(f"{dtype} cannot be reduced; expected one of {', '.join(_DTYPES)}")
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError as error:
-        raise MissingDependencyError(
-            "tensors of torch.bfloat16 need ml_dtypes: pip install ml_dtypes") from error
-    bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return bfloat16
+    return dtype_named(str(dtype).removeprefix("torch."), _DTYPES)
 
 
 def array_of(tensor: "torch.Tensor") -> Array:

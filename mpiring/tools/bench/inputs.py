@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from ...errors import ConfigError, MissingDependencyError
 from ...gpu.arrays import is_on_gpu
-from ...memory.arrays import Array
+from ...memory.arrays import Array, dtype_named
 from .world import World
 
 
@@ -52,22 +51,8 @@ class WrongAnswerError(Exception):
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return NumPy's dtype of a name in DTYPES.
-
-    Raises:
-        ConfigError: Another name.
-        MissingDependencyError: bfloat16 without the package ml_dtypes.
-    """
-    if name not in DTYPES:
-        raise ConfigError(f"dtype {name!r}: expected one of {', '.join(DTYPES)}")
-    if name != "bfloat16":
-        return np.dtype(name)
-    try:
-        import ml_dtypes
-    except ImportError as exc:
-        raise MissingDependencyError("bfloat16 needs ml_dtypes: pip install ml_dtypes") from exc
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
+    """Return the dtype of a name in DTYPES; see arrays.dtype_named."""
+    return dtype_named(name, DTYPES)
 
 
 def series_length(dtype: np.dtype[Any], size: int) -> int:
