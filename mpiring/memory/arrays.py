@@ -43,7 +43,7 @@ def dtype_named(name: str, names: Sequence[str]) -> np.dtype[Any]:
         MissingDependencyError: bfloat16 without the package ml_dtypes.
     """
     if name not in names:
-        raise ConfigError(f"dtype {name!r}: expected one of {', '.join(names)}")
+        raise ConfigError(f"dtype {name!r} cannot be reduced; expected one of {', '.join(names)}")
     if name != "bfloat16":
         return np.dtype(name)
     try:
