@@ -6,7 +6,8 @@ import sys
 
 import numpy as np
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, environment, launch, needed
+from launching import (
+    HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, launch, needed)
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -22,8 +23,9 @@ def test_allreduce_is_short_and_adds():
 
 
 def test_training_alone_needs_no_launcher():
+    """With the whole of scikit-learn."""
     ended = subprocess.run(
-        [sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, env=environment(),
+        [sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, env=environment(**WITHOUT_STAND_INS),
         text=True, capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"epoch   2  loss 0\.\d{4}  test accuracy \d\d\.\d\d%  [\d,]+ images/s  "
@@ -65,9 +67,11 @@ def test_on_a_gpu_it_learns_the_same(tmp_path):
             np.testing.assert_allclose(weights, host[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bits_learn_as_well(tmp_path, dtype):
-    ended = launch(2, TRAIN, "--epochs", "12", "--dtype", dtype, "--save", tmp_path / "w")
+@pytest.mark.parametrize(("dtype", "variables"), [
+    ("float16", WITHOUT_STAND_INS), ("bfloat16", {})], ids=["float16, numba", "bfloat16, NumPy"])
+def test_16_bits_learn_as_well(tmp_path, dtype, variables):
+    ended = launch(2, TRAIN, "--epochs", "12", "--dtype", dtype, "--save", tmp_path / "w",
+                   **variables)
     assert ended.status == 0, ended.output
     assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 96, ended.output
     replicas = [np.load(tmp_path / f"w{rank}.npz") for rank in range(2)]
