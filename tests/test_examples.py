@@ -6,8 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from launching import (
-    HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, launch, needed)
+from launching import HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, installed, launch
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -90,7 +89,7 @@ def test_what_is_not_sent_is_learnt_as_well(tmp_path, reducer):
 
 
 def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path):
-    needed("torch")
+    installed("torch")
     small = ("--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--report", 4)
 
     def train(ranks, steps, *options):
@@ -106,7 +105,7 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
 
 
 def test_the_ddp_script_learns():
-    needed("torch")
+    installed("torch")
     ended = launch(2, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "3")
     assert ended.status == 0, ended.output
     assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output

@@ -5,8 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import (
-    HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, launch, needed)
+from launching import HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, installed, launch
 
 from mpiring import Config
 from mpiring.__main__ import parse
@@ -53,7 +52,7 @@ def test_the_diff_is_a_working_program_of_at_most_four_new_lines(tmp_path):
 
 
 def test_the_pytorch_diff_is_a_working_program(tmp_path):
-    needed("torch")
+    installed("torch")
     _, diff = blocks("diff")
     program = tmp_path / "train.py"
     program.write_text("\n".join([
@@ -145,7 +144,7 @@ def test_a_training_stops_and_goes_on(tmp_path):
 
 
 def test_mixed_precision_of_pytorch_models_works():
-    needed("torch")
+    installed("torch")
     (block,) = [block for block in blocks("python") if "GradScaler" in block]
     ended = launch(2, "-c", "\n".join([
         "import mpiring, torch",

@@ -6,7 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from launching import HANG_S, ROOT, environment, finish, mpiexec, needed
+from launching import HANG_S, ROOT, environment, finish, installed, mpiexec
 from launching import launch as job
 
 from mpiring import LaunchError
@@ -82,7 +82,7 @@ def torchrun(*command, launcher=()):
 
 
 def test_torchrun_is_refused_at_every_door(tmp_path):
-    needed("torch")
+    installed("torch")
     program = tmp_path / "train.py"
     program.write_text(DOORS)
     right = f"`mpirun -n 2 python {program} --lr 1`"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import HANG_S, needed
+from launching import HANG_S, installed, needed
 
 from mpiring import ConfigError
 from mpiring.memory.tensors import array_of, is_tensor
@@ -48,7 +48,7 @@ print(x.sum().item(), 'mpiring.torch' in sys.modules)
 
 def test_arrays_and_tensors_need_no_adapter():
     """Also that tensors which cannot be reduced are refused, with no harm to those that can."""
-    needed("torch")
+    installed("torch")
     done = subprocess.run([sys.executable, "-c", REDUCED], check=True, text=True, timeout=HANG_S,
                           capture_output=True)
     first, *refused, last = done.stdout.splitlines()

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, SOON_S, environment, needed
+from launching import HANG_S, PROGRAMS, ROOT, SOON_S, environment, installed
 
 from mpiring import ConfigError, LaunchError, MissingDependencyError
 from mpiring.tools.lab import lab
@@ -104,7 +104,7 @@ def test_the_first_allreduce_between_hosts_measures_and_keeps(possible, tmp_path
 
 
 def test_pytorch_finds_rank_0_where_names_mean_nothing(possible):
-    needed("torch")
+    installed("torch")
     ended = run("run", "--hosts", 2, "--ranks-per-host", 2, *python(PROGRAMS / "torch_meeting.py"))
     assert ended.returncode == 0, ended.stderr
     assert sorted(ended.stdout.splitlines()) == [
@@ -123,7 +123,8 @@ def test_the_doctor_measures_the_links(possible):
 @pytest.mark.parametrize(("ranks_per_host", "placement", "places"), [
     (1, "block", "[(0, 0, 3), (1, 0, 3), (2, 0, 3)]"),
     (2, "block", "[(0, 0, 3), (0, 1, 3), (1, 0, 3), (1, 1, 3), (2, 0, 3), (2, 1, 3)]"),
-    (2, "round-robin", "[(0, 0, 3), (1, 0, 3), (2, 0, 3), (0, 1, 3), (1, 1, 3), (2, 1, 3)]")])
+    (2, "round-robin", "[(0, 0, 3), (1, 0, 3), (2, 0, 3), (0, 1, 3), (1, 1, 3), (2, 1, 3)]")],
+    ids=["one on each", "block", "round-robin"])
 def test_links_between_placed_ranks_carry_what_theory_says_at_their_rate(
         possible, ranks_per_host, placement, places):
     """The ring leaves each host once, wherever the ranks are."""

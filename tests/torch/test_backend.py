@@ -1,14 +1,14 @@
 """Tests the torch.distributed back end: the same programs over it and over Gloo."""
 
 import pytest
-from launching import PROGRAMS, SOON_S, launch, needed
+from launching import PROGRAMS, SOON_S, installed, launch
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 
 @pytest.fixture(autouse=True)
 def _torch():
-    needed("torch")
+    installed("torch")
 
 
 @pytest.mark.parametrize("where", ["cpu", "simulated"])

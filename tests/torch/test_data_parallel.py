@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launching import PROGRAMS, SOON_S, launch, needed
+from launching import PROGRAMS, SOON_S, installed, launch
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -12,7 +12,7 @@ ABILITIES = re.findall(r"@ability\ndef (\w+)", (PROGRAMS / "torch_abilities.py")
 
 @pytest.fixture(autouse=True)
 def torch():
-    return needed("torch")
+    installed("torch")
 
 
 @pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 200, "cpu"), (1, 5, "simulated")])
