@@ -2,9 +2,10 @@
 
 from ..memory.sliced import Sliced, whole
 from .checkpoint import Checkpoints
+from .consolidated import load_file
 from .random_state import random_state, set_random_state
 from .reader import Saved
 from .stopping import Stopping
 
-__all__ = ["Checkpoints", "Saved", "Sliced", "Stopping", "random_state", "set_random_state",
-           "whole"]
+__all__ = ["Checkpoints", "Saved", "Sliced", "Stopping", "load_file", "random_state",
+           "set_random_state", "whole"]
