@@ -131,8 +131,8 @@ def test_steps(tmp_path):
 def test_steps_and_prefetching_with_pytorch(tmp_path):
     needed("matplotlib"), needed("torch")
     ended = in_turn(2, (
-        *TORCH, "--models", "transformer,mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
-        tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
+        *TORCH, "--models", "transformer,mlp", "--optimizer", "adamw", "--sharded", "--link-rate",
+        "1gbit", "--bucket", "64K", "--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
         "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch", "2",
         "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
         tmp_path / "prefetch.png"))
@@ -142,13 +142,18 @@ def test_steps_and_prefetching_with_pytorch(tmp_path):
     for model in "transformer", "mlp":
         names = [row["contender"] for row in rows if row["model"] == model]
         assert names[:2] == ["compute only", "mpiring DataParallel"]
-        assert names[-1] == "Gloo + PyTorch's DDP" and len(names) in (3, 4)
+        over = "Gloo + PyTorch's DDP", "Gloo + ZeRO", "Gloo + FSDP2"
+        back_end = *(name.replace("Gloo", "mpiring") for name in over),
+        assert names[2:] in ([*back_end, *over], [*over])
     for row in rows:
         assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
         # On one node there is no wire.
         alone = row["contender"] == "compute only"
         assert (row["over_bound"] == 1 or not alone) and row["bound_ms"] > 0
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
+        formula = {"ZeRO": 24, "FSDP2": 16}.get(row["contender"].split()[-1], 32)
+        assert row["formula_bytes_per_parameter"] == formula
+        assert row["node_bytes_per_parameter"] > -99, "too small to be seen, but finite"
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 2
     rows = json.loads((tmp_path / "prefetch.json").read_text())["rows"]
