@@ -19,6 +19,7 @@ _COMMANDS = {
     "doctor": "say what is wrong with a launch or a machine, and how to mend it",
     "bench": "measure mpiring beside MPI, Gloo, Horovod",
     "simulate": "predict allreduces on a cluster that is not here",
+    "checkpoint": "make one file of a checkpoint that lies in slices",
     "trace": "look at what the ranks of a job did",
 }
 

@@ -19,6 +19,9 @@ ROOT = Path(__file__).parents[1]
 # lasts for HANG_S hangs.
 SOON_S, HANG_S = 60, 240
 PROGRAMS = ROOT / "tests" / "programs"
+STAND_INS = ROOT / "tests" / "stand_ins"
+WITHOUT_STAND_INS = {
+    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 
 
 @dataclass
@@ -78,8 +81,11 @@ def needed(module):
 
 
 def environment(**variables):
-    """Return the variables of a job: one thread per rank, and the checkout's package."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    """Return the variables of a job: one thread per rank, and the checkout's package.
+
+    What takes long to import or compile has a stand-in, unless WITHOUT_STAND_INS is passed.
+    """
+    path = os.pathsep.join([str(STAND_INS), *WITHOUT_STAND_INS.values()])
     # Open MPI refuses root and more ranks than cores unless told otherwise; MPICH ignores these.
     openmpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}

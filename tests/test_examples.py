@@ -6,7 +6,7 @@ import sys
 
 import numpy as np
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, environment, launch, needed
+from launching import HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, installed, launch
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -22,8 +22,9 @@ def test_allreduce_is_short_and_adds():
 
 
 def test_training_alone_needs_no_launcher():
+    """With the whole of scikit-learn."""
     ended = subprocess.run(
-        [sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, env=environment(),
+        [sys.executable, TRAIN, "--epochs", "2"], cwd=ROOT, env=environment(**WITHOUT_STAND_INS),
         text=True, capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"epoch   2  loss 0\.\d{4}  test accuracy \d\d\.\d\d%  [\d,]+ images/s  "
@@ -65,9 +66,11 @@ def test_on_a_gpu_it_learns_the_same(tmp_path):
             np.testing.assert_allclose(weights, host[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_16_bits_learn_as_well(tmp_path, dtype):
-    ended = launch(2, TRAIN, "--epochs", "12", "--dtype", dtype, "--save", tmp_path / "w")
+@pytest.mark.parametrize(("dtype", "variables"), [
+    ("float16", WITHOUT_STAND_INS), ("bfloat16", {})], ids=["float16, numba", "bfloat16, NumPy"])
+def test_16_bits_learn_as_well(tmp_path, dtype, variables):
+    ended = launch(2, TRAIN, "--epochs", "12", "--dtype", dtype, "--save", tmp_path / "w",
+                   **variables)
     assert ended.status == 0, ended.output
     assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 96, ended.output
     replicas = [np.load(tmp_path / f"w{rank}.npz") for rank in range(2)]
@@ -86,7 +89,7 @@ def test_what_is_not_sent_is_learnt_as_well(tmp_path, reducer):
 
 
 def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(tmp_path):
-    needed("torch")
+    installed("torch")
     small = ("--width", 32, "--layers", 1, "--context", 32, "--batch", 6, "--report", 4)
 
     def train(ranks, steps, *options):
@@ -102,7 +105,7 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
 
 
 def test_the_ddp_script_learns():
-    needed("torch")
+    installed("torch")
     ended = launch(2, ROOT / "examples" / "train_ddp_backend.py", "--epochs", "3")
     assert ended.status == 0, ended.output
     assert float(re.findall(r"test accuracy ([\d.]+)%", ended.output)[-1]) > 95, ended.output

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, environment, launch, needed
+from launching import HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, installed, launch
 
 from mpiring import Config
 from mpiring.__main__ import parse
@@ -52,7 +52,7 @@ def test_the_diff_is_a_working_program_of_at_most_four_new_lines(tmp_path):
 
 
 def test_the_pytorch_diff_is_a_working_program(tmp_path):
-    needed("torch")
+    installed("torch")
     _, diff = blocks("diff")
     program = tmp_path / "train.py"
     program.write_text("\n".join([
@@ -109,6 +109,7 @@ def test_replicas_are_compared_so():
 
 
 def test_reducers_are_chosen_so():
+    """With codecs that every rank compiles, where numba is installed."""
     (block,) = [block for block in blocks("python") if "mpiring.reducers" in block]
     ended = launch(3, "-c", "\n".join([
         "import mpiring, numpy as np",
@@ -121,7 +122,7 @@ def test_reducers_are_chosen_so():
         "dp.wait()",
         "assert (dp.grads['bias'] == 1).all() and abs(dp.grads['w'] - 1).max() < 0.05",
         "assert np.count_nonzero(dp.grads['embedding']) == 1",
-        "assert dp.statistics.compression_ratio > 1"]))
+        "assert dp.statistics.compression_ratio > 1"]), **WITHOUT_STAND_INS)
     assert ended.status == 0, ended.output
 
 
@@ -143,7 +144,7 @@ def test_a_training_stops_and_goes_on(tmp_path):
 
 
 def test_mixed_precision_of_pytorch_models_works():
-    needed("torch")
+    installed("torch")
     (block,) = [block for block in blocks("python") if "GradScaler" in block]
     ended = launch(2, "-c", "\n".join([
         "import mpiring, torch",

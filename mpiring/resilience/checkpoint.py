@@ -1,5 +1,6 @@
 """Saves the state of a training in the background, and loads the newest complete checkpoint."""
 
+import collections
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -14,9 +15,10 @@ from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import CheckpointError, ClosedError, ConfigError
 from .checkpoint_file import Copy
 from .folder import WRITING, Lock, open_folder, remove, where
-from .publisher import Publisher, leave_note, written_name
+from .plan import Plan, agree
+from .publisher import Publisher, leave_note
 from .reader import Reader, Saved
-from .tree import Arrays, DeviceArrays, Kind, Outline, Scalars, outline
+from .tree import Arrays, DeviceArrays, Kind, Scalars
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Checkpoints:
         folder = None if folder is None else path("folder", folder)
         self._comm, self._keep = comm, whole_number("keep", keep, 1)
         self._seed = None if seed is None else whole_number("seed", seed)
-        self._copies = {name: Copy() for name in (written_name(None), written_name(comm.rank))}
+        self._copies: dict[str, Copy] = collections.defaultdict(Copy)
         # To hash, to write and to publish. The process does not end before they are done.
         self._threads = ThreadPoolExecutor(3, "mpiring-checkpoint")
         self._refused: set[str] = set()
@@ -96,7 +98,8 @@ class Checkpoints:
         if self._folder is not None:
             self._token, self._lock = open_folder(self._folder, comm)
 
-    def save(self, step: int, *, replicated: Any = None, own: Any = None) -> None:
+    def save(self, step: int, *, replicated: Any = None, own: Any = None,
+             sharded: Any = None) -> None:
         """Copy the state, and begin to write it; return while it is being written.
 
         Waits for the checkpoint before, if that is not written yet.
@@ -106,10 +109,14 @@ class Checkpoints:
             replicated: State that is equal on all ranks; rank 0's is written.
             own: State of this rank, such as reducers' residuals and the state of random numbers;
                 None where there is none.
+            sharded: State that is cut into slices, such as an optimiser's: a nest that is equal on
+                all ranks, but for its `Sliced` leaves, which hold the pieces of this rank. Each
+                rank writes its own pieces, rank 0 the rest.
 
         Raises:
-            ConfigError: The state holds something that cannot be saved; says what and where. On
-                all ranks.
+            ConfigError: The state holds something that cannot be saved, `sharded` differs between
+                ranks, or a range in it is saved by none or by two; says what and where. On all
+                ranks.
             CheckpointError: The checkpoint before could not be written; says why. On all ranks.
             ClosedError: After `close`.
 
@@ -120,50 +127,23 @@ class Checkpoints:
         if self._closed:
             raise ClosedError(f"rank {self._comm.rank}: these checkpoints are closed; save before")
         began = time.monotonic()
-        found, ranks = self._outlined(step, replicated, own)
-        # JSON has no integers of NumPy.
-        step = int(step)
+        plan = agree(self._comm, self.kinds, step, replicated, own, sharded)
         self.wait()
-        for name, outlined in found.items():
+        for name, outlined in plan.outlines.items():
             self._copies[name].take(outlined)
         self._count += 1
         written = self._folder / f"{WRITING}{self._token}-{self._count}"
         # Each task waits only for tasks that were submitted before it.
-        digests = {name: self._threads.submit(self._copies[name].digest) for name in found}
+        digests = {
+            name: self._threads.submit(self._copies[name].digest) for name in plan.outlines}
         files = self._threads.submit(self._write, written, digests, began)
         if self._comm.rank:
-            self._writing = _Writing(step, written, files)
+            self._writing = _Writing(plan.step, written, files)
             return
         publisher = Publisher(
-            self._folder, written, [written_name(None), *map(written_name, ranks)],
-            self._comm.config.stall_timeout_s)
-        published = self._threads.submit(self._publish, publisher, files, step, began)
-        self._writing = _Writing(step, written, files, publisher, published)
-
-    def _outlined(self, step: int, replicated: Any, own: Any) -> tuple[
-            dict[str, Outline], list[int]]:
-        """Return what this rank is to write, and which ranks write state of their own.
-
-        Raises:
-            ConfigError: The state of a rank cannot be saved; on all ranks.
-        """
-        found, problem = {}, ""
-        try:
-            whole_number("step", step, 0)
-            found[written_name(None)] = outline(replicated, self.kinds, "replicated")
-            if own is not None:
-                found[written_name(self._comm.rank)] = outline(own, self.kinds, "own")
-        except ConfigError as exc:
-            problem = f"{where(self._comm)}: {exc}"
-        everybodys = self._comm.allgather_object(
-            (problem, None if problem else step, own is not None))
-        for rank, (theirs, its_step, _) in enumerate(everybodys):
-            if theirs or its_step != everybodys[0][1]:
-                raise ConfigError(theirs or f"rank {rank} saves step {its_step}, but rank 0 saves "
-                                            f"step {everybodys[0][1]}")
-        if self._comm.rank:
-            del found[written_name(None)]
-        return found, [rank for rank, (_, _, has_own) in enumerate(everybodys) if has_own]
+            self._folder, written, plan.names, self._comm.config.stall_timeout_s)
+        published = self._threads.submit(self._publish, publisher, files, plan, began)
+        self._writing = _Writing(plan.step, written, files, publisher, published)
 
     def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
@@ -179,11 +159,12 @@ class Checkpoints:
             raise CheckpointError(problem) from exc
         self.save_s = time.monotonic() - began
 
-    def _publish(self, publisher: Publisher, files: "Future[None]", step: int,
+    def _publish(self, publisher: Publisher, files: "Future[None]", plan: Plan,
                  began: float) -> None:
         """Make the files of all ranks a checkpoint; in the background of rank 0."""
         files.result()
-        facts = {"step": step, "size": self._comm.size, "seed": self._seed}
+        facts = {"step": plan.step, "size": self._comm.size, "seed": self._seed,
+                 "slices": plan.slices}
         try:
             publisher.publish(facts, self._keep, self._refused)
         except OSError as exc:
@@ -221,7 +202,7 @@ class Checkpoints:
 
         Returns:
             None where the folder holds no checkpoint. `own` is None, with the reason logged, where
-            the number of ranks was another.
+            the number of ranks was another; `sharded` fits any number.
 
         Raises:
             CheckpointError: There are checkpoints, but none can be used; says why.

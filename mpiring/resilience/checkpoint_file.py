@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ import numpy as np
 from ..errors import CheckpointError
 from .tree import Bytes, Outline
 
+# First byte, and the one after the last, of an array; by its name.
+Layout = Mapping[str, tuple[int, int]]
 SUFFIX = ".safetensors"
 # The key of the tree in the header.
 _TREE = "mpiring"
@@ -39,23 +42,12 @@ class Copy:
 
     def take(self, outline: Outline) -> None:
         """Copy the arrays of a tree."""
-        # Long elements first: so all are aligned, without gaps, which the format forbids.
-        leaves = sorted(outline.leaves.items(), key=lambda item: -item[1].itemsize)
-        header: dict[str, Any] = {"__metadata__": {_TREE: outline.text}}
-        end = 0
-        for name, leaf in leaves:
-            dtype, shape = leaf.stored
-            start, end = end, end + leaf.nbytes
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        if self._memory.size < end:
+        self._header, bounds = _laid_out(outline)
+        self._nbytes = max((stop for _, stop in bounds.values()), default=0)
+        if self._memory.size < self._nbytes:
             self._memory = np.empty(0, np.uint8)     # freed before the new memory is allocated
-            self._memory = np.empty(end, np.uint8)
-        for name, leaf in leaves:
-            start, stop = header[name]["data_offsets"]
-            leaf.kind.copy(leaf.value, self._memory[start:stop])
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._header, self._nbytes = len(text).to_bytes(8, "little") + text, end
+            self._memory = np.empty(self._nbytes, np.uint8)
+        _fill(self._memory, outline, bounds)
 
     def write(self, folder: Path, name: str, digest: "Future[str]") -> str:
         """Write the copy to a file with a hash of its content in its name; return the name.
@@ -92,6 +84,52 @@ class Copy:
         return found.hexdigest()[:_HASH_DIGITS]
 
 
+def write_plain(path: Path, outline: Outline) -> None:
+    """Write a tree to a file of this name, without a copy in memory and without a hash.
+
+    Raises:
+        OSError: Such as a full disk. What was written is deleted.
+    """
+    header, bounds = _laid_out(outline)
+    end = len(header) + max((stop for _, stop in bounds.values()), default=0)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:
+        with open(unfinished, "w+b", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(header))
+            # A disk that is full shows now, not as a signal while memory is written to.
+            os.posix_fallocate(file.fileno(), 0, end)
+            memory = np.memmap(file, np.uint8, "r+")
+            _fill(memory[len(header):], outline, bounds)
+            memory.flush()
+            os.fsync(file.fileno())
+        os.rename(unfinished, path)
+        sync_folder(path.parent)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def _laid_out(outline: Outline) -> tuple[bytes, Layout]:
+    """Return the header of a tree's file, and where the arrays follow it."""
+    header: dict[str, Any] = {"__metadata__": {_TREE: outline.text}}
+    end, bounds = 0, {}
+    # Long elements first: so all are aligned, without gaps, which the format forbids.
+    for name, leaf in sorted(outline.leaves.items(), key=lambda item: -item[1].itemsize):
+        dtype, shape = leaf.stored
+        start, end = end, end + leaf.nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        bounds[name] = start, end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, bounds
+
+
+def _fill(memory: Bytes, outline: Outline, bounds: Layout) -> None:
+    for name, (start, stop) in bounds.items():
+        leaf = outline.leaves[name]
+        leaf.kind.copy(leaf.value, memory[start:stop])
+
+
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[os.write(descriptor, data[:_PIECE_BYTES]):]
@@ -125,48 +163,137 @@ def read(path: Path, nbytes: int) -> Content:
     Raises:
         CheckpointError: It differs from what was written; says how.
     """
-    try:
-        with open(path, "rb") as file:
-            there = os.fstat(file.fileno()).st_size
-            if there != nbytes:
-                raise CheckpointError(f"{path.name} has {there} bytes instead of {nbytes}")
-            return _read(file, path.name, nbytes)
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{path.name} is missing") from exc
-    except OSError as exc:
-        raise CheckpointError(f"{path.name} cannot be read: {exc.strerror or exc}") from exc
+    with _Source(path, nbytes) as source:
+        content = source.content()
+        source.refuse_other_digest()
+        return content
 
 
-def _read(file: Any, name: str, nbytes: int) -> Content:
-    damaged = CheckpointError(f"{name} does not have the content that was written")
-    digest = hashlib.sha256()
+def verify(path: Path, nbytes: int) -> Layout:
+    """Read a file without keeping it, and check it; return where it has its arrays.
 
-    def take(size: int) -> Bytes:
+    Args, Raises: as for `read`.
+    """
+    with _Source(path, nbytes) as source:
+        _, layout = source.header()
+        source.skip()
+        source.refuse_other_digest()
+        return layout
+
+
+def map_file(path: Path, nbytes: int) -> Bytes:
+    """Map a file into memory, read-only; nothing is read or checked but its length.
+
+    Args, Raises: as for `read`.
+    """
+    with _Source(path, nbytes) as source:
+        return source.mapped()
+
+
+def read_plain(path: Path) -> Content:
+    """Read a file of `write_plain`.
+
+    Raises:
+        CheckpointError: It is not such a file.
+    """
+    with _Source(path) as source:
+        return source.content()
+
+
+class _Source:
+    """A file that is hashed while it is read; a context manager that explains what goes wrong.
+
+    Args:
+        path: Of the file.
+        nbytes: Its length; None for any.
+    """
+
+    def __init__(self, path: Path, nbytes: int | None = None) -> None:
+        self._path, self._nbytes = path, nbytes
+        self._digest = hashlib.sha256()
+        self._damaged = CheckpointError(
+            f"{path.name} does not have the content that was written" if nbytes is not None else
+            f"{path} is not a file that was written by mpiring, or it is damaged")
+
+    def __enter__(self) -> "_Source":
+        try:
+            self._file = open(self._path, "rb")
+            there = os.fstat(self._file.fileno()).st_size
+        except OSError as exc:
+            raise self._told(exc) from exc
+        if self._nbytes not in (None, there):
+            self._file.close()
+            raise CheckpointError(
+                f"{self._path.name} has {there} bytes instead of {self._nbytes}")
+        self._left = there
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._file.close()
+        if isinstance(error, OSError):
+            raise self._told(error) from error
+
+    def _told(self, error: OSError) -> CheckpointError:
+        if isinstance(error, FileNotFoundError):
+            return CheckpointError(f"{self._path.name} is missing")
+        return CheckpointError(f"{self._path.name} cannot be read: {error.strerror or error}")
+
+    def mapped(self) -> Bytes:
+        """Map the whole file into memory, read-only."""
+        memory: Bytes = np.memmap(self._file, np.uint8, "r")
+        return memory
+
+    def _into(self, data: Bytes) -> None:
+        if self._file.readinto(data.data) != data.size:
+            raise self._damaged
+        self._digest.update(data.data)
+        self._left -= data.size
+
+    def take(self, size: int) -> Bytes:
+        """Return the next bytes."""
+        # Checked, since the hash is not verified yet: a flipped bit must not allocate all memory.
+        if not 0 <= size <= self._left:
+            raise self._damaged
         data = np.empty(size, np.uint8)
-        if file.readinto(data.data) != size:
-            raise damaged
-        digest.update(data.data)
+        self._into(data)
         return data
 
-    length = int.from_bytes(take(8).tobytes(), "little") if nbytes >= 8 else nbytes
-    if length > nbytes - 8:
-        raise damaged
-    try:
-        header = json.loads(take(length).tobytes())
-        text = header.pop("__metadata__")[_TREE]
-        bounds = {key: entry["data_offsets"] for key, entry in header.items()}
-        data, end = {}, 0
-        for key, (start, stop) in bounds.items():
-            # Checked, since the hash is not verified yet: a flipped bit must not allocate all
-            # memory.
-            if start != end or not start <= stop <= nbytes - 8 - length:
-                raise damaged
-            data[key], end = take(stop - start), stop
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise damaged from exc
-    if file.read(1) or digest.hexdigest()[:_HASH_DIGITS] != name.split(".")[-2]:
-        raise damaged
-    return Content(text, data)
+    def skip(self) -> None:
+        """Hash all that is left."""
+        block = np.empty(min(self._left, _PIECE_BYTES), np.uint8)
+        while self._left:
+            self._into(block[:self._left])
+
+    def header(self) -> tuple[str, dict[str, tuple[int, int]]]:
+        """Read the header; return the tree, and where the file has its arrays."""
+        length = int.from_bytes(self.take(8).tobytes(), "little")
+        origin = end = 8 + length
+        layout = {}
+        try:
+            header = json.loads(self.take(length).tobytes())
+            text: str = header.pop("__metadata__")[_TREE]
+            for name, entry in header.items():
+                start, stop = (origin + offset for offset in entry["data_offsets"])
+                if start != end or stop < start:
+                    raise self._damaged
+                layout[name], end = (start, stop), stop
+        except (ValueError, KeyError, TypeError, AttributeError) as exc:
+            raise self._damaged from exc
+        if end - origin != self._left:
+            raise self._damaged
+        return text, layout
+
+    def content(self) -> Content:
+        """Read all."""
+        text, layout = self.header()
+        return Content(text, {name: self.take(stop - start)
+                              for name, (start, stop) in layout.items()})
+
+    def refuse_other_digest(self) -> None:
+        """Raise CheckpointError if the content is not what the name of the file says."""
+        if self._digest.hexdigest()[:_HASH_DIGITS] != self._path.name.split(".")[-2]:
+            raise self._damaged
 
 
 def sync_folder(folder: Path) -> None:

@@ -22,7 +22,8 @@ from .checkpoint_file import sync_folder
 _log = logging.getLogger("mpiring")
 
 FORMAT = "mpiring checkpoint"
-VERSION = 1
+# What is written, and the oldest that is read. Since 2 there is sharded state.
+VERSION, OLDEST = 2, 1
 MANIFEST = "manifest.json"
 POINTER = "latest"
 _LOCK = "lock"
@@ -44,6 +45,11 @@ def complete(folder: Path) -> list[str]:
 
 def _number(name: str) -> int:
     return int(name.partition("-")[0])
+
+
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint."""
+    return int(name.rpartition("-")[2])
 
 
 def candidates(folder: Path) -> tuple[list[str], str]:
@@ -121,9 +127,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{MANIFEST} is torn: {exc}") from exc
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST} is not one of mpiring's")
-    if found.get("version") != VERSION:
+    if found.get("version") not in range(OLDEST, VERSION + 1):
         raise CheckpointError(f"{MANIFEST} has version {found.get('version')!r}, but this mpiring "
-                              f"reads version {VERSION}")
+                              f"reads versions {OLDEST} to {VERSION}")
     if found.get("sha256") != _hash_of(found):
         raise CheckpointError(f"{MANIFEST} does not have the content that was written")
     return found

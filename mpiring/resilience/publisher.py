@@ -14,11 +14,18 @@ from .folder import FORMAT, VERSION, publish, thin_out
 # Pauses between two looks; each is half as long again as the last.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
 _NOTE = ".failed"
+# The file with the tree of sharded state, and what in it is equal on all ranks.
+SHARDED = "sharded"
 
 
 def written_name(rank: int | None) -> str:
     """Return the name of a rank's file, without its hash; None for the replicated state."""
     return "replicated" if rank is None else f"rank-{rank:05d}"
+
+
+def slices_name(rank: int) -> str:
+    """Return the name of the file with a rank's pieces of sharded state, without its hash."""
+    return f"slices-{rank:05d}"
 
 
 def leave_note(written: Path, rank: int, problem: str) -> None:

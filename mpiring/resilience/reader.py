@@ -4,15 +4,16 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..communicator import Communicator
 from ..errors import CheckpointError
-from .checkpoint_file import Content, name_of, read
-from .folder import candidates, read_manifest
-from .publisher import written_name
+from ..text import count
+from .checkpoint_file import Content, Layout, name_of, read, verify
+from .folder import candidates, read_manifest, step_of
+from .publisher import SHARDED, written_name
+from .slices import File, Mapped, Slices, files_of, refuse_gaps
 from .tree import Kind, rebuild
 
 _log = logging.getLogger("mpiring")
@@ -28,6 +29,10 @@ class Saved:
         size: Number of ranks that saved it.
         replicated: State of all ranks, saved by rank 0.
         own: State of this rank; None if it saved none, or if the number of ranks was another.
+        sharded: State that was cut into slices, for any number of ranks; None if there is none.
+            Its `Sliced` leaves have the pieces of all ranks, mapped into memory read-only: what is
+            not read costs nothing. Read what is needed (`load_state_dict`, or `whole`) before the
+            next `save`, which may delete the files.
     """
 
     name: str
@@ -35,6 +40,28 @@ class Saved:
     size: int
     replicated: Any
     own: Any
+    sharded: Any
+
+
+class Ranks(Protocol):
+    """What a Reader needs of a Communicator."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def allgather_object(self, obj: Any, /) -> list[Any]:
+        """Return the objects of all ranks."""
+
+    def broadcast_object(self, obj: Any, /, *, root: int) -> Any:
+        """Return the object of rank `root`."""
+
+    def broadcast(self, x: Any, /, *, root: int) -> Any:
+        """Copy an array of rank `root` to all ranks, in place."""
 
 
 class Reader:
@@ -48,13 +75,16 @@ class Reader:
         refused: The names of checkpoints that cannot be used are added to it.
     """
 
-    def __init__(self, folder: Path, comm: Communicator, kinds: Sequence[Kind], seed: int | None,
+    def __init__(self, folder: Path, comm: Ranks, kinds: Sequence[Kind], seed: int | None,
                  refused: set[str]) -> None:
-        self._folder, self._comm, self._kinds = folder, comm, kinds
+        self._folder, self._comm, self._kinds = folder, comm, (*kinds, Slices())
         self._seed, self._refused = seed, refused
 
-    def newest(self) -> Saved | None:
+    def newest(self, step: int | None = None) -> Saved | None:
         """Return the newest complete checkpoint; None where there is none; see Checkpoints.
+
+        Args:
+            step: Of the checkpoint; None for any.
 
         Collective: yes. Blocking: yes.
         """
@@ -62,7 +92,7 @@ class Reader:
         if remark:
             self._warn(f"{self._folder}: {remark}; the newest checkpoint is looked for instead")
         problems = []
-        for name in names:
+        for name in (name for name in names if step in (None, step_of(name))):
             try:
                 return self._read(name)
             except CheckpointError as exc:
@@ -86,26 +116,59 @@ class Reader:
         if self._seed is not None and manifest["seed"] != self._seed:
             raise CheckpointError(f"it is of seed {manifest['seed']}, not {self._seed}")
         files = {name_of(file): (file, nbytes) for file, nbytes in manifest["files"].items()}
+        slices = manifest.get("slices")
+        refuse_gaps(slices or {})
         same_size = manifest["size"] == self._comm.size
         wanted = [written_name(self._comm.rank)] if same_size else []
         if self._comm.rank == 0:
-            wanted.append(written_name(None))
-        found, problem = _read_all(path, {name: files[name] for name in wanted if name in files})
-        where = f"rank {self._comm.rank}: {problem}" if problem else ""
-        for text in self._comm.allgather_object(where):
-            if text:
-                raise CheckpointError(text)
-        if not same_size and len(files) > 1:
+            wanted += [written_name(None), SHARDED]
+        found, mapped, layouts = self._opened(
+            path, {name: files[name] for name in wanted if name in files},
+            files_of(slices or {}, files))
+        pieces = mapped.pieces(slices or {}, layouts)
+        if not same_size and any(name.startswith("rank-") for name in files):
             self._warn(
-                f"{path}: the own state of {manifest['size']} ranks (residuals, random numbers) "
-                f"does not fit {self._comm.size} ranks, and is left out")
+                f"{path}: the own state of {count(manifest['size'], 'rank')} (residuals, random "
+                f"numbers) does not fit {count(self._comm.size, 'rank')}, and is left out")
         replicated = self._shared(found.get(written_name(None)))
         own = found.get(written_name(self._comm.rank))
+        sharded = None if slices is None else self._shared(found.get(SHARDED))
         return Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
-                     None if own is None else self._rebuilt(own))
+                     None if own is None else self._rebuilt(own),
+                     None if sharded is None else self._rebuilt(sharded, pieces))
 
-    def _rebuilt(self, content: Content) -> Any:
-        return rebuild(content.text, content.data, self._kinds)
+    def _opened(self, path: Path, wanted: Mapping[str, File], slices: Mapping[int, File],
+                ) -> tuple[dict[str, Content], Mapped, dict[int, Layout]]:
+        """Read and check the files of a checkpoint; each of `slices` is checked by one rank.
+
+        Args:
+            wanted: What this rank reads.
+            slices: The files with pieces, by the rank that has saved them.
+
+        Returns:
+            What was read; the files with pieces; where these have them, found by all ranks.
+
+        Raises:
+            CheckpointError: A rank cannot use a file; the same on all ranks.
+        """
+        mine: dict[int, Layout] = {}
+        problem = ""
+        try:
+            found = {name: read(path / file, nbytes) for name, (file, nbytes) in wanted.items()}
+            mapped = Mapped(path, slices)
+            for rank in list(slices)[self._comm.rank::self._comm.size]:
+                mine[rank] = verify(path / slices[rank][0], slices[rank][1])
+        except CheckpointError as exc:
+            problem = f"rank {self._comm.rank}: {exc}"
+        layouts: dict[int, Layout] = {}
+        for text, theirs in self._comm.allgather_object((problem, mine)):
+            if text:
+                raise CheckpointError(text)
+            layouts |= theirs
+        return found, mapped, layouts
+
+    def _rebuilt(self, content: Content, pieces: Mapping[str, Any] | None = None) -> Any:
+        return rebuild(content.text, {**content.data, **(pieces or {})}, self._kinds)
 
     def _shared(self, content: Content | None) -> Content:
         """Return on all ranks what rank 0 has read: the network is faster than a shared disk."""
@@ -138,15 +201,3 @@ class Reader:
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             _log.warning("%s", text)
-
-
-def _read_all(path: Path, files: Mapping[str, tuple[str, int]],
-              ) -> tuple[dict[str, Content], str]:
-    """Read files of a checkpoint; return their contents, and what is wrong, or ""."""
-    found = {}
-    for name, (file, nbytes) in files.items():
-        try:
-            found[name] = read(path / file, nbytes)
-        except CheckpointError as exc:
-            return found, str(exc)
-    return found, ""

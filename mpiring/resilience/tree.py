@@ -44,7 +44,7 @@ class Kind(Protocol):
     def copy(self, x: Any, out: Bytes) -> None:
         """Copy the elements of `x`, in C order, to `out`."""
 
-    def build(self, dtype: str, shape: tuple[int, ...], data: Bytes) -> Any:
+    def build(self, dtype: str, shape: tuple[int, ...], data: Any) -> Any:
         """Return an array of these elements; in host memory, it shares that of `data`."""
 
 
@@ -238,12 +238,13 @@ class _Outlining:
         return self._root + "".join(f"[{key!r}]" for key in path)
 
 
-def rebuild(text: str, data: Mapping[str, Bytes], kinds: Sequence[Kind]) -> Any:
+def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
     """Build a tree again.
 
     Args:
         text: Of its Outline.
-        data: The elements of its arrays, by name; the arrays share this memory.
+        data: The elements of its arrays, by name, as `build` of their kinds takes them: bytes,
+            whose memory the arrays share.
         kinds: The arrays that it may hold.
 
     Raises:

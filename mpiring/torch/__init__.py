@@ -1,7 +1,7 @@
 """The adapter for PyTorch: a module wrapper, and the back end `mpiring` of torch.distributed."""
 
 from . import process_group, rendezvous
-from .checkpoints import Checkpoints, random_state, set_random_state
+from .checkpoints import Checkpoints, load_file, random_state, set_random_state, whole
 from .data_parallel import DataParallel
 from .devices import device_for
 from .process_group import ProcessGroup
@@ -15,4 +15,4 @@ rendezvous.register()
 
 __all__ = ["Checkpoints", "DataParallel", "DistributedSampler", "ProcessGroup",
            "broadcast_optimizer_state", "broadcast_parameters", "device_for", "export_environment",
-           "random_state", "set_random_state", "share_cores"]
+           "load_file", "random_state", "set_random_state", "share_cores", "whole"]

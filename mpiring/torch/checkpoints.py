@@ -1,5 +1,6 @@
 """Checkpoints with PyTorch's tensors, and the state of PyTorch's random numbers."""
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,11 @@ import torch
 from .. import resilience
 from ..arguments import refuse_other_state
 from ..errors import ConfigError
+from ..memory.nests import mapped
+from ..memory.sliced import Sliced
+from ..resilience.consolidated import load_as
 from ..resilience.tree import Bytes
+from .tensors import tensor_of
 
 
 class Tensors:
@@ -46,9 +51,42 @@ class Checkpoints(resilience.Checkpoints):
     See `mpiring.resilience.Checkpoints`. The `state_dict()` of modules, optimizers, schedulers and
     GradScaler can be saved as they are. Tensors are loaded on the CPU, since a job may continue
     without a GPU; `load_state_dict` copies them to the module's device.
+
+    The pieces of `Sliced` leaves are NumPy's arrays here, too (a tensor's elements as one:
+    `mpiring.memory.tensors.array_of`); `mpiring.torch.whole` makes tensors of them.
     """
 
     kinds = (Tensors(), *resilience.Checkpoints.kinds)
+
+
+def whole(nest: Any) -> Any:
+    """Return a copy of a nest in which each `Sliced` is a whole tensor, on the CPU.
+
+    Of a sharded optimizer's state, it is what `load_state_dict` of the plain optimizer takes.
+
+    Args:
+        nest: Dicts, lists and tuples, such as `Saved.sharded`; other leaves stay as they are.
+
+    Raises:
+        ConfigError: Elements of one are in no piece; says which.
+
+    Collective: no.
+    """
+    return mapped(
+        nest, lambda leaf: tensor_of(leaf.whole()) if isinstance(leaf, Sliced) else leaf)
+
+
+def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `python -m mpiring checkpoint consolidate` has written, with tensors.
+
+    See `mpiring.resilience.load_file`.
+
+    Raises:
+        CheckpointError: It is not such a file.
+
+    Collective: no.
+    """
+    return load_as(file, Checkpoints.kinds)
 
 
 def random_state() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import number, whole_number
@@ -19,9 +20,11 @@ from ..errors import ConfigError, GradientError
 from ..gpu.base import Event, await_event
 from ..gpu.device import Device
 from ..operations.agreement import Call
+from ..operations.operation import Collectives
 from ..reducers.by_name import Wish, compressors, reducers_of
 from ..reducers.compressor import Compressor
-from ..reducers.reducer import Reducer
+from ..reducers.reducer import Reducer, scatter_of
+from ..transport.base import Schedule
 from .host_copy import HostCopy
 
 
@@ -114,6 +117,7 @@ class Averager:
         views: By name; replaced by new views when buckets are built anew.
         buckets: In the order in which they leave.
         steps: Steps that are complete.
+        scatters: Means are left in this rank's slices of the buckets only; see `scatter`.
 
     Raises:
         ConfigError: A reducer is none, or does not suit; a pattern fits no name; an order is of
@@ -147,7 +151,7 @@ class Averager:
         self._fused: list[TensorSpec] = []
         self._is_final = deterministic or order is not None
         self._retired: list[Bucket] = []
-        self.steps = steps
+        self.steps, self.scatters = steps, False
         # Of the present step: the tensors that are ready, since when there are any, and the
         # reductions of the buckets that have left.
         self._order: list[str] = []
@@ -198,8 +202,8 @@ class Averager:
     def _send(self, bucket: Bucket) -> Handle[None]:
         reduction = self._reductions[bucket.index]
         bucket.finite = None
-        call = Call("reduce", f"{reduction.text} in step {self.steps}", bucket.label,
-                    bucket.flat.nbytes)
+        call = Call("scatter" if self.scatters else "reduce",
+                    f"{reduction.text} in step {self.steps}", bucket.label, bucket.flat.nbytes)
         return self._submit(call, reduction.build, device=reduction.device, ready=bucket.written)
 
     def expects(self, name: str) -> bool:
@@ -239,9 +243,24 @@ class Averager:
 
     def _await_means(self) -> None:
         self._refuse_missing("wait()")
-        for handle in self._handles:
+        for bucket, handle in zip(self.buckets, self._handles):
             handle.wait()
+            if self.scatters:
+                # While others are under way.
+                bucket.finite = bucket.holds_finite(bucket.flat[self.own(bucket)])
         self._handles.clear()
+        if self.scatters:
+            self._agree_on_finite()
+
+    def _agree_on_finite(self) -> None:
+        """Fill the buckets of all ranks with NaN if there is NaN or Inf in any slice."""
+        bad = np.array([not all([bucket.finite for bucket in self.buckets])])
+        self._comm.allreduce(bad, op="max")
+        for bucket in self.buckets:
+            bucket.finite = not bad[0]
+            if bad[0]:
+                bucket.poison()
+                bucket.clear_padding()
 
     def _refuse_missing(self, where: str) -> None:
         missing = self.missing
@@ -307,6 +326,33 @@ class Averager:
         for compressor in self._compressors:
             compressor.rescale(factor)
 
+    def scatter(self) -> None:
+        """Leave, from the next step on, each rank the means of its own slices only; see `own`.
+
+        The rest of the buckets holds junk after a step; so what is not taken from the slices
+        before buckets are built anew is lost. Where NaN or Inf is in a slice of any rank, all
+        buckets of all ranks hold NaN.
+
+        Raises:
+            GradientError: A step has begun.
+
+        Collective: yes. Blocking: no.
+        """
+        self._refuse_amid("scatter()")
+        self.scatters = True
+
+    def bounds(self, bucket: Bucket) -> list[int]:
+        """Return the offsets that cut a bucket into slices, one for each rank.
+
+        Without `scatter` every rank has all of it: [0, size].
+        """
+        return bucket.bounds(self._comm.size) if self.scatters else [0, bucket.plan.size]
+
+    def own(self, bucket: Bucket) -> slice:
+        """Return which elements of a bucket are this rank's."""
+        bounds, rank = self.bounds(bucket), self._comm.rank if self.scatters else 0
+        return slice(bounds[rank], bounds[rank + 1])
+
     def replan(self, *, bucket_bytes: int) -> None:
         """Fuse the tensors, in their present order, into buckets of another size, between steps.
 
@@ -318,12 +364,14 @@ class Averager:
 
         Collective: yes. Blocking: yes.
         """
-        if self._order:
-            raise GradientError(
-                f"rank {self._comm.rank}: replan() amid a step; call it between wait() and the "
-                f"next ready()")
+        self._refuse_amid("replan()")
         self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 1)
         self._fuse(self._fused)
+
+    def _refuse_amid(self, what: str) -> None:
+        if self._order:
+            raise GradientError(f"rank {self._comm.rank}: {what} amid a step; call it between "
+                                f"wait() and the next ready()")
 
     def close(self) -> None:
         """Let Reducers serve another model, or these tensors in other buckets."""
@@ -431,6 +479,12 @@ class Averager:
         if self._device is not None and isinstance(reducer, Compressor) and not reducer.on_gpus:
             copy = HostCopy(bucket, self._device, self._comm, reducer)
             return _Reduction(reducer, copy.host, copy.reduce, None, text)
-        return _Reduction(reducer, bucket,
-                          lambda collectives: reducer.reduce(collectives, bucket),
+        return _Reduction(reducer, bucket, functools.partial(self._reduced, reducer, bucket),
                           self._device, text)
+
+    def _reduced(self, reducer: Reducer, bucket: Bucket,
+                 collectives: Collectives) -> Schedule[Any]:
+        # What is in other buckets soon is needed whole.
+        scatters = self.scatters and self._is_final
+        return (scatter_of(reducer, collectives, bucket) if scatters else
+                reducer.reduce(collectives, bucket))

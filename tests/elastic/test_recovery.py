@@ -5,7 +5,7 @@ import re
 import subprocess
 
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, SOON_S, launch, mpiexec, needed
+from launching import HANG_S, PROGRAMS, ROOT, SOON_S, installed, launch, mpiexec
 
 pytestmark = pytest.mark.launch
 
@@ -38,7 +38,7 @@ def test_the_others_go_on(survives, tmp_path, place, fates, sizes, variables):
 
 
 def test_a_pytorch_model_goes_on(survives):
-    needed("torch")
+    installed("torch")
     ended = launch(4, PROGRAMS / "elastic_torch.py", "die", options=SURVIVES)
     assert ended.status == 0, ended.output
     assert ended.output.count("4 ranks at first, 2 at last") == 2, ended.output

@@ -1,10 +1,11 @@
 """Tests that PyTorch's tensors are seen as vectors, and that PyTorch is imported by nobody else."""
 
+import re
 import subprocess
 import sys
 
 import pytest
-from launching import HANG_S, needed
+from launching import HANG_S, installed, needed
 
 from mpiring import ConfigError
 from mpiring.memory.tensors import array_of, is_tensor
@@ -29,11 +30,30 @@ def test_other_tensors_are_refused():
             array_of(tensor)
 
 
+REDUCED = """
+import sys, numpy, mpiring
+comm = mpiring.init()
+comm.allreduce(numpy.ones(3))
+print('torch' in sys.modules)
+import torch
+for tensor in (torch.ones(4, 4).T[1:], torch.ones(3).to_sparse(), torch.ones(3, device='meta'),
+               torch.ones(3).to(torch.float8_e5m2)):
+    try: comm.allreduce(tensor)
+    except mpiring.ConfigError as error: print(error)
+x = torch.ones(2, 2)
+comm.allreduce(x)
+print(x.sum().item(), 'mpiring.torch' in sys.modules)
+"""
+
+
 def test_arrays_and_tensors_need_no_adapter():
-    needed("torch")
-    code = ("import sys, numpy, mpiring; comm = mpiring.init(); comm.allreduce(numpy.ones(3)); "
-            "print('torch' in sys.modules); import torch; x = torch.ones(2, 2); "
-            "comm.allreduce(x); print(x.sum().item(), 'mpiring.torch' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", code], check=True, text=True, timeout=HANG_S,
+    """Also that tensors which cannot be reduced are refused, with no harm to those that can."""
+    installed("torch")
+    done = subprocess.run([sys.executable, "-c", REDUCED], check=True, text=True, timeout=HANG_S,
                           capture_output=True)
-    assert done.stdout.split() == ["False", "4.0", "False"]
+    first, *refused, last = done.stdout.splitlines()
+    assert (first, last) == ("False", "4.0 False")
+    for line, problem in zip(refused, (
+            "not contiguous.*x.copy_", "sparse_coo tensor on cpu: expected a dense",
+            "on meta: expected one on the CPU", "cannot be reduced"), strict=True):
+        assert re.search(problem, line), line

@@ -8,6 +8,7 @@ import mpiring
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.reducers import Cast, ErrorFeedback, Mean
 from mpiring.training.averager import Averager
+from mpiring.training.slices import Slices
 
 pytestmark = pytest.mark.mpi
 
@@ -128,6 +129,56 @@ def test_a_nan_is_known_on_all_ranks(comm):
     assert averager.finite
 
 
+@pytest.mark.parametrize("scatters", [False, True])
+def test_what_a_rank_updates(comm, scatters):
+    """Each rank has the means and the state of its slices, whatever the buckets."""
+    averager = Averager(TENSORS, comm, bucket_bytes=100)
+    if scatters:
+        averager.scatter()
+    weights = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
+    slices = Slices(averager, comm, lambda name: weights[name].reshape(-1), ["sum"])
+    total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(5):
+        for name, mean in write(averager, comm, step).items():
+            total[name] += mean
+        averager.wait()
+        assert averager.finite
+        updated = np.zeros(1, np.int64)
+        for w in weights.values():
+            w[...] = 0
+        for piece in [piece for pieces in slices.follow() for piece in pieces]:
+            here = slice(piece.offset, piece.offset + piece.gradient.size)
+            state = piece.vector("sum", "float32")
+            state += piece.gradient
+            piece.weights[...] = state
+            np.testing.assert_allclose(state, total[piece.name].reshape(-1)[here], atol=1e-3)
+            updated += state.size
+        slices.end_step()
+        assert comm.allreduce(updated) == (1 if scatters else comm.size) * 121
+        if step in (1, 3):
+            averager.replan(bucket_bytes=100 * step)
+    whole = {name: comm.allreduce(w, op="max" if not scatters else "sum")
+             for name, w in weights.items()}
+    for name, wanted in total.items():
+        np.testing.assert_allclose(whole[name], wanted, atol=1e-3)
+
+
+def test_a_nan_is_in_all_slices(comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=100)
+    averager.scatter()
+    for step in range(3):
+        for name in ORDER:
+            bad = name == "a" and comm.rank == 0 and step != 1
+            averager.views[name][...] = np.nan if bad else 1
+            averager.ready(name)
+        averager.wait()
+        assert averager.finite == (step == 1)
+        for bucket in averager.buckets:
+            assert step != 1 or np.isfinite(bucket.flat[averager.own(bucket)]).all()
+        if step != 1:
+            assert all(np.isnan(view).all() for view in averager.views.values())
+
+
 def test_mistakes_are_named(comm):
     averager = Averager(TENSORS, comm, bucket_bytes=100)
     with pytest.raises(mpiring.GradientError, match="there is no tensor 'aa'; did you mean 'a'"):
@@ -142,6 +193,8 @@ def test_mistakes_are_named(comm):
             call()
     with pytest.raises(mpiring.GradientError, match="replan.. amid a step; call it between"):
         averager.replan(bucket_bytes=1)
+    with pytest.raises(mpiring.GradientError, match="scatter.. amid a step; call it between"):
+        averager.scatter()
     for name in ("b", "c", "d"):
         averager.ready(name)
     averager.wait()

@@ -4,7 +4,6 @@ import signal
 
 import numpy as np
 import pytest
-from launching import needed
 from mpi4py import MPI
 
 import mpiring
@@ -165,14 +164,3 @@ def test_reducers_that_are_loaded_with_anything(comm):
     for state, told in ((3, "is a int"), (None, "is a NoneType"), ({}, "lacks edition")):
         with pytest.raises(ConfigError, match=f"the state of TopK.* {told}"):
             TopK().load_state_dict(state)
-
-
-def test_tensors_that_cannot_be_reduced(comm):
-    torch = needed("torch")
-    for tensor, problem in (
-            (torch.ones(4, 4).T[1:], "not contiguous.*x.copy_"),
-            (torch.ones(3).to_sparse(), "sparse_coo tensor on cpu: expected a dense"),
-            (torch.ones(3, device="meta"), "on meta: expected one on the CPU"),
-            (torch.ones(3).to(torch.float8_e5m2), "cannot be reduced")):
-        with pytest.raises(ConfigError, match=problem):
-            comm.allreduce(tensor)

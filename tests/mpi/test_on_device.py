@@ -13,7 +13,6 @@ import mpiring
 from mpiring import ConfigError, MissingDependencyError, ReplicaError, reducers
 from mpiring.gpu.arrays import vector_of
 from mpiring.gpus import cupy_for
-from mpiring.memory import compiled
 from mpiring.numpy import DataParallel
 from mpiring.reducers.codecs import kernels
 from mpiring.reducers.codecs.blocks import EightBit
@@ -141,10 +140,7 @@ def compiled_kernels(apart):
 @pytest.mark.parametrize(("nodes", "reducer"), [
     # On one node nothing is compressed.
     ("one", "mean"), ("one", "some"), *(("each", reducer) for reducer in REDUCERS)])
-def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes, request, monkeypatch):
-    for name in ("loop", "loop_16"):
-        # To compile the host's loops on every rank would take longer; the bits are the same.
-        monkeypatch.setattr(compiled, name, lambda *arguments: None)
+def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes, request):
     if nodes == "each":
         if comm.size > 2 and isinstance(gpu, simulated_gpu.Installed):
             pytest.skip(reason="takes long; see tests/reducers/test_on_gpus.py")

@@ -5,7 +5,6 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring.memory import compiled
 from mpiring.numpy import DataParallel, LossScaler
 from mpiring.reducers import Cast, ErrorFeedback, Int8, Mean, OneBit, PowerSGD, TopK
 
@@ -22,13 +21,6 @@ MAKERS = {
     "powersgd": lambda: PowerSGD(2, start_step=1, reducer=Cast("bfloat16")),
     "mixed": lambda: {"w1": PowerSGD(1, start_step=0), "w*": OneBit(64, warmup_steps=0)},
 }
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled(monkeypatch):
-    """On every rank, that would take longer than all of these tests; the bits are the same."""
-    for name in ("loop", "loop_16"):
-        monkeypatch.setattr(compiled, name, lambda *arguments: None)
 
 
 @pytest.fixture(scope="module")

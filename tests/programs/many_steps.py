@@ -24,8 +24,8 @@ def usage():
 
 with mpiring.init() as comm:
     random = np.random.default_rng(0)
-    params = {f"w{i}": random.standard_normal((64, 300 * i)) for i in range(1, 6)}
-    dp = DataParallel(params, comm, bucket_bytes=200_000)
+    params = {f"w{i}": random.standard_normal((16, 300 * i)) for i in range(1, 6)}
+    dp = DataParallel(params, comm, bucket_bytes=50_000)
     before = {}
     for step in range(STEPS):
         for name in reversed(params):

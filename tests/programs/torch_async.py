@@ -1,8 +1,10 @@
 """Uses works and futures of the back end in every way; run by mpirun.
 
-On the CPU, or on a GPU; see whereabouts.
+On the CPU, or on a GPU; see whereabouts. Once for each way of progress among the arguments.
 """
 
+import os
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -13,11 +15,11 @@ from whereabouts import CUDA, WHERE
 
 import mpiring
 import mpiring.torch  # noqa: F401 (registers the back end)
+from mpiring.launch.start import load_mpi
 
 if CUDA:
     torch.set_default_device(WHERE)
-dist.init_process_group("mpiring", init_method="mpi://", timeout=timedelta(seconds=20))
-RANK, SIZE = dist.get_rank(), dist.get_world_size()
+RANK, SIZE = load_mpi().COMM_WORLD.rank, load_mpi().COMM_WORLD.size
 TOTAL = SIZE * (SIZE - 1) // 2
 
 
@@ -204,10 +206,15 @@ def waits_that_end():
         dist.send(torch.ones(3), 0, tag=9)
 
 
-for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain,
-             collectives_in_callbacks, messages_in_any_number,
-             every_collective_in_many_rounds, coalesced_futures, a_barrier_with_a_timeout,
-             timeouts_that_change, waits_that_end, barriers_that_name_the_missing):
-    dist.barrier()
-    test()
-print("all is well", flush=True)
+for progress in [word for word in sys.argv[1:] if word in ("thread", "inline")] or ["auto"]:
+    os.environ["MPIRING_PROGRESS"] = progress
+    dist.init_process_group("mpiring", init_method="mpi://", timeout=timedelta(seconds=20))
+    for test in (many_at_once, a_waiter_in_another_thread, futures_that_chain,
+                 collectives_in_callbacks, messages_in_any_number,
+                 every_collective_in_many_rounds, coalesced_futures, a_barrier_with_a_timeout,
+                 timeouts_that_change, waits_that_end, barriers_that_name_the_missing):
+        dist.barrier()
+        test()
+    print("all is well", flush=True)
+    if progress == "thread":
+        dist.destroy_process_group()

@@ -107,7 +107,7 @@ def foreign(path):
 
 
 def newer(path):
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    path.write_text(path.read_text().replace('"version": 2', '"version": 3'))
 
 
 def retold(path):
@@ -129,7 +129,7 @@ def as_folder(path):
     ("manifest.json", Path.unlink, "manifest.json is missing"),
     ("manifest.json", cut, "manifest.json is torn"),
     ("manifest.json", foreign, "manifest.json is not one of mpiring's"),
-    ("manifest.json", newer, "version 2, but this mpiring reads version 1"),
+    ("manifest.json", newer, "version 3, but this mpiring reads versions 1 to 2"),
     ("manifest.json", retold, "manifest.json does not have the content"),
 ])
 def test_what_is_damaged_is_refused_and_the_one_before_taken(

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 import slurm_cluster
-from launching import PROGRAMS, ROOT, SOON_S, needed
+from launching import PROGRAMS, ROOT, SOON_S, installed, needed
 
 pytestmark = pytest.mark.launch
 
@@ -98,7 +98,7 @@ def test_gpus_are_seen_by_all_ranks_of_a_node(slurm):
 
 @pytest.mark.any_mpi
 def test_bench_leaves_tables_and_pictures(slurm, tmp_path):
-    needed("matplotlib")
+    installed("matplotlib")
     job = slurm.submit(BENCH, "allreduce", "--sizes", "64K", "--contenders", "mpiring,mpi",
                        "--algorithms", "ring", "--rounds", "1", RESULTS=str(tmp_path / "bench"),
                        options=["--nodes=3", "--ntasks-per-node=1"])

@@ -1,10 +1,15 @@
 """Tests what a Work makes of a handle whose operation fails, as PyTorch's own would."""
 
 import pytest
+from launching import needed
 
 from mpiring import BufferMismatchError, StallError, TransportError
 
-pytest.importorskip("torch")
+
+@pytest.fixture(autouse=True)
+def _torch():
+    """Imported by tests only, not where they are collected, which takes seconds."""
+    needed("torch")
 
 
 class Handle:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, environment, launch, mpiexec, needed
+from launching import HANG_S, PROGRAMS, ROOT, environment, installed, launch, mpiexec, needed
 
 from mpiring.__main__ import main
 from mpiring.operations.algorithms import NAMES
@@ -111,7 +111,7 @@ def test_overlap(tmp_path, level):
 @pytest.mark.launch
 @pytest.mark.any_mpi
 def test_steps(tmp_path):
-    needed("matplotlib")
+    installed("matplotlib")
     ended = bench(3, *STEPS, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
     assert ended.status == 0, ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -129,7 +129,7 @@ def test_steps(tmp_path):
 @pytest.mark.launch
 @pytest.mark.any_mpi
 def test_steps_and_prefetching_with_pytorch(tmp_path):
-    needed("matplotlib"), needed("torch")
+    installed("matplotlib"), installed("torch")
     ended = in_turn(2, (
         *TORCH, "--models", "transformer,mlp", "--optimizer", "adamw", "--sharded", "--link-rate",
         "1gbit", "--bucket", "64K", "--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
@@ -170,7 +170,7 @@ def test_steps_and_prefetching_with_pytorch(tmp_path):
 @pytest.mark.any_mpi
 def test_allreduce_on_a_gpu(tmp_path):
     """The GPU is simulated: its times mean nothing, but sums are checked."""
-    needed("matplotlib")
+    installed("matplotlib")
     ended = in_turn(
         3, (*ALLREDUCE, "--device", "cuda", "--buffers", "empty,private", "--algorithms",
             "ring,native", "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
@@ -207,7 +207,7 @@ def test_codecs(capsys, tmp_path):
 @pytest.mark.launch
 @pytest.mark.any_mpi
 def test_reducers_in_a_job_of_its_own(tmp_path):
-    needed("matplotlib"), needed("torch")
+    installed("matplotlib"), installed("torch")
     mpiexec()
     ended = subprocess.run(
         [sys.executable, "-m", "mpiring", "bench", *REDUCERS, "--json", tmp_path / "out.json",
@@ -250,7 +250,7 @@ def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog)
 @pytest.mark.launch
 @pytest.mark.any_mpi
 def test_gloo_takes_part():
-    needed("torch")
+    installed("torch")
     ended = in_turn(2, (*ALLREDUCE[:-1], "gloo", "--dtypes", "float32,bfloat16"),
                     (*OVERLAP[:-1], "gloo", "--computes", "numpy"))
     assert ended.status == 0 and ended.output.count("ended with status 0") == 4, ended.output
@@ -262,7 +262,7 @@ def test_gloo_takes_part():
 @pytest.mark.any_mpi
 def test_what_is_wrong_fails_the_benchmark():
     """And a reducer's training ends at its time limit."""
-    needed("torch")
+    installed("torch")
     later = (*TORCH, "--models", "mlp")
     reducing = (*REDUCERS, "--reducers", "alone,dense,bf16", "--time-limit", "1e-9")
     ended = in_turn(2, ALLREDUCE, OVERLAP, STEPS, TORCH, later, reducing, wrong=True,

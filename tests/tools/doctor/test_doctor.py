@@ -66,6 +66,15 @@ def test_ranks_that_became_worlds_of_their_own_are_told_once():
     assert f"-> srun --mpi={pmi} -n 4 python -m mpiring doctor" in first.stdout
 
 
+def test_ranks_that_torchrun_has_started_are_told_once():
+    """By its variables; tests/launch/test_start.py has a real one."""
+    torchrun = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "2"}
+    first, second = (alone(**torchrun, RANK=str(rank)) for rank in (0, 1))
+    assert first.returncode == 1 and (second.returncode, second.stdout) == (0, "")
+    assert first.stdout.count("problem  launcher: torchrun, which") == 1
+    assert "mpirun -n 2 python -m mpiring doctor" in first.stdout
+
+
 def test_the_mpirun_of_another_mpi_is_named(tmp_path):
     other, said = {"MPICH": ("Open MPI", "mpirun (Open MPI) 4.1.6"),
                    "Open MPI": ("MPICH", "HYDRA build details: Version: 4.2.1")}[vendor()]

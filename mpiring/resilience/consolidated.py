@@ -1,0 +1,96 @@
+"""One file with whole arrays, made of a checkpoint whose state is cut into slices; without MPI."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..arguments import path
+from ..errors import CheckpointError
+from .checkpoint_file import read_plain, write_plain
+from .reader import Reader, Saved
+from .slices import Slices
+from .stored import STORED_KINDS
+from .tree import Arrays, DeviceArrays, Kind, Scalars, outline, rebuild
+
+
+class _Alone:
+    """What Reader needs of a communicator, for a process that has none."""
+
+    rank, size = 0, 1
+
+    def allgather_object(self, obj: Any) -> list[Any]:
+        """Return what the only rank has."""
+        return [obj]
+
+    def broadcast_object(self, obj: Any, *, root: int) -> Any:
+        """Return it."""
+        return obj
+
+    def broadcast(self, x: Any, *, root: int) -> Any:
+        """Return it."""
+        return x
+
+
+def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
+    """Write a checkpoint to one file, which `load_file` reads; return it.
+
+    The file is in the format of safetensors. Its arrays are named `replicated/...` and
+    `sharded/...`, after the keys that lead to them. What is a rank's own is left out. Memory for
+    the sharded state is not needed.
+
+    Args:
+        folder: Of checkpoints, while no job writes to it or while one does.
+        out: The file.
+        step: Of the checkpoint; None for the newest that is complete.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, or the file cannot be written; says why.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder of checkpoints")
+    kinds = [kind for kind in STORED_KINDS if kind.name != Slices.name]
+    saved = Reader(folder, _Alone(), kinds, None, set()).newest(step)
+    if saved is None:
+        raise CheckpointError(f"{folder} holds no checkpoint" + (
+            f" of step {step}" if step is not None else ""))
+    tree = {"step": saved.step, "size": saved.size, "replicated": saved.replicated,
+            "sharded": saved.sharded}
+    try:
+        write_plain(out, outline(tree, [*kinds, Slices()], "checkpoint"))
+    except OSError as exc:
+        raise CheckpointError(f"{out} cannot be written: {exc.strerror or exc}") from exc
+    return saved
+
+
+class _Whole:
+    """Tensors that were cut into slices, as whole arrays of another kind."""
+
+    name = Slices.name
+
+    def __init__(self, kind: Kind) -> None:
+        self.describe, self.copy, self.build = kind.describe, kind.copy, kind.build
+
+
+def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what `python -m mpiring checkpoint consolidate` has written.
+
+    Returns:
+        `step`, `size` (the number of ranks that saved it), `replicated` and `sharded`, as they
+        were saved, but with whole arrays instead of `Sliced` leaves.
+
+    Raises:
+        CheckpointError: It is not such a file.
+
+    Collective: no.
+    """
+    return load_as(file, (Arrays(), Scalars(), DeviceArrays()))
+
+
+def load_as(file: str | os.PathLike[str], kinds: Sequence[Kind]) -> dict[str, Any]:
+    """Return the content of a file, with arrays of these kinds, whole ones of the first."""
+    content = read_plain(Path(path("file", file)))
+    tree = rebuild(content.text, content.data, [*kinds, _Whole(kinds[0])])
+    if not isinstance(tree, dict) or "sharded" not in tree:
+        raise CheckpointError(f"{file} was not written by python -m mpiring checkpoint consolidate")
+    return tree

@@ -1,0 +1,111 @@
+"""What this rank updates: its slices of all buckets, tensor by tensor, with optimiser state."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy.typing import DTypeLike
+
+from ..buckets.bucket import Bucket
+from ..buckets.state import BucketStates, SliceState
+from ..communicator import Communicator
+from ..memory.arrays import Array
+from ..operations.agreement import Call
+from ..operations.operation import Collectives
+from ..transport.base import Schedule
+from .averager import Averager
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or the range of it that this rank updates.
+
+    Attributes:
+        name, shape: Of the tensor.
+        offset: First element of the flattened tensor that is here.
+        weights: Shape (n,); a view, to be updated in place.
+        gradient: Shape (n,); a view of the bucket: the mean, once it has arrived.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    weights: Array
+    gradient: Array
+    _state: SliceState
+    _range: slice
+
+    def vector(self, name: str, dtype: DTypeLike) -> Any:
+        """Return the piece of a state vector, zeros at first: shape (n,). Changes count at once."""
+        return self._state.vector(name, dtype)[self._range]
+
+
+class Slices:
+    """The pieces of a model that this rank updates, and the state that it keeps for them.
+
+    Without `averager.scatter()` that is all of it, on every rank.
+
+    Args:
+        averager: Of the gradients.
+        comm: The ranks.
+        weights: Returns a tensor as a vector, by name; asked again when buckets are built anew.
+        names: The state's vectors, which follow tensors to other buckets; the same on all ranks.
+
+    Attributes:
+        states: The state, by bucket and slice.
+
+    Collective: no.
+    """
+
+    def __init__(self, averager: Averager, comm: Communicator,
+                 weights: Callable[[str], Any], names: Sequence[str]) -> None:
+        self._averager, self._comm = averager, comm
+        self._weights, self._names = weights, tuple(names)
+        self.states = BucketStates()
+        self._buckets: Sequence[Bucket] = ()
+        self._pieces: list[list[Piece]] = []
+
+    def follow(self) -> Sequence[Sequence[Piece]]:
+        """Return this rank's pieces, per bucket in the order in which buckets leave.
+
+        To be called on all ranks in the same steps; between them, buckets may have been built anew.
+
+        Collective: yes. Blocking: yes, where they have been.
+        """
+        if self._buckets is not self._averager.buckets:
+            self._buckets = self._averager.buckets
+            self._comm.submit(Call("take over", f"{', '.join(self._names)} of {len(self._buckets)} "
+                                   f"buckets"), self._rebuilt).wait()
+            self._pieces = [self._pieces_of(bucket) for bucket in self._buckets]
+        return self._pieces
+
+    def end_step(self) -> None:
+        """Count an update: what state there is follows its tensors from now on.
+
+        Collective: no.
+        """
+        self.states.settle(True)
+
+    def _rebuilt(self, collectives: Collectives) -> Schedule[None]:
+        def gather(x: Array, bounds: Sequence[int]) -> Schedule[None]:
+            # All ranks have all of it, unless it is scattered.
+            if len(bounds) > 2:
+                yield from collectives.allgather(x, bounds=bounds)
+
+        yield ()
+        own = [collectives.rank if self._averager.scatters else 0]
+        yield from self.states.rebuild(
+            self._buckets, self._names, self._averager.bounds, own, gather)
+
+    def _pieces_of(self, bucket: Bucket) -> list[Piece]:
+        found = self.states.of(bucket)
+        if found is None:
+            return []
+        (state,) = found.slices.values()
+        gradient = bucket.flat[self._averager.own(bucket)]
+        return [
+            Piece(segment.name, segment.shape, segment.offset,
+                  self._weights(segment.name)[segment.offset:segment.offset + segment.size],
+                  gradient[segment.start:segment.stop], state,
+                  slice(segment.start, segment.stop))
+            for segment in state.segments]
