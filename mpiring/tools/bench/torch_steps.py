@@ -3,12 +3,13 @@
 import gc
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...memory.arrays import Array
 from ..files import Environment, Row
 from ..table import Column
 from . import gradients, peers, timing
@@ -63,13 +64,9 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
     del alone
     trainings, memories = [], {}
     for contender in contenders:
-        growth = NodeGrowth(world)
-        training, peak = gradients.begun(world, partial(begin, contender), right, Training.step)
+        training, memories[contender.name] = _begun(
+            world, partial(begin, contender), right, on_host=device.torch.type == "cpu")
         trainings.append(training)
-        memories[contender.name] = {"peak_bytes": [peak], "node_bytes": [growth.bytes_now()]}
-        if device.torch.type != "cpu":
-            # The process's memory is not that of the GPU.
-            memories[contender.name] = dict.fromkeys(memories[contender.name], [math.nan])
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)
     # Written to, so that it has memory of its own; sums of zeros never overflow.
@@ -90,6 +87,16 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
     del trainings, actions
     # Modules and their hooks hold each other.
     gc.collect()
+
+
+def _begun(world: World, begin: "Callable[[], Training]", right: Mapping[str, Array], *,
+           on_host: bool) -> "tuple[Training, dict[str, list[float]]]":
+    """Return a training whose first step was right, and readings of the memory that it takes."""
+    growth = NodeGrowth(world)
+    training, peak = gradients.begun(world, begin, right, lambda training: training.step())
+    found = {"peak_bytes": [peak], "node_bytes": [growth.bytes_now()]}
+    # The process's memory is not that of the GPU.
+    return training, found if on_host else dict.fromkeys(found, [math.nan])
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
