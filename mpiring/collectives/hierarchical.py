@@ -361,6 +361,27 @@ def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence
             for index in range(in_flight)]
 
 
+def in_one_array(in_flight: int) -> Sequence[Inside]:
+    """Return how lanes hand out slices of an array that lies once in the node's memory.
+
+    Args:
+        in_flight: How many lanes there are.
+    """
+    return [_InOneArray()] * in_flight
+
+
+class _InOneArray:
+    """What one rank writes, all have: nothing moves."""
+
+    def collect(self, piece: Piece) -> Schedule[None]:
+        return
+        yield ()
+
+    def spread(self, piece: Piece) -> Schedule[None]:
+        return
+        yield ()
+
+
 class _InWindows:
     """A slice is touched by none but the rank that combines it, in any vector: no barriers."""
 

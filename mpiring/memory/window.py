@@ -74,14 +74,36 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Arr
         OSError: Memory is too short, or a limit (`ulimit -f`, `-v`) forbids it.
     """
     stride = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+    everything = _allocated(descriptor, rank, size, stride)
+    return [everything[start:start + nbytes] for start in range(0, size * stride, stride)]
+
+
+def whole(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
+    """Allocate this rank's share of a file's pages, and map the file as one array.
+
+    Args:
+        descriptor, rank, size: As for `segments`.
+        nbytes: Of the array, at least 1.
+
+    Returns:
+        A byte vector, the same memory in all processes. A share may be touched once its rank has
+        returned from this function.
+
+    Raises: as `segments`.
+    """
+    share = -(-nbytes // (size * PAGE_BYTES)) * PAGE_BYTES
+    return _allocated(descriptor, rank, size, share)[:nbytes]
+
+
+def _allocated(descriptor: int, rank: int, size: int, stride: int) -> Array:
+    """Allocate number `rank` of `size` equal parts of a file, and map all of it."""
     # An attempt would take all memory, until the system kills a process.
     if size * stride > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise OSError(errno.ENOMEM, f"{size * stride} bytes are more than this node has")
     os.ftruncate(descriptor, size * stride)
     # Without this, a shortage would show as a fatal signal at the first touch.
     os.posix_fallocate(descriptor, rank * stride, stride)
-    whole = np.asarray(_Mapping(descriptor, size * stride))
-    return [whole[start:start + nbytes] for start in range(0, size * stride, stride)]
+    return np.asarray(_Mapping(descriptor, size * stride))
 
 
 class _Mapping:

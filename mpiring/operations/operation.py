@@ -17,6 +17,7 @@ from ..transport.base import Channel, Node, Schedule, T
 from ..transport.members import Members
 from .algorithms import Case, choose, choose_halves, say_fallback
 from .resources import OperationChannel, Resources
+from .windows import mapped_once
 
 _MOST_CHOSEN = 4096
 
@@ -188,6 +189,25 @@ class Collectives:
         bounds = bounds or self._equal(x)
         halves = self._chosen(choose_halves, x, "sum")
         return _nothing() if self.size == 1 else halves.allgather(self, x, bounds)
+
+    def allgather_once(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
+        """Return the schedule that brings every rank's slice of `x` to all nodes.
+
+        On a node nothing moves; each node sends and receives every slice of another one once.
+        This rank's own slice may be written before; those of other nodes' ranks change
+        once all ranks of this node have begun. When the schedule ends, all slices are here, also
+        those that other ranks of this node have written.
+
+        Args:
+            x: From `node_array`, or a part of it.
+            bounds: As for `reduce_scatter`. Where one rank has all of it, this is a broadcast.
+        """
+        node, lanes = self.node, hierarchical.in_one_array(self.tuning.in_flight)
+        # Until here, other ranks of this node may have read.
+        yield (node.barrier(),)
+        if len(self.nodes) > 1:
+            yield from hierarchical.allgather(
+                self.net, self.nodes, lanes, node, x, bounds, self.tuning)
 
     def _equal(self, x: Array) -> list[int]:
         return bounds_of(x.size, self.size)
@@ -362,6 +382,27 @@ class Collectives:
         if self.node.size == 1:
             return _returning(np.empty(shape, dtype), _nothing())
         return self.windows.empty(self.node, shape, dtype, self.next_window())
+
+    def node_array(self, n: int, dtype: DTypeLike) -> Schedule[Array]:
+        """Return the schedule that returns n zeros that lie once in the memory of each node.
+
+        All ranks of a node have the same bytes; `nodes` says which ranks these are. A rank alone
+        there has private memory. What one rank writes, another one may read after a barrier.
+
+        Raises:
+            ConfigError: A rank cannot have them; on all ranks, of all nodes.
+        """
+        nbytes, problem, memory = n * np.dtype(dtype).itemsize, "", None
+        if self.node.size > 1 and nbytes:
+            memory, problem = yield from mapped_once(self.node, nbytes)
+        problems = yield from self.allgather_bytes(np.frombuffer(problem.encode(), np.uint8))
+        for rank, text in enumerate(problems):
+            if text.size:
+                raise ConfigError(
+                    f"rank {self.rank}: rank {rank} cannot have {nbytes} bytes that lie once in "
+                    f"its node's memory ({bytes(text).decode()}): give the job more memory, or "
+                    f"each rank arrays of its own")
+        return np.zeros(n, dtype) if memory is None else memory.view(dtype)
 
     def next_window(self) -> int:
         """Return a number for a window, the same on all ranks."""

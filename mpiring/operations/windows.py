@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,7 +15,7 @@ from ..collectives.operation import NOWHERE
 from ..gpu.base import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
-from ..transport.base import Node, Schedule
+from ..transport.base import Node, Schedule, T
 
 _log = logging.getLogger("mpiring")
 
@@ -49,8 +49,32 @@ def mapped(node: Sharers, nbytes: int) -> Schedule[Sequence[Array] | None]:
 
     Collective: within the node. Blocking: no (a schedule).
     """
+    segments, problem = yield from _mapped(node, nbytes, window.segments)
+    if problem:
+        _say_problem(node.ranks[node.rank], problem)
+    return segments
+
+
+def mapped_once(node: Sharers, nbytes: int) -> Schedule[tuple[Array | None, str]]:
+    """Return `nbytes` bytes of zeros that lie once in the node's memory: the same for all ranks.
+
+    Returns:
+        None on all ranks if any rank cannot have them; and on that rank why not.
+
+    Collective: within the node. Blocking: no (a schedule).
+    """
+    return _mapped(node, nbytes, window.whole)
+
+
+def _mapped(node: Sharers, nbytes: int, layout: Callable[[int, int, int, int], T],
+            ) -> Schedule[tuple[T | None, str]]:
+    """Map a new file in all ranks of a node; return how `layout` cuts it, and this rank's problem.
+
+    Args:
+        layout: `window.segments` or `window.whole`.
+    """
     problem = ""
-    descriptor, segments = -1, None
+    descriptor, memory = -1, None
     try:
         descriptor = window.create() if node.rank == 0 else -1
     except OSError as error:
@@ -62,16 +86,14 @@ def mapped(node: Sharers, nbytes: int) -> Schedule[Sequence[Array] | None]:
         if theirs >= 0:
             if node.rank:
                 descriptor = window.attach(pid, theirs, (device, number))
-            segments = window.segments(descriptor, node.rank, node.size, nbytes)
+            memory = layout(descriptor, node.rank, node.size, nbytes)
     except OSError as error:
         problem = error.strerror or str(error)
     # The file must not be closed before all others have opened it.
-    answers = yield from node.share(int(segments is not None))
+    answers = yield from node.share(int(memory is not None))
     if descriptor >= 0:
         os.close(descriptor)
-    if problem:
-        _say_problem(node.ranks[node.rank], problem)
-    return segments if all(ok for ok, in answers) else None
+    return memory if all(ok for ok, in answers) else None, problem
 
 
 class _Window:

@@ -3,6 +3,7 @@
 import gc
 import os
 
+import numpy as np
 import pytest
 
 from mpiring.memory import window
@@ -18,6 +19,19 @@ def test_segments_are_shared_and_zero():
     assert all((segment == 0).all() and segment.size == 5000 for each in maps for segment in each)
     maps[0][1][7] = 3
     assert maps[1][1][7] == 3 and maps[1][0][7] == 0
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 4097, 30000])
+def test_one_array_is_the_same_in_all_processes(nbytes):
+    first = window.create()
+    second = window.attach(os.getpid(), first, window.identity(first))
+    one, other = (window.whole(descriptor, rank, 2, nbytes)
+                  for rank, descriptor in enumerate((first, second)))
+    os.close(first)
+    os.close(second)
+    assert one.size == other.size == nbytes and not one.any()
+    one[...] = np.arange(nbytes) % 251
+    assert (other == one).all() and one.ctypes.data != other.ctypes.data
 
 
 def test_memory_holds_no_descriptor_and_goes_with_its_last_view():
