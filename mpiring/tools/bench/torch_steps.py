@@ -21,7 +21,7 @@ from .world import World
 
 if TYPE_CHECKING:
     from .torch_contenders import Contender
-    from .torch_models import Device
+    from .torch_models import Device, Training
 
 # Ways to share the optimizer's work.
 SHARDINGS = ("zero", "fsdp")
