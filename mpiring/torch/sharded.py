@@ -10,7 +10,7 @@ import torch
 
 from ..arguments import number
 from ..errors import ConfigError, GradientError
-from ..memory.sliced import whole
+from ..memory.sliced import Sliced
 from ..text import first_few
 from .averaging import Averaging
 from .data_parallel import DataParallel
@@ -18,6 +18,7 @@ from .elementwise import elementwise_state, refuse_whole_tensors
 from .param_groups import param_groups, refuse_ungrouped
 from .sharded_state import ShardedState, States, numbers_of, state_of
 from .shards import Shard, cut, placeholder
+from .tensors import tensor_of
 from .weights import WeightBuckets
 
 # Of squares: what is summed at once, in float64.
@@ -336,8 +337,10 @@ class Sharded(torch.optim.Optimizer):
     def _cut_again(self, states: States, settings: Sequence[Mapping[str, Any]]) -> None:
         """Replace the inner optimizer; the groups stay the same dicts."""
         # What is cut now need not be kept whole.
-        self._aside = {name: whole(state) for name, state in states.items()
-                       if name not in self._parameters}
+        self._aside = {
+            name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
+                   for key, x in state.items()}
+            for name, state in states.items() if name not in self._parameters}
         self._inner = self._cut(states, settings)
         self._show()
 
