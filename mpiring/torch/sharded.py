@@ -177,6 +177,10 @@ class Sharded(torch.optim.Optimizer):
         shards = (shard.parameter for shard in self._shards)
         for p in chain(self._model.module.parameters(), shards):
             p.grad = None
+        if self._is_fresh and not self._averaging.finite:
+            # Whoever has scaled by NaN has also scaled what is between the tensors.
+            for bucket in self._buckets:
+                bucket.clear_padding()
         self._is_fresh = False
 
     def _refuse_without_gradients(self, what: str) -> None:
