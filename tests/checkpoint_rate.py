@@ -1,5 +1,9 @@
-"""Measures, by hand, what a checkpoint of 200 MB costs: mpirun -n 2 python THIS FOLDER [ROUNDS]."""
+"""Measures, by hand, what a checkpoint of 200 MB costs: mpirun -n 2 python THIS FOLDER [ROUNDS].
 
+Both ways in turn: rank 0 writes all, or each rank its slice of it.
+"""
+
+import json
 import os
 import statistics
 import sys
@@ -9,7 +13,7 @@ import numpy as np
 
 import mpiring
 from mpiring.numpy import Checkpoints
-from mpiring.resilience import Stopping
+from mpiring.resilience import Sliced, Stopping
 
 ARRAYS, NBYTES, PIECE_BYTES, STEP_S = 300, 200_000_000, 8 << 20, 0.055
 
@@ -38,6 +42,29 @@ def plain():
         os.unlink(f"{folder}/plain")
 
 
+def saved_and_complete(name, checkpoints, number, **parts):
+    """Save, and note how long that took, and how long it was until all was complete."""
+    timed(f"save {name}", lambda: checkpoints.save(number, **parts))
+    checkpoints.wait()
+    times.setdefault(f"complete {name}", []).append(1e3 * checkpoints.save_s)
+
+
+def loaded(checkpoints):
+    """Load, and read what this rank needs of it."""
+    saved = checkpoints.load()
+    for name, tensor in (saved.sharded or {}).items():
+        for start, stop in mine[name].pieces:
+            tensor.read(start, stop)
+
+
+def slice_of(name, x):
+    """Return this rank's piece of a tensor: all of them, end to end, are cut evenly."""
+    start, n = x.size * int(name[1:]), x.size * ARRAYS
+    first, last = (min(max(0, r * n // comm.size - start), x.size)
+                   for r in (comm.rank, comm.rank + 1))
+    return Sliced(x.shape, {(first, last): x[first:last]}, x.dtype)
+
+
 def step(stopping=None):
     """Compute for 55 ms, between two allreduces, as training does."""
     comm.allreduce(short)
@@ -56,18 +83,28 @@ copies = {name: np.zeros_like(x) for name, x in state.items()}
 flat = np.concatenate(list(state.values())).view(np.uint8)
 matrix, short, times = np.ones((360, 360)), comm.empty(1000), {}
 short[...] = 0
-with Checkpoints(folder, comm, keep=1) as checkpoints:
+mine = {name: slice_of(name, x) for name, x in state.items()}
+with Checkpoints(f"{folder}/whole", comm, keep=1) as whole, \
+        Checkpoints(f"{folder}/slices", comm, keep=1) as slices:
     for number in range(rounds):
         timed("copy", copy)
         timed("plain write", plain)
-        timed("save", lambda: checkpoints.save(number, replicated=state, own={"rank": comm.rank}))
-        checkpoints.wait()
-        times.setdefault("complete", []).append(1e3 * checkpoints.save_s)
+        saved_and_complete("whole", whole, number, replicated=state, own={"rank": comm.rank})
+        saved_and_complete("slices", slices, number, sharded=mine, own={"rank": comm.rank})
+    for _ in range(2):
+        timed("load whole", lambda: loaded(whole))
+        timed("load slices", lambda: loaded(slices))
+    if comm.rank == 0:
+        for kind in ("whole", "slices"):
+            with open(f"{folder}/{kind}/{open(f'{folder}/{kind}/latest').read().strip()}"
+                      f"/manifest.json") as manifest:
+                for name, nbytes in json.load(manifest)["files"].items():
+                    print(f"{kind:7} {name.split('.')[0]:14} {nbytes / 1e6:8.3f} MB")
 with Stopping(comm) as asked:
     for _ in range(5 * rounds):
         timed("step", step)
         timed("step that asks", lambda: step(asked))
 if comm.rank == 0:
     for name, found in times.items():
-        print(f"{name:15} first {found[0]:7.1f} ms, then {statistics.median(found[1:]):7.2f} ms")
+        print(f"{name:16} first {found[0]:7.1f} ms, then {statistics.median(found[1:]):7.2f} ms")
 comm.close()

@@ -79,9 +79,9 @@ class SliceState:
     """
 
     def __init__(self, plan: BucketPlan, first: int, last: int, device: Device | None) -> None:
-        self.segments = list(_segments(plan, first, last))
+        self.segments = list(segments_in(plan, first, last))
         self.size = last - first
-        self._padded = list(_segments(plan, first, last, padded=True))
+        self._padded = list(segments_in(plan, first, last, padded=True))
         self._device = device
         # By name and tensor; a vector's is "".
         self._now: dict[tuple[str, str], Any] = {}
@@ -176,9 +176,9 @@ class SliceState:
                     self._now[name, segment.name] = x.copy()
 
 
-def _segments(plan: BucketPlan, first: int, last: int, *,
-              padded: bool = False) -> Iterator[Segment]:
-    """Yield the tensors in elements `first` to `last` of a bucket."""
+def segments_in(plan: BucketPlan, first: int, last: int, *,
+                padded: bool = False) -> Iterator[Segment]:
+    """Yield the tensors in elements `first` to `last` of a bucket; `padded`: with what follows."""
     here = 0
     for tensor in plan.tensors:
         size = tensor.padded_size if padded else tensor.size
@@ -234,7 +234,7 @@ class BucketState:
             for j, vector in own.items():
                 x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
             yield from gather(x, self.bounds)
-            for segment in _segments(self.plan, 0, self.plan.size):
+            for segment in segments_in(self.plan, 0, self.plan.size):
                 tensors[segment.name].pieces[0, segment.size][name] = (
                     x[segment.start:segment.stop].copy())
         return tensors

@@ -7,12 +7,13 @@ from .devices import device_for
 from .process_group import ProcessGroup
 from .rendezvous import export_environment
 from .sampler import DistributedSampler
+from .sharded import Sharded
 from .states import broadcast_optimizer_state, broadcast_parameters
 from .threads import share_cores
 
 process_group.register()
 rendezvous.register()
 
-__all__ = ["Checkpoints", "DataParallel", "DistributedSampler", "ProcessGroup",
+__all__ = ["Checkpoints", "DataParallel", "DistributedSampler", "ProcessGroup", "Sharded",
            "broadcast_optimizer_state", "broadcast_parameters", "device_for", "export_environment",
            "load_file", "random_state", "set_random_state", "share_cores", "whole"]

@@ -4,7 +4,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
-from ..errors import GradientError
+from ..errors import ConfigError, GradientError
 from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
@@ -21,6 +21,7 @@ from .devices import gpu_of, marker_of, selector_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
+from .withheld import withheld
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,16 @@ class Settings:
     deferred: bool
 
 
+class Owner(Protocol):
+    """Takes the means in this rank's slices, instead of the parameters; see `Sharded`."""
+
+    def begin(self) -> None:
+        """Note that a backward pass begins; raise GradientError if none may."""
+
+    def take(self, averaging: "Averaging") -> None:
+        """Take the means of a step, which have arrived. Collective: yes."""
+
+
 class Averaging:
     """Makes the gradients of parameters views into buckets, and averages them in backward.
 
@@ -54,11 +65,14 @@ class Averaging:
         settings: How gradients are averaged.
         completed: Called when all gradients of a step have arrived.
         steps: How many were complete before.
+        owner: Whoever takes the means in this rank's slices; by default the parameters get them.
 
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
         weight: Factor of this rank's gradients in the mean.
         under_way: Whether gradients have not arrived yet.
+        stand_ins: By name, the parameters' gradients where an owner has the means.
+        comm: The ranks.
         gradients: The averager of the dense ones, with the statistics of all.
 
     Collective: yes. Blocking: yes.
@@ -66,12 +80,12 @@ class Averaging:
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, settings: Settings, *, completed: Callable[[], None],
-                 steps: int) -> None:
+                 steps: int, owner: Owner | None = None) -> None:
         self.active, self.weight, self.under_way = True, 1.0, False
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
-        self._comm = comm
+        self.comm = comm
         self._settings = settings
         self._completed = completed
         self._unused: list[str] = []
@@ -97,6 +111,10 @@ class Averaging:
         self._views: dict[str, torch.Tensor] = {}
         for name in self._dense:
             self._move(name)
+        self._owner: Owner | None = None
+        self.stand_ins: dict[str, torch.Tensor] = {}
+        if owner is not None:
+            self.give_to(owner)
         # Python's garbage collector does not find cycles through a parameter's hooks.
         reference = weakref.ref(self)
         self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
@@ -108,6 +126,26 @@ class Averaging:
         """Whether all means of the last complete step are finite; the same on all ranks."""
         with self._select_gpu():
             return self.gradients.finite
+
+    def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer has any of the parameters."""
+        return any(p in self._trained for group in optimizer.param_groups
+                   for p in group["params"])
+
+    def give_to(self, owner: Owner) -> None:
+        """Give the means to an owner from now on, as far as they are in this rank's slices.
+
+        Raises:
+            ConfigError: Some gradients are sparse.
+        """
+        if len(self._dense) < len(self._parameters):
+            raise ConfigError(
+                f"rank {self.comm.rank}: the gradients of "
+                f"{', '.join(sorted(self._parameters.keys() - self._dense.keys()))} are sparse, "
+                f"and cannot be cut into slices; use sparse=False with a Sharded optimizer")
+        self.gradients.scatter()
+        self._owner = owner
+        self.stand_ins = {name: withheld(p) for name, p in self._dense.items()}
 
     def close(self) -> None:
         """Detach from the parameters; their gradients stay as they are."""
@@ -143,7 +181,11 @@ class Averaging:
         self._sparse.wait()
         with self._select_gpu():
             self.gradients.wait(self._sparse.nonfinite, finite=self._sparse.finite)
-        self._show()
+        if self._owner is None:
+            self._show()
+        else:
+            with self._select_gpu():
+                self._owner.take(self)
         self._completed()
 
     def _show(self) -> None:
@@ -171,6 +213,8 @@ class Averaging:
         """Note that a backward pass has begun, and have its end checked."""
         if self._pass < 0:
             self.wait()
+            if self._owner is not None:
+                self._owner.begin()
             self._pass = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(self._end)
 
@@ -179,7 +223,7 @@ class Averaging:
         self._begun()
         if p.grad is not None and p.grad.requires_grad:
             raise GradientError(
-                f"rank {self._comm.rank}: the gradient of {name} is itself part of a graph "
+                f"rank {self.comm.rank}: the gradient of {name} is itself part of a graph "
                 f"(create_graph=True), which averaging would tear; call backward on the bare "
                 f"module, or use torch.autograd.grad for the inner derivative")
         if name in self._dense:
@@ -195,7 +239,7 @@ class Averaging:
         elif p.grad is not view:
             if p.grad.layout is not torch.strided:
                 raise GradientError(
-                    f"rank {self._comm.rank}: the gradient of {name} is {p.grad.layout}; only "
+                    f"rank {self.comm.rank}: the gradient of {name} is {p.grad.layout}; only "
                     f"those of Embedding and EmbeddingBag may be sparse")
             view.copy_(p.grad)
             p.grad = view
@@ -206,7 +250,7 @@ class Averaging:
             return
         if not self.gradients.expects(name):
             raise GradientError(
-                f"rank {self._comm.rank}: the gradient of {name} was completed twice in one "
+                f"rank {self.comm.rank}: the gradient of {name} was completed twice in one "
                 f"step: a layer used in several segments of checkpoint(…, use_reentrant=True) "
                 f"needs use_reentrant=False; and after an exception in backward no step can "
                 f"follow: other ranks may have gone on; start again from a checkpoint")
@@ -227,13 +271,18 @@ class Averaging:
         missing = self._missing
         if missing and not self._settings.find_unused:
             raise GradientError(
-                f"rank {self._comm.rank}: backward did not reach {len(missing)} of "
+                f"rank {self.comm.rank}: backward did not reach {len(missing)} of "
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
                 f"find_unused_parameters=True, or freeze them with requires_grad_(False), or "
                 f"name them in backward(inputs=[...]) if it left them out")
         if missing:
             self._contribute_unreached(missing)
         self.under_way = True
+        if self._owner is not None:
+            for name, stand_in in self.stand_ins.items():
+                self._dense[name].grad = stand_in
+            self.wait()
+            return
         self._note_reached()
         if self._settings.deferred:
             self._withhold()
@@ -284,13 +333,13 @@ class Averaging:
         """Return the names of the parameters that have a gradient on no rank."""
         if not self._settings.find_unused:
             return set()
-        self._comm.allreduce(self._has, op="max")
+        self.comm.allreduce(self._has, op="max")
         return {name for name, has in zip(self._dense, self._has) if not has}
 
     def _move(self, name: str) -> None:
         """Follow a gradient to another bucket, without a reference to the old memory."""
         p, old = self._dense[name], self._views.get(name)
-        self._views[name] = _like(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
+        self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
 
@@ -310,7 +359,7 @@ def _remove(hooks: Sequence[Any]) -> None:
         hook.remove()
 
 
-def _like(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+def in_shape_of(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """View a vector as a gradient of `p`: with the strides of `p`, if they leave no gaps."""
     if torch.ops.aten.is_non_overlapping_and_dense(p):
         return flat.as_strided(p.shape, p.stride())

@@ -17,10 +17,10 @@ from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import refuse_different
 from ..training.replicas import Replicas
-from .averaging import Averaging, Settings
+from .averaging import Averaging, Owner, Settings
 from .devices import DEVICE_TYPES, described
 from .join import Uneven
-from .optimizers import follow_steps, replicated_parts, updates_any
+from .optimizers import follow_steps, replicated_parts
 from .sparse import sparse_parameters
 from .states import broadcast_parameters
 from .tensors import tensors_in
@@ -101,6 +101,7 @@ class DataParallel(nn.Module):
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs = True
+        self._owner: Owner | None = None
         self._uneven: Uneven | None = None
         share_cores(comm)
         parts = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -160,8 +161,16 @@ class DataParallel(nn.Module):
         parameters and buffers of a rank that finished last, and, unless they never took a step,
         the state of its optimizers; schedulers have made as many steps as their rank had batches.
 
+        Raises:
+            ConfigError: The model has a `Sharded` optimizer.
+
         Collective: yes. Blocking: yes.
         """
+        if self._owner is not None:
+            raise ConfigError(
+                f"rank {self._comm.rank}: join() with a Sharded optimizer: a rank without batches "
+                f"would have to update its slices, too; give all ranks as many batches, or use a "
+                f"plain optimizer")
         self._uneven = uneven = Uneven(self._comm)
         # Ranks that have finished take no optimizer steps.
         self._replicas.paused = True
@@ -255,13 +264,46 @@ class DataParallel(nn.Module):
         self._stepped.pop(optimizer, None)
         self._stepped[optimizer] = None
         averaging = self._averaging
+        if self._owner is not None and averaging is not None and averaging.is_for(optimizer):
+            raise ConfigError(
+                f"rank {self._comm.rank}: a {type(optimizer).__name__} is to update parameters of "
+                f"a model that has a Sharded optimizer; take steps with that one only, or close() "
+                f"it first")
         if averaging is None or not (averaging.under_way or averaging.gradients.nonfinite.found):
             return
-        if updates_any(optimizer, self.module.parameters()):
+        if averaging.is_for(optimizer):
             averaging.wait()
             # Set by GradScaler on fused optimizers, which skip such a step by themselves.
             if not getattr(optimizer, "found_inf", None):
                 averaging.gradients.nonfinite.report()
+
+    def give_gradients_to(self, owner: Owner | None) -> Averaging:
+        """Give the means to an optimizer of slices, or again to the parameters; for `Sharded`.
+
+        Returns:
+            What averages the gradients.
+
+        Raises:
+            ConfigError: The model cannot have such an optimizer, or has one already.
+
+        Collective: yes. Blocking: no.
+        """
+        averaging = self._averaging
+        if owner is not None and self._owner is not None:
+            raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
+                              f"give it all parameters, in groups, or close() it first")
+        if averaging is None:
+            raise ConfigError(f"rank {self._comm.rank}: no parameter of the model is trained")
+        if owner is None:
+            # In the next forward pass, for the parameters.
+            self._trained = None
+        elif self._settings.deferred:
+            raise ConfigError(f"rank {self._comm.rank}: a Sharded optimizer takes gradients at the "
+                              f"end of backward; leave out defer_wait=True")
+        else:
+            averaging.give_to(owner)
+        self._owner = owner
+        return averaging
 
     def rescale(self, factor: float) -> None:
         """Rescale what reducers remember of gradients, after the scale of the loss has changed.
@@ -293,7 +335,7 @@ class DataParallel(nn.Module):
         if parameters:
             self._averaging = Averaging(
                 parameters, sparse_parameters(self.module), self._comm,
-                self._settings, steps=steps,
+                self._settings, steps=steps, owner=self._owner,
                 completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
             # The user's order is of the parameters that are trained first.
             self._settings = replace(self._settings, order=None)

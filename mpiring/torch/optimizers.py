@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
-from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -33,12 +32,6 @@ def follow_steps(follower: Follower) -> None:
 
     # For good: a hook that is removed while others run breaks PyTorch's loop over them.
     register_optimizer_step_pre_hook(hook)
-
-
-def updates_any(optimizer: Optimizer, parameters: Iterator[Parameter]) -> bool:
-    """Return whether an optimizer has any of these parameters."""
-    own = {p for group in optimizer.param_groups for p in group["params"]}
-    return not own.isdisjoint(parameters)
 
 
 def replicated_parts(module: torch.nn.Module, stepped: Iterable[Optimizer],

@@ -1,0 +1,39 @@
+"""Stands in for a gradient that no rank has as a whole, and says so where it is used."""
+
+from typing import Any
+
+import torch
+
+from ..errors import GradientError
+
+
+class Withheld(torch.Tensor):
+    """Gradient of a parameter whose mean lies in slices, one per rank; see `Sharded`.
+
+    Shape, dtype and device can be read. Anything else raises GradientError, where a plain tensor
+    would be clipped, scaled or logged to no effect.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise GradientError for what would look at elements."""
+        if getattr(func, "__name__", "") in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise GradientError(
+            f"{getattr(func, '__name__', func)} of a gradient that is in slices, one per rank "
+            f"(Sharded): clip with optimizer.clip_grad_norm_(...), log optimizer.grad_norm(), "
+            f"unscale with GradScaler.unscale_(optimizer)")
+
+    def __repr__(self, **_: Any) -> str:
+        return f"Withheld({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
+
+
+# Attributes of PyTorch's tensors are functions of this name.
+_HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
+             "is_complex", "__hash__"}
+
+
+def withheld(p: torch.Tensor) -> torch.Tensor:
+    """Return what stands in for the gradient of `p`: no memory, whatever its shape."""
+    nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
+    return nan.expand(p.shape).as_subclass(Withheld)
