@@ -29,6 +29,7 @@ LAYERS = [
     ["communicator"],
     ["gpus", "reducers", "resilience", "data"],
     ["training"],
+    ["optim"],
     ["numpy", "torch", "elastic"],
     ["tools"],
     ["__main__", "__init__"],

@@ -20,6 +20,8 @@ from ..transport.base import Schedule
 from .bucket import Bucket, BucketPlan
 
 Wide = NDArray[np.float32]
+# Returns the dtype of each vector that follows its tensors, by name; the same on all ranks.
+Vectors = Callable[[BucketPlan], Mapping[str, DTypeLike]]
 # Completes a vector over a bucket, given its bounds, with the slices of other ranks; in place.
 Gather = Callable[[Array, Sequence[int]], Schedule[None]]
 
@@ -217,20 +219,18 @@ class BucketState:
                 state.drop()
         self.steps += counts
 
-    def gathered(self, names: Iterable[str], gather: Gather) -> Schedule[dict[str, TensorState]]:
+    def gathered(self, known: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
         """Return the schedule that returns the state of all its tensors, whole, without arrays.
 
         Args:
-            names: The vectors; the same on all ranks.
-            gather: See BucketStates.rebuild.
+            known, gather: See BucketStates.rebuild.
         """
         tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
                    for tensor in self.plan.tensors}
-        for name in names:
+        for name, dtype in known(self.plan).items():
             own = {j: state.vectors()[name] for j, state in self.slices.items()
                    if name in state.vectors()}
-            dtypes = [vector.dtype for vector in own.values()]
-            x = np.zeros(self.plan.size, dtypes[0] if dtypes else np.float32)
+            x = np.zeros(self.plan.size, dtype)
             for j, vector in own.items():
                 x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
             yield from gather(x, self.bounds)
@@ -255,7 +255,7 @@ class BucketStates:
         """Return the state of a bucket; None before it was given to `rebuild`."""
         return self._buckets.get(bucket.plan)
 
-    def rebuild(self, buckets: Sequence[Bucket], names: Sequence[str],
+    def rebuild(self, buckets: Sequence[Bucket], known: Vectors,
                 bounds: Callable[[Bucket], Sequence[int]], own: Sequence[int],
                 gather: Gather) -> Schedule[None]:
         """Return the schedule that takes the state to other buckets, or there what was loaded.
@@ -265,7 +265,7 @@ class BucketStates:
 
         Args:
             buckets: All that there are from now on.
-            names: Vectors that follow their tensors; the same on all ranks.
+            known: Returns the vectors that follow their tensors, given a bucket's plan.
             bounds: Returns the offsets at which a bucket is cut into slices, from 0 to its size.
             own: Numbers of this rank's slices.
             gather: Returns the schedule that completes, in place, a vector over a bucket with
@@ -276,12 +276,12 @@ class BucketStates:
         """
         for before in self._buckets.values():
             if before.steps:
-                self._aside.update((yield from before.gathered(names, gather)))
+                self._aside.update((yield from before.gathered(known, gather)))
         self._buckets = {}
         for bucket in buckets:
             new = self._buckets[bucket.plan] = BucketState(bucket, bounds(bucket), own)
-            known = [self._aside[name] for name in bucket.views if name in self._aside]
-            new.steps = max((tensor.steps for tensor in known), default=0)
+            loaded = [self._aside[name] for name in bucket.views if name in self._aside]
+            new.steps = max((tensor.steps for tensor in loaded), default=0)
             for state in new.slices.values():
                 state.load(self._aside)
             for name in bucket.views:

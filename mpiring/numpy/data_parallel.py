@@ -55,7 +55,10 @@ class DataParallel:
     Attributes:
         comm: The ranks.
         params: The given arrays, by name.
-        grads: A view for each parameter's gradient, of its shape and dtype.
+        grads: A view for each parameter's gradient, of its shape and dtype. With a sharded
+            optimizer they are to be written only: no rank has all means, and a NaN in a view says
+            that it holds others.
+        gradients: Averages them, for an optimizer.
 
     Raises:
         ConfigError: A parameter cannot be trained: wrong dtype, not contiguous, read-only.
@@ -76,13 +79,13 @@ class DataParallel:
         refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
         for array in params.values():
             comm.broadcast(array, root=0)
-        self._gradients = Gradients(
+        self.gradients = Gradients(
             tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
             deterministic=deterministic, order=order, device=device)
         self.comm, self.params = comm, dict(params)
-        self.grads = self._gradients.views
+        self.grads = self.gradients.views
         # Also of the last step, which no `ready` follows.
-        weakref.finalize(self, self._gradients.nonfinite.report)
+        weakref.finalize(self, self.gradients.nonfinite.report)
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
             comm, functools.partial(_parts, self.params, self._watched))
@@ -100,8 +103,8 @@ class DataParallel:
 
         Collective: yes, over a step. Blocking: no.
         """
-        self._gradients.nonfinite.report()
-        self._gradients.ready(name)
+        self.gradients.nonfinite.report()
+        self.gradients.ready(name)
 
     def wait(self) -> None:
         """Return when every gradient in `grads` is the mean over ranks.
@@ -115,7 +118,7 @@ class DataParallel:
 
         Collective: yes. Blocking: yes.
         """
-        self._gradients.wait()
+        self.gradients.wait()
         self._replicas.end_step()
 
     def watch(self, **state: Any) -> None:
@@ -151,15 +154,28 @@ class DataParallel:
         """
         self._replicas.compare()
 
+    def vector(self, name: str) -> Any:
+        """Return a parameter as a vector that shares its memory, for an optimizer.
+
+        Raises:
+            ConfigError: It does not lie in C order, as its gradient does.
+        """
+        array = self.params[name]
+        if not array.flags.c_contiguous:
+            raise ConfigError(
+                f"parameter {name!r} of shape {array.shape} lies in Fortran's order; give the "
+                f"model numpy.ascontiguousarray({name}), for its gradient lies in C's")
+        return vector_of(array)
+
     @property
     def steps(self) -> int:
         """How many steps are complete."""
-        return self._gradients.steps
+        return self.gradients.steps
 
     @property
     def order(self) -> list[str] | None:
         """The names in the order in which gradients are fused; None in the first step."""
-        return self._gradients.order
+        return self.gradients.order
 
     @property
     def statistics(self) -> Statistics:
@@ -167,7 +183,7 @@ class DataParallel:
 
         Other operations on the communicator do not count: yours, and those that compare replicas.
         """
-        return self._gradients.statistics
+        return self.gradients.statistics
 
     @property
     def finite(self) -> bool:
@@ -177,8 +193,8 @@ class DataParallel:
         reducers have not counted it either. If this is not read, rank 0 warns of such a step when
         the next begins, or the program ends; once for several in a row.
         """
-        self._gradients.nonfinite.leave_to_user()
-        return self._gradients.finite
+        self.gradients.nonfinite.leave_to_user()
+        return self.gradients.finite
 
     @property
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
@@ -188,7 +204,7 @@ class DataParallel:
         are sent last (except on a GPU, which would have to be waited for), which the NaN of any
         other layer reaches, and all in the ten steps after such a step.
         """
-        return self._gradients.nonfinite.found
+        return self.gradients.nonfinite.found
 
     def rescale(self, factor: float) -> None:
         """Rescale what reducers remember of gradients, after the scale of the loss has changed.
@@ -196,7 +212,7 @@ class DataParallel:
         Args:
             factor: New scale / old scale.
         """
-        self._gradients.rescale(factor)
+        self.gradients.rescale(factor)
 
 
 def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:

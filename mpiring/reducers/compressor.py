@@ -173,7 +173,7 @@ class Compressor(ABC):
             self._states.load_state_dict(self._loaded["tensors"])
             self._loaded = None
         yield from self._states.rebuild(
-            buckets, self.vector_names,
+            buckets, lambda plan: dict.fromkeys(self.vector_names, np.float32),
             lambda bucket: _bounds(bucket, collectives.slices, self.whole_tensors),
             collectives.own_slices, collectives.handed_out)
 

@@ -65,7 +65,6 @@ class Averaging:
         settings: How gradients are averaged.
         completed: Called when all gradients of a step have arrived.
         steps: How many were complete before.
-        owner: Whoever takes the means in this rank's slices; by default the parameters get them.
 
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
@@ -80,7 +79,7 @@ class Averaging:
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, settings: Settings, *, completed: Callable[[], None],
-                 steps: int, owner: Owner | None = None) -> None:
+                 steps: int) -> None:
         self.active, self.weight, self.under_way = True, 1.0, False
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
@@ -113,8 +112,6 @@ class Averaging:
             self._move(name)
         self._owner: Owner | None = None
         self.stand_ins: dict[str, torch.Tensor] = {}
-        if owner is not None:
-            self.give_to(owner)
         # Python's garbage collector does not find cycles through a parameter's hooks.
         reference = weakref.ref(self)
         self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))

@@ -335,8 +335,10 @@ class DataParallel(nn.Module):
         if parameters:
             self._averaging = Averaging(
                 parameters, sparse_parameters(self.module), self._comm,
-                self._settings, steps=steps, owner=self._owner,
+                self._settings, steps=steps,
                 completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
+            if self._owner is not None:
+                self._averaging.give_to(self._owner)
             # The user's order is of the parameters that are trained first.
             self._settings = replace(self._settings, order=None)
         self._trained = trained

@@ -116,6 +116,7 @@ class Averager:
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
         buckets: In the order in which they leave.
+        tensors: By name, in the given order.
         steps: Steps that are complete.
         scatters: Means are left in this rank's slices of the buckets only; see `scatter`.
 
@@ -137,8 +138,8 @@ class Averager:
         self._device = device
         self._mark = device.gpu.mark if device is not None and mark is None else mark
         self._comm, self._submit = comm, submit or comm.submit
-        self._tensors = {tensor.name: tensor for tensor in tensors}
-        self._reducers = reducers_of(self._tensors, reducer)
+        self.tensors = {tensor.name: tensor for tensor in tensors}
+        self._reducers = reducers_of(self.tensors, reducer)
         self._compressors = compressors(self._reducers.values())
         self._bucket_bytes = bucket_bytes
         self._moved = moved
@@ -211,6 +212,11 @@ class Averager:
         return name in self._home[name].missing
 
     @property
+    def under_way(self) -> bool:
+        """Whether a step has begun: some tensor is ready."""
+        return bool(self._order)
+
+    @property
     def missing(self) -> list[str]:
         """The names of the tensors that are not ready in this step."""
         return [name for name, bucket in self._home.items() if name in bucket.missing]
@@ -248,6 +254,8 @@ class Averager:
             if self.scatters:
                 # While others are under way.
                 bucket.finite = bucket.holds_finite(bucket.flat[self.own(bucket)])
+                if self._is_final:
+                    bucket.mark_as_junk(but=self.own(bucket))
         self._handles.clear()
         if self.scatters:
             self._agree_on_finite()
@@ -329,9 +337,9 @@ class Averager:
     def scatter(self) -> None:
         """Leave, from the next step on, each rank the means of its own slices only; see `own`.
 
-        The rest of the buckets holds junk after a step; so what is not taken from the slices
-        before buckets are built anew is lost. Where NaN or Inf is in a slice of any rank, all
-        buckets of all ranks hold NaN.
+        The rest of the buckets holds junk after a step, and a NaN in each tensor that is not in
+        the slices as a whole; what is not taken from the slices before buckets are built anew is
+        lost. Where NaN or Inf is in a slice of any rank, all buckets of all ranks hold NaN.
 
         Raises:
             GradientError: A step has begun.
@@ -384,7 +392,7 @@ class Averager:
         """Fuse the tensors in the order in which rank 0's became ready."""
         self._is_final = True
         order = self._comm.broadcast_object(list(self._order), root=0)
-        self._fuse([self._tensors[name] for name in order])
+        self._fuse([self.tensors[name] for name in order])
 
     def _fuse(self, tensors: Sequence[TensorSpec]) -> None:
         """Build the buckets anew if they are to be others."""
@@ -415,11 +423,11 @@ class Averager:
         if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
             raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
                               f"`order` was")
-        if sorted(order) != sorted(self._tensors):
+        if sorted(order) != sorted(self.tensors):
             raise ConfigError(
                 f"rank {self._comm.rank}: the state to go on from is of another model: it has "
-                f"{', '.join(order)}; this one has {', '.join(self._tensors)}")
-        return [self._tensors[name] for name in order]
+                f"{', '.join(order)}; this one has {', '.join(self.tensors)}")
+        return [self.tensors[name] for name in order]
 
     def _rebuild(self, tensors: Sequence[TensorSpec]) -> None:
         """Build the buckets anew; the present ones are not to be used any more."""

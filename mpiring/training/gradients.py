@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from ..buckets.bucket import Bucket, TensorSpec
 from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
-from ..errors import BufferMismatchError
+from ..errors import BufferMismatchError, ConfigError
 from ..gpu.base import Event
 from ..gpu.device import Device
 from ..operations.agreement import Call
@@ -43,6 +44,7 @@ class Gradients(Averager):
                  mark: Callable[[], Event] | None = None) -> None:
         self.nonfinite, self.tally = NonFinite(comm), Tally(comm)
         self.statistics = Statistics()
+        self._optimizer: weakref.ref[object] | None = None
         super().__init__(tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
                          deterministic=deterministic, order=order, steps=steps, moved=moved,
                          device=device, mark=mark, submit=self.tally.submit)
@@ -72,6 +74,31 @@ class Gradients(Averager):
             wire_s=cost.wire_s, decode_s=cost.decode_s)
         self._end_step(finite)
         self._comm.recorder.end_step(self._began_s, waited_s)
+
+    def claim(self, optimizer: object, *, scatters: bool) -> None:
+        """Let one optimizer update the tensors.
+
+        Args:
+            scatters: It updates slices; see `scatter`.
+
+        Raises:
+            ConfigError: Another one does, or has done so with slices.
+            GradientError: A step has begun.
+
+        Collective: yes. Blocking: no.
+        """
+        other = self._optimizer() if self._optimizer is not None else None
+        if other is not None:
+            raise ConfigError(
+                f"rank {self._comm.rank}: {other!r} updates this model already; give groups of "
+                f"parameters settings of their own by groups=, or delete that optimizer first")
+        if self.scatters and not scatters:
+            raise ConfigError(
+                f"rank {self._comm.rank}: this model's gradients are scattered, for a sharded "
+                f"optimizer; pass sharded=True, or wrap the model anew")
+        if scatters:
+            self.scatter()
+        self._optimizer = weakref.ref(optimizer)
 
     def _build(self, tensors: Sequence[TensorSpec]) -> None:
         super()._build(tensors)

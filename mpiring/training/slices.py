@@ -7,8 +7,10 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from ..buckets.bucket import Bucket
-from ..buckets.state import BucketStates, SliceState
+from ..buckets.state import BucketStates, SliceState, Vectors
 from ..communicator import Communicator
+from ..engine.handle import Handle
+from ..gpu import vectors as copying
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
@@ -49,7 +51,8 @@ class Slices:
         averager: Of the gradients.
         comm: The ranks.
         weights: Returns a tensor as a vector, by name; asked again when buckets are built anew.
-        names: The state's vectors, which follow tensors to other buckets; the same on all ranks.
+        vectors: Returns the state's vectors in a bucket of this plan: dtypes by name, the same on
+            all ranks. They follow tensors to other buckets.
 
     Attributes:
         states: The state, by bucket and slice.
@@ -58,9 +61,9 @@ class Slices:
     """
 
     def __init__(self, averager: Averager, comm: Communicator,
-                 weights: Callable[[str], Any], names: Sequence[str]) -> None:
+                 weights: Callable[[str], Any], vectors: Vectors) -> None:
         self._averager, self._comm = averager, comm
-        self._weights, self._names = weights, tuple(names)
+        self._weights, self._vectors = weights, vectors
         self.states = BucketStates()
         self._buckets: Sequence[Bucket] = ()
         self._pieces: list[list[Piece]] = []
@@ -74,10 +77,49 @@ class Slices:
         """
         if self._buckets is not self._averager.buckets:
             self._buckets = self._averager.buckets
-            self._comm.submit(Call("take over", f"{', '.join(self._names)} of {len(self._buckets)} "
-                                   f"buckets"), self._rebuilt).wait()
+            self._comm.submit(Call(
+                "take over", f"the optimizer's state in {len(self._buckets)} buckets"),
+                self._rebuilt).wait()
             self._pieces = [self._pieces_of(bucket) for bucket in self._buckets]
         return self._pieces
+
+    def send(self, index: int) -> Handle[None]:
+        """Begin to bring the weights in this rank's pieces of a bucket to all ranks.
+
+        They take the place of the gradients, in the bucket.
+
+        Args:
+            index: Of the bucket, on all ranks in the same order.
+
+        Collective: yes. Blocking: no.
+        """
+        bucket = self._buckets[index]
+        for piece in self._pieces[index]:
+            copying.copy_to(piece.gradient, piece.weights)
+        bounds, device = self._averager.bounds(bucket), bucket.device
+        return self._comm.submit(
+            Call("allgather", f"updated weights in step {self._averager.steps}", bucket.label,
+                 bucket.flat.nbytes),
+            lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
+            device=device, ready=[] if device is None else [device.event()])
+
+    def receive(self, index: int) -> None:
+        """Write the weights that other ranks have updated, once `send` is complete.
+
+        The bucket holds junk from then on; a NaN in each tensor tells.
+
+        Collective: no.
+        """
+        bucket, start = self._buckets[index], 0
+        own, vector = self._averager.own(bucket), bucket.vector
+        for tensor in bucket.plan.tensors:
+            stop = start + tensor.size
+            for first, last in ((start, min(stop, own.start)), (max(start, own.stop), stop)):
+                if first < last:
+                    copying.copy_to(self._weights(tensor.name)[first - start:last - start],
+                                    vector[first:last])
+            start += tensor.padded_size
+        bucket.mark_as_junk()
 
     def end_step(self) -> None:
         """Count an update: what state there is follows its tensors from now on.
@@ -95,14 +137,14 @@ class Slices:
         yield ()
         own = [collectives.rank if self._averager.scatters else 0]
         yield from self.states.rebuild(
-            self._buckets, self._names, self._averager.bounds, own, gather)
+            self._buckets, self._vectors, self._averager.bounds, own, gather)
 
     def _pieces_of(self, bucket: Bucket) -> list[Piece]:
         found = self.states.of(bucket)
         if found is None:
             return []
         (state,) = found.slices.values()
-        gradient = bucket.flat[self._averager.own(bucket)]
+        gradient = bucket.vector[self._averager.own(bucket)]
         return [
             Piece(segment.name, segment.shape, segment.offset,
                   self._weights(segment.name)[segment.offset:segment.offset + segment.size],

@@ -40,8 +40,8 @@ class Optimizer:
                         enumerate(plan(tensors, bucket_bytes))]
         p = collectives.size
         return self.states.rebuild(
-            self.buckets, ("m", "v"), lambda bucket: [r * bucket.flat.size // p
-                                                      for r in range(p + 1)],
+            self.buckets, lambda plan: {"m": "float32", "v": "float64"},
+            lambda bucket: [r * bucket.flat.size // p for r in range(p + 1)],
             [self.rank], lambda x, bounds: collectives.allgather(x))
 
     def step(self, number, counts=True):

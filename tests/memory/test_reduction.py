@@ -9,7 +9,7 @@ import contract
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import HANG_S, ROOT, environment, needed
+from launching import HANG_S, ROOT, WITHOUT_STAND_INS, environment, needed
 
 from mpiring import ConfigError
 from mpiring.memory import compiled, sixteen
@@ -214,7 +214,8 @@ def test_numba_and_numpy_take_every_number_alike(dtype):
 
 
 def run(code, **variables):
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(**variables),
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT,
+                          env=environment(**WITHOUT_STAND_INS, **variables),
                           check=True, text=True, capture_output=True, timeout=HANG_S).stdout
 
 

@@ -35,14 +35,14 @@ def spoil_sums():
 
 def spoil_training():
     """Spoil a gradient of a transformer, or what one learns later, which only the end shows."""
-    from mpiring.tools.bench import torch_models
-    right = torch_models.contenders
+    from mpiring.tools.bench import torch_contenders
+    right = torch_contenders.contenders
 
     def with_a_wrong_one(world, options, device):
         found = right(world, options, device)
 
-        def wrap(model, optimizer):
-            wrapped, optimizer = found[1].wrap(model, optimizer)
+        def join(model, recipe):
+            wrapped, optimizer = found[1].join(model, recipe)
             *_, bias = model.parameters()
             correct, steps = optimizer.step, []
             early = options.models == ["transformer"]
@@ -58,9 +58,9 @@ def spoil_training():
             optimizer.step = step
             return wrapped, optimizer
 
-        return [*found, torch_models.Contender("wrong", wrap)]
+        return [*found, torch_contenders.Contender("wrong", join)]
 
-    torch_models.contenders = with_a_wrong_one
+    torch_contenders.contenders = with_a_wrong_one
 
 
 def spoil_a_reducer():
@@ -85,5 +85,5 @@ for ends, words in itertools.groupby(sys.argv[1:], ",".__eq__):
         words = list(words)
         print(f"{words[0]} ended with status {main(['bench', *words])}", flush=True)
         if "torch" in words:
-            from mpiring.tools.bench import torch_models
-            torch_models.close()
+            from mpiring.tools.bench import torch_contenders
+            torch_contenders.close()

@@ -159,6 +159,21 @@ def test_without_such_state_there_is_none(tmp_path):
     assert on_ranks(2, run) == [[None, {}, {"step": 3}]] * 2
 
 
+def test_manifests_of_before_there_were_slices_are_read(tmp_path):
+    def of_version_1(manifest):
+        manifest["version"] = 1
+        del manifest["slices"]
+
+    def run(comm):
+        with Checkpoints(tmp_path, comm) as checkpoints:
+            checkpoints.save(1, replicated=3)
+            checkpoints.wait()
+            changed(of_version_1)(newest(tmp_path) / "manifest.json")
+            saved = checkpoints.load()
+            return saved.replicated, saved.sharded
+    assert on_ranks(1, run) == [(3, None)]
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4

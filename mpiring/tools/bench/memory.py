@@ -1,9 +1,11 @@
-"""Measures this process's memory: now, and at its peak."""
+"""Measures memory: of this process at its peak, and of all processes of a node."""
 
 import ctypes
 import gc
 import math
 from pathlib import Path
+
+from .world import World
 
 _PROC = Path("/proc/self")
 _FORGET_PEAK = "5"
@@ -42,6 +44,47 @@ class Growth:
         found = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
         private = (int(found[key]) - int(found["RssShmem"])) << 10
         return private + _windows_bytes() / self._sharers
+
+
+class NodeGrowth:
+    """Growth of the memory of a node's ranks since this object was made, as Linux counts it.
+
+    What several ranks share counts once; code and other files do not count.
+
+    Args:
+        world: The ranks, all of which make one and ask it together.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._before = self._now()
+
+    def bytes_now(self) -> float:
+        """Return that of the node where it is the largest; NaN where the system is not Linux.
+
+        Collective: yes. Blocking: yes.
+        """
+        mine = self._world.comm.node_rank, self._now() - self._before
+        nodes: dict[int, float] = {}
+        for node, growth in self._world.raw.allgather(mine):
+            nodes[node] = nodes.get(node, 0.0) + growth
+        return max(nodes.values())
+
+    def _now(self) -> float:
+        """Return this process's share: of shared pages, their size over the number of sharers.
+
+        Collective: yes. Blocking: yes.
+        """
+        _give_back()
+        # While no rank frees what others count their share of.
+        self._world.barrier()
+        if not _is_known():
+            return math.nan
+        lines = (_PROC / "smaps_rollup").read_text().splitlines()
+        found = sum(int(line.split()[1]) for line in lines
+                    if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        self._world.barrier()
+        return found << 10
 
 
 def _is_known() -> bool:

@@ -11,7 +11,6 @@ from ..files import Environment, Row
 from ..table import Column
 from . import peers, timing
 from .benchmark import Benchmark, run
-from .contenders import ALONE
 from .options import declare_device, declare_models, declare_turns
 from .results import Measurement, beside
 from .world import World
@@ -42,12 +41,12 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from . import torch_models
+    from . import torch_contenders, torch_models
     device = torch_models.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
         training = torch_models.Training(
-            torch_models.Contender(ALONE, lambda model, optimizer: (model, optimizer)), kind,
-            torch_models.width_for(kind, parameters), options.batch, world.rank, device)
+            torch_contenders.alone(), kind, torch_models.width_for(kind, parameters),
+            options.batch, world.rank, device, torch_contenders.RECIPES["sgd"])
         batches = [training.host_batch(number) for number in range(_BATCHES)]
         with_loader = iter(prefetch(itertools.cycle(batches), device.torch, depth=options.depth))
         copied = itertools.cycle(batches)

@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...numpy import DataParallel
-from ..arguments import checked, positive
+from ..arguments import checked, names, positive
 from ..files import Environment, Row
 from ..table import Column
 from ..units import parse_size
@@ -21,7 +21,7 @@ from .options import (
     settle_contenders,
 )
 from .results import Measurement, beside
-from .torch_steps import TORCH_ON_CPU, TORCH_ON_GPU, TORCH_STEPS
+from .torch_steps import SHARDINGS, TORCH_ON_CPU, TORCH_ON_GPU, TORCH_STEPS
 from .world import World
 
 _LEARNING_RATE = np.float32(1e-3)
@@ -45,6 +45,11 @@ def declare(parser: ArgumentParser) -> None:
     numpy.add_argument("--layers", type=positive, default=3, help="default: 3")
     torch = parser.add_argument_group("with --framework torch")
     declare_models(torch)
+    torch.add_argument("--optimizer", choices=("sgd", "adamw"), default="sgd",
+                       help="default: sgd; adamw is PyTorch's fused one")
+    torch.add_argument("--sharded", type=names(SHARDINGS), nargs="?", metavar="A,B", default=[],
+                       const=list(SHARDINGS), help="also train so that ranks share the "
+                       f"optimizer's work; of {', '.join(SHARDINGS)}; default: all")
     declare_link(torch)
     declare_turns(parser)
     declare_contenders(parser)
@@ -54,9 +59,11 @@ def declare(parser: ArgumentParser) -> None:
 def _run(options: Namespace) -> int:
     if options.framework == "torch":
         settle_contenders(options, options.device, TORCH_ON_CPU, TORCH_ON_GPU)
+        if options.sharded and options.device != "cpu":
+            raise ConfigError("--sharded needs --device cpu")
         return run(TORCH_STEPS, options)
-    if options.device != "cpu":
-        raise ConfigError("--device cuda needs --framework torch")
+    if options.device != "cpu" or options.sharded or options.optimizer != "sgd":
+        raise ConfigError("--device cuda, --optimizer adamw and --sharded need --framework torch")
     settle_contenders(options, "cpu", ON_CPU, ())
     options.batch = options.batch or 64
     options.bucket = options.bucket or 4 << 20

@@ -73,7 +73,7 @@ def timed(ranks: Ranks, action: Action, calls: int, *,
 
 
 def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[str, Action]],
-             prepare: Action = lambda: None, stopwatch: Stopwatch = by_clock,
+             stopwatch: Stopwatch = by_clock,
              ) -> Generator[list[Any], None, dict[str, Readings]]:
     """Time what each subject does, in rounds of random order; return the readings.
 
@@ -82,7 +82,6 @@ def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[st
     Args:
         options: `rounds`, `calls` in each, and the `seed` of the orders.
         subjects: Their actions, by name; each is called once in a round before it is timed.
-        prepare: Called before each timed call.
         stopwatch: See `timed`.
 
     Collective: yes. Blocking: yes.
@@ -97,7 +96,7 @@ def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[st
             for kind, action in subjects[name].items():
                 action()
                 readings[name][kind] += timed(
-                    ranks, action, options.calls, prepare=prepare, stopwatch=stopwatch)
+                    ranks, action, options.calls, stopwatch=stopwatch)
     return readings
 
 

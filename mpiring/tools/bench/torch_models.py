@@ -1,34 +1,24 @@
-"""Makes small PyTorch models, and trains them with each contender's averages."""
+"""Makes small PyTorch models, and trains them with each contender."""
 
-import gc
-from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from ...gpu.carriers import torch_cuda
 from ...memory.arrays import Array
-from ...torch import DataParallel, device_for, share_cores
-from . import peers, timing
-from .contenders import ALONE, GLOO, OURS, horovod
+from ...torch import device_for
+from . import timing
+from .torch_contenders import Contender, Recipe
 from .world import World
 
-BACK_END = "mpiring + PyTorch's DDP"
-HOROVOD = "Horovod"
-
-_LEARNING_RATE = 1e-3
 _BYTE_VALUES = 256
 TEXT_LENGTH = 64
 _LAYERS = 4
 _PIXELS, _COLOURS, _CLASSES = 32, 3, 10
-# torch.distributed's name for Gloo on an interface that we have chosen.
-_GLOO_HERE = "gloo_here"
 
 
 class Transformer(nn.Module):
@@ -125,21 +115,6 @@ def _count(model: nn.Module) -> int:
 
 
 @dataclass(frozen=True)
-class Contender:
-    """A way to average gradients.
-
-    Attributes:
-        name: For tables.
-        wrap: Returns what replaces a model and its optimizer.
-        blocking: Takes a vector, and returns a function that sums it over the ranks.
-    """
-
-    name: str
-    wrap: Callable[[nn.Module, Any], tuple[nn.Module, Any]]
-    blocking: Callable[[Array], Callable[[], object]] = lambda flat: lambda: None
-
-
-@dataclass(frozen=True)
 class Device:
     """Where models are, and how their steps are timed."""
 
@@ -173,16 +148,17 @@ def device_named(world: World, name: str) -> Device:
 
 
 class Training:
-    """A model, its data, and how its gradients are averaged.
+    """A model, its data, and how it is trained.
 
     Every rank has data of its own; all trainings of a kind begin alike.
 
     Args:
-        contender: Averages the gradients.
+        contender: The way to train.
         kind, width, batch: Of the model; by default a batch that takes about as long as the
             others'.
         rank: Of the data.
         device: Of model and data.
+        recipe: The optimizer.
 
     Attributes:
         name: The contender's.
@@ -190,7 +166,7 @@ class Training:
     """
 
     def __init__(self, contender: Contender, kind: str, width: int, batch: int | None,
-                 rank: int, device: Device) -> None:
+                 rank: int, device: Device, recipe: Recipe) -> None:
         self.name = contender.name
         self._kind = _KINDS[kind]
         self.batch = batch or self._kind.batch
@@ -198,8 +174,7 @@ class Training:
         self._bare = self._kind.make(width).to(device.torch)
         self._x, self._y = (x.to(device.torch) for x in self._kind.data(
             self.batch, torch.Generator().manual_seed(1 + rank)))
-        self._model, self._optimizer = contender.wrap(
-            self._bare, torch.optim.SGD(self._bare.parameters(), lr=_LEARNING_RATE))
+        self._model, self._optimizer = contender.join(self._bare, recipe)
 
     def step(self) -> None:
         """Take one step."""
@@ -223,91 +198,20 @@ class Training:
         return _count(self._bare)
 
     def gradients(self) -> Mapping[str, Array]:
-        """Return those of the last step, by name."""
-        return {name: p.grad.cpu().numpy() for name, p in self._bare.named_parameters()}
+        """Return those of the last step, by name.
+
+        Collective: with FSDP2. Blocking: with FSDP2.
+        """
+        return {name: _whole(p.grad) for name, p in self._bare.named_parameters()}
 
     def parameters(self) -> Mapping[str, Array]:
-        """Return the parameters, by name."""
-        return {name: p.detach().cpu().numpy() for name, p in self._bare.named_parameters()}
+        """Return the parameters, by name.
+
+        Collective: with FSDP2. Blocking: with FSDP2.
+        """
+        return {name: _whole(p.detach()) for name, p in self._bare.named_parameters()}
 
 
-def contenders(world: World, options: Namespace, device: Device) -> list[Contender]:
-    """Connect the ranks by all contenders that a command line asks for, and return them.
-
-    On GPUs, Horovod is left out.
-
-    Raises:
-        MissingDependencyError: A peer was asked for that is not installed.
-
-    Collective: yes. Blocking: yes.
-    """
-    share_cores(world.comm)
-    kinds = options.contenders
-    bucket: dict[str, Any] = {} if options.bucket is None else {"bucket_bytes": options.bucket}
-    found = [
-        Contender(ALONE, lambda model, optimizer: (model, optimizer)),
-        Contender(
-            OURS, lambda model, optimizer: (
-                DataParallel(model, world.comm, **bucket), optimizer),
-            lambda flat: lambda: world.comm.allreduce(flat))]
-    has_back_end = kinds is None or "mpiring" in kinds
-    if has_back_end:
-        dist.init_process_group("mpiring", init_method="mpi://")
-        found.append(_with_ddp(BACK_END, dist.group.WORLD, options.bucket))
-    if peers.takes_part("gloo", kinds, world):
-        group = _gloo(world, options.interface, beside=has_back_end)
-        found.append(_with_ddp(GLOO, group, options.bucket))
-    if device.torch.type == "cpu" and peers.takes_part("horovod", kinds, world):
-        found.append(_horovod(world, options))
-    return found
-
-
-def _with_ddp(name: str, group: Any, bucket_bytes: int | None) -> Contender:
-    """Return PyTorch's DistributedDataParallel over a process group."""
-    size = {} if bucket_bytes is None else {"bucket_cap_mb": bucket_bytes / 2 ** 20}
-
-    def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        return nn.parallel.DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True, **size), optimizer
-
-    def blocking(flat: Array) -> Callable[[], object]:
-        tensor = peers.tensor_of(flat)
-        return lambda: dist.all_reduce(tensor, group=group)
-
-    return Contender(name, wrap, blocking)
-
-
-def _gloo(world: World, interface: str | None, *, beside: bool) -> Any:
-    """Return Gloo's process group: the default group, or another one beside it."""
-    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-        return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
-
-    if not hasattr(dist.Backend, _GLOO_HERE.upper()):
-        dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu", "cuda"])
-    if beside:
-        return dist.new_group(backend=_GLOO_HERE)
-    store = peers.store_of_rank_0(world, interface or peers.interface_for(world))
-    dist.init_process_group(_GLOO_HERE, store=store, rank=world.rank, world_size=world.size)
-    return dist.group.WORLD
-
-
-def _horovod(world: World, options: Namespace) -> Contender:
-    """Return Horovod's wrapper of optimizers."""
-    call = horovod().blocking
-    import horovod.torch as hvd
-
-    def wrap(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-        return model, hvd.DistributedOptimizer(
-            optimizer, named_parameters=model.named_parameters())
-
-    return Contender(HOROVOD, wrap, call)
-
-
-def close() -> None:
-    """Leave torch.distributed, and free models.
-
-    Collective: yes. Blocking: yes.
-    """
-    gc.collect()
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _whole(tensor: torch.Tensor) -> Array:
+    """Return a tensor's values, gathered where each rank has a shard."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy()

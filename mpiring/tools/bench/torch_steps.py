@@ -3,23 +3,28 @@
 import gc
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...memory.arrays import Array
 from ..files import Environment, Row
 from ..table import Column
 from . import gradients, peers, timing
 from .benchmark import Benchmark
 from .contenders import ALONE, GLOO
+from .memory import NodeGrowth
 from .results import Measurement, beside
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_models import Contender, Device
+    from .torch_contenders import Contender
+    from .torch_models import Device, Training
 
+# Ways to share the optimizer's work.
+SHARDINGS = ("zero", "fsdp")
 TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", *peers.NAMES), ("mpiring", "gloo")
 
 
@@ -32,50 +37,66 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from . import torch_models
+    from . import torch_contenders, torch_models
     device = torch_models.device_named(world, options.device)
-    contenders = torch_models.contenders(world, options, device)
+    contenders = torch_contenders.contenders(world, options, device.torch)
     world.warm_up()
     for kind in options.models:
         for wanted in options.parameters:
             width = torch_models.width_for(kind, wanted)
             yield from _measure(world, options, contenders, kind, width, device)
-    torch_models.close()
+    torch_contenders.close()
 
 
 def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]", kind: str,
              width: int, device: "Device") -> Iterator[list[Measurement]]:
     """Measure all contenders with a model."""
+    from .torch_contenders import RECIPES
     from .torch_models import Training
+    recipe = RECIPES[options.optimizer]
 
     def begin(contender: "Contender") -> Training:
-        return Training(contender, kind, width, options.batch, world.rank, device)
+        return Training(contender, kind, width, options.batch, world.rank, device, recipe)
 
     alone = begin(contenders[0])
     alone.step()
     right = gradients.means_over_ranks(world, alone.gradients())
     del alone
-    begun = [gradients.begun(world, partial(begin, contender), right, Training.step)
-             for contender in contenders]
+    trainings, memories = [], {}
+    for contender in contenders:
+        training, memories[contender.name] = _begun(
+            world, partial(begin, contender), right, on_host=device.torch.type == "cpu")
+        trainings.append(training)
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)
+    # Written to, so that it has memory of its own; sums of zeros never overflow.
+    flat[...] = 0
     actions = {contender.name: {"step": training.step, "communication": contender.blocking(flat)}
-               for contender, (training, _) in zip(contenders, begun)}
-    readings = yield from timing.in_turns(
-        world, options, actions, lambda: flat.fill(1), device.stopwatch)
+               for contender, training in zip(contenders, trainings)}
+    readings = yield from timing.in_turns(world, options, actions, device.stopwatch)
     gradients.check_parameters(
-        world, {training.name: training.parameters() for training, _ in begun})
-    labels = {"model": kind, "parameters": flat.size, "batch": begun[0][0].batch,
-              "calls": options.calls, "device": str(device.torch),
+        world, {training.name: training.parameters() for training in trainings})
+    node_ranks = int(world.slowest([world.comm.local_size])[0])
+    labels = {"model": kind, "parameters": flat.size, "batch": trainings[0].batch,
+              "optimizer": options.optimizer, "calls": options.calls, "device": str(device.torch),
               "thread_level": world.thread_level}
-    # The process's memory is not that of the GPU.
-    on_host = device.torch.type == "cpu"
-    yield [Measurement({**labels, "contender": training.name}, {
-        **readings[training.name], "peak_bytes": [peak if on_host else math.nan]})
-        for training, peak in begun]
-    del begun, actions
+    yield [Measurement(
+        {**labels, "contender": contender.name, "formula_bytes_per_parameter":
+         contender.shares.bytes_per_parameter(recipe, node_ranks, world.size)},
+        {**readings[contender.name], **memories[contender.name]}) for contender in contenders]
+    del trainings, actions
     # Modules and their hooks hold each other.
     gc.collect()
+
+
+def _begun(world: World, begin: "Callable[[], Training]", right: Mapping[str, Array], *,
+           on_host: bool) -> "tuple[Training, dict[str, list[float]]]":
+    """Return a training whose first step was right, and readings of the memory that it takes."""
+    growth = NodeGrowth(world)
+    training, peak = gradients.begun(world, begin, right, lambda training: training.step())
+    found = {"peak_bytes": [peak], "node_bytes": [growth.bytes_now()]}
+    # The process's memory is not that of the GPU.
+    return training, found if on_host else dict.fromkeys(found, [math.nan])
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
@@ -116,6 +137,7 @@ def _row(measurement: Measurement, case: Mapping[str, Measurement], about: Envir
         "over_bound": median / bound,
         "extra_MiB": extra / 2 ** 20,
         "extra_over_gradients": extra / nbytes,
+        "node_bytes_per_parameter": max(measurement.readings["node_bytes"]) / labels["parameters"],
     }
 
 
@@ -129,12 +151,14 @@ def _over(measurement: Measurement, other: Measurement | None) -> float:
 
 _COLUMNS = [
     Column("model", -11), Column("parameters", 10),
-    Column("contender", -22, title="training step"), Column("thread_level", -10, title="threads"),
+    Column("contender", -24, title="training step"), Column("thread_level", -10, title="threads"),
     Column("median_ms", 9, 4), Column("p95_ms", 8, 4), Column("over_compute", 8, 3, "/compute"),
     Column("over_gloo", 6, 3, "/Gloo"), Column("communication_ms", 8, 3, "comm. ms"),
     Column("hidden_percent", 8, 3, "hidden %"), Column("bound_ms", 8, 4),
     Column("over_bound", 6, 3, "/bound"), Column("extra_MiB", 9, 3),
-    Column("extra_over_gradients", 10, 3, "/gradients")]
+    Column("extra_over_gradients", 10, 3, "/gradients"),
+    Column("node_bytes_per_parameter", 8, 3, "node B/p"),
+    Column("formula_bytes_per_parameter", 7, 3, "formula")]
 TORCH_STEPS = Benchmark(
     "steps", lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
     measure, rows, _COLUMNS)

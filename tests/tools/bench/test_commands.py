@@ -131,26 +131,34 @@ def test_steps(tmp_path):
 def test_steps_and_prefetching_with_pytorch(tmp_path):
     installed("matplotlib"), installed("torch")
     ended = in_turn(2, (
-        *TORCH, "--models", "transformer,mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
+        *TORCH, "--models", "mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
         tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
+        *TORCH, "--rounds", "1", "--optimizer", "adamw", "--sharded", "--json",
+        tmp_path / "sharded.json"), (
         "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch", "2",
         "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
         tmp_path / "prefetch.png"))
-    assert ended.output.count("ended with status 0") == 4, ended.output
-    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    assert {row["model"] for row in rows} == {"transformer", "mlp"}
-    for model in "transformer", "mlp":
-        names = [row["contender"] for row in rows if row["model"] == model]
+    assert ended.output.count("ended with status 0") == 6, ended.output
+    dense, sharded = (json.loads((tmp_path / name).read_text())["rows"]
+                      for name in ("out.json", "sharded.json"))
+    for rows, formula, *more in (dense, 16), (sharded, 32, "ZeRO", "FSDP2"):
+        names = [row["contender"] for row in rows]
         assert names[:2] == ["compute only", "mpiring DataParallel"]
-        assert names[-1] == "Gloo + PyTorch's DDP" and len(names) in (3, 4)
-    for row in rows:
+        peers = ["Gloo + PyTorch's DDP", *(f"Gloo + {name}" for name in more)]
+        over = [name.replace("Gloo", "mpiring") for name in peers]
+        assert names[2:] in (over + peers, peers)
+        for row in rows:
+            assert row["formula_bytes_per_parameter"] == {"ZeRO": 24, "FSDP2": 16}.get(
+                row["contender"].split()[-1], formula)
+            assert row["node_bytes_per_parameter"] is not None, "the model is too small for more"
+    for row in dense:
         assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
         # On one node there is no wire.
         alone = row["contender"] == "compute only"
         assert (row["over_bound"] == 1 or not alone) and row["bound_ms"] > 0
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
     assert (tmp_path / "out.png").stat().st_size > 10_000
-    assert (tmp_path / "out.csv").read_text().count("\ntransformer,") == len(rows) // 2
+    assert (tmp_path / "out.csv").read_text().count("\nmlp,") == len(dense)
     rows = json.loads((tmp_path / "prefetch.json").read_text())["rows"]
     assert [row["contender"] for row in rows] == 2 * [
         "data on the device", "mpiring.data.prefetch", "copied in the step"]

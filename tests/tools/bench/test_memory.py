@@ -2,12 +2,14 @@
 
 import mmap
 import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mpiring.tools.bench.memory import Growth
+from mpiring.tools.bench.memory import Growth, NodeGrowth
 
 MIB = 1 << 20
 # The system counts pages in batches, and Python allocates a little meanwhile.
@@ -65,3 +67,36 @@ def test_a_window_counts_as_its_share_however_much_of_it_was_touched(touched):
     # The bytes that are written come from private memory of the same length.
     found = measured(window, sharers=4)
     assert abs(found - (8 + touched) * MIB) < NOISE
+
+
+SHARER = """
+import mmap, sys
+with open(sys.argv[1], "r+b") as file:
+    window = mmap.mmap(file.fileno(), 0)
+print(sum(window[::mmap.PAGESIZE]), flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize(("nodes", "most"), [((0, 0, 1), 3), ((0, 1, 1), 5)])
+def test_the_largest_node_is_told_and_what_is_shared_counts_once(nodes, most):
+    """Other ranks, of which there are none, hold twice and three times as much as this one."""
+    def allgather(mine):
+        return [(node, (1 + rank) * mine[1]) for rank, node in enumerate(nodes)]
+
+    world = SimpleNamespace(barrier=lambda: None, comm=SimpleNamespace(node_rank=nodes[0]),
+                            raw=SimpleNamespace(allgather=allgather))
+    growth = NodeGrowth(world)
+    private, descriptor = np.ones(8 * MIB, np.uint8), os.memfd_create("mpiring")
+    os.ftruncate(descriptor, 24 * MIB)
+    window = mmap.mmap(descriptor, 24 * MIB)
+    np.frombuffer(window, np.uint8)[:] = 1
+    assert abs(growth.bytes_now() - most * 32 * MIB) < most * NOISE
+    with subprocess.Popen(
+            [sys.executable, "-c", SHARER, f"/proc/{os.getpid()}/fd/{descriptor}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as sharer:
+        assert int(sharer.stdout.readline()) == 24 * MIB // mmap.PAGESIZE
+        assert abs(growth.bytes_now() - most * (8 + 24 / 2) * MIB) < most * NOISE
+        sharer.communicate("\n")
+    os.close(descriptor)
+    del private

@@ -86,7 +86,8 @@ def of_torch(contender, step, communication=(0.1,), peak=0, model="mlp"):
     labels = {"model": model, "parameters": 1 << 18, "batch": 8, "calls": 2,
               "thread_level": "multiple", "contender": contender}
     return Measurement(labels, {
-        "step": step, "communication": list(communication), "peak_bytes": [peak]})
+        "step": step, "communication": list(communication), "peak_bytes": [peak],
+        "node_bytes": [33 << 18]})
 
 
 TORCH = [of_torch(contenders.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
@@ -106,6 +107,7 @@ def test_rows_of_training_with_pytorch():
     assert ours["hidden_percent"] == pytest.approx(50)
     assert gloo["hidden_percent"] == pytest.approx(0)
     assert ours["extra_MiB"] == 1 and gloo["extra_over_gradients"] == 4
+    assert ours["node_bytes_per_parameter"] == 33
     # 2 (2-1)/2 of a MiB, at half of the rate; with the other model, computing takes longer.
     assert ours["bound_ms"] == pytest.approx(800) and other["bound_ms"] == 1000
     assert ours["over_bound"] == pytest.approx(0.175 / 0.8)

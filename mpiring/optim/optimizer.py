@@ -1,0 +1,245 @@
+"""What all optimisers share: a step, settings, the way back of updated weights, and state."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..arguments import number
+from ..buckets.bucket import BucketPlan
+from ..communicator import Communicator
+from ..errors import ConfigError, GradientError
+from ..gpu.base import await_event
+from ..memory.arrays import dtype_name
+from ..training.gradients import Gradients
+from ..training.slices import Slices
+from . import masters
+from .norms import norms
+from .parts import MASTER, Part, wide
+from .settings import Groups, Settings, at, described, refuse_different, settings_of
+
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+
+class Model(Protocol):
+    """What an optimiser needs of a model: a mpiring.numpy.DataParallel, or another adapter's.
+
+    Attributes:
+        comm: The ranks.
+        gradients: Averages the gradients, of all the tensors that are to be updated.
+    """
+
+    comm: Communicator
+    gradients: Gradients
+
+    def vector(self, name: str) -> Any:
+        """Return a parameter as a vector that shares its memory: shape (n,), in C order.
+
+        On a GPU, a DeviceVector. Asked again whenever buckets are built anew.
+        """
+
+    def wait(self) -> None:
+        """Complete the step of the gradients that is under way. Collective, blocking."""
+
+
+class Scaler(Protocol):
+    """What is needed of a mpiring.numpy.LossScaler."""
+
+    @property
+    def scale(self) -> float:
+        """Factor of the gradients of the present step."""
+
+    def step(self) -> bool:
+        """Return whether to update, the same on all ranks, and set the next step's scale."""
+
+
+class Optimizer:
+    """An optimiser of a model's tensors, or of this rank's slices of them.
+
+    One of a published method says which vectors it remembers (`vectors`), and has `_update`, and
+    `_prepare` where it must know about all tensors first.
+
+    Args:
+        dp: The model.
+        defaults: The settings, by name.
+        groups: By a tensor's name or pattern, settings that differ.
+        no_decay: Names and patterns of tensors that are neither decayed nor adapted.
+        max_norm: Gradients are scaled down to this norm of all of them together; None for never.
+        sharded: Update only this rank's slices, and gather the weights.
+
+    Attributes:
+        settings: By tensor; may be changed between steps, alike on all ranks.
+        steps: Updates so far.
+        sharded: As given.
+
+    Raises:
+        ConfigError: An argument is wrong, or differs between ranks; a parameter cannot be updated;
+            or another optimiser updates this model.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    vectors: Sequence[str] = ()
+
+    def __init__(self, dp: Model, defaults: Settings, *, groups: Groups | None,
+                 no_decay: Sequence[str], max_norm: float | None, sharded: bool) -> None:
+        _refuse_other_than_models(dp)
+        self._dp, self._comm, self._gradients = dp, dp.comm, dp.gradients
+        self.sharded, self.steps, self._max_norm = bool(sharded), 0, max_norm
+        if max_norm is not None:
+            self._max_norm = number("max_norm", max_norm, lambda x: 0 < x < math.inf,
+                                    "a finite number above 0, or None")
+        self._names = list(self._gradients.tensors)
+        self._refuse_other_tensors()
+        self.settings = settings_of(self._names, defaults, groups, no_decay)
+        refuse_different(self._comm, type(self).__name__, {
+            "class": type(self).__name__, "sharded": self.sharded, "max_norm": self._max_norm,
+            **described(self.settings), **self._more()})
+        self._gradients.claim(self, scatters=self.sharded)
+        self._slices = Slices(self._gradients, self._comm, dp.vector, self._vectors_in)
+        # The last step of the gradients that was looked at.
+        self._seen = self._gradients.steps
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(…, sharded={self.sharded})"
+
+    def step(self, scaler: Scaler | None = None) -> bool:
+        """Update the weights, once the gradients are there; return whether it was done.
+
+        Where a gradient of any rank was not finite, nothing changes on any rank, and the result is
+        False.
+
+        Args:
+            scaler: A LossScaler, by whose scale the gradients are divided; its `step` is called
+                here.
+
+        Raises:
+            GradientError: There are no new gradients, or not all were marked ready; and what
+                `dp.wait()` and `scaler.step()` raise.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._await_gradients("step()")
+        scale = 1.0 if scaler is None else 1 / scaler.scale
+        self._seen = self._gradients.steps
+        if not (self._gradients.finite if scaler is None else scaler.step()):
+            return False
+        with_parts = self._parts()
+        parts = [part for bucket in with_parts for part in bucket]
+        if self._max_norm is not None:
+            total = scale * self._norm_of_gradients(parts)
+            scale *= min(1.0, self._max_norm / total) if total else 1.0
+        self._after_users_work()
+        for part in parts:
+            part.begin()
+        self._prepare(parts, scale)
+        handles = []
+        for index, bucket in enumerate(with_parts):
+            for part in bucket:
+                self._update(part, scale)
+                part.end()
+            if self.sharded:
+                handles.append(self._slices.send(index))
+        self.steps += 1
+        self._slices.end_step()
+        for index, handle in enumerate(handles):
+            handle.wait()
+            self._slices.receive(index)
+        self._before_users_work()
+        return True
+
+    def grad_norm(self) -> float:
+        """Return the norm of all averaged gradients together, before `step`; waits for them.
+
+        With a LossScaler it is that of the scaled gradients.
+
+        Raises:
+            GradientError: There are no new gradients.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._await_gradients("grad_norm()")
+        self._after_users_work()
+        return self._norm_of_gradients([part for bucket in self._parts() for part in bucket])
+
+    # What methods have
+
+    def _more(self) -> Mapping[str, Any]:
+        """Return further settings that ranks must share."""
+        return {}
+
+    def _prepare(self, parts: Sequence[Part], scale: float) -> None:
+        """Look at all of this rank's parts before any is updated.
+
+        Args:
+            scale: Factor of the gradients.
+
+        Collective: yes. Blocking: yes.
+        """
+
+    def _update(self, part: Part, scale: float) -> None:
+        """Update a part.
+
+        Args:
+            scale: Factor of the gradients.
+        """
+        raise NotImplementedError
+
+    def _norms(self, parts: Sequence[Part], kinds: Sequence[str],
+               blocks: Any) -> Mapping[str, Mapping[str, float]]:
+        """Return the norms of whole tensors; see norms.norms."""
+        return norms(self._comm, parts, self._names, kinds, blocks,
+                     scatters=self._gradients.scatters)
+
+    # The step
+
+    def _await_gradients(self, what: str) -> None:
+        if self._gradients.under_way:
+            self._dp.wait()
+        if self._gradients.steps == self._seen:
+            raise GradientError(
+                f"rank {self._comm.rank}: {what} without new gradients; compute them, and mark "
+                f"each as ready, before each optimizer.step(), which is called once per step")
+
+    def _parts(self) -> list[list[Part]]:
+        """Return this rank's parts, per bucket."""
+        now = {id(its): at(its, self.steps) for its in self.settings.values()}
+        return [[Part(piece, now[id(self.settings[piece.name])]) for piece in pieces]
+                for pieces in self._slices.follow()]
+
+    def _norm_of_gradients(self, parts: Sequence[Part]) -> float:
+        found = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
+        return math.sqrt(sum(norm["g"]**2 for norm in found.values()))
+
+    def _vectors_in(self, plan: BucketPlan) -> dict[str, "np.dtype[Any]"]:
+        """Return the vectors of the state in a bucket: dtypes by name."""
+        names = [*self.vectors, *[MASTER] * masters.has_master(plan.dtype)]
+        return dict.fromkeys(names, wide(plan.dtype))
+
+    def _after_users_work(self) -> None:
+        """Wait until a GPU has written what CuPy was told to write."""
+        device = self._gradients.buckets[0].device
+        if device is not None:
+            await_event(device.gpu.mark())
+
+    def _before_users_work(self) -> None:
+        """Let what CuPy is told to do from now on find the updated weights."""
+        device = self._gradients.buckets[0].device
+        if device is not None:
+            device.gpu.follow(device.event())
+
+    def _refuse_other_tensors(self) -> None:
+        for tensor in self._gradients.tensors.values():
+            if dtype_name(tensor.dtype) not in _DTYPES:
+                raise ConfigError(
+                    f"rank {self._comm.rank}: parameter {tensor}: optimizers update "
+                    f"{', '.join(_DTYPES)}; update others by hand, without an optimizer")
+            self._dp.vector(tensor.name)
+
+
+def _refuse_other_than_models(dp: object) -> None:
+    missing = [name for name in ("comm", "gradients", "vector", "wait") if not hasattr(dp, name)]
+    if missing:
+        raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy "
+                          f"(for a model of PyTorch, see mpiring.torch.Sharded)")

@@ -1,0 +1,140 @@
+"""Settings of an optimiser for each tensor: numbers, groups by pattern, and schedules."""
+
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from ..arguments import number
+from ..communicator import Communicator
+from ..errors import ConfigError
+
+# A number, or a function of the number of updates before this one: 0 for the first.
+Scheduled = float | Callable[[int], float]
+Groups = Mapping[str, Mapping[str, Any]]
+Settings = dict[str, Any]
+
+
+def _least(name: str, value: Any) -> float:
+    return number(name, value, lambda x: 0 <= x < math.inf, "a finite number of at least 0")
+
+
+def _share(name: str, value: Any) -> float:
+    return number(name, value, lambda x: 0 <= x < 1, "a number of at least 0, below 1")
+
+
+def _above(name: str, value: Any) -> float:
+    return number(name, value, lambda x: 0 < x < math.inf, "a finite number above 0")
+
+
+def _betas(name: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, Sequence) or len(value) != 2:
+        raise ConfigError(f"{name}={value!r:.200}: expected two numbers, as (0.9, 0.999)")
+    return _share(f"{name}[0]", value[0]), _share(f"{name}[1]", value[1])
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
+    "lr": _least, "momentum": _share, "weight_decay": _least, "betas": _betas, "eps": _above,
+    "trust": _above}
+# Those that may be functions.
+_SCHEDULED = ("lr", "momentum")
+# Whether LARS and LAMB adapt the rate; not the user's to set, but by `no_decay`.
+ADAPTS = "adapts"
+
+
+def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
+                no_decay: Sequence[str]) -> dict[str, Settings]:
+    """Return each tensor's settings; tensors with the same ones share a dict.
+
+    Args:
+        names: Of all tensors.
+        defaults: By name.
+        groups: By tensor's name or pattern, those that differ. The exact name counts, or else the
+            first pattern that fits.
+        no_decay: Names and patterns of tensors that are neither decayed nor adapted.
+
+    Raises:
+        ConfigError: A setting is unknown or out of range, or a pattern fits no name.
+    """
+    names = list(names)
+    plain = {name: _checked(name, value) for name, value in defaults.items()}
+    known: dict[str, Settings] = {}
+    for pattern, changes in (_mapping("groups", groups) if groups is not None else {}).items():
+        _refuse_unfit("groups", pattern, names)
+        for name in _mapping(f"groups[{pattern!r}]", changes):
+            if name not in plain:
+                raise ConfigError(f"groups[{pattern!r}] has {name!r}: expected some of "
+                                  f"{', '.join(plain)}")
+        known[pattern] = plain | {name: _checked(name, x) for name, x in changes.items()}
+    if isinstance(no_decay, str) or not isinstance(no_decay, Iterable):
+        raise ConfigError(f"no_decay={no_decay!r:.200}: expected a tuple of names and patterns, as "
+                          f"('b*', '*norm*')")
+    no_decay = list(no_decay)
+    for pattern in no_decay:
+        _refuse_unfit("no_decay", pattern, names)
+
+    made: dict[tuple[str | None, bool], Settings] = {}
+
+    def of(name: str) -> Settings:
+        fits = name if name in known else next(
+            (pattern for pattern in known if fnmatch.fnmatchcase(name, pattern)), None)
+        exempt = any(fnmatch.fnmatchcase(name, pattern) or name == pattern for pattern in no_decay)
+        if (fits, exempt) not in made:
+            settings = {**(plain if fits is None else known[fits]), ADAPTS: not exempt}
+            made[fits, exempt] = settings | ({"weight_decay": 0.0} if exempt else {})
+        return made[fits, exempt]
+
+    return {name: of(name) for name in names}
+
+
+def at(settings: Settings, step: int) -> Settings:
+    """Return settings with the values of their functions.
+
+    Args:
+        step: Updates before this one.
+
+    Raises:
+        ConfigError: A value is out of range.
+    """
+    return {name: _CHECKS[name](f"{name}({step})", value(step)) if callable(value) else value
+            for name, value in settings.items()}
+
+
+def described(settings: Mapping[str, Settings]) -> dict[str, Any]:
+    """Return settings as they are compared between ranks: functions by their value at first."""
+    return {f"{name} of {tensor!r}": value
+            for tensor, its in settings.items() for name, value in at(its, 0).items()}
+
+
+def refuse_different(comm: Communicator, whose: str, mine: Mapping[str, Any]) -> None:
+    """Raise ConfigError, on all ranks, unless settings are those of rank 0.
+
+    Collective: yes. Blocking: yes.
+    """
+    everybodys = comm.allgather_object(dict(mine))
+    first = everybodys[0]
+    for rank, theirs in enumerate(everybodys):
+        for name in {**first, **theirs}:
+            here, there = (x.get(name, "missing") for x in (theirs, first))
+            if here != there:
+                raise ConfigError(
+                    f"rank {rank}: {whose} has {name}={here!r}, but on rank 0 it is {there!r}; "
+                    f"give it the same arguments on every rank")
+
+
+def _checked(name: str, value: Any) -> Any:
+    return value if name in _SCHEDULED and callable(value) else _CHECKS[name](name, value)
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}={value!r:.200}: expected a mapping, as "
+                          f"groups={{'head*': {{'lr': 0.01}}}}")
+    return value
+
+
+def _refuse_unfit(what: str, pattern: Any, names: Sequence[str]) -> None:
+    if not isinstance(pattern, str) or pattern not in names and not any(
+            fnmatch.fnmatchcase(name, pattern) for name in names):
+        raise ConfigError(f"{what} has {pattern!r}: no parameter has such a name; there are "
+                          f"{', '.join(names)}")
