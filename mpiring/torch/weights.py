@@ -144,7 +144,6 @@ class WeightBuckets:
         for index in list(self._handles):
             self.wait(index)
 
-
     @contextmanager
     def writing(self) -> Iterator[None]:
         """Let weights be written in a block, on all ranks alike."""

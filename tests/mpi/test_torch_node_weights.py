@@ -1,4 +1,4 @@
-"""Tests weights that lie once per node, on real MPI: the training, and what users write into them."""
+"""Tests weights that lie once per node, on real MPI: in training, and written by users."""
 
 import mpiring
 import pytest

@@ -27,7 +27,7 @@ HOROVOD = "Horovod"
 _LEARNING_RATE = 1e-3
 # With PyTorch's default, 1e-8, Adam would make whole steps of the rounding errors in gradients
 # that are zero but for these (of the keys' biases), and no two sums would train alike.
-_ADAM_EPS = 1e-4
+_ADAM_EPS = 1e-3
 # torch.distributed's name for Gloo on an interface that we have chosen.
 _GLOO_HERE = "gloo_here"
 _FLOAT_BYTES = 4
