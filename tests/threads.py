@@ -2,10 +2,12 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 
 from mpiring import Config
+from mpiring.memory.reduction import reduction
 
 _DEADLINE_S = 30
 
@@ -69,6 +71,67 @@ class ThreadComm:
         return Answer(np.max(self.allgather_object(x), axis=0))
 
 
+class TrainingComm(ThreadComm):
+    """What training needs of a Communicator: an operation is complete when it was submitted."""
+
+    def __init__(self, rank, meeting):
+        super().__init__(rank, meeting)
+        self.memory_groups = [tuple(range(self.size))]
+        self.recorder = SimpleNamespace(end_step=lambda *times: None)
+
+    def empty(self, n, dtype, *, device):
+        return np.empty(n, dtype)
+
+    def prepare(self):
+        pass
+
+    poke = prepare
+
+    def allreduce(self, x, *, op="sum"):
+        _run(_Collectives(self).allreduce(x.reshape(-1), op=op))
+
+    def submit(self, call, build, *, device=None, ready=()):
+        assert len(set(self.allgather_object(call.header))) == 1
+        _run(build(_Collectives(self)))
+        return SimpleNamespace(wait=lambda: None, flight=SimpleNamespace(ended_s=0))
+
+
+def _run(schedule):
+    for _ in schedule:
+        pass
+
+
+class _Collectives:
+    """Operations that are schedules without messages."""
+
+    bytes_sent = 0
+
+    def __init__(self, comm):
+        self.rank, self.size, self._comm = comm.rank, comm.size, comm
+
+    def barrier(self):
+        yield self._comm.allgather_object(None)
+
+    def allreduce(self, x, op):
+        rows = self._comm.allgather_object(x)
+        combined = rows[0].copy()
+        reduction("mean" if op == "mean" else op, x.dtype, len(rows)).combine(rows, combined)
+        x[...] = combined
+        yield
+
+    def reduce_scatter(self, x, op, bounds):
+        here, whole = slice(*bounds[self.rank:self.rank + 2]), x.copy()
+        yield from self.allreduce(whole, op)
+        # Others' slices hold junk.
+        x[...] = 99
+        x[here] = whole[here]
+
+    def allgather(self, x, bounds):
+        for rank, row in enumerate(self._comm.allgather_object(x)):
+            x[bounds[rank]:bounds[rank + 1]] = row[bounds[rank]:bounds[rank + 1]]
+        yield
+
+
 class Answer:
     """A handle."""
 
@@ -79,13 +142,13 @@ class Answer:
         return self._value
 
 
-def on_ranks(size, function):
+def on_ranks(size, function, kind=ThreadComm):
     """Return what `function(comm)` returns on each rank; raise what the first one raises."""
     meeting, results = Meeting(size), {}
 
     def run(rank):
         try:
-            results[rank] = function(ThreadComm(rank, meeting))
+            results[rank] = function(kind(rank, meeting))
         except BaseException as error:
             results[rank] = error
             meeting.leave()

@@ -1,6 +1,8 @@
 """Optimisers of models that are trained on several ranks, as a whole or in slices."""
 
 from .adam import Adam, AdamW
+from .lamb import LAMB
+from .lars import LARS
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW"]
+__all__ = ["LAMB", "LARS", "SGD", "Adam", "AdamW"]

@@ -7,14 +7,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arguments import number
-from ..buckets.bucket import BucketPlan
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
+from ..gpu import vectors
 from ..gpu.base import await_event
 from ..memory.arrays import dtype_name
+from ..memory.nests import mapped
 from ..training.gradients import Gradients
 from ..training.slices import Slices
-from . import masters
+from . import masters, state
 from .norms import norms
 from .parts import MASTER, Part, wide
 from .settings import Groups, Settings, at, described, refuse_different, settings_of
@@ -97,7 +98,9 @@ class Optimizer:
             "class": type(self).__name__, "sharded": self.sharded, "max_norm": self._max_norm,
             **described(self.settings), **self._more()})
         self._gradients.claim(self, scatters=self.sharded)
-        self._slices = Slices(self._gradients, self._comm, dp.vector, self._vectors_in)
+        self._slices = Slices(self._gradients, self._comm, dp.vector,
+                              lambda plan: self._vectors_of(plan.dtype))
+        self._device = self._gradients.buckets[0].device
         # The last step of the gradients that was looked at.
         self._seen = self._gradients.steps
 
@@ -163,6 +166,65 @@ class Optimizer:
         self._after_users_work()
         return self._norm_of_gradients([part for bucket in self._parts() for part in bucket])
 
+    # The state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the whole state, by tensor: equal on all ranks.
+
+        Collective: if sharded. Blocking: yes.
+        """
+        mine = self._saved(0, 1)
+        return {**mine, "tensors": state.gathered(self._comm, mine["tensors"]) if self.sharded
+                else mapped(mine["tensors"], lambda leaf: leaf.whole())}
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state that this rank is to save: ranges of tensors.
+
+            checkpoints.save(step, replicated={"params": params},
+                             sharded=optimizer.sharded_state_dict())
+
+        Collective: no, but where buckets have been built anew. Blocking: yes.
+        """
+        return self._saved(self._comm.rank, self._comm.size)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state: sharded or not, and saved by any number of ranks.
+
+        Args:
+            state_dict: Of `state_dict`, or `Saved.sharded` of a checkpoint, or, with the same
+                ranks and buckets, of `sharded_state_dict`. Weights are not in it.
+
+        Raises:
+            ConfigError: It is of another model or optimiser, or differs between ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        contents, problem, steps = [], "", 0
+        parts = [part for bucket in self._parts() for part in bucket]
+        try:
+            steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
+                                          self._dtypes())
+            contents = state.of_parts(leaves, parts)
+        except ConfigError as error:
+            problem = str(error)
+        state.refuse_problem(self._comm, problem)
+        refuse_different(self._comm, f"the state of {type(self).__name__}", {"steps": steps})
+        for vector, x in contents:
+            vectors.copy_to(vector, vectors.moved(x, self._device))
+        self.steps, self._seen = steps, self._gradients.steps
+        self._slices.end_step()
+
+    def _saved(self, rank: int, size: int) -> dict[str, Any]:
+        parts = [part for bucket in self._parts() for part in bucket]
+        share = (0, 1) if self.sharded else (rank, size)
+        return {"optimizer": type(self).__name__, "steps": self.steps,
+                "tensors": state.sliced(self._gradients.tensors, parts, self._dtypes(), share)}
+
+    def _dtypes(self) -> dict[str, dict[str, "np.dtype[Any]"]]:
+        """Return the dtypes of each tensor's vectors, by name."""
+        return {name: self._vectors_of(tensor.dtype)
+                for name, tensor in self._gradients.tensors.items()}
+
     # What methods have
 
     def _more(self) -> Mapping[str, Any]:
@@ -212,22 +274,20 @@ class Optimizer:
         found = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
         return math.sqrt(sum(norm["g"]**2 for norm in found.values()))
 
-    def _vectors_in(self, plan: BucketPlan) -> dict[str, "np.dtype[Any]"]:
-        """Return the vectors of the state in a bucket: dtypes by name."""
-        names = [*self.vectors, *[MASTER] * masters.has_master(plan.dtype)]
-        return dict.fromkeys(names, wide(plan.dtype))
+    def _vectors_of(self, dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
+        """Return the vectors of the state of tensors of a dtype: their dtypes by name."""
+        names = [*self.vectors, *[MASTER] * masters.has_master(dtype)]
+        return dict.fromkeys(names, wide(dtype))
 
     def _after_users_work(self) -> None:
         """Wait until a GPU has written what CuPy was told to write."""
-        device = self._gradients.buckets[0].device
-        if device is not None:
-            await_event(device.gpu.mark())
+        if self._device is not None:
+            await_event(self._device.gpu.mark())
 
     def _before_users_work(self) -> None:
         """Let what CuPy is told to do from now on find the updated weights."""
-        device = self._gradients.buckets[0].device
-        if device is not None:
-            device.gpu.follow(device.event())
+        if self._device is not None:
+            self._device.gpu.follow(self._device.event())
 
     def _refuse_other_tensors(self) -> None:
         for tensor in self._gradients.tensors.values():

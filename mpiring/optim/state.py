@@ -1,0 +1,115 @@
+"""State of an optimiser by tensor: whole, or this rank's ranges; read for any number of ranks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..arguments import refuse_other_state, whole_number
+from ..buckets.bucket import TensorSpec
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..gpu import vectors
+from ..memory.arrays import Array
+from ..memory.sliced import Sliced
+from .parts import Part
+
+# By tensor and by the vector's name.
+Leaves = dict[str, dict[str, Any]]
+
+
+def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
+           dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]], share: tuple[int, int]) -> Leaves:
+    """Return what this rank saves of the state.
+
+    Args:
+        tensors: All, by name.
+        parts: Of this rank.
+        dtypes: Of each tensor's vectors, by name.
+        share: Rank and number of ranks that have the same parts: each saves its share of them.
+    """
+    here: dict[str, dict[str, dict[tuple[int, int], Array]]] = {
+        name: {vector: {} for vector in its} for name, its in dtypes.items()}
+    for part in parts:
+        rank, size = share
+        start, stop = rank * part.size // size, (rank + 1) * part.size // size
+        first = part.piece.offset
+        for vector, dtype in dtypes[part.name].items():
+            x = vectors.on_host(part.piece.vector(vector, dtype)[start:stop])
+            here[part.name][vector][first + start, first + stop] = x
+    return {name: {vector: Sliced(tensors[name].shape, pieces, dtypes[name][vector])
+                   for vector, pieces in its.items()} for name, its in here.items()}
+
+
+def of_parts(leaves: Leaves, parts: Sequence[Part]) -> list[tuple[Any, Array]]:
+    """Return the vectors of parts, each with its new content, from what `checked` has returned.
+
+    Raises:
+        ConfigError: Some elements are not there.
+    """
+    return [(part.piece.vector(vector, leaf.dtype),
+             leaf.read(part.piece.offset, part.piece.offset + part.size))
+            for part in parts for vector, leaf in leaves[part.name].items()]
+
+
+def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
+            dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]]) -> tuple[int, Leaves]:
+    """Return updates so far, and the vectors of all tensors, from a state of either kind.
+
+    Raises:
+        ConfigError: It is of another model or optimiser; says how.
+    """
+    refuse_other_state(state, ("optimizer", "steps", "tensors"), f"of {whose}")
+    if state["optimizer"] != whose:
+        raise ConfigError(f"the state is of {state['optimizer']}, not of {whose}; build the "
+                          f"optimizer that was saved")
+    refuse_other_state(state["tensors"], tensors, f"of {whose}")
+    unknown = [name for name in state["tensors"] if name not in tensors]
+    if unknown:
+        raise ConfigError(f"the state of {whose} has {', '.join(unknown)} besides; build the model "
+                          f"that was saved")
+    leaves: Leaves = {}
+    for name, its in dtypes.items():
+        refuse_other_state(state["tensors"][name], its, f"of {whose} for {name!r}")
+        leaves[name] = {vector: _leaf(state["tensors"][name][vector], f"{vector} of {name!r}",
+                                      tensors[name].shape, dtype) for vector, dtype in its.items()}
+    return whole_number("steps", state["steps"], 0), leaves
+
+
+def _leaf(x: Any, what: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
+    array = np.asarray(0 if isinstance(x, Sliced) else x)
+    leaf: Sliced = x if isinstance(x, Sliced) else Sliced(
+        array.shape, {(0, array.size): array.reshape(-1)}, array.dtype)
+    if (leaf.shape, leaf.dtype) != (shape, dtype):
+        raise ConfigError(f"{what} is {leaf.dtype} {leaf.shape} in the state, but {dtype} {shape} "
+                          f"here; build the model that was saved")
+    return leaf
+
+
+def gathered(comm: Communicator, mine: Leaves) -> Leaves:
+    """Return whole tensors from the ranges of all ranks, tensor by tensor.
+
+    Collective: yes. Blocking: yes.
+    """
+    return {name: {vector: _whole(comm, leaf) for vector, leaf in its.items()}
+            for name, its in mine.items()}
+
+
+def _whole(comm: Communicator, mine: Sliced) -> Array:
+    found = np.zeros(mine.size, mine.dtype)
+    for (start, stop), piece in mine.pieces.items():
+        found[start:stop] = piece
+    # Elements are of one rank: bits add to zeros.
+    bits = found.view(f"u{found.itemsize}")
+    comm.allreduce(bits, op="bor")
+    return found.reshape(mine.shape)
+
+
+def refuse_problem(comm: Communicator, problem: str) -> None:
+    """Raise ConfigError on all ranks if there is a problem on one.
+
+    Collective: yes. Blocking: yes.
+    """
+    for rank, text in enumerate(comm.allgather_object(problem)):
+        if text:
+            raise ConfigError(f"rank {rank}: {text}")
