@@ -20,11 +20,9 @@ from ..errors import ConfigError, GradientError
 from ..gpu.base import Event, await_event
 from ..gpu.device import Device
 from ..operations.agreement import Call
-from ..operations.operation import Collectives
 from ..reducers.by_name import Wish, compressors, reducers_of
 from ..reducers.compressor import Compressor
 from ..reducers.reducer import Reducer, scatter_of
-from ..transport.base import Schedule
 from .host_copy import HostCopy
 
 
@@ -74,14 +72,16 @@ class _Reduction:
     Attributes:
         reducer: Its Reducer.
         bucket: The bucket that the Reducer knows: perhaps the copy in host memory.
-        build: Returns the schedule, given collectives.
+        reduce: Returns the schedule, given collectives.
+        scatter: The same where each rank needs its own slice only.
         device: The GPU on whose memory the schedule works; None for host memory.
         text: Reducer and vector, for messages.
     """
 
     reducer: Reducer
     bucket: Bucket
-    build: Build[None]
+    reduce: Build[None]
+    scatter: Build[None]
     device: Device | None
     text: str
 
@@ -205,7 +205,9 @@ class Averager:
         bucket.finite = None
         call = Call("scatter" if self.scatters else "reduce",
                     f"{reduction.text} in step {self.steps}", bucket.label, bucket.flat.nbytes)
-        return self._submit(call, reduction.build, device=reduction.device, ready=bucket.written)
+        # What is in other buckets soon is needed whole.
+        build = reduction.scatter if self.scatters and self._is_final else reduction.reduce
+        return self._submit(call, build, device=reduction.device, ready=bucket.written)
 
     def expects(self, name: str) -> bool:
         """Return whether a tensor is yet to be marked as written in this step."""
@@ -485,13 +487,8 @@ class Averager:
         text = f"{reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape}"
         if self._device is not None and isinstance(reducer, Compressor) and not reducer.on_gpus:
             copy = HostCopy(bucket, self._device, self._comm, reducer)
-            return _Reduction(reducer, copy.host, copy.reduce, None, text)
-        return _Reduction(reducer, bucket, functools.partial(self._reduced, reducer, bucket),
+            return _Reduction(reducer, copy.host, copy.reduce, copy.reduce, None, text)
+        return _Reduction(reducer, bucket,
+                          lambda collectives: reducer.reduce(collectives, bucket),
+                          lambda collectives: scatter_of(reducer, collectives, bucket),
                           self._device, text)
-
-    def _reduced(self, reducer: Reducer, bucket: Bucket,
-                 collectives: Collectives) -> Schedule[Any]:
-        # What is in other buckets soon is needed whole.
-        scatters = self.scatters and self._is_final
-        return (scatter_of(reducer, collectives, bucket) if scatters else
-                reducer.reduce(collectives, bucket))

@@ -143,13 +143,13 @@ def test_steps_and_prefetching_with_pytorch(tmp_path):
                       for name in ("out.json", "sharded.json"))
     for rows, formula, *more in (dense, 16), (sharded, 32, "ZeRO", "FSDP2"):
         names = [row["contender"] for row in rows]
-        assert names[:2] == ["compute only", "mpiring DataParallel"]
+        ours = ["compute only", "mpiring DataParallel", *["mpiring Sharded"] * bool(more)]
         peers = ["Gloo + PyTorch's DDP", *(f"Gloo + {name}" for name in more)]
         over = [name.replace("Gloo", "mpiring") for name in peers]
-        assert names[2:] in (over + peers, peers)
+        assert names in (ours + over + peers, ours + peers)
         for row in rows:
-            assert row["formula_bytes_per_parameter"] == {"ZeRO": 24, "FSDP2": 16}.get(
-                row["contender"].split()[-1], formula)
+            assert row["formula_bytes_per_parameter"] == {
+                "Sharded": 24, "ZeRO": 24, "FSDP2": 16}.get(row["contender"].split()[-1], formula)
             assert row["node_bytes_per_parameter"] is not None, "the model is too small for more"
     for row in dense:
         assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
