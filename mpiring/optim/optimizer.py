@@ -252,7 +252,7 @@ class Optimizer:
                blocks: Any) -> Mapping[str, Mapping[str, float]]:
         """Return the norms of whole tensors; see norms.norms."""
         return norms(self._comm, parts, self._names, kinds, blocks,
-                     scatters=self._gradients.scatters)
+                     scatters=self._gradients.scatters, device=self._device)
 
     # The step
 

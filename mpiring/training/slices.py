@@ -119,6 +119,8 @@ class Slices:
                     copying.copy_to(self._weights(tensor.name)[first - start:last - start],
                                     vector[first:last])
             start += tensor.padded_size
+        if bucket.device is not None:
+            bucket.device.gpu.follow(bucket.device.event())
         bucket.mark_as_junk()
 
     def end_step(self) -> None:
