@@ -1,7 +1,7 @@
 """An optimizer of which each rank runs a slice: of gradients, of state and of weights."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NoReturn
@@ -11,17 +11,17 @@ import torch
 
 from ..arguments import number
 from ..errors import ConfigError, GradientError
-from ..memory.sliced import Sliced
+from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
 from .averaging import Averaging
+from .class_updates import ClassUpdates
 from .data_parallel import DataParallel
-from .elementwise import elementwise_state, refuse_whole_tensors
+from .elementwise import refuse_whole_tensors
 from .guarded import Guard, without_waiting
 from .node_weights import NodeWeights
-from .param_groups import param_groups, refuse_ungrouped
-from .sharded_state import ShardedState, States, numbers_of, state_of
-from .shards import Shard, cut, placeholder
-from .tensors import tensor_of
+from .param_groups import param_groups
+from .shards import Layout
+from .tensor_updates import TensorUpdates
 from .weights import WeightBuckets
 
 # Of squares: what is summed at once, in float64.
@@ -53,7 +53,7 @@ class Sharded(torch.optim.Optimizer):
     Args:
         optimizer_class: One that treats each element for itself: SGD, Adam, AdamW, NAdam, RAdam,
             Adagrad, RMSprop, Adadelta, Adamax, Rprop, ASGD; another one is tried on a small tensor
-            first.
+            first. Or one of `mpiring.optim`, such as LAMB, on CPUs.
         model: What averages the gradients; on all ranks alike.
         params: Groups of its parameters, as the class takes them; all by default.
         overlap: Hand slices to the others while the next forward pass runs; see `synchronize`.
@@ -72,37 +72,30 @@ class Sharded(torch.optim.Optimizer):
 
     def __init__(self, optimizer_class: Any, model: DataParallel, params: Any = None, *,
                  overlap: bool = False, weights: str = "rank", **defaults: Any) -> None:
-        refuse_whole_tensors(optimizer_class)
         if weights not in _WEIGHTS:
             raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) or "
                               f"'node' (the ranks of a node share them)")
-        self._kind = _WEIGHTS[weights]
         if not isinstance(model, DataParallel):
             raise ConfigError(f"model is a {type(model).__name__}; pass the "
                               f"mpiring.torch.DataParallel, not the module in it")
+        updates = _updates_of(optimizer_class)
         groups = param_groups(model.module, params)
-        parameters = dict(model.module.named_parameters())
-        self._class, self._given = optimizer_class, defaults
-        self._elementwise: set[str] = set()
-        for group in groups:
-            for name in group.names[:1]:
-                self._elementwise |= elementwise_state(
-                    optimizer_class, defaults, group.settings, parameters[name], apart=overlap)
-        self._names = [list(group.names) for group in groups]
-        self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
-        self._overlaps = bool(overlap)
+        self._kind, self._overlaps = _WEIGHTS[weights], bool(overlap)
         self._guard: Guard | None = None
         # Whether there are means that no step has used.
         self._is_fresh = False
-        # Of parameters that are frozen at present.
-        self._aside: States = {}
         self._model = model
-        self._place(model.give_gradients_to(self))
-        self._inner = self._cut({}, [group.settings for group in groups])
+        averaging = model.give_gradients_to(self)
+        try:
+            self._updates = updates(optimizer_class, defaults, groups, self._laid_out(averaging),
+                                    apart=self._overlaps)
+        except BaseException:
+            self._let_go()
+            raise
         # What hooks, schedulers and GradScaler look at.
-        super().__init__(self._inner.param_groups, self._inner.defaults)
-        self._is_made = True
-        self._show()
+        inner = self._updates.optimizer
+        super().__init__(inner.param_groups, inner.defaults)
+        self._is_made, self.state = True, inner.state
 
     # A step
 
@@ -127,15 +120,17 @@ class Sharded(torch.optim.Optimizer):
         """
         self.synchronize()
         if self._buckets is not averaging.gradients.buckets:
-            states = self._state().whole() | self._aside
-            self._place(averaging)
-            self._cut_again(states, self._settings(self.param_groups))
-        finite = averaging.gradients.finite
-        for shard in self._shards:
-            if not shard.segments:
-                shard.gradient.fill_(0 if finite else math.nan)
-            shard.parameter.grad = shard.gradient
+            self._updates.follow(self._laid_out(averaging))
+            self.state = self._updates.optimizer.state
+        self._give()
         self._is_fresh = True
+
+    def _give(self) -> None:
+        """Give the shards their gradients."""
+        for shard in self._updates.shards:
+            if not shard.segments:
+                shard.gradient.fill_(0 if self._averaging.finite else math.nan)
+            shard.parameter.grad = shard.gradient
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's slices, and return when all weights are there.
@@ -165,38 +160,15 @@ class Sharded(torch.optim.Optimizer):
 
     def _update(self) -> None:
         self._weights.follow()
-        self._inner.param_groups, self._inner.state = self.param_groups, self.state
-        if self._overlaps:
-            self._update_in_turn()
-        else:
-            self._inner.step()
+        inner = self._updates.optimizer
+        inner.param_groups, inner.state = self.param_groups, self.state
+        self._updates.update(self._weights.send)
         self._weights.updated()
-        for bucket in () if self._overlaps else self._weights.buckets:
-            self._weights.send(bucket.index)
         if self._guard is None:
             self.synchronize()
         else:
             for index in self._guard.unguarded:
                 self._weights.wait(index)
-
-    def _update_in_turn(self) -> None:
-        """Update and send one bucket after the other.
-
-        The next forward pass needs them in the reverse of the order in which the gradients came.
-        """
-        gradients = [shard.parameter.grad for shard in self._shards]
-        for shard in self._shards:
-            shard.parameter.grad = None
-        for bucket in reversed(self._weights.buckets):
-            mine = [(shard.parameter, gradient) for shard, gradient in zip(
-                self._shards, gradients) if shard.bucket == bucket.index]
-            for p, gradient in mine:
-                p.grad = gradient
-            if mine:
-                self._inner.step()
-            for p, _ in mine:
-                p.grad = None
-            self._weights.send(bucket.index)
 
     def synchronize(self) -> None:
         """Return when all weights are complete; for `overlap`.
@@ -232,7 +204,7 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: no.
         """
-        shards = (shard.parameter for shard in self._shards)
+        shards = (shard.parameter for shard in self._updates.shards)
         for p in chain((p for _, p in without_waiting(self._model.module)), shards):
             p.grad = None
         if self._is_fresh and not self._averaging.finite:
@@ -247,7 +219,7 @@ class Sharded(torch.optim.Optimizer):
                 f"rank {self._comm.rank}: {what} without new gradients: each step takes those of "
                 f"one model(...) and backward(), which step() and zero_grad() drop")
         changed = [name for name, stand_in in self._averaging.stand_ins.items()
-                   if self._parameters[name].grad is not stand_in]
+                   if self._layout.parameters[name].grad is not stand_in]
         if changed:
             raise GradientError(
                 f"rank {self._comm.rank}: {what} after the gradients of {first_few(changed, 5)} "
@@ -274,7 +246,7 @@ class Sharded(torch.optim.Optimizer):
         self._refuse_without_gradients("grad_norm()")
         norm_type = number("norm_type", norm_type, lambda x: x > 0, "a number above 0")
         parts = [torch.linalg.vector_norm(block, norm_type, dtype=torch.float64)
-                 for shard in self._shards for block in shard.gradient.split(_BLOCK)]
+                 for shard in self._updates.shards for block in shard.gradient.split(_BLOCK)]
         mine = torch.linalg.vector_norm(torch.stack(parts), norm_type)
         total = np.array([float(mine)])
         if norm_type == math.inf:
@@ -304,7 +276,7 @@ class Sharded(torch.optim.Optimizer):
         factor = max_norm / (norm + 1e-6)
         # A NaN stays one.
         if not factor >= 1:
-            for shard in self._shards:
+            for shard in self._updates.shards:
                 shard.gradient.mul_(factor)
         return torch.tensor(norm)
 
@@ -323,10 +295,9 @@ class Sharded(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        states = self._state().whole(root=root)
-        if root not in (None, self._comm.rank):
+        found = self._updates.state_dict(root)
+        if found is None:
             return None
-        found = self._packed(states | self._aside)
         for after in self._optimizer_state_dict_post_hooks.values():
             found = after(self, found) or found
         return found
@@ -339,19 +310,7 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: yes. Blocking: yes.
         """
-        return self._packed(self._state().sliced(self._aside))
-
-    def _state(self) -> ShardedState:
-        return ShardedState(self._shards, self.state, self._weights, self._parameters, self._comm)
-
-    def _packed(self, states: States) -> dict[str, Any]:
-        """Return state by the numbers that parameters have in their groups, one after the other."""
-        names = list(chain.from_iterable(self._names))
-        numbers = iter(range(len(names)))
-        groups = [{**group, "params": [next(numbers) for _ in its]}
-                  for group, its in zip(self.param_groups, self._names)]
-        return {"state": {i: states[name] for i, name in enumerate(names) if name in states},
-                "param_groups": groups}
+        return self._updates.sharded_state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on from what `state_dict`, the class's own, or `sharded_state_dict` has returned.
@@ -366,83 +325,30 @@ class Sharded(torch.optim.Optimizer):
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
-        groups = state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != list(map(len, self._names)):
-            raise ConfigError(
-                f"rank {self._comm.rank}: the state is of groups with "
-                f"{[len(group['params']) for group in groups]} parameters, but this optimizer's "
-                f"have {list(map(len, self._names))}; make the same groups")
-        numbers = chain.from_iterable(group["params"] for group in groups)
-        states = {name: state_dict["state"][number]
-                  for name, number in zip(chain.from_iterable(self._names), numbers)
-                  if number in state_dict["state"]}
-        self._cut_again(states, self._settings(groups))
+        self._updates.load_state_dict(state_dict)
+        self.state = self._updates.optimizer.state
+        if self._is_fresh:
+            self._give()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    @staticmethod
-    def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        return [{key: x for key, x in group.items() if key != "params"} for group in groups]
-
-    # Slices
-
-    def _place(self, averaging: Averaging) -> None:
+    def _laid_out(self, averaging: Averaging) -> Layout:
         """Put the weights into buckets that are cut as those of the gradients are."""
         self._averaging, self._comm = averaging, averaging.comm
         self._buckets = averaging.gradients.buckets
         named = dict(self._model.module.named_parameters())
-        self._parameters = {name: named[name] for name in averaging.gradients.views}
-        refuse_ungrouped(self._parameters, set(self._group_of))
+        parameters = {name: named[name] for name in averaging.gradients.views}
         with torch.no_grad():
             self._weights = self._kind(
-                self._parameters, averaging.gradients, self._comm, self._model.module)
+                parameters, averaging.gradients, self._comm, self._model.module)
         if self._guard is not None:
             self._guard.remove()
         if self._overlaps:
             self._guard = Guard(self._model.module, self._weights, {
-                self._parameters[name]: bucket.index
+                parameters[name]: bucket.index
                 for bucket in self._weights.buckets for name in bucket.views})
-
-    def _cut_again(self, states: States, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Replace the inner optimizer; the groups stay the same dicts."""
-        # What is cut now need not be kept whole.
-        self._aside = {
-            name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
-                   for key, x in state.items()}
-            for name, state in states.items() if name not in self._parameters}
-        self._inner = self._cut(states, settings)
-        self._show()
-
-    def _cut(self, states: States, settings: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-        """Return the optimizer of new shards, with their state; of all parameters, as is known."""
-        def kind_of(name: str) -> Any:
-            return self._group_of[name], numbers_of(states.get(name, {}), self._elementwise)
-
-        shards = cut(self._weights, self._buckets, kind_of)
-        first = next(iter(self._parameters.values()))
-        groups: list[list[Shard]] = [[] for _ in self._names]
-        for shard in shards or [placeholder(first.device)]:
-            name = shard.segments[0].name if shard.segments else self._names[0][0]
-            groups[self._group_of[name]].append(shard)
-        inner = self._class([{**its, "params": [shard.parameter for shard in group]}
-                             for group, its in zip(groups, settings)], **self._given)
-        self._shards = list(chain.from_iterable(groups))
-        found = {i: state_of(shard, states, self._parameters, self._elementwise)
-                 for i, shard in enumerate(self._shards)}
-        numbers = iter(range(len(self._shards)))
-        inner.load_state_dict({
-            "state": {i: state for i, state in found.items() if state},
-            "param_groups": [{**group, **its, "params": [next(numbers) for _ in group["params"]]}
-                             for group, its in zip(inner.param_groups, settings)]})
-        return inner
-
-    def _show(self) -> None:
-        """Let what this optimizer shows be the inner one's."""
-        for mine, its in zip(self.param_groups, self._inner.param_groups):
-            new = dict(its)
-            mine.clear()
-            mine.update(new)
-        self.state, self.defaults = self._inner.state, self._inner.defaults
+        self._layout = Layout(parameters, self._weights, averaging.gradients, self._comm)
+        return self._layout
 
     def close(self) -> None:
         """Let the model's parameters have gradients again, from the next forward pass on.
@@ -453,6 +359,9 @@ class Sharded(torch.optim.Optimizer):
         """
         self.synchronize()
         self.zero_grad()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._weights.release()
         if self._guard is not None:
             self._guard.remove()
@@ -475,3 +384,11 @@ class Sharded(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise ConfigError("a Sharded optimizer cannot be pickled or copied: it holds MPI's memory; "
                           "save optimizer.state_dict()")
+
+
+def _updates_of(optimizer_class: Any) -> Any:
+    """Return what updates shards by an optimizer class."""
+    if isinstance(optimizer_class, type) and issubclass(optimizer_class, Named):
+        return TensorUpdates
+    refuse_whole_tensors(optimizer_class)
+    return ClassUpdates

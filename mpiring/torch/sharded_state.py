@@ -10,7 +10,6 @@ from torch.nn import Parameter
 
 from ..buckets.bucket import Bucket
 from ..buckets.state import Segment
-from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.sliced import Sliced
@@ -18,9 +17,8 @@ from ..memory.tensors import array_of, numpy_dtype
 from ..operations.agreement import Call
 from .averaging import in_shape_of
 from .elementwise import is_number
-from .shards import Shard
+from .shards import Layout, Shard
 from .tensors import tensor_of
-from .weights import WeightBuckets
 
 # By parameter and name: a tensor of the parameter's shape, a `Sliced` one, or a number.
 States = dict[str, dict[str, Any]]
@@ -39,8 +37,7 @@ class ShardedState:
     Args:
         shards: Of this rank.
         state: Of this rank's optimizer, by the shards' parameters.
-        weights, parameters: Which the shards are of.
-        comm: The ranks.
+        layout: Which the shards are of.
 
     Attributes:
         outline: By parameter and name of its state: `Elements`, or a number. The same on all ranks.
@@ -49,15 +46,15 @@ class ShardedState:
     """
 
     def __init__(self, shards: Sequence[Shard], state: Mapping[Parameter, Mapping[str, Any]],
-                 weights: WeightBuckets, parameters: Mapping[str, Parameter],
-                 comm: Communicator) -> None:
+                 layout: Layout) -> None:
         self._shards = [(shard, state[shard.parameter]) for shard in shards
                         if shard.segments and state.get(shard.parameter)]
-        self._weights, self._parameters, self._comm = weights, parameters, comm
+        self._buckets = layout.weights.buckets
+        self._parameters, self._comm = layout.parameters, layout.comm
         mine = {segment.name: {key: _outlined(x, shard) for key, x in its.items()}
                 for shard, its in self._shards for segment in shard.segments}
         self.outline: States = {}
-        for theirs in comm.allgather_object(mine):
+        for theirs in self._comm.allgather_object(mine):
             self.outline.update(theirs)
 
     def whole(self, *, root: int | None = None) -> States:
@@ -67,7 +64,7 @@ class ShardedState:
         """
         keep = root is None or self._comm.rank == root
         found: States = {name: dict(its) for name, its in self.outline.items()} if keep else {}
-        for bucket in self._weights.buckets:
+        for bucket in self._buckets:
             for key, names, vector in self._gathered(bucket):
                 for name in names if keep else ():
                     p = self._parameters[name]
@@ -98,7 +95,7 @@ class ShardedState:
 
     def _add_other_orders(self, found: States) -> None:
         """Give tensors whose slices are no ranges in C order, whole, to those with the first."""
-        for index, bucket in enumerate(self._weights.buckets):
+        for index, bucket in enumerate(self._buckets):
             others = [name for name in bucket.views
                       if not self._parameters[name].is_contiguous()]
             if not others:

@@ -1,14 +1,15 @@
 """Cuts this rank's slices of weights and gradients into what an optimizer takes as parameters."""
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import Parameter
 
-from ..buckets.bucket import Bucket
 from ..buckets.state import Segment, segments_in
+from ..communicator import Communicator
+from ..training.gradients import Gradients
 from .weights import WeightBuckets, flat
 
 
@@ -32,32 +33,57 @@ class Shard:
     segments: Sequence[Segment]
 
 
-def cut(weights: WeightBuckets, gradients: Sequence[Bucket],
-        kind_of: Callable[[str], Hashable]) -> list[Shard]:
-    """Return this rank's shards of all buckets.
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where weights and gradients lie, until buckets are built anew.
+
+    Attributes:
+        parameters: By name, those that are trained.
+        weights, gradients: Their buckets.
+        comm: The ranks.
+    """
+
+    parameters: Mapping[str, Parameter]
+    weights: WeightBuckets
+    gradients: Gradients
+    comm: Communicator
+
+
+def cut(layout: Layout, group_of: Mapping[str, int], groups: int,
+        kind_of: Callable[[str], Hashable]) -> list[list[Shard]]:
+    """Return this rank's shards of all buckets, per group of parameters; in all at least one.
 
     Args:
-        weights, gradients: Their buckets.
+        layout: The buckets.
+        group_of: By name, the number of a parameter's group.
+        groups: How many there are.
         kind_of: Tensors, by name, of different kinds do not share a shard.
     """
+    found: list[list[Shard]] = [[] for _ in range(groups)]
+    for shard in _shards(layout, lambda name: (group_of[name], kind_of(name))):
+        found[group_of[shard.segments[0].name]].append(shard)
+    if not any(found):
+        found[0].append(_placeholder(next(iter(layout.parameters.values())).device))
+    return found
+
+
+def _shards(layout: Layout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
     shards = []
-    for index, bucket in enumerate(weights.buckets):
-        own = weights.own(index)
+    for index, bucket in enumerate(layout.weights.buckets):
+        own = layout.weights.own(index)
+        gradients = layout.gradients.buckets[index]
         segments = segments_in(bucket.plan, own.start, own.stop)
         for _, alike in itertools.groupby(segments, lambda segment: kind_of(segment.name)):
             run = list(alike)
             first = run[0].start
             here = slice(own.start + first, own.start + run[-1].stop)
             shards.append(Shard(
-                Parameter(flat(bucket, here)), flat(gradients[index], here), index, first,
+                Parameter(flat(bucket, here)), flat(gradients, here), index, first,
                 [Segment(s.name, s.shape, s.start - first, s.stop - first, s.offset)
                  for s in run]))
     return shards
 
 
-def placeholder(device: torch.device) -> Shard:
-    """Return a shard that stands for no weights.
-
-    On a rank that has none of its own: GradScaler wants a gradient to look at.
-    """
+def _placeholder(device: torch.device) -> Shard:
+    """Return a shard that stands for no weights: GradScaler wants a gradient to look at."""
     return Shard(Parameter(torch.zeros(1, device=device)), torch.zeros(1, device=device), -1, 0, [])

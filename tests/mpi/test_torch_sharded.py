@@ -10,6 +10,8 @@ from launching import needed
 from mpi4py import MPI
 
 import mpiring
+import mpiring.numpy
+import mpiring.optim
 from mpiring.memory.sliced import Sliced
 from mpiring.reducers import Cast, ErrorFeedback, Int8
 
@@ -572,3 +574,59 @@ def test_another_optimizer_after_it(comm):
     assert_equal_on_all(model, comm)
     with pytest.raises(mpiring.GradientError, match="without new gradients"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": True}])
+def test_optimizers_of_mpiring(comm, settings):
+    """Those that look at norms of whole tensors, too; as they update a NumPy model."""
+    def net():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(6, 30), nn.Tanh(), nn.Linear(30, 3))
+
+    model = DataParallel(net(), comm, bucket_bytes=300)
+    groups = [{"params": [*model.module[2].parameters()], "lr": 0.02},
+              {"params": [*model.module[0].parameters()]}]
+    given = {"lr": 0.01, "no_decay": ("*bias",), "weight_decay": 0.1}
+    optimizer = Sharded(mpiring.optim.LAMB, model, groups, **given, **settings)
+    alone = comm.split(comm.rank)
+    plain = net()
+    weights = {name: p.detach().numpy() for name, p in plain.named_parameters()}
+    dp = mpiring.numpy.DataParallel(weights, alone)
+    right = mpiring.optim.LAMB(dp, **given, groups={"2.*": {"lr": 0.02}})
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, comm, step).backward()
+        optimizer.clip_grad_norm_(0.5)
+        if step == 2:
+            saved = merged(comm.allgather_object(optimizer.sharded_state_dict()))
+            again = optimizer.state_dict()
+            optimizer.load_state_dict(again)
+            optimizer.load_state_dict(saved)
+        optimizer.step()
+        schedule.step()
+        total = sum(loss_of(plain, SimpleRank(rank), step) for rank in range(comm.size)) / comm.size
+        gradients = torch.autograd.grad(total, list(plain.parameters()))
+        norm = torch.sqrt(sum(g.square().sum() for g in gradients))
+        for (name, _), g in zip(plain.named_parameters(), gradients):
+            dp.grads[name][...] = g * min(1, 0.5 / norm)
+            dp.ready(name)
+        for name, its in right.settings.items():
+            its["lr"] = (0.02 if name[0] == "2" else 0.01) / (1 + step)
+        right.step()
+        assert_same(model.parameters(), plain.parameters())
+    assert_equal_on_all(model, comm)
+    assert optimizer.state_dict()["steps"] == 4
+    alone.close()
+    model.module[0].requires_grad_(False)
+    with pytest.raises(mpiring.ConfigError, match="frozen, thawed or replaced, which LAMB cannot"):
+        loss_of(model, comm, 0).backward()
+    with pytest.raises(mpiring.ConfigError, match="LAMB in a Sharded optimizer updates parameters"):
+        Sharded(mpiring.optim.LAMB, wrapped(comm))
+
+
+class SimpleRank:
+    """Has a rank."""
+
+    def __init__(self, rank):
+        self.rank = rank

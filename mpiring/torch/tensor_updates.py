@@ -1,0 +1,133 @@
+"""Runs an optimizer of mpiring.optim, which knows tensors by name, on this rank's shards."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..optim.optimizer import Optimizer
+from ..optim.settings import ADAPTS
+from ..training.gradients import Gradients
+from .param_groups import ParamGroup
+from .shards import Layout, Shard, cut
+
+
+class _Model:
+    """The model, as mpiring.optim sees it."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.comm: Communicator = layout.comm
+        self.gradients: Gradients = layout.gradients
+        self.layout = layout
+
+    def vector(self, name: str) -> Any:
+        """Return a parameter as a vector that shares its memory."""
+        return next(bucket.views[name].reshape(-1) for bucket in self.layout.weights.buckets
+                    if name in bucket.views)
+
+    def wait(self) -> None:
+        """Return: gradients arrive before anything else happens."""
+
+
+class TensorUpdates:
+    """Updates by an optimizer of mpiring.optim, such as LAMB; as ClassUpdates.
+
+    Settings of groups, such as `lr`, may change between steps.
+
+    Raises:
+        ConfigError: The parameters are on a GPU, or not in C order, or arguments are wrong.
+    """
+
+    def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any],
+                 groups: Sequence[ParamGroup], layout: Layout, *, apart: bool) -> None:
+        self._apart = apart
+        self._groups = [[name for name in group.names if name in layout.parameters]
+                        for group in groups]
+        for name, p in layout.parameters.items():
+            if p.device.type != "cpu" or not p.is_contiguous():
+                raise ConfigError(
+                    f"{optimizer_class.__name__} in a Sharded optimizer updates parameters in host "
+                    f"memory, in C order; {name} is on {p.device}, with strides {p.stride()}")
+        self._model = _Model(layout)
+        settings = {name: {key: x for key, x in group.settings.items() if key != "param_names"}
+                    for group, names in zip(groups, self._groups) for name in names}
+        self._method: Any = optimizer_class(
+            self._model, **defaults, groups=settings, sharded=True)
+        shown = [self._method.settings[names[0]] if names else group.settings
+                 for group, names in zip(groups, self._groups)]
+        self.optimizer: Any = torch.optim.Optimizer(
+            [{"params": [], **{key: x for key, x in its.items() if key != ADAPTS}}
+             for its in shown], {})
+        self._cut()
+
+    def _cut(self) -> None:
+        group_of = {name: i for i, names in enumerate(self._groups) for name in names}
+        groups = cut(self._model.layout, group_of, len(self._groups), lambda name: None)
+        self.shards: list[Shard] = list(chain.from_iterable(groups))
+        for shown, shards in zip(self.optimizer.param_groups, groups):
+            shown["params"] = [shard.parameter for shard in shards]
+
+    def follow(self, layout: Layout) -> None:
+        """Go on where weights and gradients lie now.
+
+        Raises:
+            ConfigError: Other parameters than before are trained.
+        """
+        if layout.gradients is not self._model.gradients:
+            raise ConfigError(
+                f"rank {layout.comm.rank}: parameters were frozen, thawed or replaced, which "
+                f"{type(self._method).__name__} cannot follow; make another Sharded optimizer "
+                f"afterwards (close() this one first), or use one of torch.optim")
+        self._model.layout = layout
+        self._cut()
+
+    def update(self, send: Callable[[int], None]) -> None:
+        """Update the shards; see ClassUpdates.
+
+        Collective: yes. Blocking: yes.
+        """
+        for names, shown in zip(self._groups, self.optimizer.param_groups):
+            for name in names:
+                its = self._method.settings[name]
+                for key in its.keys() & shown.keys():
+                    # Tensors of `no_decay` stay without.
+                    if its[ADAPTS] or key != "weight_decay":
+                        its[key] = shown[key]
+        self._method.update(1.0, send, last_first=self._apart)
+
+    # State
+
+    def state_dict(self, root: int | None) -> dict[str, Any] | None:
+        """Return the whole state by name, and the groups' settings."""
+        found = self._method.state_dict()
+        return self._with_groups(found) if root in (None, self._model.comm.rank) else None
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return the same with this rank's slices."""
+        return self._with_groups(self._method.sharded_state_dict())
+
+    def _with_groups(self, found: dict[str, Any]) -> dict[str, Any]:
+        return {**found, "param_groups": [
+            {**group, "params": list(names)}
+            for group, names in zip(self.optimizer.param_groups, self._groups)]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from either kind of state.
+
+        Raises:
+            ConfigError: It is of other groups, or another optimizer or model.
+
+        Collective: yes. Blocking: yes.
+        """
+        groups = state_dict.get("param_groups", ())
+        if [list(group["params"]) for group in groups] != self._groups:
+            raise ConfigError(
+                f"rank {self._model.comm.rank}: the state is of other groups of parameters; make "
+                f"those that were saved")
+        self._method.load_state_dict(
+            {key: x for key, x in state_dict.items() if key != "param_groups"})
+        for shown, saved in zip(self.optimizer.param_groups, groups):
+            shown.update({key: x for key, x in saved.items() if key != "params"})
