@@ -1,7 +1,7 @@
 """What all optimisers share: a step, settings, the way back of updated weights, and state."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -128,6 +128,32 @@ class Optimizer:
         self._seen = self._gradients.steps
         if not (self._gradients.finite if scaler is None else scaler.step()):
             return False
+        handles = {}
+
+        def send(index: int) -> None:
+            if self.sharded:
+                handles[index] = self._slices.send(index)
+
+        self.update(scale, send)
+        for index, handle in handles.items():
+            handle.wait()
+            self._slices.receive(index)
+        self._before_users_work()
+        return True
+
+    def update(self, scale: float, done: Callable[[int], None], *,
+               last_first: bool = False) -> None:
+        """Update this rank's parts with the means that have arrived, which are finite.
+
+        For `step`, and for adapters that hand out the weights in their own way.
+
+        Args:
+            scale: Factor of the gradients.
+            done: Called with the index of each bucket when it is updated.
+            last_first: Begin with the last bucket.
+
+        Collective: yes. Blocking: yes.
+        """
         with_parts = self._parts()
         parts = [part for bucket in with_parts for part in bucket]
         if self._max_norm is not None:
@@ -137,20 +163,14 @@ class Optimizer:
         for part in parts:
             part.begin()
         self._prepare(parts, scale)
-        handles = []
-        for index, bucket in enumerate(with_parts):
-            for part in bucket:
+        indices = range(len(with_parts))
+        for index in reversed(indices) if last_first else indices:
+            for part in with_parts[index]:
                 self._update(part, scale)
                 part.end()
-            if self.sharded:
-                handles.append(self._slices.send(index))
+            done(index)
         self.steps += 1
         self._slices.end_step()
-        for index, handle in enumerate(handles):
-            handle.wait()
-            self._slices.receive(index)
-        self._before_users_work()
-        return True
 
     def grad_norm(self) -> float:
         """Return the norm of all averaged gradients together, before `step`; waits for them.
