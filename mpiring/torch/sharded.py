@@ -16,6 +16,7 @@ from ..text import first_few
 from .averaging import Averaging
 from .data_parallel import DataParallel
 from .elementwise import elementwise_state, refuse_whole_tensors
+from .guarded import Guard, without_waiting
 from .node_weights import NodeWeights
 from .param_groups import param_groups, refuse_ungrouped
 from .sharded_state import ShardedState, States, numbers_of, state_of
@@ -55,6 +56,7 @@ class Sharded(torch.optim.Optimizer):
             first.
         model: What averages the gradients; on all ranks alike.
         params: Groups of its parameters, as the class takes them; all by default.
+        overlap: Hand slices to the others while the next forward pass runs; see `synchronize`.
         weights: "rank": each rank has all weights. "node": they lie once in the memory of each
             node, for all its ranks, on CPUs; see `writing_weights`.
         defaults: The class's own arguments, such as `lr`, `foreach` and `fused`.
@@ -69,7 +71,7 @@ class Sharded(torch.optim.Optimizer):
     """
 
     def __init__(self, optimizer_class: Any, model: DataParallel, params: Any = None, *,
-                 weights: str = "rank", **defaults: Any) -> None:
+                 overlap: bool = False, weights: str = "rank", **defaults: Any) -> None:
         refuse_whole_tensors(optimizer_class)
         if weights not in _WEIGHTS:
             raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) or "
@@ -85,9 +87,11 @@ class Sharded(torch.optim.Optimizer):
         for group in groups:
             for name in group.names[:1]:
                 self._elementwise |= elementwise_state(
-                    optimizer_class, defaults, group.settings, parameters[name], apart=False)
+                    optimizer_class, defaults, group.settings, parameters[name], apart=overlap)
         self._names = [list(group.names) for group in groups]
         self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
+        self._overlaps = bool(overlap)
+        self._guard: Guard | None = None
         # Whether there are means that no step has used.
         self._is_fresh = False
         # Of parameters that are frozen at present.
@@ -162,14 +166,44 @@ class Sharded(torch.optim.Optimizer):
     def _update(self) -> None:
         self._weights.follow()
         self._inner.param_groups, self._inner.state = self.param_groups, self.state
-        self._inner.step()
+        if self._overlaps:
+            self._update_in_turn()
+        else:
+            self._inner.step()
         self._weights.updated()
-        for bucket in self._weights.buckets:
+        for bucket in () if self._overlaps else self._weights.buckets:
             self._weights.send(bucket.index)
-        self.synchronize()
+        if self._guard is None:
+            self.synchronize()
+        else:
+            for index in self._guard.unguarded:
+                self._weights.wait(index)
+
+    def _update_in_turn(self) -> None:
+        """Update and send one bucket after the other.
+
+        The next forward pass needs them in the reverse of the order in which the gradients came.
+        """
+        gradients = [shard.parameter.grad for shard in self._shards]
+        for shard in self._shards:
+            shard.parameter.grad = None
+        for bucket in reversed(self._weights.buckets):
+            mine = [(shard.parameter, gradient) for shard, gradient in zip(
+                self._shards, gradients) if shard.bucket == bucket.index]
+            for p, gradient in mine:
+                p.grad = gradient
+            if mine:
+                self._inner.step()
+            for p, _ in mine:
+                p.grad = None
+            self._weights.send(bucket.index)
 
     def synchronize(self) -> None:
-        """Return when all weights are complete.
+        """Return when all weights are complete; for `overlap`.
+
+        Modules wait for their own weights before they run; `module.weight`, `parameters()`,
+        `state_dict()` and `load_state_dict()` wait for what they return. Call this before reading
+        or writing parameters that you have kept in variables of your own since before the step.
 
         Collective: no. Blocking: yes.
         """
@@ -199,7 +233,7 @@ class Sharded(torch.optim.Optimizer):
         Collective: no.
         """
         shards = (shard.parameter for shard in self._shards)
-        for p in chain(self._model.module.parameters(), shards):
+        for p in chain((p for _, p in without_waiting(self._model.module)), shards):
             p.grad = None
         if self._is_fresh and not self._averaging.finite:
             # Whoever has scaled by NaN has also scaled what is between the tensors.
@@ -362,6 +396,12 @@ class Sharded(torch.optim.Optimizer):
         with torch.no_grad():
             self._weights = self._kind(
                 self._parameters, averaging.gradients, self._comm, self._model.module)
+        if self._guard is not None:
+            self._guard.remove()
+        if self._overlaps:
+            self._guard = Guard(self._model.module, self._weights, {
+                self._parameters[name]: bucket.index
+                for bucket in self._weights.buckets for name in bucket.views})
 
     def _cut_again(self, states: States, settings: Sequence[Mapping[str, Any]]) -> None:
         """Replace the inner optimizer; the groups stay the same dicts."""
@@ -414,6 +454,8 @@ class Sharded(torch.optim.Optimizer):
         self.synchronize()
         self.zero_grad()
         self._weights.release()
+        if self._guard is not None:
+            self._guard.remove()
         self._model.give_gradients_to(None)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:

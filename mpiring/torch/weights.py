@@ -134,7 +134,7 @@ class WeightBuckets:
         handle = self._handles.get(index)
         if handle is not None:
             handle.wait()
-            del self._handles[index]
+            self._handles.pop(index, None)
 
     def synchronize(self) -> None:
         """Return when all weights are complete.

@@ -15,6 +15,8 @@ from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
 from mpiring.torch import DataParallel, Sharded  # noqa: E402
+from mpiring.torch.guarded import without_waiting  # noqa: E402
+from mpiring.torch.weights import WeightBuckets, flat  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -97,6 +99,126 @@ def test_slices_are_updated_as_whole_parameters(comm, name, settings, dtype):
     for number, state in wanted["state"].items():
         assert mine["state"][number].keys() == state.keys()
         assert_same(mine["state"][number].values(), state.values(), dtype)
+
+
+class Late:
+    """An exchange of slices that begins when somebody waits for it; until then others' are NaN."""
+
+    def __init__(self, weights, index, begin):
+        self.weights, self.index, self.begin = weights, index, begin
+        own, x = weights.own(index), flat(weights.buckets[index], slice(None))
+        x[:own.start] = x[own.stop:] = torch.nan
+
+    def wait(self):
+        self.begin(self.weights, self.index)
+        self.weights._handles[self.index].wait()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Let no slice of another rank arrive before somebody waits for it."""
+    send = WeightBuckets.send
+    monkeypatch.setattr(WeightBuckets, "send", lambda self, index: self._handles.update(
+        {index: Late(self, index, send)}))
+
+
+class Varied(nn.Module):
+    """Modules that use parameters in other ways than in their own forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(7, 8)
+        # Uses the weight of its out_proj, which is a module.
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        # Keeps a list of its parameters.
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.more = nn.ParameterList([torch.ones(8), torch.zeros(8)])
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x)
+        x = x + self.attention(x, x, x)[0]
+        x = self.lstm(x)[0] * self.scale
+        return self.head(self.normed(x * self.more[0] + self.more[1]))
+
+
+def varied_loss(model, comm, step):
+    generator = torch.Generator().manual_seed(100 * step + comm.rank)
+    x = torch.randint(7, (4, 6), generator=generator)
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+def trained_by(comm, steps=4, loss=varied_loss, bucket_bytes=300, **settings):
+    model = DataParallel(Varied(), comm, bucket_bytes=bucket_bytes)
+    optimizer = adamw(model, **settings)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, comm, step).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_slices_return_behind_the_next_forward_pass(comm, late):
+    """Everybody reads complete weights, however late they are."""
+    right, _ = trained_by(comm)
+    wanted = {name: p.detach().clone() for name, p in right.module.named_parameters()}
+    for read in (lambda model, _: dict(zip(wanted, model.parameters())),
+                 lambda model, _: dict(model.module.named_parameters()),
+                 lambda model, _: model.state_dict(),
+                 lambda model, _: dict(copy.deepcopy(model.module).named_parameters()),
+                 lambda model, optimizer: optimizer.synchronize() or kept):
+        model, optimizer = trained_by(comm, overlap=True)
+        kept = {name: p for name, p in without_waiting(model.module)}
+        assert comm.size == 1 or any(p.isnan().any() for p in kept.values())
+        found = read(model, optimizer)
+        assert all(found[name].equal(p) for name, p in wanted.items())
+    model.compare_replicas()
+    varied_loss(model, comm, 9).backward()
+    assert isinstance(model.module.lstm._parameters, dict)
+    optimizer.close()
+    assert all(type(part._parameters) is dict for part in model.modules())
+
+
+def test_a_wait_that_is_missing_is_noticed(comm, late, monkeypatch):
+    """What the test above relies on: without any one of the waits, a forward pass reads NaN."""
+    wait = WeightBuckets.wait
+    model, _ = trained_by(comm, 2, overlap=True)
+    for missing in range(len(model._owner._weights.buckets)):
+        with monkeypatch.context() as without:
+            model, optimizer = trained_by(comm, 2, overlap=True)
+            without.setattr(WeightBuckets, "wait", lambda self, index: (
+                None if index == missing else wait(self, index)))
+            with torch.no_grad():
+                loss = varied_loss(model, comm, 2)
+        # Whoever owns all of a bucket misses nothing.
+        assert any(comm.allgather_object(bool(loss.isnan()))) == (comm.size > 1)
+        optimizer.synchronize()
+
+
+class Compiled(nn.Module):
+    """Looks like what torch.compile returns: runs without the module's hooks and attributes."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+        self.kept = [module.weight, module.bias]
+
+    def forward(self, x):
+        return nn.functional.linear(x, *self.kept)
+
+
+def test_what_has_no_hooks_is_waited_for_in_step(comm, late):
+    models = []
+    for settings in {}, {"overlap": True}:
+        torch.manual_seed(1)
+        models.append(DataParallel(
+            nn.Sequential(nn.Linear(6, 9), Compiled(nn.Linear(9, 3))), comm, bucket_bytes=100))
+        train(models[-1], adamw(models[-1], **settings), comm, range(3))
+    assert_same(*(model.parameters() for model in models))
 
 
 def adamw(model, **settings):
