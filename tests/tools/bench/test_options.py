@@ -52,7 +52,7 @@ def test_help_needs_no_mpi(capsys, monkeypatch, command):
      "gloo: here, with --device cuda, expected some of mpiring, mpi, nccl"),
     ("steps --framework torch --contenders mpi", "expected some of mpiring, gloo, horovod"),
     ("steps --device cuda", "--device cuda, --optimizer adamw and --sharded need --framework"),
-    ("steps --framework torch --sharded zero,1", "'1': expected some of slices, zero, fsdp"),
+    ("steps --framework torch --sharded zero,1", "'1': expected some of slices, node, zero, fsdp"),
     ("steps --framework torch --sharded --device cuda", "--sharded needs --device cpu"),
     ("prefetch --contenders gloo", "unrecognized arguments: --contenders"),
     ("codecs --json missing/out.json", "missing/out.json: cannot be written: No such file"),
