@@ -195,6 +195,15 @@ def test_allreduce_on_a_gpu(tmp_path):
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
+def test_updates(tmp_path):
+    path = tmp_path / "out.json"
+    assert main(["bench", "updates", "--elements", "20K", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["optimizer"], row["bytes"]) for row in rows] == [
+        ("sgd", 12), ("momentum", 20), ("adamw", 28), ("lars", 20), ("lamb", 36)]
+    assert all(row["GBps"] > 0 and row["of_a_copy"] > 0 for row in rows)
+
+
 def test_codecs(capsys, tmp_path):
     needed("numba")
     assert main(["bench", "codecs", "--elements", "20K", "--json", str(tmp_path / "out.json")]) == 0
