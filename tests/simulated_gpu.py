@@ -41,15 +41,20 @@ class _Memory:
         self.bytes = content
         # When it may be looked at; None for at once.
         self.ready = None
-        _memories[address] = self
+        with _remembering:
+            _memories[address] = self
 
 
 _memories = weakref.WeakValueDictionary()
+# Ranks may be threads.
+_remembering = threading.Lock()
 
 
 def memory_of(address, nbytes):
     """Return the allocation that has so many bytes there."""
-    return next(memory for memory in list(_memories.values())
+    with _remembering:
+        memories = list(_memories.values())
+    return next(memory for memory in memories
                 if 0 <= address - memory.address <= len(memory.bytes) - nbytes)
 
 

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 
 from mpiring import Config
+from mpiring.gpu import vectors
+from mpiring.gpu.arrays import vector_of
+from mpiring.gpu.base import DeviceVector, await_event
 from mpiring.memory.reduction import reduction
 
 _DEADLINE_S = 30
@@ -80,19 +83,31 @@ class TrainingComm(ThreadComm):
         self.recorder = SimpleNamespace(end_step=lambda *times: None)
 
     def empty(self, n, dtype, *, device):
-        return np.empty(n, dtype)
+        if device == "cpu":
+            return np.empty(n, dtype)
+        return device.gpu.array(vectors.empty(n, dtype, device), (n,))
 
     def prepare(self):
         pass
 
     poke = prepare
 
+    def broadcast(self, x, *, root=0):
+        vector = vector_of(x)
+        if isinstance(vector, DeviceVector):
+            await_event(vector.ready)
+        _write(vector, self.allgather_object(vectors.on_host(vector))[root])
+
     def allreduce(self, x, *, op="sum"):
         _run(_Collectives(self).allreduce(x.reshape(-1), op=op))
 
     def submit(self, call, build, *, device=None, ready=()):
         assert len(set(self.allgather_object(call.header))) == 1
+        for event in ready:
+            await_event(event)
         _run(build(_Collectives(self)))
+        if device is not None:
+            await_event(device.event())
         return SimpleNamespace(wait=lambda: None, flight=SimpleNamespace(ended_s=0))
 
 
@@ -113,23 +128,28 @@ class _Collectives:
         yield self._comm.allgather_object(None)
 
     def allreduce(self, x, op):
-        rows = self._comm.allgather_object(x)
+        rows = self._comm.allgather_object(vectors.on_host(x))
         combined = rows[0].copy()
         reduction("mean" if op == "mean" else op, x.dtype, len(rows)).combine(rows, combined)
-        x[...] = combined
+        _write(x, combined)
         yield
 
     def reduce_scatter(self, x, op, bounds):
-        here, whole = slice(*bounds[self.rank:self.rank + 2]), x.copy()
+        here, whole = slice(*bounds[self.rank:self.rank + 2]), vectors.on_host(x)
         yield from self.allreduce(whole, op)
         # Others' slices hold junk.
-        x[...] = 99
-        x[here] = whole[here]
+        whole[:here.start] = whole[here.stop:] = 99
+        _write(x, whole)
 
     def allgather(self, x, bounds):
-        for rank, row in enumerate(self._comm.allgather_object(x)):
-            x[bounds[rank]:bounds[rank + 1]] = row[bounds[rank]:bounds[rank + 1]]
+        for rank, row in enumerate(self._comm.allgather_object(vectors.on_host(x))):
+            here = slice(bounds[rank], bounds[rank + 1])
+            _write(x[here], row[here])
         yield
+
+
+def _write(x, host):
+    vectors.copy_to(x, vectors.moved(host, x.device) if isinstance(x, DeviceVector) else host)
 
 
 class Answer:

@@ -164,7 +164,7 @@ class Bucket:
 
         Slices start on cache lines; the last ones may be shorter than others, or empty.
         """
-        return aligned_bounds(self.flat.size, self.flat.itemsize, size)
+        return aligned_bounds(self.plan.size, self.plan.dtype.itemsize, size)
 
     def expect_all(self) -> None:
         """Begin a step: no tensor is ready."""
@@ -198,8 +198,11 @@ class Bucket:
                 view.flags.writeable = False
 
     def poison(self) -> None:
-        """Fill the memory with NaN, so that a view that is used by mistake is noticed."""
+        """Fill the tensors with NaN, so that a view that is used by mistake is noticed."""
         self.flat[...] = np.nan
+        # Which is reduced with the rest. On a GPU, in the same stream.
+        for gap in self._padding:
+            self.flat[gap] = 0
 
     def mark_as_junk(self, but: slice = slice(0, 0)) -> None:
         """Put a NaN into each tensor, as `poison` does, but in no time.

@@ -128,17 +128,17 @@ class Optimizer:
         self._seen = self._gradients.steps
         if not (self._gradients.finite if scaler is None else scaler.step()):
             return False
-        with_parts = self._parts()
-        parts = [part for bucket in with_parts for part in bucket]
+        self._after_users_work()
+        buckets = self._parts()
+        parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
             scale *= min(1.0, self._max_norm / total) if total else 1.0
-        self._after_users_work()
         for part in parts:
             part.begin()
         self._prepare(parts, scale)
         handles = []
-        for index, bucket in enumerate(with_parts):
+        for index, bucket in enumerate(buckets):
             for part in bucket:
                 self._update(part, scale)
                 part.end()
@@ -167,6 +167,17 @@ class Optimizer:
         return self._norm_of_gradients([part for bucket in self._parts() for part in bucket])
 
     # The state
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """The vectors of this rank, by tensor and name, as they are at present; in host memory.
+
+        For `dp.watch(optimizer=optimizer.state)`, where it is not sharded: they are equal on all
+        ranks.
+        """
+        return state.Present(
+            lambda: {piece.name: piece for pieces in self._slices.pieces for piece in pieces},
+            self._vectors_of)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the whole state, by tensor: equal on all ranks.
@@ -252,7 +263,7 @@ class Optimizer:
                blocks: Any) -> Mapping[str, Mapping[str, float]]:
         """Return the norms of whole tensors; see norms.norms."""
         return norms(self._comm, parts, self._names, kinds, blocks,
-                     scatters=self._gradients.scatters)
+                     scatters=self._gradients.scatters, device=self._device)
 
     # The step
 

@@ -52,6 +52,7 @@ class Update:
 
     Attributes:
         vectors, numbers: The names.
+        stored: Those of the vectors that are written.
     """
 
     def __init__(self, name: str, vectors: str, numbers: str, text: str) -> None:
@@ -59,7 +60,7 @@ class Update:
         self.vectors, self.numbers = vectors.split(), numbers.split()
         self._lines = textwrap.dedent(text).strip().splitlines()
         assigned = [line.partition(" = ")[0] for line in self._lines]
-        self._stored = [x for x in self.vectors if x in assigned and x != "g"]
+        self.stored = [x for x in self.vectors if x in assigned and x != "g"]
 
     def __call__(self, vectors: Mapping[str, Any], numbers: Mapping[str, float]) -> None:
         """Update vectors in place; on a GPU, queue to do so.
@@ -84,7 +85,7 @@ class Update:
             quietly(self._in_blocks, xs, [dtype.type(x) for x in values])
 
     def _in_blocks(self, vectors: Sequence[Array], numbers: Sequence[Any]) -> None:
-        stored = [vectors[self.vectors.index(name)] for name in self._stored]
+        stored = [vectors[self.vectors.index(name)] for name in self.stored]
         for start in range(0, vectors[0].size, BLOCK):
             here = slice(start, start + BLOCK)
             for x, result in zip(stored, self._of_arrays(*[x[here] for x in vectors], *numbers)):
@@ -94,7 +95,7 @@ class Update:
     def _of_arrays(self) -> Callable[..., Sequence[Array]]:
         """A function that returns the new values of the vectors that are stored."""
         return _made([*self.vectors, *self.numbers],
-                     [*self._lines, f"return [{', '.join(self._stored)}]"])
+                     [*self._lines, f"return [{', '.join(self.stored)}]"])
 
     @functools.lru_cache(maxsize=None)  # noqa: B019  # updates are constants of modules
     def _of_pointers(self, dtype: str) -> Callable[..., None]:
@@ -105,7 +106,7 @@ class Update:
         at = [f"at_{x}" for x in self.vectors]
         return _made([*at, "n", *self.numbers], ["for i in range(n):", *(f"    {line}" for line in [
             *(f"{x} = at_{x}[i]" for x in self.vectors), *self._lines,
-            *(f"at_{x}[i] = {x}" for x in self._stored)])])
+            *(f"at_{x}[i] = {x}" for x in self.stored)])])
 
     def _loop(self, dtype: str) -> Callable[..., None] | None:
         """Return the compiled loop; None where numba is missing."""
@@ -125,7 +126,7 @@ class Update:
             "constants": " ".join(f"const T {x} = job.{x};" for x in self.numbers),
             "load": " ".join(f"T {x} = job.at_{x}[i];" for x in self.vectors),
             "text": "\n        ".join(f"{line};" for line in self._lines),
-            "store": " ".join(f"job.at_{x}[i] = {x};" for x in self._stored),
+            "store": " ".join(f"job.at_{x}[i] = {x};" for x in self.stored),
         }, np.dtype([*((f"at_{x}", "u8") for x in self.vectors), ("n", "i8"),
                      *((x, dtype) for x in self.numbers)], align=True))
 

@@ -51,6 +51,9 @@ class Owner(Protocol):
     def take(self, averaging: "Averaging") -> None:
         """Take the means of a step, which have arrived. Collective: yes."""
 
+    def synchronize(self) -> None:
+        """Return when all weights are complete."""
+
 
 class Averaging:
     """Makes the gradients of parameters views into buckets, and averages them in backward.

@@ -19,6 +19,7 @@ from ..training.gradients import refuse_different
 from ..training.replicas import Replicas
 from .averaging import Averaging, Owner, Settings
 from .devices import DEVICE_TYPES, described
+from .guarded import without_waiting
 from .join import Uneven
 from .optimizers import follow_steps, replicated_parts
 from .sparse import sparse_parameters
@@ -316,11 +317,13 @@ class DataParallel(nn.Module):
 
     def _follow_freezing(self) -> None:
         """Build new buckets where other parameters than before are trained."""
-        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in without_waiting(self.module) if p.requires_grad}
         # Buckets keep their parameters alive: no other parameter can have the same id.
         trained = [(name, id(p), p.dtype, p.device) for name, p in parameters.items()]
         if trained == self._trained:
             return
+        if self._owner is not None:
+            self._owner.synchronize()
         _refuse_several_devices(parameters, self._comm)
         refuse_different(self._comm, "trained parameter", [
             f"{name} {described(p)}" for name, p in parameters.items()])

@@ -76,5 +76,5 @@ def replicated_parts(module: torch.nn.Module, stepped: Iterable[Optimizer],
 
 
 def _write(tensor: torch.Tensor, raw: Any) -> None:
-    with torch.no_grad():
-        tensor.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))
+    # `data`, since no user has written here, which NodeWeights would take it for.
+    tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -10,18 +11,22 @@ import torch
 
 from ..arguments import number
 from ..errors import ConfigError, GradientError
-from ..memory.sliced import whole
+from ..memory.sliced import Sliced
 from ..text import first_few
 from .averaging import Averaging
 from .data_parallel import DataParallel
 from .elementwise import elementwise_state, refuse_whole_tensors
+from .guarded import Guard, without_waiting
+from .node_weights import NodeWeights
 from .param_groups import param_groups, refuse_ungrouped
 from .sharded_state import ShardedState, States, numbers_of, state_of
 from .shards import Shard, cut, placeholder
+from .tensors import tensor_of
 from .weights import WeightBuckets
 
 # Of squares: what is summed at once, in float64.
 _BLOCK = 1 << 18
+_WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 
 
 class Sharded(torch.optim.Optimizer):
@@ -51,6 +56,9 @@ class Sharded(torch.optim.Optimizer):
             first.
         model: What averages the gradients; on all ranks alike.
         params: Groups of its parameters, as the class takes them; all by default.
+        overlap: Hand slices to the others while the next forward pass runs; see `synchronize`.
+        weights: "rank": each rank has all weights. "node": they lie once in the memory of each
+            node, for all its ranks, on CPUs; see `writing_weights`.
         defaults: The class's own arguments, such as `lr`, `foreach` and `fused`.
 
     Raises:
@@ -62,9 +70,13 @@ class Sharded(torch.optim.Optimizer):
     `sharded_state_dict`. Blocking: yes.
     """
 
-    def __init__(self, optimizer_class: Any, model: DataParallel, params: Any = None,
-                 **defaults: Any) -> None:
+    def __init__(self, optimizer_class: Any, model: DataParallel, params: Any = None, *,
+                 overlap: bool = False, weights: str = "rank", **defaults: Any) -> None:
         refuse_whole_tensors(optimizer_class)
+        if weights not in _WEIGHTS:
+            raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) or "
+                              f"'node' (the ranks of a node share them)")
+        self._kind = _WEIGHTS[weights]
         if not isinstance(model, DataParallel):
             raise ConfigError(f"model is a {type(model).__name__}; pass the "
                               f"mpiring.torch.DataParallel, not the module in it")
@@ -75,9 +87,11 @@ class Sharded(torch.optim.Optimizer):
         for group in groups:
             for name in group.names[:1]:
                 self._elementwise |= elementwise_state(
-                    optimizer_class, defaults, group.settings, parameters[name], apart=False)
+                    optimizer_class, defaults, group.settings, parameters[name], apart=overlap)
         self._names = [list(group.names) for group in groups]
         self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
+        self._overlaps = bool(overlap)
+        self._guard: Guard | None = None
         # Whether there are means that no step has used.
         self._is_fresh = False
         # Of parameters that are frozen at present.
@@ -152,18 +166,63 @@ class Sharded(torch.optim.Optimizer):
     def _update(self) -> None:
         self._weights.follow()
         self._inner.param_groups, self._inner.state = self.param_groups, self.state
-        self._inner.step()
+        if self._overlaps:
+            self._update_in_turn()
+        else:
+            self._inner.step()
         self._weights.updated()
-        for bucket in self._weights.buckets:
+        for bucket in () if self._overlaps else self._weights.buckets:
             self._weights.send(bucket.index)
-        self.synchronize()
+        if self._guard is None:
+            self.synchronize()
+        else:
+            for index in self._guard.unguarded:
+                self._weights.wait(index)
+
+    def _update_in_turn(self) -> None:
+        """Update and send one bucket after the other.
+
+        The next forward pass needs them in the reverse of the order in which the gradients came.
+        """
+        gradients = [shard.parameter.grad for shard in self._shards]
+        for shard in self._shards:
+            shard.parameter.grad = None
+        for bucket in reversed(self._weights.buckets):
+            mine = [(shard.parameter, gradient) for shard, gradient in zip(
+                self._shards, gradients) if shard.bucket == bucket.index]
+            for p, gradient in mine:
+                p.grad = gradient
+            if mine:
+                self._inner.step()
+            for p, _ in mine:
+                p.grad = None
+            self._weights.send(bucket.index)
 
     def synchronize(self) -> None:
-        """Return when all weights are complete.
+        """Return when all weights are complete; for `overlap`.
+
+        Modules wait for their own weights before they run; `module.weight`, `parameters()`,
+        `state_dict()` and `load_state_dict()` wait for what they return. Call this before reading
+        or writing parameters that you have kept in variables of your own since before the step.
 
         Collective: no. Blocking: yes.
         """
         self._weights.synchronize()
+
+    def writing_weights(self) -> AbstractContextManager[None]:
+        """Return a block in which weights may be written other than by `step`.
+
+            with optimizer.writing_weights():
+                for p in model.parameters():
+                    p.clamp_(-1, 1)
+
+        Needed with weights="node": there every rank but the first one of each node writes into
+        copies of its own in the block, and what rank 0 has written is everybody's after it.
+        `model.load_state_dict` needs no block.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self._weights.writing()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, of the model and of this rank's slices.
@@ -174,8 +233,12 @@ class Sharded(torch.optim.Optimizer):
         Collective: no.
         """
         shards = (shard.parameter for shard in self._shards)
-        for p in chain(self._model.module.parameters(), shards):
+        for p in chain((p for _, p in without_waiting(self._model.module)), shards):
             p.grad = None
+        if self._is_fresh and not self._averaging.finite:
+            # Whoever has scaled by NaN has also scaled what is between the tensors.
+            for bucket in self._buckets:
+                bucket.clear_padding()
         self._is_fresh = False
 
     def _refuse_without_gradients(self, what: str) -> None:
@@ -331,13 +394,22 @@ class Sharded(torch.optim.Optimizer):
         self._parameters = {name: named[name] for name in averaging.gradients.views}
         refuse_ungrouped(self._parameters, set(self._group_of))
         with torch.no_grad():
-            self._weights = WeightBuckets(self._parameters, averaging.gradients, self._comm)
+            self._weights = self._kind(
+                self._parameters, averaging.gradients, self._comm, self._model.module)
+        if self._guard is not None:
+            self._guard.remove()
+        if self._overlaps:
+            self._guard = Guard(self._model.module, self._weights, {
+                self._parameters[name]: bucket.index
+                for bucket in self._weights.buckets for name in bucket.views})
 
     def _cut_again(self, states: States, settings: Sequence[Mapping[str, Any]]) -> None:
         """Replace the inner optimizer; the groups stay the same dicts."""
         # What is cut now need not be kept whole.
-        self._aside = {name: whole(state) for name, state in states.items()
-                       if name not in self._parameters}
+        self._aside = {
+            name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
+                   for key, x in state.items()}
+            for name, state in states.items() if name not in self._parameters}
         self._inner = self._cut(states, settings)
         self._show()
 
@@ -377,10 +449,13 @@ class Sharded(torch.optim.Optimizer):
 
         For another optimizer; this one can take no more steps.
 
-        Collective: no, but on all ranks.
+        Collective: yes. Blocking: yes.
         """
         self.synchronize()
         self.zero_grad()
+        self._weights.release()
+        if self._guard is not None:
+            self._guard.remove()
         self._model.give_gradients_to(None)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:

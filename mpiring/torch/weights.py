@@ -1,9 +1,10 @@
 """Keeps a model's weights in buckets, slices of which the ranks update and hand to the others."""
 
-import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import Parameter
 
@@ -12,7 +13,9 @@ from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..errors import ConfigError
 from ..operations.agreement import Call
+from ..operations.operation import Collectives
 from ..training.gradients import Gradients
+from ..transport.base import Schedule
 from .averaging import in_shape_of
 from .devices import gpu_of, marker_of
 from .tensors import seen_as_tensor
@@ -28,6 +31,7 @@ class WeightBuckets:
         parameters: By name: those whose gradients are averaged. Their `data` become the views.
         gradients: What averages them.
         comm: The ranks.
+        module: Which has the parameters.
 
     Attributes:
         buckets: In the order of the gradients'.
@@ -36,14 +40,13 @@ class WeightBuckets:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Gradients,
-                 comm: Communicator) -> None:
+                 comm: Communicator, module: torch.nn.Module) -> None:
         self._parameters, self._comm = dict(parameters), comm
         self._submit = gradients.tally.submit
         first = next(iter(parameters.values()))
-        device = gpu_of(first)
+        self._device = gpu_of(first)
         self._mark = marker_of(first)
-        empty = functools.partial(comm.empty, device=device or "cpu")
-        self.buckets = [Bucket(index, bucket.plan, empty, device)
+        self.buckets = [Bucket(index, bucket.plan, self._empty, self._device)
                         for index, bucket in enumerate(gradients.buckets)]
         self._calls = [Call("weights", f"{bucket.flat.dtype.name} {bucket.flat.shape}",
                             bucket.label, bucket.flat.nbytes) for bucket in self.buckets]
@@ -54,7 +57,16 @@ class WeightBuckets:
                 p = self._parameters[name]
                 # A storage of its own, so that torch.save of one writes no others.
                 self._views[name] = in_shape_of(p, seen_as_tensor(view.reshape(-1)))
-                self._adopt(name)
+        self._fill()
+
+    def _empty(self, n: int, dtype: "np.dtype[Any]") -> Any:
+        """Return the memory of a bucket."""
+        return self._comm.empty(n, dtype, device=self._device or "cpu")
+
+    def _fill(self) -> None:
+        """Move the weights into the buckets."""
+        for name in self._views:
+            self._adopt(name)
 
     def own(self, index: int) -> slice:
         """Return which elements of a bucket are this rank's."""
@@ -62,12 +74,14 @@ class WeightBuckets:
         return slice(bounds[rank], bounds[rank + 1])
 
     def follow(self) -> None:
-        """Take over weights where the user has given a parameter other memory (`p.data = ...`).
+        """Prepare for an update of slices.
+
+        Take over weights where the user has given a parameter other memory (`p.data = ...`).
 
         Raises:
             ConfigError: They do not fit.
 
-        Collective: no.
+        Collective: yes.
         """
         for name, view in self._views.items():
             if self._parameters[name].data_ptr() != view.data_ptr() and view.numel():
@@ -97,12 +111,20 @@ class WeightBuckets:
         Collective: yes. Blocking: no.
         """
         bucket = self.buckets[index]
+        self._send(bucket, bucket.bounds(self._comm.size))
+
+    def _send(self, bucket: Bucket, bounds: Sequence[int]) -> None:
         if not bucket.flat.size:
             return
-        bounds, vector = bucket.bounds(self._comm.size), bucket.vector
-        self._handles[index] = self._submit(
-            self._calls[index], lambda collectives: collectives.allgather(vector, bounds=bounds),
+        vector = bucket.vector
+        self._handles[bucket.index] = self._submit(
+            self._calls[bucket.index],
+            lambda collectives: self._allgather(collectives, vector, bounds),
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
+
+    def _allgather(self, collectives: Collectives, vector: Any,
+                   bounds: Sequence[int]) -> Schedule[None]:
+        return collectives.allgather(vector, bounds=bounds)
 
     def wait(self, index: int) -> None:
         """Return when all of a bucket is there, if it was sent.
@@ -112,7 +134,7 @@ class WeightBuckets:
         handle = self._handles.get(index)
         if handle is not None:
             handle.wait()
-            del self._handles[index]
+            self._handles.pop(index, None)
 
     def synchronize(self) -> None:
         """Return when all weights are complete.
@@ -121,6 +143,17 @@ class WeightBuckets:
         """
         for index in list(self._handles):
             self.wait(index)
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Let weights be written in a block, on all ranks alike."""
+        yield
+
+    def release(self) -> None:
+        """Leave the weights to the module: nothing is updated here any more.
+
+        Collective: yes. Blocking: yes.
+        """
 
 
 def flat(bucket: Bucket, elements: slice) -> Any:

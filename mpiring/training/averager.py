@@ -270,7 +270,6 @@ class Averager:
             bucket.finite = not bad[0]
             if bad[0]:
                 bucket.poison()
-                bucket.clear_padding()
 
     def _refuse_missing(self, where: str) -> None:
         missing = self.missing

@@ -1,12 +1,16 @@
 """Tests optimisers on real MPI: sharded or not, with all that a step has to get along with."""
 
+import tempfile
+
 import ml_dtypes
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mpiring
-from mpiring.numpy import DataParallel, LossScaler
-from mpiring.optim import SGD, AdamW
+from mpiring.numpy import Checkpoints, DataParallel, LossScaler
+from mpiring.optim import LAMB, SGD, AdamW
+from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 
 pytestmark = pytest.mark.mpi
 
@@ -123,3 +127,124 @@ def test_gradients_of_other_ranks_are_marked_as_junk(comm):
         dp.wait()
         assert optimizer.step()
         assert all(np.isnan(grad).any() for grad in dp.grads.values())
+
+
+REDUCERS = {"cast": lambda: Cast("bfloat16"), "feedback": lambda: ErrorFeedback(Cast("bfloat16")),
+            "int8": Int8, "onebit": OneBit, "powersgd": lambda: PowerSGD(rank=2),
+            "topk": lambda: TopK(density=0.1)}
+
+
+@pytest.mark.parametrize("name", REDUCERS)
+def test_all_reducers_leave_slices(apart, name):
+    """A sharded optimiser gets the means that others get, but for their rounding."""
+    results = []
+    for sharded in (False, True):
+        dp = DataParallel(model(), apart, bucket_bytes=3000, reducer=REDUCERS[name]())
+        optimizer = SGD(dp, lr=0.1, momentum=0.9, sharded=sharded)
+        for step in range(4):
+            backward(dp, step)
+            assert optimizer.step()
+            assert same_on_all_ranks(apart, dp.params)
+        results.append(dp.params)
+    close(*results, tolerance=1e-3)
+
+
+@pytest.fixture(scope="module")
+def apart():
+    """A communicator in which each rank is a node, as compression needs; it compares replicas."""
+    config = mpiring.Config(shared_memory=False, tuning=False, digest_steps=1)
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as communicator:
+        yield communicator
+
+
+@pytest.mark.parametrize("dtype", ["float32", ml_dtypes.bfloat16], ids=["float32", "bfloat16"])
+def test_a_checkpoint_of_slices_fits_all_ranks_and_one(comm, dtype):
+    """What goes on from it has the bits of what was not interrupted."""
+    with tempfile.TemporaryDirectory() as folder:
+        folder = comm.broadcast_object(folder, root=0)
+
+        def start(comm):
+            dp = DataParallel(model(dtype), comm, bucket_bytes=3000, deterministic=True)
+            return dp, LAMB(dp, lr=0.1, no_decay=("b*",), sharded=True)
+
+        dp, optimizer = start(comm)
+        for step in range(4):
+            if step == 2:
+                with Checkpoints(folder, comm) as checkpoints:
+                    checkpoints.save(2, replicated=dp.params,
+                                     sharded=optimizer.sharded_state_dict())
+            backward(dp, step)
+            assert optimizer.step()
+        whole = optimizer.state_dict()
+
+        again, resumed = start(comm)
+        saved = Checkpoints(folder, comm).load()
+        for name, x in again.params.items():
+            x[...] = saved.replicated[name]
+        resumed.load_state_dict(saved.sharded)
+        for step in (2, 3):
+            backward(again, step)
+            assert resumed.step()
+        assert resumed.steps == 4
+        for name, x in dp.params.items():
+            assert x.tobytes() == again.params[name].tobytes()
+            for vector, leaf in resumed.state_dict()["tensors"][name].items():
+                assert leaf.tobytes() == whole["tensors"][name][vector].tobytes()
+        with comm.split(comm.rank) as alone:
+            start(alone)[1].load_state_dict(saved.sharded)
+        comm.barrier()
+
+
+def test_a_state_of_others_is_refused(comm):
+    dp = DataParallel(model(), comm)
+    optimizer = AdamW(dp, sharded=True)
+    state = optimizer.state_dict()
+    for other, text in (
+            (1, r"the state of AdamW is a int: pass what state_dict\(\) has returned"),
+            ({**state, "optimizer": "SGD"}, "the state is of SGD, not of AdamW; build the optimiz"),
+            ({**state, "tensors": {**state["tensors"], "x": {}}}, "of AdamW has x besides; build"),
+            ({**state, "tensors": {}}, "the state of AdamW lacks w1, b1, scale, w2, w3, b3: pass"),
+            ({**state, "tensors": {**state["tensors"], "b1": {"m": np.zeros(3), "v": 0}}},
+             r"m of 'b1' is float64 \(3,\) in the state, but float32 \(11,\) here; build the mo")):
+        with pytest.raises(mpiring.ConfigError, match=text):
+            optimizer.load_state_dict(other)
+    if comm.size > 1:
+        with pytest.raises(mpiring.ConfigError, match="rank 1: .* in the state|rank 1: the state"):
+            optimizer.load_state_dict(1 if comm.rank == 1 else state)
+
+
+def test_norms_are_those_of_all_gradients(comm):
+    for sharded in (False, True):
+        dp = DataParallel(model(), comm, bucket_bytes=3000)
+        optimizer = AdamW(dp, sharded=sharded)
+        for step in range(3):
+            backward(dp, step)
+            squares = 0.0
+            for name, shape in SHAPES.items():
+                rows = [np.random.default_rng([step, rank, *name.encode()]).standard_normal(shape)
+                        for rank in range(comm.size)]
+                squares += float((np.mean(rows, axis=0)**2).sum())
+            assert optimizer.grad_norm() == pytest.approx(squares**0.5, rel=1e-5)
+            assert optimizer.step()
+        with pytest.raises(mpiring.GradientError, match=r"grad_norm\(\) without new gradients"):
+            optimizer.grad_norm()
+
+
+def test_state_of_whole_tensors_can_be_watched(apart):
+    dp = DataParallel(model(), apart)
+    optimizer = AdamW(dp)
+    dp.watch(adamw=optimizer.state)
+    for step in range(3):
+        backward(dp, step)
+        assert optimizer.step()
+    if apart.size > 1:
+        optimizer.state["w2"]["m"][5] += apart.rank == 1
+        with pytest.raises(mpiring.ReplicaError, match=r"adamw\['w2'\]\['m'\]"):
+            dp.compare_replicas()
+
+
+def test_parameters_that_no_optimizer_updates_are_refused(comm):
+    for x, text in ((np.zeros(3, np.complex64), "parameter x complex64 .*: optimizers update flo"),
+                    (np.zeros((3, 4), order="F"), r"'x' of shape \(3, 4\) lies in Fortran's orde")):
+        with pytest.raises(mpiring.ConfigError, match=text):
+            SGD(DataParallel({"x": x}, comm))

@@ -1,10 +1,22 @@
 """Tests PyTorch's optimizers on slices, on real MPI, against themselves on whole parameters."""
 
+import contextlib
+import copy
+import itertools
+import logging
+
 import pytest
 from launching import needed
+from mpi4py import MPI
+
+import mpiring
+from mpiring.memory.sliced import Sliced
+from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
 from mpiring.torch import DataParallel, Sharded  # noqa: E402
+from mpiring.torch.guarded import without_waiting  # noqa: E402
+from mpiring.torch.weights import WeightBuckets, flat  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -87,3 +99,476 @@ def test_slices_are_updated_as_whole_parameters(comm, name, settings, dtype):
     for number, state in wanted["state"].items():
         assert mine["state"][number].keys() == state.keys()
         assert_same(mine["state"][number].values(), state.values(), dtype)
+
+
+class Late:
+    """An exchange of slices that begins when somebody waits for it; until then others' are NaN."""
+
+    def __init__(self, weights, index, begin):
+        self.weights, self.index, self.begin = weights, index, begin
+        own, x = weights.own(index), flat(weights.buckets[index], slice(None))
+        x[:own.start] = x[own.stop:] = torch.nan
+
+    def wait(self):
+        self.begin(self.weights, self.index)
+        self.weights._handles[self.index].wait()
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Let no slice of another rank arrive before somebody waits for it."""
+    send = WeightBuckets.send
+    monkeypatch.setattr(WeightBuckets, "send", lambda self, index: self._handles.update(
+        {index: Late(self, index, send)}))
+
+
+class Varied(nn.Module):
+    """Modules that use parameters in other ways than in their own forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(7, 8)
+        # Uses the weight of its out_proj, which is a module.
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        # Keeps a list of its parameters.
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.scale = nn.Parameter(torch.ones(8))
+        self.more = nn.ParameterList([torch.ones(8), torch.zeros(8)])
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 7, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x):
+        x = self.embedding(x)
+        x = x + self.attention(x, x, x)[0]
+        x = self.lstm(x)[0] * self.scale
+        return self.head(self.normed(x * self.more[0] + self.more[1]))
+
+
+def varied_loss(model, comm, step):
+    generator = torch.Generator().manual_seed(100 * step + comm.rank)
+    x = torch.randint(7, (4, 6), generator=generator)
+    return nn.functional.cross_entropy(model(x).flatten(0, 1), x.flatten())
+
+
+def trained_by(comm, steps=4, loss=varied_loss, bucket_bytes=300, **settings):
+    model = DataParallel(Varied(), comm, bucket_bytes=bucket_bytes)
+    optimizer = adamw(model, **settings)
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss(model, comm, step).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def test_slices_return_behind_the_next_forward_pass(comm, late):
+    """Everybody reads complete weights, however late they are."""
+    right, _ = trained_by(comm)
+    wanted = {name: p.detach().clone() for name, p in right.module.named_parameters()}
+    for read in (lambda model, _: dict(zip(wanted, model.parameters())),
+                 lambda model, _: dict(model.module.named_parameters()),
+                 lambda model, _: model.state_dict(),
+                 lambda model, _: dict(copy.deepcopy(model.module).named_parameters()),
+                 lambda model, optimizer: optimizer.synchronize() or kept):
+        model, optimizer = trained_by(comm, overlap=True)
+        kept = {name: p for name, p in without_waiting(model.module)}
+        assert comm.size == 1 or any(p.isnan().any() for p in kept.values())
+        found = read(model, optimizer)
+        assert all(found[name].equal(p) for name, p in wanted.items())
+    model.compare_replicas()
+    varied_loss(model, comm, 9).backward()
+    assert isinstance(model.module.lstm._parameters, dict)
+    optimizer.close()
+    assert all(type(part._parameters) is dict for part in model.modules())
+
+
+def test_a_wait_that_is_missing_is_noticed(comm, late, monkeypatch):
+    """What the test above relies on: without any one of the waits, a forward pass reads NaN."""
+    wait = WeightBuckets.wait
+    model, _ = trained_by(comm, 2, overlap=True)
+    for missing in range(len(model._owner._weights.buckets)):
+        with monkeypatch.context() as without:
+            model, optimizer = trained_by(comm, 2, overlap=True)
+            without.setattr(WeightBuckets, "wait", lambda self, index: (
+                None if index == missing else wait(self, index)))
+            with torch.no_grad():
+                loss = varied_loss(model, comm, 2)
+        # Whoever owns all of a bucket misses nothing.
+        assert any(comm.allgather_object(bool(loss.isnan()))) == (comm.size > 1)
+        optimizer.synchronize()
+
+
+class Compiled(nn.Module):
+    """Looks like what torch.compile returns: runs without the module's hooks and attributes."""
+
+    def __init__(self, module):
+        super().__init__()
+        self._orig_mod = module
+        self.kept = [module.weight, module.bias]
+
+    def forward(self, x):
+        return nn.functional.linear(x, *self.kept)
+
+
+def test_what_has_no_hooks_is_waited_for_in_step(comm, late):
+    models = []
+    for settings in {}, {"overlap": True}:
+        torch.manual_seed(1)
+        models.append(DataParallel(
+            nn.Sequential(nn.Linear(6, 9), Compiled(nn.Linear(9, 3))), comm, bucket_bytes=100))
+        train(models[-1], adamw(models[-1], **settings), comm, range(3))
+    assert_same(*(model.parameters() for model in models))
+
+
+def adamw(model, **settings):
+    return Sharded(torch.optim.AdamW, model, **{"lr": 0.01, **settings})
+
+
+def by_decay(model, named=False):
+    """Return two groups of parameters, which take turns in the model."""
+    groups = [{"params": [], "weight_decay": 0.3}, {"params": [], "lr": 0.003}]
+    for name, p in model.module.named_parameters():
+        groups[p.dim() < 2]["params"].append((name, p) if named else p)
+    return groups
+
+
+def test_groups_schedules_and_clipping(comm):
+    """Groups of the same settings, that change; norms are those of whole gradients."""
+    plain, model = wrapped(comm), wrapped(comm)
+    right = torch.optim.AdamW(by_decay(plain, named=True), lr=0.01)
+    optimizer = Sharded(torch.optim.AdamW, model, by_decay(model, named=True), lr=0.01)
+    schedules = [torch.optim.lr_scheduler.OneCycleLR(x, 0.1, total_steps=9)
+                 for x in (right, optimizer)]
+    for step, norm_type in zip(range(9), itertools.cycle([2, 1, 3.5, float("inf")])):
+        loss_of(plain, comm, step).backward()
+        loss_of(model, comm, step).backward()
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.1, norm_type)
+        assert optimizer.grad_norm(norm_type) == pytest.approx(float(wanted), rel=1e-5)
+        norm = optimizer.clip_grad_norm_(0.1, norm_type)
+        assert float(norm) == pytest.approx(float(wanted), rel=1e-5)
+        right.step()
+        optimizer.step()
+        right.zero_grad()
+        for schedule in schedules:
+            schedule.step()
+        assert_same(model.parameters(), plain.parameters())
+    assert optimizer.state_dict()["param_groups"] == right.state_dict()["param_groups"]
+    assert "scale" in optimizer.param_groups[1]["param_names"]
+
+
+def test_a_step_that_is_not_finite_leaves_no_trace(comm, caplog):
+    model = wrapped(comm)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=4.0)
+    train(model, optimizer, comm, range(2))
+    for step, scaled in ((2, True), (3, False)):
+        before = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
+        loss = loss_of(model, comm, step) * (torch.inf if comm.rank == comm.size - 1 else 1)
+        with caplog.at_level(logging.WARNING, "mpiring"):
+            if scaled:
+                scaler.scale(loss).backward()
+                scaler.unscale_(optimizer)
+                assert not torch.isfinite(optimizer.clip_grad_norm_(1.0))
+                scaler.step(optimizer)
+                scaler.update()
+                assert scaler.get_scale() == 2.0
+                optimizer.zero_grad()
+            else:
+                loss.backward()
+                with pytest.raises(mpiring.GradientError, match="norm of the gradients is nan"):
+                    optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+                optimizer.step()
+                assert comm.rank or "NaN or Inf in gradients before" in caplog.text
+        assert not model.finite and list(model.nonfinite) == [comm.size - 1]
+        after = optimizer.state_dict(), model.state_dict()
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+    plain = wrapped(comm)
+    right = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    train(plain, right, comm, range(2))
+    for step in range(4, 6):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, comm, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    train(plain, right, comm, range(4, 6))
+    assert_same(model.parameters(), plain.parameters())
+    assert_equal_on_all(model, comm)
+
+
+def test_closures_hooks_and_accumulation(comm):
+    plain, model = wrapped(comm), wrapped(comm)
+    right, optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01), adamw(model)
+    called = []
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "more": 1})
+    for step in range(0, 9, 3):
+        def closure():
+            optimizer.zero_grad()
+            for part in range(3):
+                with model.no_sync() if part < 2 else contextlib.nullcontext():
+                    loss = loss_of(model, comm, step + part)
+                    loss.backward()
+            return loss
+        assert optimizer.step(closure).requires_grad
+        right.zero_grad()
+        for part in range(3):
+            with plain.no_sync() if part < 2 else contextlib.nullcontext():
+                loss_of(plain, comm, step + part).backward()
+        right.step()
+    assert called == ["before", "after"] * 3 and optimizer.state_dict()["more"] == 1
+    assert_same(model.parameters(), plain.parameters())
+
+
+def merged(states):
+    """Return the nest in which each `Sliced` has the pieces of all ranks."""
+    first, *others = states
+    if isinstance(first, Sliced):
+        return first.merged(others)
+    if isinstance(first, dict):
+        assert all(first.keys() == other.keys() for other in others)
+        return {key: merged([state[key] for state in states]) for key in first}
+    return first
+
+
+def assert_bits(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["whole", "sliced"])
+def test_training_goes_on_anywhere(comm, how):
+    """Saved here, loaded by the optimizer itself, on one rank, and here again, before a step."""
+    model = wrapped(comm)
+    optimizer = adamw(model)
+    train(model, optimizer, comm, range(3))
+    weights = copy.deepcopy(model.state_dict())
+    whole = optimizer.state_dict()
+    saved = whole if how == "whole" else merged(
+        comm.allgather_object(optimizer.sharded_state_dict()))
+    bare = torch.optim.AdamW(Odd().parameters(), lr=0.5)
+    bare.load_state_dict(copy.deepcopy(whole))
+    assert_bits(bare.state_dict(), whole)
+    alone = comm.split(comm.rank)
+    for ranks in (comm, alone):
+        other = wrapped(ranks)
+        other.load_state_dict(weights)
+        again = adamw(other, lr=0.5)
+        again.load_state_dict(copy.deepcopy(saved))
+        assert_bits(again.state_dict(), whole)
+        if ranks is comm:
+            train(other, again, comm, range(3, 5))
+            train(model, optimizer, comm, range(3, 5))
+            assert_same(other.parameters(), model.parameters())
+            again.load_state_dict(bare.state_dict())
+            assert_bits(again.state_dict(), whole)
+    alone.close()
+    root = optimizer.state_dict(root=comm.size - 1)
+    assert (root is None) == (comm.rank < comm.size - 1)
+
+
+def test_parameters_are_frozen_thawed_replaced_and_written(comm):
+    """State follows; and is loaded by PyTorch's own."""
+    plain, model = wrapped(comm), wrapped(comm)
+    right, optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01), adamw(model)
+    for step in range(9):
+        for one in plain, model:
+            one.module.first.requires_grad_(step not in (2, 3))
+            one.module.filter.weight.requires_grad_(step != 3)
+            if step == 5:
+                with torch.no_grad():
+                    one.module.last.weight.mul_(0.5)
+                    one.module.first.bias.data = one.module.first.bias.data + 1
+        train(plain, right, comm, [step])
+        train(model, optimizer, comm, [step])
+        assert_same(model.parameters(), plain.parameters())
+        assert_bits(model.module.state_dict(), dict(model.module.named_parameters()))
+        if step in (2, 3, 8):
+            mine, wanted = optimizer.state_dict(), right.state_dict()
+            torch.testing.assert_close(mine, wanted)
+            again = merged(comm.allgather_object(optimizer.sharded_state_dict()))
+            optimizer.load_state_dict(again)
+            assert_bits(optimizer.state_dict(), mine)
+    model.module.last = nn.Linear(18, 3, bias=False)
+    train(model, optimizer, comm, range(2))
+    assert_equal_on_all(model, comm)
+    state = optimizer.state_dict()["state"]
+    names = [name for name, _ in model.module.named_parameters()]
+    assert state[names.index("scale")]["step"] == 11
+
+
+def test_a_graph_that_is_kept_does_not_survive_a_step(comm):
+    model = wrapped(comm)
+    optimizer = adamw(model)
+    loss = loss_of(model, comm, 0)
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("make", [lambda: ErrorFeedback(Cast("bfloat16")), Int8])
+def test_slices_are_exchanged_by_reducers(make):
+    config = mpiring.Config(shared_memory=False, tuning=False, digest_steps=1)
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as apart:
+        plain, model = (wrapped(apart, reducer=make()) for _ in range(2))
+        right, optimizer = torch.optim.SGD(plain.parameters(), lr=0.1), Sharded(
+            torch.optim.SGD, model, lr=0.1)
+        train(plain, right, apart, range(6))
+        train(model, optimizer, apart, range(6))
+        for p, q in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(p, q, rtol=2e-2, atol=2e-3)
+        assert_equal_on_all(model, apart)
+
+
+def test_ranks_without_a_slice_and_parameters_without_a_gradient(comm):
+    class Choice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.Parameter(torch.ones(n)) for n in ((), 2))
+
+        def forward(self, which):
+            return self.a * 2 if which else self.b.sum()
+
+    model = DataParallel(Choice(), comm, find_unused_parameters=True)
+    optimizer, scaler = adamw(model, weight_decay=0.0), torch.amp.GradScaler("cpu", init_scale=2.0)
+    for bad in (True, False):
+        loss = model(True) * (torch.nan if bad and comm.rank == 0 else 1)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = optimizer.clip_grad_norm_(10.0)
+        assert torch.isnan(norm) if bad else float(norm) == 2
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert scaler.get_scale() == 1.0
+        assert (model.module.a.item() == 1) == bad and model.module.b.tolist() == [1, 1]
+    assert optimizer.state_dict()["state"][0]["step"] == 1
+    assert sum(bool(group["params"]) for group in optimizer.param_groups) == 1
+
+
+def test_digests_compare_weights(comm):
+    config = mpiring.Config(digest_steps=1, tuning=False)
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as checked:
+        model = wrapped(checked)
+        optimizer = adamw(model)
+        train(model, optimizer, checked, range(3))
+        if checked.size > 1:
+            with torch.no_grad():
+                model.module.scale += checked.rank == 0
+            with pytest.raises(mpiring.ReplicaError, match="scale"):
+                loss_of(model, checked, 3).backward()
+
+
+class Norms(torch.optim.Optimizer):
+    """Scales each update by the norm of the whole gradient."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * p.grad / p.grad.norm()
+
+
+class Signs(Norms):
+    """Treats each element for itself, and remembers a number."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["count"] = state.get("count", 0) + 1
+                    state["sum"] = state.get("sum", 0) + p.grad
+                    p -= group["lr"] / state["count"] * state["sum"].sign()
+
+
+def test_a_class_of_the_users_own(comm):
+    plain, model = wrapped(comm), wrapped(comm)
+    right, optimizer = Signs(plain.parameters(), lr=0.01), Sharded(Signs, model, lr=0.01)
+    for one in (plain, right), (model, optimizer):
+        train(*one, comm, range(3))
+    assert_same(model.parameters(), plain.parameters())
+    assert optimizer.state_dict()["state"][0]["count"] == 3
+
+
+def test_mistakes_are_explained(comm):
+    model = wrapped(comm)
+    parameters = list(model.parameters())
+    for mistake, told in (
+            (lambda: Sharded(torch.optim.LBFGS, model), "LBFGS cannot be sharded: it takes the gr"),
+            (lambda: Sharded(torch.optim.Adafactor, model), "sums over rows and columns"),
+            (lambda: Sharded(torch.optim.Muon, model), "it makes whole matrices orthogonal"),
+            (lambda: Sharded(torch.optim.SparseAdam, model), "sparse gradients"),
+            (lambda: Sharded(Norms, model), "Norms cannot be sharded: a tensor became another"),
+            (lambda: Sharded(torch.optim.SGD([torch.ones(1)]), model), "pass a class and its set"),
+            (lambda: Sharded("adamw", model), "optimizer_class is 'adamw'; pass a class"),
+            (lambda: adamw(model.module), "model is a Odd; pass the mpiring.torch.DataParallel"),
+            (lambda: adamw(model, params=parameters[:-1]), "filter.weight: trained, but in no "),
+            (lambda: adamw(model, params=[]), "scale, first.weight.* in no group"),
+            (lambda: adamw(model, params=[*parameters, parameters[0]]), "scale is twice in the gr"),
+            (lambda: adamw(model, params=[*parameters, torch.ones(3)]), "shape .3,. in a group of"),
+            (lambda: adamw(model, params=[{"lr": 1}]), "a group of parameters is a dict; expected"),
+            (lambda: adamw(model, params=parameters[0]), "params is a Parameter; pass a list"),
+            (lambda: adamw(model, params=3), "params is a int; pass a list"),
+            (lambda: adamw(DataParallel(Odd(), comm, defer_wait=True)), "leave out defer_wait"),
+            (lambda: adamw(DataParallel(nn.Embedding(9, 3, sparse=True), comm)),
+             "gradients of weight are sparse, and cannot be cut into slices"),
+            (lambda: adamw(DataParallel(Odd().requires_grad_(False), comm)), "no parameter of the"),
+    ):
+        with pytest.raises(mpiring.ConfigError, match=told):
+            mistake()
+    optimizer = adamw(model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, comm, 0).backward()
+    for mistake, error, told in (
+            (lambda: adamw(model), mpiring.ConfigError, "has a Sharded optimizer already"),
+            (plain.step, mpiring.ConfigError, "a SGD is to update parameters of a model that has"),
+            (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), mpiring.GradientError,
+             "in slices, one per rank .Sharded.: clip with optimizer.clip_grad_norm_"),
+            (lambda: model.module.scale.grad.mul_(2), mpiring.GradientError, "mul_ of a gradient"),
+            (lambda: loss_of(model, comm, 0).backward(), mpiring.GradientError,
+             r"a second backward pass, without step\(\) or zero_grad\(\).*no_sync"),
+            (lambda: optimizer.add_param_group({"params": [torch.ones(3)]}), mpiring.ConfigError,
+             "add_param_group on a Sharded"),
+            (lambda: copy.deepcopy(optimizer), mpiring.ConfigError, "cannot be pickled or copied"),
+            (lambda: optimizer.clip_grad_norm_(-1), mpiring.ConfigError, "max_norm=-1: expected"),
+            (lambda: optimizer.grad_norm(0), mpiring.ConfigError, "norm_type=0: expected a number"),
+            (lambda: model.join().__enter__(), mpiring.ConfigError, "join.. with a Sharded opt"),
+            (lambda: optimizer.load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict()),
+             mpiring.ConfigError, r"with \[1\] parameters, but this optimizer's have \[5\]"),
+    ):
+        with pytest.raises(error, match=told):
+            mistake()
+    optimizer.step()
+    for mistake in (optimizer.step, optimizer.grad_norm, lambda: optimizer.clip_grad_norm_(1.0)):
+        with pytest.raises(mpiring.GradientError, match="without new gradients: each step takes"):
+            mistake()
+    loss_of(model, comm, 0).backward()
+    model.module.scale.grad = None
+    with pytest.raises(mpiring.GradientError, match="after the gradients of scale were dropped or"):
+        optimizer.step()
+    optimizer.zero_grad()
+    model.module.scale.data = torch.ones(3)
+    with pytest.raises((mpiring.ConfigError, RuntimeError)):
+        loss_of(model, comm, 0).backward()
+        optimizer.step()
+
+
+def test_another_optimizer_after_it(comm):
+    plain, model = wrapped(comm), wrapped(comm)
+    train(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), comm, range(2))
+    optimizer = adamw(model)
+    train(model, optimizer, comm, range(2))
+    optimizer.close()
+    for one in plain, model:
+        train(one, torch.optim.SGD(one.parameters(), lr=0.1), comm, range(2))
+    assert_same(model.parameters(), plain.parameters())
+    train(model, adamw(model), comm, range(2))
+    assert_equal_on_all(model, comm)
+    with pytest.raises(mpiring.GradientError, match="without new gradients"):
+        optimizer.step()

@@ -3,6 +3,8 @@
 import numpy as np
 
 import mpiring
+from mpiring.memory.arrays import bounds_of
+from mpiring.operations.agreement import Call
 
 
 def check(comm, n, dtype, op, in_window):
@@ -18,6 +20,17 @@ def check(comm, n, dtype, op, in_window):
     assert np.array_equal(x, want.astype(dtype)), (n, dtype, op, x, want)
 
 
+def check_once_per_node(comm, n):
+    bounds = bounds_of(n, comm.size)
+    x = comm.run(Call("weights"), lambda collectives: collectives.node_array(n, np.float32))
+    for step in range(1, 4):
+        x[bounds[comm.rank]:bounds[comm.rank + 1]] = comm.rank + 10 * step
+        comm.run(Call("gather"), lambda collectives: collectives.allgather_once(x, bounds=bounds))
+        want = np.repeat(np.arange(comm.size) + 10 * step, np.diff(bounds))
+        assert np.array_equal(x, want), (n, step, x, want)
+        comm.barrier()
+
+
 with mpiring.init() as comm:
     largest = comm.split(0 if comm.rank < 3 else None)
     for group in (comm, largest):
@@ -30,6 +43,7 @@ with mpiring.init() as comm:
                 check(group, n, np.float32, "sum", in_window)
                 check(group, n, np.float64, "max", in_window)
                 check(group, n, np.float16, "sum", in_window)
+            check_once_per_node(group, n)
         handles = [group.iallreduce(np.full(400_000, i, np.float32), algorithm="hierarchical")
                    for i in range(9)]
         for i, handle in enumerate(handles):

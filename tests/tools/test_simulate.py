@@ -16,7 +16,7 @@ from mpiring.collectives.operation import Tuning
 from mpiring.errors import StallError
 from mpiring.memory.reduction import Reduction
 from mpiring.tools.simulate import mpich
-from mpiring.tools.simulate.algorithms import ALGORITHMS, SYMMETRIES, predict, selected
+from mpiring.tools.simulate.algorithms import ALGORITHMS, SHARDED, SYMMETRIES, predict, selected
 from mpiring.tools.simulate.cluster import Cluster
 from mpiring.simulated.symmetry import SymmetricNetwork, cyclic
 from mpiring.simulated.network import SimulatedNetwork
@@ -28,7 +28,7 @@ CLUSTER = Cluster(latency_s=1e-4, bandwidth=1e9, goodput=0.9, overhead_s=1e-5,
 
 @pytest.mark.parametrize("nbytes", [1000, 65536, 10_000_001])
 @pytest.mark.parametrize(("nodes", "ranks_per_node"), [(2, 1), (3, 2), (8, 3), (16, 1), (5, 4)])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "once per node"])
 def test_one_node_stands_for_all(name, nodes, ranks_per_node, nbytes):
     cluster = CLUSTER.of(nodes, ranks_per_node)
     symmetric, stepped = (predict(name, cluster, nbytes, fold=fold) for fold in (True, False))
@@ -63,6 +63,14 @@ def test_the_model_of_mpich_is_an_allreduce(p, ranks_per_node, n):
         net, ranks_per_node, xs[net.rank], np.empty(n, "float32"), Reduction("sum", "float32", p)))
     contract.check(xs[0], p, "sum")
     assert all(x.tobytes() == xs[0].tobytes() for x in xs)
+
+
+def test_weights_once_per_node_save_the_copies_on_the_node():
+    cluster, n = Cluster().of(16, 8), 100_000_000
+    each, once = (predict(name, cluster, n).seconds for name in SHARDED)
+    # Each rank copies what its ring has brought to the seven others.
+    assert each - once == pytest.approx(7 * n / 8 / cluster.node_bandwidth, rel=0.2)
+    assert cluster.limit_s(n) < once < 0.75 * predict("hierarchical", cluster, n).seconds
 
 
 def test_the_time_of_mpich_is_that_of_its_paper():

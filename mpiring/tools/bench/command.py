@@ -3,7 +3,7 @@
 import argparse
 
 from .. import files, plot
-from . import allreduce, codecs, overlap, prefetch, reducers, steps
+from . import allreduce, codecs, overlap, prefetch, reducers, steps, updates
 
 _DESCRIPTION = """\
 Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
@@ -27,6 +27,8 @@ _BENCHMARKS = {
     "prefetch": (prefetch.declare, "what it costs that data comes from the host (PyTorch)"),
     "codecs": (codecs.declare,
                "how fast gradients are encoded, on one core or a GPU; needs no MPI"),
+    "updates": (updates.declare,
+                "how fast optimizers update weights, on one core; needs no MPI"),
 }
 
 

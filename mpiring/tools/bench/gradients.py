@@ -38,7 +38,7 @@ def begun(world: World, make: Callable[[], T], right: Mapping[str, Array],
 
     Args:
         make: Returns the training.
-        right: The means over ranks of the first step's gradients.
+        right: The means over ranks of the first step's gradients; empty to check none.
         use: Done twice with the training, at which the peak of memory is measured.
 
     Returns:
@@ -53,7 +53,7 @@ def begun(world: World, make: Callable[[], T], right: Mapping[str, Array],
     training = make()
     # The first step of all trainings starts from the same weights, so that it can be checked.
     training.step()
-    if training.name != ALONE:
+    if right and training.name != ALONE:
         check(world, training.name, training.gradients(), right)
     # After the first step buckets may be built anew, which is not counted.
     training.step()

@@ -3,9 +3,10 @@
 import gc
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from ...memory.arrays import Array
-from ...torch import DataParallel, share_cores
+from ...torch import DataParallel, Sharded, share_cores
 from . import peers
 from .contenders import ALONE, GLOO, OURS, horovod
 from .world import World
@@ -81,6 +82,14 @@ class Shares:
                 + recipe.state_bytes * copies[self.state])
 
 
+# mpiring's optimizers of slices: what `--sharded` calls them, their names for tables, settings.
+_SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
+    "slices": ("mpiring Sharded", {}, Shares(state="job")),
+    "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
+    "node": ("mpiring Sharded, node", {"weights": "node"}, Shares(weights="node", state="job")),
+}
+
+
 @dataclass(frozen=True)
 class Contender:
     """A way to train on several ranks.
@@ -90,12 +99,14 @@ class Contender:
         join: Returns what replaces a model, and the optimizer that goes with it.
         blocking: Takes a vector, and returns a function that sums it over the ranks.
         shares: Who shares weights, gradients and state.
+        has_means: Whether each rank has all means after a backward pass, to be checked.
     """
 
     name: str
     join: Callable[[nn.Module, Recipe], tuple[nn.Module, torch.optim.Optimizer]]
     blocking: Callable[[Array], Callable[[], object]] = lambda flat: lambda: None
     shares: Shares = Shares()
+    has_means: bool = True
 
 
 def alone() -> Contender:
@@ -115,7 +126,7 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     """
     share_cores(world.comm)
     kinds = options.contenders
-    found = [alone(), _data_parallel(world, options)]
+    found = [alone(), _data_parallel(world, options), *_sliced(world, options)]
     has_back_end = kinds is None or "mpiring" in kinds
     if has_back_end:
         dist.init_process_group("mpiring", init_method="mpi://")
@@ -129,10 +140,29 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
 
 
 def _data_parallel(world: World, options: Namespace) -> Contender:
-    bucket: dict[str, Any] = {} if options.bucket is None else {"bucket_bytes": options.bucket}
+    """Return mpiring's wrapper of models."""
     return Contender(
-        OURS, lambda model, recipe: (DataParallel(model, world.comm, **bucket), recipe.of(model)),
+        OURS, lambda model, recipe: (_wrapped(model, world, options), recipe.of(model)),
         lambda flat: lambda: world.comm.allreduce(flat))
+
+
+def _sliced(world: World, options: Namespace) -> Iterator[Contender]:
+    """Yield mpiring's optimizers of slices."""
+    def join(settings: Mapping[str, Any], model: nn.Module, recipe: Recipe,
+             ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        wrapped = _wrapped(model, world, options)
+        return wrapped, Sharded(recipe.kind, wrapped, **recipe.settings, **settings)
+
+    for name, (title, settings, shares) in _SLICED.items():
+        if name in options.sharded:
+            yield Contender(title, partial(join, settings),
+                            lambda flat: lambda: world.comm.allreduce(flat), shares,
+                            has_means=False)
+
+
+def _wrapped(model: nn.Module, world: World, options: Namespace) -> DataParallel:
+    bucket: dict[str, Any] = {} if options.bucket is None else {"bucket_bytes": options.bucket}
+    return DataParallel(model, world.comm, **bucket)
 
 
 def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[Contender]:

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from ...gpu.carriers import torch_cuda
 from ...memory.arrays import Array
-from ...torch import device_for
+from ...torch import Sharded, device_for
 from . import timing
 from .torch_contenders import Contender, Recipe
 from .world import World
@@ -209,6 +209,8 @@ class Training:
 
         Collective: with FSDP2. Blocking: with FSDP2.
         """
+        if isinstance(self._optimizer, Sharded):
+            self._optimizer.synchronize()
         return {name: _whole(p.detach()) for name, p in self._bare.named_parameters()}
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .torch_models import Device, Training
 
 # Ways to share the optimizer's work.
-SHARDINGS = ("zero", "fsdp")
+SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
 TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", *peers.NAMES), ("mpiring", "gloo")
 
 
@@ -65,7 +65,8 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
     trainings, memories = [], {}
     for contender in contenders:
         training, memories[contender.name] = _begun(
-            world, partial(begin, contender), right, on_host=device.torch.type == "cpu")
+            world, partial(begin, contender), right if contender.has_means else {},
+            on_host=device.torch.type == "cpu")
         trainings.append(training)
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)

@@ -1,4 +1,4 @@
-"""Runs each algorithm of the table on a simulated cluster."""
+"""Runs each algorithm of the table, and a sharded step's exchange, on a simulated cluster."""
 
 import contextlib
 import math
@@ -12,10 +12,10 @@ from numpy.typing import DTypeLike
 
 from ...collectives.native import Turns
 from ...collectives.operation import Tuning
-from ...memory.arrays import Array, slice_of
+from ...memory.arrays import Array, bounds_of, slice_of
 from ...memory.reduction import Combine
 from ...memory.scratch import Scratch
-from ...operations.algorithms import NAMES, Case, choose, named
+from ...operations.algorithms import NAMES, Case, choose, choose_halves, named
 from ...operations.model import Curve, Model
 from ...operations.operation import Collectives
 from ...operations.resources import OperationChannel, Resources, Transport
@@ -113,30 +113,35 @@ def _in_pairs(cluster: Cluster) -> Symmetry | None:
 
 
 ALGORITHMS = NAMES[1:]
+# A reduce-scatter of gradients and an allgather of weights, of which each rank has a copy, or
+# each node has one.
+SHARDED = ("sharded", "once per node")
 # How one node stands for all; of algorithms that are not named here, all ranks are run.
 SYMMETRIES: dict[str, Callable[[Cluster], Symmetry | None]] = {
     "ring": lambda cluster: cyclic, "direct": lambda cluster: cyclic,
-    "hierarchical": lambda cluster: cyclic, "native": _in_pairs}
+    "hierarchical": lambda cluster: cyclic, "native": _in_pairs,
+    **dict.fromkeys(SHARDED, lambda cluster: cyclic)}
 
 
 def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> Prediction | None:
     """Return how long an allreduce takes on a cluster; None where the algorithm cannot run.
 
     Args:
-        name: Of ALGORITHMS.
+        name: Of ALGORITHMS or SHARDED.
         nbytes: Of the array.
         fold: False runs all ranks in any case.
     """
-    tuning, row = Tuning(), named(name)
-    case = Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, tuning)
-    if row is None or row.refusal(case) or cluster.ranks == 1:
+    tuning = Tuning()
+    schedule = _schedule(
+        name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, tuning))
+    if schedule is None or cluster.ranks == 1:
         return None
     fold &= cluster.nodes > 1 and not cluster.cores and name in SYMMETRIES
     symmetry = SYMMETRIES[name](cluster) if fold else None
-    is_mpi, r = name == "native", cluster.ranks_per_node
+    r = cluster.ranks_per_node
     nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     n = math.ceil(nbytes / DTYPE.itemsize)
-    network = cluster.network(symmetry, in_python=not is_mpi)
+    network = cluster.network(symmetry, in_python=name != "native")
     memory = SimulatedMemory(network, barrier_s=cluster.barrier_s, slot_bytes=max(
         tuning.short_bytes, tuning.eager_bytes))
     operation, last = 0, False
@@ -146,14 +151,38 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> P
 
         def program(net: Channel, number: int = operation) -> Schedule[None]:
             own = _Operation(cluster, nodes, network, memory, net, number)
-            x, combine = own.vector(n), own.combiner("sum", DTYPE, net.size)
-            if is_mpi:
-                return mpich.allreduce(net, r, x, own.vector(n), combine)
-            return own.announced(row.variant(case).allreduce(own, x, "sum", combine))
+            return schedule(own, own.vector(n))
 
         network.run(program)
         operation += 1
     return Prediction(network.time_s - began_s, "stepped" if symmetry is None else "symmetry")
+
+
+def _schedule(name: str, case: Case) -> Callable[[_Operation, Array], Schedule[None]] | None:
+    """Return what builds the schedule of a row of the table, or of a sharded step's exchange.
+
+    Returns:
+        None where it cannot run.
+    """
+    if name in SHARDED:
+        return lambda own, x: own.announced(_exchange(own, x, case, name == "once per node"))
+    row = named(name)
+    if row is None or row.refusal(case):
+        return None
+    variant = row.variant(case)
+    if name == "native":
+        return lambda own, x: mpich.allreduce(
+            own.net, own.node.size, x, own.vector(x.size), own.combiner("sum", DTYPE, own.size))
+    return lambda own, x: own.announced(
+        variant.allreduce(own, x, "sum", own.combiner("sum", DTYPE, own.size)))
+
+
+def _exchange(own: _Operation, x: Array, case: Case, once: bool) -> Schedule[None]:
+    """Run the reduce-scatter of gradients, and the allgather of weights."""
+    halves, bounds = choose_halves(case), bounds_of(x.size, own.size)
+    yield from halves.reduce_scatter(own, x, bounds, "sum", own.combiner("sum", DTYPE, own.size))
+    yield from (own.allgather_once(x, bounds=bounds) if once else
+                halves.allgather(own, x, bounds))
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:

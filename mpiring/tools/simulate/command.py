@@ -12,7 +12,7 @@ from ..arguments import above_zero, checked, positive
 from ..files import Environment, Row, read_json
 from ..table import Column
 from ..units import parse_rate, parse_size, parse_time, size_text
-from .algorithms import ALGORITHMS, predict, selected
+from .algorithms import ALGORITHMS, SHARDED, predict, selected
 from .cluster import Cluster
 
 _DESCRIPTION = """\
@@ -25,6 +25,10 @@ efficiency = byte limit / time. Between N nodes the limit is what each node's ne
 interface needs for 2(N-1)/N of the array, at bandwidth x goodput; on one node it is the
 time of a copy of the array. Every measured number of your cluster makes it better: the
 defaults are those of a usual InfiniBand cluster.
+
+With --sharded, it predicts what a sharded optimizer sends in a step as well: the
+reduce-scatter of gradients and the allgather of weights, of which each rank has a copy
+("sharded"), or all ranks of a node have one ("once per node").
 
 With --against, it predicts the sizes, hosts and ranks that a `bench allreduce --json`
 has measured, and prints the deviation."""
@@ -79,6 +83,8 @@ def declare(parser: argparse.ArgumentParser) -> None:
                        help="of copies within a node; default: 5GB/s")
     ranks.add_argument("--barrier", type=time, default=usual.barrier_s,
                        help="of a barrier in a node's memory; default: 3us")
+    parser.add_argument("--sharded", action="store_true",
+                        help="predict reduce-scatter + allgather, too")
     parser.add_argument("--against", metavar="FILE.json",
                         help="compare with what `bench allreduce --json` has measured")
     reporting.declare(parser, "the predictions")
@@ -153,9 +159,9 @@ def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
     rows = []
     for nodes in options.nodes:
         cluster = usual.of(nodes, usual.ranks_per_node)
-        found = {name: prediction for name in ALGORITHMS
+        found = {name: prediction for name in (*ALGORITHMS, *SHARDED[:2 * options.sharded])
                  if (prediction := predict(name, cluster, options.size)) is not None}
-        seconds = {name: prediction.seconds for name, prediction in found.items()}
+        seconds = {name: found[name].seconds for name in ALGORITHMS if name in found}
         choice, limit_s = selected(cluster, options.size, seconds), cluster.limit_s(options.size)
         for name, prediction in found.items():
             rows.append({

@@ -143,13 +143,15 @@ def test_steps_and_prefetching_with_pytorch(tmp_path):
                       for name in ("out.json", "sharded.json"))
     for rows, formula, *more in (dense, 16), (sharded, 32, "ZeRO", "FSDP2"):
         names = [row["contender"] for row in rows]
-        assert names[:2] == ["compute only", "mpiring DataParallel"]
+        ours = ["compute only", "mpiring DataParallel"]
+        ours += [f"mpiring Sharded{kind}" for kind in ("", ", overlap", ", node")] if more else []
         peers = ["Gloo + PyTorch's DDP", *(f"Gloo + {name}" for name in more)]
         over = [name.replace("Gloo", "mpiring") for name in peers]
-        assert names[2:] in (over + peers, peers)
+        assert names in (ours + over + peers, ours + peers)
         for row in rows:
-            assert row["formula_bytes_per_parameter"] == {"ZeRO": 24, "FSDP2": 16}.get(
-                row["contender"].split()[-1], formula)
+            assert row["formula_bytes_per_parameter"] == {
+                "Sharded": 24, "overlap": 24, "node": 20, "ZeRO": 24,
+                "FSDP2": 16}.get(row["contender"].split()[-1], formula)
             assert row["node_bytes_per_parameter"] is not None, "the model is too small for more"
     for row in dense:
         assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
@@ -191,6 +193,15 @@ def test_allreduce_on_a_gpu(tmp_path):
         limit = "pinned copies" if row["buffer"] == "private" else "device copy"
         assert row["this_over_limit"] == 1 or row["contender"] != limit
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_updates(tmp_path):
+    path = tmp_path / "out.json"
+    assert main(["bench", "updates", "--elements", "20K", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["optimizer"], row["bytes"]) for row in rows] == [
+        ("sgd", 12), ("momentum", 20), ("adamw", 28), ("lars", 20), ("lamb", 36)]
+    assert all(row["GBps"] > 0 and row["of_a_copy"] > 0 for row in rows)
 
 
 def test_codecs(capsys, tmp_path):

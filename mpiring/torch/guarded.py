@@ -1,0 +1,126 @@
+"""Lets whoever reads a parameter wait until it is complete, and nobody else."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import Parameter
+
+from .weights import WeightBuckets
+
+
+class Guarded(dict[str, Any]):
+    """The parameters of a module by name (its `_parameters`), which wait before they are read.
+
+    PyTorch reads them here for `module.weight`, `parameters()`, `state_dict()`, `to(...)` and
+    `load_state_dict(...)`, whoever calls these.
+
+    Args:
+        parameters: As they were.
+        wait: Called each time.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self._wait = wait
+
+    def __getitem__(self, name: str) -> Any:
+        self._wait()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a parameter, or `default`."""
+        self._wait()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        """Return names and parameters."""
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the parameters."""
+        self._wait()
+        return super().values()
+
+    def __reduce__(self) -> Any:
+        self._wait()
+        return dict, (dict(super().items()),)
+
+
+class Guard:
+    """Guards the weights of a module while they are under way.
+
+    Each module in it that has parameters of its own waits for the buckets that hold these: before
+    its forward pass, since some keep references to their parameters (LSTM), and when one is looked
+    up, since modules use those of others (MultiheadAttention).
+
+    Args:
+        module: The module.
+        weights: Its weights.
+        buckets: By parameter, the index of its bucket.
+
+    Attributes:
+        unguarded: The buckets of what nobody would wait for: compiled modules have no such hooks.
+    """
+
+    def __init__(self, module: nn.Module, weights: WeightBuckets,
+                 buckets: Mapping[Parameter, int]) -> None:
+        self.unguarded: set[int] = set()
+        self._guarded: list[nn.Module] = []
+        self._hooks: list[Any] = []
+        reference = weakref.ref(weights)
+        compiled = {part for root in module.modules() if _is_compiled(root)
+                    for part in root.modules()}
+        for part in module.modules():
+            mine = {buckets[p] for p in part.parameters(recurse=False) if p in buckets}
+            if part in compiled:
+                self.unguarded |= mine
+            elif mine:
+                self._add(part, functools.partial(_wait, reference, sorted(mine)))
+        # Once: others may guard the module afterwards.
+        self._end = weakref.finalize(self, _remove, self._hooks, self._guarded)
+        self._end.atexit = False
+
+    def _add(self, part: nn.Module, wait: Callable[..., None]) -> None:
+        part._parameters = Guarded(part._parameters, wait)
+        self._guarded.append(part)
+        self._hooks.append(part.register_forward_pre_hook(wait, prepend=True))
+
+    def remove(self) -> None:
+        """Leave the module as it was."""
+        self._end()
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return (isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
+            or module._compiled_call_impl is not None)
+
+
+def _wait(reference: "weakref.ref[WeightBuckets]", indices: Sequence[int], *_: object) -> None:
+    weights = reference()
+    if weights is not None:
+        for index in indices:
+            weights.wait(index)
+
+
+def _remove(hooks: Sequence[Any], guarded: Sequence[nn.Module]) -> None:
+    for hook in hooks:
+        hook.remove()
+    for part in guarded:
+        part._parameters = dict(part._parameters)
+
+
+def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
+    """Yield what `named_parameters` does; they may be incomplete, to look at their values."""
+    seen = set()
+    for prefix, part in module.named_modules():
+        mine = part._parameters
+        # Those of TorchScript are no dict.
+        for name, p in dict.items(mine) if isinstance(mine, dict) else mine.items():
+            if p is not None and p not in seen:
+                seen.add(p)
+                yield f"{prefix}.{name}" if prefix else name, p

@@ -1,0 +1,159 @@
+"""Tests weights that lie once per node, on real MPI: in training, and written by users."""
+
+import mpiring
+import pytest
+from launching import needed
+from mpi4py import MPI
+from mpiring import ConfigError, ReplicaError
+
+torch = needed("torch")
+from mpiring.torch import DataParallel, Sharded  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+
+class Net(nn.Module):
+    """Layers of odd sizes, with BatchNorm's buffers and a number among the parameters."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(4)
+        self.first, self.norm, self.last = nn.Linear(5, 37), nn.BatchNorm1d(37), nn.Linear(37, 3)
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)).relu()) * self.scale
+
+
+def train(model, optimizer, comm, steps, factor=1.0):
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + comm.rank)
+        x = torch.randn(6, 5, generator=generator).to(model.scale.dtype)
+        optimizer.zero_grad()
+        (model(x).square().mean() * factor).backward()
+        optimizer.step()
+
+
+def sharded(comm, weights, dtype=torch.float32):
+    model = DataParallel(Net(dtype), comm, bucket_bytes=400)
+    return model, Sharded(torch.optim.AdamW, model, lr=0.01, weights=weights)
+
+
+def bits(model):
+    return [p.detach().float().numpy().tobytes() for p in model.parameters()]
+
+
+def assert_equal_on_all(model, comm):
+    assert all(theirs == bits(model) for theirs in comm.allgather_object(bits(model)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_training_is_that_of_weights_on_each_rank(comm, dtype):
+    each, node = sharded(comm, "rank", dtype), sharded(comm, "node", dtype)
+    for steps in (range(2), range(2, 4), range(4, 8)):
+        for model, optimizer in (each, node):
+            train(model, optimizer, comm, steps)
+            model.first.bias.requires_grad_(steps.stop == 2)
+        assert bits(each[0]) == bits(node[0])
+        # A step without a trace: no gradient is finite.
+        train(*node, comm, [9], factor=float("nan"))
+        assert bits(each[0]) == bits(node[0])
+    assert_equal_on_all(node[0], comm)
+
+
+def test_a_node_has_one_copy(comm):
+    model, optimizer = sharded(comm, "node")
+    train(model, optimizer, comm, range(3))
+    leader = next(ranks[0] for ranks in comm.memory_groups if comm.rank in ranks)
+    comm.barrier()
+    if comm.rank == leader:
+        model.last.bias.data.fill_(leader + 50)
+    comm.barrier()
+    assert (model.last.bias == leader + 50).all()
+    comm.barrier()
+    optimizer.close()
+    model.last.bias.data.fill_(comm.rank)
+    comm.barrier()
+    assert (model.last.bias == comm.rank).all(), "after close(), each rank has a copy again"
+
+
+def test_what_is_written_outside_of_the_optimizer_is_refused(comm):
+    model, optimizer = sharded(comm, "node")
+    train(model, optimizer, comm, range(3))
+    with torch.no_grad():
+        model.last.weight.mul_(2)
+    with pytest.raises(ReplicaError, match=r"last.weight were written outside .*writing_weights"):
+        train(model, optimizer, comm, [3])
+    optimizer.zero_grad()
+    with optimizer.writing_weights():
+        pass
+    train(model, optimizer, comm, [3])
+    model.first.weight.data = torch.zeros(37, 5)
+    with pytest.raises(ReplicaError, match="first.weight were written"):
+        train(model, optimizer, comm, [4])
+
+
+@pytest.mark.parametrize("weights", ["rank", "node"])
+def test_weights_are_written_in_a_block(comm, weights):
+    model, optimizer = sharded(comm, weights)
+    train(model, optimizer, comm, range(3))
+    before = [p.detach().clone() for p in model.parameters()]
+    comm.barrier()
+    with optimizer.writing_weights(), torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+        model.first.bias.data = torch.full((37,), 7.0)
+        comm.barrier()
+    for name, p, x in zip(dict(model.named_parameters()), model.parameters(), before):
+        assert torch.equal(p, torch.full((37,), 7.0) if "first.bias" in name else 2 * x)
+    train(model, optimizer, comm, range(3))
+    assert_equal_on_all(model, comm)
+
+
+def test_a_block_that_raises_leaves_the_weights_where_they_are(comm):
+    model, optimizer = sharded(comm, "node")
+    where = model.scale.data_ptr()
+    with pytest.raises(ZeroDivisionError), optimizer.writing_weights():
+        1 / 0
+    assert model.scale.data_ptr() == where
+    train(model, optimizer, comm, range(2))
+
+
+def test_a_model_is_loaded_as_ever(comm):
+    model, optimizer = sharded(comm, "node")
+    train(model, optimizer, comm, range(3))
+    state = {name: x.clone() for name, x in model.state_dict().items()}
+    train(model, optimizer, comm, range(3, 5))
+    for loads in (model.load_state_dict, model.module.load_state_dict):
+        loads(state)
+        assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+        train(model, optimizer, comm, range(2))
+    with optimizer.writing_weights():
+        model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict({})
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
+    train(model, optimizer, comm, range(2))
+
+
+def test_ranks_that_share_no_memory_have_a_copy_each_and_are_restored(comm):
+    config = mpiring.Config(digest_steps=1, digest_action="restore", shared_memory=False,
+                            tuning=False)
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as apart:
+        model, optimizer = sharded(apart, "node")
+        train(model, optimizer, apart, range(3))
+        if apart.size > 2 and apart.rank == 1:
+            # Behind PyTorch's back, as a broken memory does.
+            model.first.weight.detach().numpy()[...] += 1
+        train(model, optimizer, apart, range(3, 6))
+        assert_equal_on_all(model, apart)
+        each = sharded(comm, "rank")
+        train(*each, comm, range(3))
+
+
+def test_wrong_arguments(comm):
+    model = DataParallel(Net(), comm)
+    with pytest.raises(ConfigError, match="weights='both': expected 'rank'"):
+        Sharded(torch.optim.SGD, model, lr=0.1, weights="both")

@@ -1,0 +1,75 @@
+"""Holds optimisers on simulated GPUs to the bits of the host, on threads as ranks."""
+
+import host_kernels
+import ml_dtypes
+import numpy as np
+import pytest
+import simulated_gpu
+from threads import TrainingComm, on_ranks
+
+from mpiring.numpy import DataParallel
+from mpiring.optim import LAMB, LARS, SGD, AdamW, adam, lamb, lars, masters, norms, sgd
+
+SHAPES = {"w": (70, 11), "b": (1,), "scale": (), "none": (0,), "v": (600,)}
+UPDATES = [sgd.PLAIN, sgd.MOMENTUM, sgd.NESTEROV, adam.ADAM, lars.LARS_UPDATE, lamb.MOMENTS,
+           lamb.LOOK, lamb.APPLY]
+FLOATS = [np.dtype(np.float32), np.dtype(np.float64)]
+KERNELS = [*(update.kernel(dtype) for update in UPDATES for dtype in FLOATS),
+           *(norms.kernel(dtype, squares=squares) for dtype in FLOATS for squares in (True, False)),
+           *(masters.kernel(np.dtype(dtype)) for dtype in (np.float16, ml_dtypes.bfloat16))]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    host_kernels.compile_together(KERNELS)
+
+
+def trained(comm, make, dtype, sharded, put, **settings):
+    """Return weights and state after some steps, one of which is skipped."""
+    params = {name: put(np.random.default_rng(1).standard_normal(shape).astype(dtype)
+                        if shape else np.array(0.5, dtype)) for name, shape in SHAPES.items()}
+    dp = DataParallel(params, comm, bucket_bytes=2000)
+    optimizer = make(dp, lr=0.1, weight_decay=0.1, no_decay=("b",), sharded=sharded, **settings)
+    for step in range(4):
+        for name in sorted(SHAPES):
+            gradient = np.random.default_rng([step, comm.rank]).standard_normal(SHAPES[name])
+            gradient = np.asarray(np.inf if step == 2 and comm.rank == 1 else gradient, dtype)
+            dp.grads[name][...] = put(np.broadcast_to(gradient, SHAPES[name]).copy())
+            dp.ready(name)
+        assert optimizer.step() == (step != 2)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)
+    return {name: x.get() if hasattr(x, "get") else x for name, x in params.items()}, state
+
+
+CASES = {
+    "sgd": (SGD, {}, np.float32, True),
+    "nesterov": (SGD, {"momentum": 0.9, "nesterov": True}, ml_dtypes.bfloat16, True),
+    "adamw": (AdamW, {}, np.float32, True),
+    "adamw on whole tensors": (AdamW, {}, np.float16, False),
+    "lars": (LARS, {"trust": 0.1}, np.float32, True),
+    "lamb": (LAMB, {"max_norm": 1.0}, ml_dtypes.bfloat16, True),
+    "lamb on whole tensors": (LAMB, {}, np.float64, False),
+}
+
+
+@pytest.mark.parametrize(("make", "settings", "dtype", "sharded"), CASES.values(), ids=CASES)
+def test_they_have_the_bits_of_the_host(make, settings, dtype, sharded, monkeypatch):
+    def run(put):
+        return on_ranks(2, lambda comm: trained(comm, make, dtype, sharded, put, **settings),
+                        TrainingComm)
+
+    wanted, _ = run(lambda x: x)[0]
+    gpu = simulated_gpu.installed(monkeypatch)
+    results = run(gpu.put)
+    # Norms are added up in another order.
+    tolerance = 0 if make in (SGD, AdamW) else 1e-6
+    for name, x in wanted.items():
+        for params, _ in results:
+            np.testing.assert_allclose(params[name].astype("f8"), x.astype("f8"), tolerance or 0,
+                                       tolerance)
+    assert len({params["w"].tobytes() for params, _ in results}) == 1
+
+
+def test_the_compiler_of_gpus_takes_all_kernels():
+    assert host_kernels.complaints(KERNELS) == {}
