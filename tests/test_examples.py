@@ -11,6 +11,7 @@ from launching import HANG_S, PROGRAMS, ROOT, WITHOUT_STAND_INS, environment, in
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 TRAIN = ROOT / "examples" / "train_numpy.py"
+COMPARE = ROOT / "examples" / "compare_optimizers.py"
 TRAIN_TORCH = ROOT / "examples" / "train_torch.py"
 
 
@@ -102,6 +103,24 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
     checkpoint = "--checkpoint", tmp_path / "last.pt"
     assert train(2, 8, *checkpoint) == whole[:2]
     assert train(3, 12, *checkpoint) == whole[2:]
+
+
+def test_optimizers_are_compared_alike_on_any_number_of_ranks(tmp_path):
+    installed("torch")
+    file = tmp_path / "runs.csv"
+
+    def compare(ranks, *options):
+        ended = launch(ranks, COMPARE, "--quick", "--runs", file, *options)
+        assert ended.status == 0 and ended.output.count("\n| digits |") == 8, ended.output
+        runs = (line.rsplit(",", 1) for line in file.read_text().splitlines())
+        return {run: float(score) for run, score in runs}
+
+    together = compare(2)
+    assert len(together) == 32
+    # Runs that are in the file are not repeated; the others are as they were.
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if line.startswith("bytes")))
+    assert compare(1, "--task", "digits") == pytest.approx(together, abs=0.01)
 
 
 def test_the_ddp_script_learns():

@@ -25,6 +25,12 @@ def test_every_reducer_goes_on_bit_by_bit(tmp_path):
     assert ended.output.count("goes on bit by bit") == 7, ended.output
 
 
+def test_slices_of_four_ranks_are_gone_on_from_on_fewer_and_without_slices(tmp_path):
+    needed("torch")
+    ended = launch(4, PROGRAMS / "resharded.py", tmp_path)
+    assert ended.status == 0 and "goes on from slices" in ended.output, ended.output
+
+
 def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
     """USR1 to mpiexec, which passes it on; a reducer with residuals between nodes."""
     options = [NUMPY, "--epochs", 20, "--reducer", "topk", "--metrics"]

@@ -73,7 +73,13 @@ class Levels:
 
 
 class Inside(Protocol):
-    """How slices are combined within a node, and handed out."""
+    """How slices are combined within a node, and handed out.
+
+    Attributes:
+        meets: Combining waits for the node's other ranks.
+    """
+
+    meets: bool
 
     def collect(self, piece: Piece) -> Schedule[None]:
         """Combine what the node has of this rank's slices, into its own vector."""
@@ -149,16 +155,25 @@ def reduce_scatter(
     inboxes = chunks_of(inbox, len(inside))
 
     def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
-        for row in rows:
-            yield from inside[index].collect(row)
+        def collect(i: int) -> Schedule[None]:
+            return inside[index].collect(rows[i])
+
+        # Ranks that meet amid their rings, one of which waits for a rank with several rings, could
+        # wait in a circle.
+        is_early = levels.direct or inside[index].meets
+        if is_early:
+            for i in range(len(rows)):
+                yield from collect(i)
         for j in range(node.rank, len(rows[0]), node.size):
             members, chunks = _ring(net.lane(index), nodes, j), [x[row[j]] for row in rows]
             if levels.direct:
                 yield from direct.reduce_scatter(
                     members, chunks, inboxes[index], levels.between, tuning.direct_bytes)
             else:
+                # The first ring of a rank collects its slices of all.
                 yield from ring.reduce_scatter(
-                    members, chunks, inboxes[index], levels.between, tuning.ring_bytes)
+                    members, chunks, inboxes[index], levels.between, tuning.ring_bytes,
+                    None if is_early or j > node.rank else collect)
 
     return _in_lanes(
         node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
@@ -373,6 +388,8 @@ def in_one_array(in_flight: int) -> Sequence[Inside]:
 class _InOneArray:
     """What one rank writes, all have: nothing moves."""
 
+    meets = False
+
     def collect(self, piece: Piece) -> Schedule[None]:
         return
         yield ()
@@ -384,6 +401,8 @@ class _InOneArray:
 
 class _InWindows:
     """A slice is touched by none but the rank that combines it, in any vector: no barriers."""
+
+    meets = False
 
     def __init__(self, rank: int, vectors: Sequence[Array], combine: Combine) -> None:
         self._rank, self._vectors, self._combine = rank, vectors, combine
@@ -410,6 +429,8 @@ class _BySlots:
 
     At a barrier, what lies in one half is complete, and the other is not read any more.
     """
+
+    meets = True
 
     def __init__(self, node: Node, x: Array, combine: Combine,
                  halves: Sequence[Sequence[Array]]) -> None:

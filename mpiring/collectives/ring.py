@@ -5,7 +5,7 @@ of workstations", JPDC 69(2), 2009.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..memory.arrays import Array, chunks_of
 from ..memory.reduction import Combine
@@ -19,6 +19,7 @@ _IN_FLIGHT = 2
 def reduce_scatter(
     net: Channel, chunks: Sequence[Array], inbox: Array, combine: Combine,
     piece_bytes: int = Tuning.ring_bytes,
+    collect: Callable[[int], Schedule[None]] | None = None,
 ) -> Schedule[Array]:
     """Combine `chunks[r]` of all ranks on rank r, in p-1 steps.
 
@@ -29,6 +30,8 @@ def reduce_scatter(
             times the longest chunk.
         combine: The op.
         piece_bytes: Longest message; the same on all ranks.
+        collect: Makes this rank's contribution to chunk number i complete; called for each, just
+            before it is used and while others travel, in the order r-1, r-2, … r of the ring.
 
     Returns:
         `chunks[r]`.
@@ -36,9 +39,13 @@ def reduce_scatter(
     Collective: yes. Blocking: no (a schedule).
     """
     p, r = net.size, net.rank
-    for chunk in chunks:
-        combine.prepare(chunk)
-    yield from _circulate(net, chunks, range(p - 1), piece_bytes, inbox, combine)
+
+    def prepared(i: int) -> Schedule[None]:
+        if collect is not None:
+            yield from collect(i)
+        combine.prepare(chunks[i])
+
+    yield from _circulate(net, chunks, range(p - 1), piece_bytes, inbox, combine, prepared)
     return chunks[r]
 
 
@@ -83,12 +90,14 @@ def allreduce(
 def _circulate(
     net: Channel, chunks: Sequence[Array], steps: range, piece_bytes: int,
     inbox: Array = NO_BYTES, combine: Combine | None = None,
+    prepared: Callable[[int], Schedule[None]] | None = None,
 ) -> Schedule[None]:
     """Take a range of an allreduce's 2(p-1) steps: the first p-1 combine, the others copy.
 
     In step s rank r sends chunk r-s-1, and receives chunk r-s-2, which it sends in
     step s+1. The k pieces of a chunk follow each other, and the oldest under way is
-    waited for and combined while the next travels, across the steps as within them.
+    waited for and combined while the next travels, across the steps as within them. Chunks are
+    `prepared` one after the other, when they are needed.
     """
     p, r = net.size, net.rank
     k = _pieces(len(max(chunks, key=len)), chunks[r].itemsize, piece_bytes)
@@ -102,6 +111,8 @@ def _circulate(
     def slot(hop: int) -> Array:
         return slots[hop % len(slots)][:piece(hop + k).size]
 
+    if prepared:
+        yield from prepared((r - 1) % p)
     if combine and p == 1:
         combine.finish(chunks[r])
     first, copying, last = k * steps.start, k * (p - 1), k * steps.stop
@@ -110,6 +121,8 @@ def _circulate(
         if hop < last:
             inward = slot(hop) if hop < copying else piece(hop + k)
             under_way.append((net.irecv(inward, (r - 1) % p), net.isend(piece(hop), (r + 1) % p)))
+            if prepared and hop % k == 0:
+                yield from prepared((r - hop // k - 2) % p)
         landing = hop - len(slots) + 1
         if landing >= first:
             yield under_way.popleft()

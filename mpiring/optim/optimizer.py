@@ -154,18 +154,18 @@ class Optimizer:
 
         Collective: yes. Blocking: yes.
         """
-        with_parts = self._parts()
-        parts = [part for bucket in with_parts for part in bucket]
+        self._after_users_work()
+        buckets = self._parts()
+        parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
             scale *= min(1.0, self._max_norm / total) if total else 1.0
-        self._after_users_work()
         for part in parts:
             part.begin()
         self._prepare(parts, scale)
-        indices = range(len(with_parts))
+        indices = range(len(buckets))
         for index in reversed(indices) if last_first else indices:
-            for part in with_parts[index]:
+            for part in buckets[index]:
                 self._update(part, scale)
                 part.end()
             done(index)
@@ -187,6 +187,17 @@ class Optimizer:
         return self._norm_of_gradients([part for bucket in self._parts() for part in bucket])
 
     # The state
+
+    @property
+    def state(self) -> Mapping[str, Mapping[str, Any]]:
+        """The vectors of this rank, by tensor and name, as they are at present; in host memory.
+
+        For `dp.watch(optimizer=optimizer.state)`, where it is not sharded: they are equal on all
+        ranks.
+        """
+        return state.Present(
+            lambda: {piece.name: piece for pieces in self._slices.pieces for piece in pieces},
+            self._vectors_of)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the whole state, by tensor: equal on all ranks.

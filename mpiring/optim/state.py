@@ -1,6 +1,6 @@
 """State of an optimiser by tensor: whole, or this rank's ranges; read for any number of ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,35 @@ from ..errors import ConfigError
 from ..gpu import vectors
 from ..memory.arrays import Array
 from ..memory.sliced import Sliced
+from ..training.slices import Piece
 from .parts import Part
 
 # By tensor and by the vector's name.
 Leaves = dict[str, dict[str, Any]]
+
+
+class Present(Mapping[str, Mapping[str, Any]]):
+    """Vectors by tensor and name, asked for anew each time.
+
+    Args:
+        pieces: Returns the pieces that there are, by tensor.
+        dtypes: Returns the vectors of weights of a dtype: their dtypes by name.
+    """
+
+    def __init__(self, pieces: Callable[[], Mapping[str, Piece]],
+                 dtypes: Callable[["np.dtype[Any]"], Mapping[str, "np.dtype[Any]"]]) -> None:
+        self._pieces, self._dtypes = pieces, dtypes
+
+    def __getitem__(self, name: str) -> Mapping[str, Any]:
+        piece = self._pieces()[name]
+        return {vector: piece.vector(vector, dtype)
+                for vector, dtype in self._dtypes(piece.weights.dtype).items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._pieces())
+
+    def __len__(self) -> int:
+        return len(self._pieces())
 
 
 def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],

@@ -56,6 +56,7 @@ class Slices:
 
     Attributes:
         states: The state, by bucket and slice.
+        pieces: What `follow` has returned last.
 
     Collective: no.
     """
@@ -66,7 +67,7 @@ class Slices:
         self._weights, self._vectors = weights, vectors
         self.states = BucketStates()
         self._buckets: Sequence[Bucket] = ()
-        self._pieces: list[list[Piece]] = []
+        self.pieces: list[list[Piece]] = []
 
     def follow(self) -> Sequence[Sequence[Piece]]:
         """Return this rank's pieces, per bucket in the order in which buckets leave.
@@ -80,8 +81,8 @@ class Slices:
             self._comm.submit(Call(
                 "take over", f"the optimizer's state in {len(self._buckets)} buckets"),
                 self._rebuilt).wait()
-            self._pieces = [self._pieces_of(bucket) for bucket in self._buckets]
-        return self._pieces
+            self.pieces = [self._pieces_of(bucket) for bucket in self._buckets]
+        return self.pieces
 
     def send(self, index: int) -> Handle[None]:
         """Begin to bring the weights in this rank's pieces of a bucket to all ranks.
@@ -94,7 +95,7 @@ class Slices:
         Collective: yes. Blocking: no.
         """
         bucket = self._buckets[index]
-        for piece in self._pieces[index]:
+        for piece in self.pieces[index]:
             copying.copy_to(piece.gradient, piece.weights)
         bounds, device = self._averager.bounds(bucket), bucket.device
         return self._comm.submit(

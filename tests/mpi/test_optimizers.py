@@ -211,3 +211,40 @@ def test_a_state_of_others_is_refused(comm):
     if comm.size > 1:
         with pytest.raises(mpiring.ConfigError, match="rank 1: .* in the state|rank 1: the state"):
             optimizer.load_state_dict(1 if comm.rank == 1 else state)
+
+
+def test_norms_are_those_of_all_gradients(comm):
+    for sharded in (False, True):
+        dp = DataParallel(model(), comm, bucket_bytes=3000)
+        optimizer = AdamW(dp, sharded=sharded)
+        for step in range(3):
+            backward(dp, step)
+            squares = 0.0
+            for name, shape in SHAPES.items():
+                rows = [np.random.default_rng([step, rank, *name.encode()]).standard_normal(shape)
+                        for rank in range(comm.size)]
+                squares += float((np.mean(rows, axis=0)**2).sum())
+            assert optimizer.grad_norm() == pytest.approx(squares**0.5, rel=1e-5)
+            assert optimizer.step()
+        with pytest.raises(mpiring.GradientError, match=r"grad_norm\(\) without new gradients"):
+            optimizer.grad_norm()
+
+
+def test_state_of_whole_tensors_can_be_watched(apart):
+    dp = DataParallel(model(), apart)
+    optimizer = AdamW(dp)
+    dp.watch(adamw=optimizer.state)
+    for step in range(3):
+        backward(dp, step)
+        assert optimizer.step()
+    if apart.size > 1:
+        optimizer.state["w2"]["m"][5] += apart.rank == 1
+        with pytest.raises(mpiring.ReplicaError, match=r"adamw\['w2'\]\['m'\]"):
+            dp.compare_replicas()
+
+
+def test_parameters_that_no_optimizer_updates_are_refused(comm):
+    for x, text in ((np.zeros(3, np.complex64), "parameter x complex64 .*: optimizers update flo"),
+                    (np.zeros((3, 4), order="F"), r"'x' of shape \(3, 4\) lies in Fortran's orde")):
+        with pytest.raises(mpiring.ConfigError, match=text):
+            SGD(DataParallel({"x": x}, comm))

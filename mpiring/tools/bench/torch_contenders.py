@@ -85,6 +85,8 @@ class Shares:
 # mpiring's optimizers of slices: what `--sharded` calls them, their names for tables, settings.
 _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
     "slices": ("mpiring Sharded", {}, Shares(state="job")),
+    "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
+    "node": ("mpiring Sharded, node", {"weights": "node"}, Shares(weights="node", state="job")),
 }
 
 

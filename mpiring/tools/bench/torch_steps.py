@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .torch_models import Device, Training
 
 # Ways to share the optimizer's work.
-SHARDINGS = ("slices", "zero", "fsdp")
+SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
 TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", *peers.NAMES), ("mpiring", "gloo")
 
 

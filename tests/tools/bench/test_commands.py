@@ -143,13 +143,15 @@ def test_steps_and_prefetching_with_pytorch(tmp_path):
                       for name in ("out.json", "sharded.json"))
     for rows, formula, *more in (dense, 16), (sharded, 32, "ZeRO", "FSDP2"):
         names = [row["contender"] for row in rows]
-        ours = ["compute only", "mpiring DataParallel", *["mpiring Sharded"] * bool(more)]
+        ours = ["compute only", "mpiring DataParallel"]
+        ours += [f"mpiring Sharded{kind}" for kind in ("", ", overlap", ", node")] if more else []
         peers = ["Gloo + PyTorch's DDP", *(f"Gloo + {name}" for name in more)]
         over = [name.replace("Gloo", "mpiring") for name in peers]
         assert names in (ours + over + peers, ours + peers)
         for row in rows:
             assert row["formula_bytes_per_parameter"] == {
-                "Sharded": 24, "ZeRO": 24, "FSDP2": 16}.get(row["contender"].split()[-1], formula)
+                "Sharded": 24, "overlap": 24, "node": 20, "ZeRO": 24,
+                "FSDP2": 16}.get(row["contender"].split()[-1], formula)
             assert row["node_bytes_per_parameter"] is not None, "the model is too small for more"
     for row in dense:
         assert row["steps"] == 2 and row["batch"] == 2 and row["median_ms"] > 0
