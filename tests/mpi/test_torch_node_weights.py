@@ -36,9 +36,9 @@ def train(model, optimizer, comm, steps, factor=1.0):
         optimizer.step()
 
 
-def sharded(comm, weights, dtype=torch.float32):
+def sharded(comm, weights, dtype=torch.float32, **settings):
     model = DataParallel(Net(dtype), comm, bucket_bytes=400)
-    return model, Sharded(torch.optim.AdamW, model, lr=0.01, weights=weights)
+    return model, Sharded(torch.optim.AdamW, model, lr=0.01, weights=weights, **settings)
 
 
 def bits(model):
@@ -49,9 +49,10 @@ def assert_equal_on_all(model, comm):
     assert all(theirs == bits(model) for theirs in comm.allgather_object(bits(model)))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_training_is_that_of_weights_on_each_rank(comm, dtype):
-    each, node = sharded(comm, "rank", dtype), sharded(comm, "node", dtype)
+@pytest.mark.parametrize(("dtype", "overlap"), [
+    (torch.float32, False), (torch.bfloat16, False), (torch.float32, True)])
+def test_the_training_is_that_of_weights_on_each_rank(comm, dtype, overlap):
+    each, node = sharded(comm, "rank", dtype), sharded(comm, "node", dtype, overlap=overlap)
     for steps in (range(2), range(2, 4), range(4, 8)):
         for model, optimizer in (each, node):
             train(model, optimizer, comm, steps)
