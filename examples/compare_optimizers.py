@@ -190,7 +190,8 @@ def run(task, method, batch, rate, seed):
                     dp.grads[name] += gradient
                 if samples is passes[-1]:
                     dp.ready(name)
-        if not optimizer.step():
+        optimizer.step()
+        if not dp.finite:
             return task.worst
     total, number = comm.allreduce(np.array(task.score(), np.float64))
     score = total / number

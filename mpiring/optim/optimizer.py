@@ -1,6 +1,7 @@
 """What all optimisers share: a step, settings, the way back of updated weights, and state."""
 
 import math
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -98,8 +99,10 @@ class Optimizer:
             "class": type(self).__name__, "sharded": self.sharded, "max_norm": self._max_norm,
             **described(self.settings), **self._more()})
         self._gradients.claim(self, scatters=self.sharded)
+        # Not itself, so that it ends when its user deletes it.
+        itself = weakref.proxy(self)
         self._slices = Slices(self._gradients, self._comm, dp.vector,
-                              lambda plan: self._vectors_of(plan.dtype))
+                              lambda plan: itself._vectors_of(plan.dtype))
         self._device = self._gradients.buckets[0].device
         # The last step of the gradients that was looked at.
         self._seen = self._gradients.steps

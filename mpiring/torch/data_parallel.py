@@ -267,9 +267,9 @@ class DataParallel(nn.Module):
         averaging = self._averaging
         if self._owner is not None and averaging is not None and averaging.is_for(optimizer):
             raise ConfigError(
-                f"rank {self._comm.rank}: a {type(optimizer).__name__} is to update parameters of "
-                f"a model that has a Sharded optimizer; take steps with that one only, or close() "
-                f"it first")
+                f"rank {self._comm.rank}: {type(optimizer).__name__} is to update parameters of a "
+                f"model that has a Sharded optimizer; take steps with that one only, or close() it "
+                f"first")
         if averaging is None or not (averaging.under_way or averaging.gradients.nonfinite.found):
             return
         if averaging.is_for(optimizer):

@@ -96,6 +96,8 @@ def test_mistakes_of_optimizers_are_named(comm, sharded):
     assert optimizer.step()
     with pytest.raises(mpiring.GradientError, match=r"step\(\) without new gradients; compute th"):
         optimizer.step()
+    del optimizer
+    optimizer = SGD(dp, lr=0.1, sharded=sharded)
     dp.ready("w1")
     with pytest.raises(mpiring.GradientError, match=r"wait\(\) with 5 of 6 gradients missing"):
         optimizer.step()

@@ -529,7 +529,7 @@ def test_mistakes_are_explained(comm):
     loss_of(model, comm, 0).backward()
     for mistake, error, told in (
             (lambda: adamw(model), mpiring.ConfigError, "has a Sharded optimizer already"),
-            (plain.step, mpiring.ConfigError, "a SGD is to update parameters of a model that has"),
+            (plain.step, mpiring.ConfigError, " SGD is to update parameters of a model that has"),
             (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), mpiring.GradientError,
              "in slices, one per rank .Sharded.: clip with optimizer.clip_grad_norm_"),
             (lambda: model.module.scale.grad.mul_(2), mpiring.GradientError, "mul_ of a gradient"),
