@@ -12,6 +12,7 @@ from ..buckets.bucket import Bucket
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..errors import ConfigError
+from ..gpu.base import await_event
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..training.gradients import Gradients
@@ -48,6 +49,9 @@ class WeightBuckets:
         self._mark = marker_of(first)
         self.buckets = [Bucket(index, bucket.plan, self._empty, self._device)
                         for index, bucket in enumerate(gradients.buckets)]
+        if self._device is not None:
+            # CuPy clears them, on a stream of its own.
+            await_event(self._device.gpu.mark())
         self._calls = [Call("weights", f"{bucket.flat.dtype.name} {bucket.flat.shape}",
                             bucket.label, bucket.flat.nbytes) for bucket in self.buckets]
         self._handles: dict[int, Handle[None]] = {}

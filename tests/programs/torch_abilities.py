@@ -25,7 +25,7 @@ from whereabouts import CUDA, ON_GPU, SIMULATED, WHERE
 
 import mpiring
 from mpiring.torch import (
-    Checkpoints, DataParallel, DistributedSampler, broadcast_optimizer_state,
+    Checkpoints, DataParallel, DistributedSampler, Sharded, broadcast_optimizer_state,
     broadcast_parameters, share_cores)
 
 if CUDA:
@@ -550,6 +550,25 @@ def optimizers_and_clipping_work():
             torch.testing.assert_close(norm, theirs)
         for mine, theirs in zip(model.parameters(), bare.parameters()):
             torch.testing.assert_close(mine, theirs)
+
+
+@ability
+def optimizers_can_work_in_slices():
+    for overlap in (False, True):
+        plain, model = (DataParallel(net(), comm, bucket_bytes=64) for _ in range(2))
+        right = torch.optim.AdamW(plain.parameters(), lr=0.01)
+        optimizer = Sharded(torch.optim.AdamW, model, lr=0.01, overlap=overlap)
+        for step in range(4):
+            right.zero_grad()
+            loss_of(plain, step * p + r).backward()
+            loss_of(model, step * p + r).backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            torch.testing.assert_close(optimizer.clip_grad_norm_(0.5), norm.cpu())
+            right.step()
+            optimizer.step()
+        torch.testing.assert_close(model.state_dict(), plain.state_dict())
+        torch.testing.assert_close(optimizer.state_dict(), right.state_dict())
+        equal_on_all(*model.parameters())
 
 
 @ability
