@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from launching import PROGRAMS, SOON_S, finish, launch, start
+from launching import PROGRAMS, SOON_S, finish, installed, launch, start
 
 pytestmark = pytest.mark.launch
 
@@ -134,6 +134,18 @@ def test_settings_must_agree(name, values):
     assert ended.status != 0 and ended.seconds < SOON_S
     assert "ConfigError: rank" in ended.output
     assert re.search(f"'{name}': '?{values[1]}", ended.output), ended.output
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("adapter", ["numpy", "torch"])
+def test_rates_of_slices_must_agree(adapter):
+    """Else each slice would be updated at a rate of its own, and all replicas be equal."""
+    if adapter == "torch":
+        installed("torch")
+    ended = launch(2, PROGRAMS / "different_rates.py", adapter)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert re.search(r"BufferMismatchError: rank [01].*'?lr'?\W+0\.[12].*'?lr'?\W+0\.[12]",
+                     ended.output, re.S), ended.output
 
 
 @pytest.mark.any_mpi

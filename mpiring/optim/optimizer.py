@@ -132,10 +132,12 @@ class Optimizer:
         if not (self._gradients.finite if scaler is None else scaler.step()):
             return False
         handles = {}
+        used = {str(at(its, self.steps)): None for its in self.settings.values()}
+        made_with = f"updated with {'; '.join(used)}"
 
         def send(index: int) -> None:
             if self.sharded:
-                handles[index] = self._slices.send(index)
+                handles[index] = self._slices.send(index, made_with)
 
         self.update(scale, send)
         for index, handle in handles.items():

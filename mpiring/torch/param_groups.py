@@ -80,3 +80,18 @@ def _group(group: Any, names: Mapping[torch.Tensor, str]) -> ParamGroup:
             raise ConfigError(f"{what} in a group of parameters is no parameter of the model; "
                               f"pass those of model.parameters()")
     return ParamGroup([names[p] for p in items], settings)
+
+
+def described(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Return the settings of groups as a text, to be compared across ranks."""
+    return "; ".join(", ".join(
+        f"{name}={float(x) if isinstance(x, torch.Tensor) else x}"
+        for name, x in sorted(group.items()) if name != "params" and _is_plain(x))
+        for group in groups)
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, tuple | list):
+        return all(map(_is_plain, x))
+    return (x is None or isinstance(x, bool | int | float | str)
+            or isinstance(x, torch.Tensor) and x.numel() == 1)

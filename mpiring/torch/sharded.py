@@ -19,7 +19,7 @@ from .data_parallel import DataParallel
 from .elementwise import refuse_whole_tensors
 from .guarded import Guard, without_waiting
 from .node_weights import NodeWeights
-from .param_groups import param_groups
+from .param_groups import described, param_groups
 from .shards import Layout
 from .tensor_updates import TensorUpdates
 from .weights import WeightBuckets
@@ -162,6 +162,7 @@ class Sharded(torch.optim.Optimizer):
         self._weights.follow()
         inner = self._updates.optimizer
         inner.param_groups, inner.state = self.param_groups, self.state
+        self._weights.made_with = f"updated with {described(self.param_groups)}"
         self._updates.update(self._weights.send)
         self._weights.updated()
         if self._guard is None:

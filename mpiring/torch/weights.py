@@ -36,6 +36,7 @@ class WeightBuckets:
 
     Attributes:
         buckets: In the order of the gradients'.
+        made_with: By what the slices that are sent were made, in words; compared across ranks.
 
     Collective: yes. Blocking: yes.
     """
@@ -52,8 +53,7 @@ class WeightBuckets:
         if self._device is not None:
             # CuPy clears them, on a stream of its own.
             await_event(self._device.gpu.mark())
-        self._calls = [Call("weights", f"{bucket.flat.dtype.name} {bucket.flat.shape}",
-                            bucket.label, bucket.flat.nbytes) for bucket in self.buckets]
+        self.made_with = ""
         self._handles: dict[int, Handle[None]] = {}
         self._views: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
@@ -121,8 +121,10 @@ class WeightBuckets:
         if not bucket.flat.size:
             return
         vector = bucket.vector
+        call = Call("weights", f"{bucket.flat.dtype.name} {bucket.flat.shape} {self.made_with}",
+                    bucket.label, bucket.flat.nbytes)
         self._handles[bucket.index] = self._submit(
-            self._calls[bucket.index],
+            call,
             lambda collectives: self._allgather(collectives, vector, bounds),
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
 

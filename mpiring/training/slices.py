@@ -84,13 +84,14 @@ class Slices:
             self.pieces = [self._pieces_of(bucket) for bucket in self._buckets]
         return self.pieces
 
-    def send(self, index: int) -> Handle[None]:
+    def send(self, index: int, made_with: str) -> Handle[None]:
         """Begin to bring the weights in this rank's pieces of a bucket to all ranks.
 
         They take the place of the gradients, in the bucket.
 
         Args:
             index: Of the bucket, on all ranks in the same order.
+            made_with: By what the weights were made, in words; compared across ranks.
 
         Collective: yes. Blocking: no.
         """
@@ -99,8 +100,8 @@ class Slices:
             copying.copy_to(piece.gradient, piece.weights)
         bounds, device = self._averager.bounds(bucket), bucket.device
         return self._comm.submit(
-            Call("allgather", f"updated weights in step {self._averager.steps}", bucket.label,
-                 bucket.flat.nbytes),
+            Call("allgather", f"weights of step {self._averager.steps} {made_with}",
+                 bucket.label, bucket.flat.nbytes),
             lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
             device=device, ready=[] if device is None else [device.event()])
 
