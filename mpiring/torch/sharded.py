@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from itertools import chain
 from typing import Any, NoReturn
 
 import numpy as np
@@ -107,11 +106,14 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: no.
         """
-        if self._is_fresh:
+        if self._is_fresh and any(self._layout.parameters[name].grad is stand_in
+                                  for name, stand_in in self._averaging.stand_ins.items()):
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
                 f"after the first: its gradients are means in slices already; to add up several "
                 f"passes, let all but the last run in model.no_sync()")
+        # By model.zero_grad().
+        self._drop()
 
     def take(self, averaging: Averaging) -> None:
         """Give this rank's slices of the means to the optimizer; called at the end of backward.
@@ -205,9 +207,13 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: no.
         """
-        shards = (shard.parameter for shard in self._updates.shards)
-        for p in chain((p for _, p in without_waiting(self._model.module)), shards):
+        for _, p in without_waiting(self._model.module):
             p.grad = None
+        self._drop()
+
+    def _drop(self) -> None:
+        for shard in self._updates.shards:
+            shard.parameter.grad = None
         if self._is_fresh and not self._averaging.finite:
             # Whoever has scaled by NaN has also scaled what is between the tensors.
             for bucket in self._buckets:

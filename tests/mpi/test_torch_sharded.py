@@ -554,6 +554,8 @@ def test_mistakes_are_explained(comm):
     model.module.scale.grad = None
     with pytest.raises(mpiring.GradientError, match="after the gradients of scale were dropped or"):
         optimizer.step()
+    model.zero_grad()
+    loss_of(model, comm, 0).backward()
     optimizer.zero_grad()
     model.module.scale.data = torch.ones(3)
     with pytest.raises((mpiring.ConfigError, RuntimeError)):
