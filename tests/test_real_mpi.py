@@ -1,17 +1,28 @@
 """Runs tests/mpi under mpiexec, once per number of ranks; 3 catches what powers of two hide."""
 
 import pytest
-from launching import HANG_S, launch
+from launching import HANG_S, ROOT, launch
 
 pytestmark = pytest.mark.launch
 
-PYTEST = ("-m", "pytest", "--with-mpi", "-m", "mpi", "tests/mpi",
+PYTEST = ("-m", "pytest", "--with-mpi", "-m", "mpi",
           "--quiet", "--tb=short", "--color=no", "-p", "no:cacheprovider")
+# They load PyTorch on each rank, and train for long.
+WITH_TORCH = sorted(str(path) for path in (ROOT / "tests" / "mpi").glob("test_torch_*.py"))
+OTHERS = ("tests/mpi", *(f"--ignore={path}" for path in WITH_TORCH))
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.any_mpi), 3])
 def test_real_mpi(ranks):
-    ended = launch(ranks, *PYTEST, timeout_s=2 * HANG_S)
+    ended = launch(ranks, *PYTEST, *OTHERS, timeout_s=2 * HANG_S)
+    assert ended.status == 0, ended.output[-20000:]
+    assert " passed" in ended.output, ended.output
+
+
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("ranks", [3])
+def test_with_pytorch(ranks):
+    ended = launch(ranks, *PYTEST, *WITH_TORCH, timeout_s=2 * HANG_S)
     assert ended.status == 0, ended.output[-20000:]
     assert " passed" in ended.output, ended.output
 
@@ -20,6 +31,6 @@ def test_real_mpi(ranks):
 @pytest.mark.parametrize("ranks", [2])
 def test_without_thread_multiple(ranks):
     """Where MPI offers less, operations advance inside mpiring's calls only."""
-    ended = launch(ranks, *PYTEST, timeout_s=2 * HANG_S, MPI4PY_RC_THREAD_LEVEL="funneled")
+    ended = launch(ranks, *PYTEST, *OTHERS, timeout_s=2 * HANG_S, MPI4PY_RC_THREAD_LEVEL="funneled")
     assert ended.status == 0, ended.output[-20000:]
     assert " passed" in ended.output, ended.output
