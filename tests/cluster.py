@@ -11,6 +11,13 @@ from mpiring.launch.topology import neighbours, node_order, ranks_of_nodes
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
 
+# The node of each of p ranks.
+NODES = {
+    "one": lambda p: [0] * p, "of one": lambda p: list(range(p)),
+    "of two": lambda p: [rank // 2 for rank in range(p)],
+    "in turn": lambda p: [rank % 3 for rank in range(p)],
+    "uneven": lambda p: [1 if rank in (0, p - 1) else rank % 4 // 3 * 2 for rank in range(p)]}
+
 
 class Transport:
     """One rank's end of the network, for one operation."""

@@ -1,6 +1,7 @@
 """What all optimisers share: a step, settings, the way back of updated weights, and state."""
 
 import math
+from abc import ABC, abstractmethod
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -56,7 +57,7 @@ class Scaler(Protocol):
         """Return whether to update, the same on all ranks, and set the next step's scale."""
 
 
-class Optimizer:
+class Optimizer(ABC):
     """An optimiser of a model's tensors, or of this rank's slices of them.
 
     One of a published method says which vectors it remembers (`vectors`), and has `_update`, and
@@ -276,13 +277,13 @@ class Optimizer:
         Collective: yes. Blocking: yes.
         """
 
+    @abstractmethod
     def _update(self, part: Part, scale: float) -> None:
         """Update a part.
 
         Args:
             scale: Factor of the gradients.
         """
-        raise NotImplementedError
 
     def _norms(self, parts: Sequence[Part], kinds: Sequence[str],
                blocks: Any) -> Mapping[str, Mapping[str, float]]:

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from cluster import run
+from cluster import NODES, run
 
 from mpiring.collectives.operation import Tuning
 from mpiring.errors import BufferMismatchError, ConfigError
@@ -14,11 +14,6 @@ from mpiring.simulated.network import SimulatedNetwork
 HEADER_BYTES = 192
 # Arrays of these tests' sizes take several pieces and lanes.
 SMALL = Tuning(slice_bytes=48, chunk_bytes=1, ring_bytes=24)
-NODES = {
-    "one": lambda p: [0] * p, "of one": lambda p: list(range(p)),
-    "of two": lambda p: [rank // 2 for rank in range(p)],
-    "in turn": lambda p: [rank % 3 for rank in range(p)],
-    "uneven": lambda p: [1 if rank in (0, p - 1) else rank % 4 // 3 * 2 for rank in range(p)]}
 BOUNDS = {
     "equal": bounds_of,
     "aligned": lambda n, p: aligned_bounds(n, 4, p),

@@ -4,7 +4,7 @@ import contract
 import ml_dtypes
 import numpy as np
 import pytest
-from cluster import run
+from cluster import NODES, run
 
 from mpiring.collectives.operation import Tuning
 from mpiring.errors import BufferMismatchError
@@ -16,11 +16,6 @@ HEADER_BYTES = 192
 # Arrays of these tests' sizes take every path, in several pieces.
 SMALL = Tuning(slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
 SIZES = [1, 2, 3, 4, 5, 7, 9]
-NODES = {
-    "one": lambda p: [0] * p, "of one": lambda p: list(range(p)),
-    "of two": lambda p: [rank // 2 for rank in range(p)],
-    "in turn": lambda p: [rank % 3 for rank in range(p)],
-    "uneven": lambda p: [1 if rank in (0, p - 1) else rank % 4 // 3 * 2 for rank in range(p)]}
 BOUNDS = {
     "equal": lambda n, p: None,
     "aligned": lambda n, p: bounds_of(n, p, 8),
