@@ -80,7 +80,8 @@ def test_the_first_command_of_the_readme_trains(slurm):
     first, *_ = re.findall(r"^sbatch (\S+) (.*) --epochs 30$", README, re.MULTILINE)
     job = slurm.submit(ROOT / first[0], first[1], "--epochs", "2")
     assert job.wait()["JobState"] == "COMPLETED", job.output
-    assert "4 ranks on n[1-2]: " in job.output and "epoch   2  loss 0.3437" in job.output
+    assert re.search(r"4 ranks on n\[\d[-,]\d\]: ", job.output), job.output  # whichever are idle
+    assert "epoch   2  loss 0.3437" in job.output
 
 
 @pytest.mark.any_mpi
