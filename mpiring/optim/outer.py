@@ -55,7 +55,7 @@ class Outer:
         self.delay = whole_number("delay", delay, 0, self.every - 1)
         self.alpha = number("alpha", _ALPHA * bool(delay) if alpha is None else alpha,
                             lambda x: 0 <= x < 1, "a number of at least 0, below 1")
-        refuse_different(comm, type(self).__name__, {
+        refuse_different(comm, "the outer optimizer", {
             "class": type(self).__name__, "every": self.every, "start": self._start,
             "fragments": count, "delay": self.delay, "alpha": self.alpha,
             "bucket_bytes": bucket_bytes})

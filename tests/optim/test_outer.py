@@ -114,7 +114,7 @@ def equal(one, other):
 def test_as_the_paper_has_it(name, dtype):
     make, paper, settings = METHODS[name]
     steps = 17
-    for size in range(1, 5):
+    for size in range(1, 5) if dtype == "float32" else [3]:
         workers, theta = paper(size, steps, **settings)
         for sharded in (False, True):
             def program(comm):
@@ -202,8 +202,8 @@ def outlined(everybodys, first):
     return mapped(first, joined)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(("dtype", "sharded"), [
+    ("float32", False), ("float32", True), ("bfloat16", True)])
 def test_goes_on_bit_by_bit_from_any_step(dtype, sharded):
     """At each phase of a delay; and at other numbers of ranks from the global parameters."""
     def program(comm, steps, saved=None, own=None):
@@ -223,7 +223,7 @@ def test_goes_on_bit_by_bit_from_any_step(dtype, sharded):
         return on_ranks(size, lambda comm: program(comm, *arguments), TrainingComm)
 
     right = on(3, range(1, 18))
-    for stop in range(8, 13):
+    for stop in (9, 11, 13):
         results = on(3, range(1, stop))
         own, wholes = [x for x, _, _ in results], [x for _, _, x in results]
         saved = merged([x for _, x, _ in results])
@@ -276,9 +276,9 @@ def test_settings_that_cannot_work_are_refused():
                 ({"every": 2, "reducer": {"x*": Int8()}}, "'x.'.: no parameter has such a name")):
             with pytest.raises(mpiring.ConfigError, match=text):
                 DiLoCo(model(), comm, **settings)
-        with pytest.raises(mpiring.ConfigError, match="rank 1: DiLoCo has every=3, but on rank 0"):
+        with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has every=3"):
             DiLoCo(model(), comm, every=2 + comm.rank)
-        with pytest.raises(mpiring.ConfigError, match="rank 1: LocalSGD has class='DiLoCo', bu"):
+        with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has class='D"):
             (DiLoCo if comm.rank else LocalSGD)(model(), comm, every=2)
         with pytest.raises(mpiring.ConfigError, match="params is 3; pass a dict of the model's a"):
             DiLoCo(3, comm, every=2)
@@ -361,3 +361,26 @@ def test_synchronize_takes_one_outer_step_for_what_has_changed():
     results = on_ranks(3, program, TrainingComm)
     assert all(equal(params, results[0]) for params in results)
 
+
+def test_ranks_that_are_out_of_step_do_not_meet():
+    """What they call differs by the step, which BufferMismatchError names."""
+    class Comm(TrainingComm):
+        def submit(self, call, build, **more):
+            calls = self.allgather_object(str(call))
+            if "inner step" in calls[0]:
+                assert len({one.encode()[:192] for one in calls}) == len(calls)
+                raise mpiring.BufferMismatchError(calls[self.rank])
+            return super().submit(call, build, **more)
+
+    def program(comm):
+        params = model()
+        outer = DiLoCo(params, comm, every=4, fragments=2, delay=1)
+        with pytest.raises(mpiring.BufferMismatchError, match=(
+                rf"inner step {[2, 1][comm.rank]} .every=4, fragment 0")):
+            if comm.rank:
+                outer.steps += 1
+                outer.synchronize()
+            else:
+                train(outer, params, range(4), comm.rank)
+
+    on_ranks(2, program, Comm)
