@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from ..communicator import Communicator
 from ..gpu.arrays import vector_of
+from ..gpu.base import await_event
 from ..memory.arrays import SIXTEEN_BIT, dtype_name, is_finite
 from ..optim import outer
 from .data_parallel import DataParallel, share
@@ -34,6 +35,8 @@ class Arrays:
         self.tensors, self.device = share(params, comm)
         self._local: dict[str, Any] = dict(params)
         self._global = {name: x.copy(order="C") for name, x in self._local.items()}
+        if self.device is not None:
+            await_event(self.device.gpu.mark())
 
     def vector(self, name: str) -> Any:
         """Return global weights as a vector."""

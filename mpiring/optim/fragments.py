@@ -194,9 +194,15 @@ class Fragment:
             self.optimizer.end_step()
             waited_s = time.monotonic() - began_s
             self.statistics += replace(self.optimizer.statistics, exposed_s=waited_s)
-            if self._weights.device is not None:
-                # Whoever mixes them may use any stream.
-                await_event(self._weights.device.event())
+            self.await_weights()
+
+    def await_weights(self) -> None:
+        """Return when a GPU has written the global weights: whoever mixes them may use any stream.
+
+        Collective: no. Blocking: yes.
+        """
+        if self._weights.device is not None:
+            await_event(self._weights.device.event())
 
     def mix(self, alpha: float) -> None:
         """Set local weights to alpha × local + (1 - alpha) × global.

@@ -330,6 +330,7 @@ class Outer:
                     vectors.copy_to(fragment.vector(name), vectors.moved(
                         contents[name], self._weights.device))
                 fragment.optimizer.load_state_dict(saved["optimizer"])
+                fragment.await_weights()
                 fragment.mix(0.0)
                 fragment.since, fragment.due = saved["since"], saved["due"]
         self.steps = state_dict["steps"]
