@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..files import Row
 from . import timing
@@ -25,11 +25,13 @@ class Curve:
         steps: Those after which it was computed.
         seconds: Of training until then.
         bits: Per byte.
+        sent: Bytes that all ranks together have sent until then.
     """
 
-    steps: list[int]
-    seconds: list[float]
-    bits: list[float]
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    bits: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
 
     def at(self, step: int) -> float:
         """Return the loss after one of `steps`."""
@@ -43,14 +45,18 @@ class Curve:
 
 def curve_of(trainings: Sequence[Measurement]) -> Curve:
     """Return the mean curve of trainings with several seeds, as far as all of them have come."""
-    of_seeds = [dict(zip(map(int, training.readings["validated"]), training.readings["bits"]))
+    def by_step(name: str) -> list[dict[int, float]]:
+        return [dict(zip(map(int, training.readings["validated"]), training.readings[name]))
                 for training in trainings]
-    steps = [step for step in of_seeds[0] if all(step in bits for bits in of_seeds)]
+
+    bits, sent = by_step("bits"), by_step("sent")
+    steps = [step for step in bits[0] if all(step in its for its in bits)]
     return Curve(
         steps,
         [mean([sum(training.readings["step"][:step]) for training in trainings])
          for step in steps],
-        [mean([bits[step] for bits in of_seeds]) for step in steps])
+        [mean([its[step] for its in bits]) for step in steps],
+        [mean([its[step] for its in sent]) for step in steps])
 
 
 def mean(values: Sequence[float]) -> float:
@@ -87,22 +93,26 @@ def times(mine: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurem
         "over_dense": over(DENSE), "over_alone": over(ALONE)}
 
 
+def reading(trainings: Sequence[Measurement], name: str) -> float:
+    """Return the mean of a reading over trainings; NaN where none has it."""
+    values = [training.readings[name][0] for training in trainings if name in training.readings]
+    return mean(values) if values else math.nan
+
+
+def ratio(more: float, less: float) -> float:
+    """Return a ratio; NaN over nothing."""
+    return more / less if less else math.nan
+
+
 def mean_costs(mine: Sequence[Measurement], dense: Sequence[Measurement]) -> Row:
     """Return the bytes and seconds of a settled step."""
-    def of(trainings: Sequence[Measurement], name: str) -> float:
-        values = [training.readings[name][0] for training in trainings
-                  if name in training.readings]
-        return mean(values) if values else math.nan
-
-    def ratio(more: float, less: float) -> float:
-        return more / less if less else math.nan
-
-    on_wire = of(mine, "host_bytes")
+    on_wire = reading(mine, "host_bytes")
     return {
-        "compression_ratio": ratio(of(mine, "dense_bytes"), of(mine, "sent_bytes")),
-        "wire_ratio": ratio(of(dense, "host_bytes"), on_wire),
+        "compression_ratio": ratio(reading(mine, "dense_bytes"), reading(mine, "sent_bytes")),
+        "wire_ratio": ratio(reading(dense, "host_bytes"), on_wire),
         "wire_MiB": on_wire / 2 ** 20,
-        **{f"{name}_ms": of(mine, f"{name}_s") * 1e3 for name in ("encode", "wire", "decode")}}
+        **{f"{name}_ms": reading(mine, f"{name}_s") * 1e3
+           for name in ("encode", "wire", "decode")}}
 
 
 def accuracy(mine: Sequence[Measurement], dense: Curve, target: float) -> Row:
@@ -117,7 +127,8 @@ def accuracy(mine: Sequence[Measurement], dense: Curve, target: float) -> Row:
         "target_bits": target,
         "seconds_to_target": seconds,
         "times_faster": dense.seconds_to(target) / seconds,
-        "curve_steps": curve.steps, "curve_s": curve.seconds, "curve_bits": curve.bits}
+        "curve_steps": curve.steps, "curve_s": curve.seconds, "curve_bits": curve.bits,
+        "curve_bytes": curve.sent}
 
 
 def _difference(curve: Curve, dense: Curve) -> float:

@@ -3,20 +3,18 @@
 import logging
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
-from ..arguments import above_zero, checked, names, not_negative, positive, seeds
+from ..arguments import above_zero, names, not_negative
 from ..files import Environment, Row
 from ..table import Column
-from ..units import parse_count
 from . import curves, learning
 from .benchmark import Benchmark, run
 from .curves import ALONE, DENSE
-from .jobs import LEVELS
-from .options import declare_jobs
+from .learning import LEARNING_RATES, UNSETTLED_STEPS
 from .peers import refuse_missing_torch
 from .results import Measurement
 from .wire import Traffic
@@ -55,47 +53,22 @@ METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     "powersgd4": lambda warmup: PowerSGD(rank=4, start_step=warmup),
 }
 NAMES = (ALONE, *METHODS)
-LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
-
-# The first step builds the buckets anew, the second is the first to write to their memory.
-_UNSETTLED_STEPS = 2
-_REHEARSED_STEPS = 2
-_REHEARSED_WIDTH = 64
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)),
-                        rounds=None, levels=list(LEVELS[:1]))
+    parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)), stretch=1)
     parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
-                        metavar="N", help="about how many the transformer has; default: 13M")
-    parser.add_argument("--steps", type=positive, default=100, help="default: 100")
-    parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
-                        help="of 64 bytes, per rank; default: 4")
-    parser.add_argument("--optimizer", choices=tuple(LEARNING_RATES), default="adamw",
-                        help="default: adamw; sgd has no momentum")
     parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
                         help="default: " + ", ".join(
                             f"{rate:g} with {name}" for name, rate in LEARNING_RATES.items()))
     parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
                         help="for reducers that begin gently; not timed with any; "
                              "default: a tenth of the steps")
-    parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
-                        help="of the choice of texts, a training each; default: 1")
-    parser.add_argument("--validate-every", type=positive, metavar="STEPS",
-                        help="default: a twentieth of the steps")
-    parser.add_argument("--validation-texts", type=positive, default=128, metavar="TEXTS",
-                        help="of 64 bytes; default: 128")
-    parser.add_argument("--target-loss", type=above_zero, metavar="BITS",
-                        help="per byte; default: what dense reaches after 80%% of its steps, "
-                             "rounded up to a hundredth")
-    parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
-                        help="of training, validation not counted, for each method and seed")
-    declare_jobs(parser)
+    learning.declare(parser)
 
 
 def complete(options: Namespace) -> Namespace:
@@ -111,7 +84,7 @@ def complete(options: Namespace) -> Namespace:
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.optimizer]
     # From here on all methods compress, and nothing happens for the first time.
-    options.settled = max(options.warmup_steps, _UNSETTLED_STEPS)
+    options.settled = max(options.warmup_steps, UNSETTLED_STEPS)
     if options.settled >= options.steps:
         raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
                           f"not measured, with --warmup-steps {options.warmup_steps}")
@@ -134,7 +107,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     world.warm_up()
     traffic, found = Traffic(world), list[Measurement]()
     for name in options.reducers:
-        _rehearse(world, options, task, name)
+        learning.rehearse(world, _begun(world, options, learning.narrow(task), name, 0, 0))
     for seed in options.seeds:
         for name in options.reducers:
             found.append(_train(world, options, task, traffic, name, seed))
@@ -157,29 +130,22 @@ def _warn_where_nothing_is_compressed(world: World) -> None:
 
 
 def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int,
-           warmup_steps: int) -> "tuple[Training, str]":
-    """Begin a training, and return it with its Reducer's description."""
-    from .torch_training import Training
-    reducer = None if name == ALONE else METHODS[name](warmup_steps)
-    training = Training(task, world, options, seed, reducer, joined=name != ALONE)
-    return training, "" if reducer is None else repr(reducer)
-
-
-def _rehearse(world: World, options: Namespace, task: "Task", name: str) -> None:
-    """Train a narrow model, so that all code is loaded and compiled."""
-    training, _ = _begun(world, options, replace(task, width=_REHEARSED_WIDTH), name, 0, 0)
-    for _ in range(_REHEARSED_STEPS):
-        training.step()
-    learning.bits_per_byte(world, training)
+           warmup_steps: int) -> "Training":
+    """Begin a training."""
+    from . import torch_training, torch_ways
+    way = torch_ways.Alone if name == ALONE else partial(
+        torch_ways.Averaged, reducer=METHODS[name](warmup_steps))
+    rule = torch_ways.Rule(options.optimizer, options.learning_rate)
+    return torch_training.Training(
+        task, world, options.batch, seed, lambda module: way(module, world.comm, rule))
 
 
 def _train(world: World, options: Namespace, task: "Task", traffic: Traffic, name: str,
            seed: int) -> Measurement:
-    """Train with one method to the end, or to the time limit, and check that ranks agree."""
-    training, settings = _begun(world, options, task, name, seed, options.warmup_steps)
+    training = _begun(world, options, task, name, seed, options.warmup_steps)
     readings = learning.learn(world, options, training, traffic, name, seed)
     return Measurement({
-        "reducer": name, "settings": settings, "parameters": task.parameters, "seed": seed,
+        "reducer": name, "settings": training.settings, "parameters": task.parameters, "seed": seed,
         "batch": options.batch, "optimizer": options.optimizer,
         "learning_rate": options.learning_rate, "thread_level": world.thread_level}, readings)
 
@@ -189,7 +155,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     trainings: dict[str, list[Measurement]] = {}
     for training in found:
         trainings.setdefault(training.labels["reducer"], []).append(training)
-    dense = curves.curve_of(trainings[DENSE]) if DENSE in trainings else curves.Curve([], [], [])
+    dense = curves.curve_of(trainings[DENSE]) if DENSE in trainings else curves.Curve()
     target = options.target_loss or curves.default_target(dense)
     return [{
         **{key: value for key, value in mine[0].labels.items() if key != "seed"},

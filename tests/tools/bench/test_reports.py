@@ -123,6 +123,7 @@ def of_reducer(name, step, bits=(), seed=1, steps=5, settled=True, **costs):
     return Measurement(labels, {
         "step": [9 * step, *[step] * (steps - 1)], "bits": list(bits),
         "validated": [1, 3, 5][:len(bits)],
+        "sent": [100, 300, 500][:len(bits)],
         **({key: [value] for key, value in cost.items()} if bits and settled else {})})
 
 
@@ -144,6 +145,7 @@ def test_rows_of_reducers():
     assert topk["compression_ratio"] == 10 and topk["wire_ratio"] == 5
     assert topk["encode_ms"] == 5 and alone["encode_ms"] != alone["encode_ms"]
     assert dense["curve_steps"] == [1, 3, 5] and dense["curve_s"] == [13.5, 16.5, 19.5]
+    assert dense["curve_bytes"] == [100, 300, 500]
     assert dense["curve_bits"] == [7, 5.25, 4.25] and topk["curve_bits"] == [8, 4.75, 4.5]
     # What dense reaches at or after 4 of its 5 steps, and both reach at the last one.
     assert dense["target_bits"] == 4.25 and dense["seconds_to_target"] == 19.5
