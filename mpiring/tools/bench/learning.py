@@ -128,8 +128,8 @@ def _validate(world: World, training: "Training", readings: dict[str, list[float
 
 def _next_stop(done: int, options: Namespace) -> int:
     """Return after how many steps the ranks next meet to look at clocks, losses or counters."""
-    next_look: int = (done // options.validate_every + 1) * options.validate_every
-    stops = [done + options.stretch, next_look, options.settled, options.steps]
+    next_look = (done // options.validate_every + 1) * options.validate_every
+    stops: list[int] = [done + options.stretch, next_look, options.settled, options.steps]
     return min(stop for stop in stops if stop > done)
 
 

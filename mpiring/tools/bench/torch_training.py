@@ -103,13 +103,17 @@ class Training:
             self._way.settings, self._way.show, self._way.finish)
 
     def steps(self, count: int) -> None:
-        """Take some steps."""
+        """Take some steps, after which ranks may wait for each other.
+
+        Collective: yes. Blocking: yes.
+        """
         for _ in range(count):
             self._pause()
             starts = self._dice.integers(len(self._task.text) - TEXT_LENGTH, size=self._batch)
             self._bare.zero_grad()
             _loss(self._way.model, _windows(self._task.text, starts)).backward()
             self._way.step()
+        self._way.meet()
 
     @property
     def statistics(self) -> Statistics:

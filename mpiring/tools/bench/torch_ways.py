@@ -12,7 +12,9 @@ from ...communicator import Communicator
 from ...optim.outer import Outer
 from ...record.statistics import Statistics
 from ...reducers import Reducer
-from ...torch import DataParallel
+from ...torch import DataParallel, DiLoCo, LocalSGD
+
+__all__ = ["Alone", "Averaged", "DiLoCo", "LocalSGD", "Rarely", "Rule", "Way"]
 
 _OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
@@ -51,6 +53,9 @@ class Way(Protocol):
     def step(self) -> None:
         """Use the gradients that backward() has left."""
 
+    def meet(self) -> None:
+        """Take it that no rank goes on before all have come so far; called on all ranks."""
+
     def show(self) -> AbstractContextManager[Any]:
         """Return a block in which the module has the parameters to be judged.
 
@@ -81,6 +86,9 @@ class Alone:
     def step(self) -> None:
         """Take a step."""
         self.optimizer.step()
+
+    def meet(self) -> None:
+        """Do nothing."""
 
     def show(self) -> AbstractContextManager[Any]:
         """Return a block without effect."""
