@@ -86,6 +86,8 @@ class DataParallel:
         self.grads = self.gradients.views
         # Also of the last step, which no `ready` follows.
         weakref.finalize(self, self.gradients.nonfinite.report)
+        # What an optimizer updates.
+        self._updated: dict[str, Any] = {}
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
             comm, functools.partial(_parts, self.params, self._watched))
@@ -160,12 +162,20 @@ class DataParallel:
         Raises:
             ConfigError: It does not lie in C order, as its gradient does.
         """
-        array = self.params[name]
+        array = self._updated[name] = self.params[name]
         if not array.flags.c_contiguous:
             raise ConfigError(
                 f"parameter {name!r} of shape {array.shape} lies in Fortran's order; give the "
                 f"model numpy.ascontiguousarray({name}), for its gradient lies in C's")
         return vector_of(array)
+
+    def refuse_replaced(self) -> None:
+        """Raise ConfigError where `params` has another array than an optimizer updates."""
+        for name, array in self._updated.items():
+            if self.params.get(name) is not array:
+                raise ConfigError(
+                    f"rank {self.comm.rank}: params[{name!r}] was replaced by another array, which "
+                    f"the optimizer would not update; write into it: dp.params[{name!r}][...] = x")
 
     @property
     def steps(self) -> int:

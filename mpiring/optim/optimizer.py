@@ -45,6 +45,9 @@ class Model(Protocol):
     def wait(self) -> None:
         """Complete the step of the gradients that is under way. Collective, blocking."""
 
+    def refuse_replaced(self) -> None:
+        """Raise ConfigError where a parameter has other memory than `vector` has returned."""
+
 
 class Scaler(Protocol):
     """What is needed of a mpiring.numpy.LossScaler."""
@@ -115,7 +118,8 @@ class Optimizer(ABC):
         """Update the weights, once the gradients are there; return whether it was done.
 
         Where a gradient of any rank was not finite, nothing changes on any rank, and the result is
-        False.
+        False; without a scaler rank 0 warns, once for several such steps in a row, unless
+        `dp.finite` is read.
 
         Args:
             scaler: A LossScaler, by whose scale the gradients are divided; its `step` is called
@@ -124,9 +128,11 @@ class Optimizer(ABC):
         Raises:
             GradientError: There are no new gradients, or not all were marked ready; and what
                 `dp.wait()` and `scaler.step()` raise.
+            ConfigError: A parameter was replaced by another array.
 
         Collective: yes. Blocking: yes.
         """
+        self._dp.refuse_replaced()
         self._await_gradients("step()")
         scale = 1.0 if scaler is None else 1 / scaler.scale
         self._seen = self._gradients.steps
