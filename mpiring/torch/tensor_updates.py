@@ -31,9 +31,6 @@ class _Model:
     def wait(self) -> None:
         """Return: gradients arrive before anything else happens."""
 
-    def refuse_replaced(self) -> None:
-        """Return: the buckets of weights follow."""
-
 
 class TensorUpdates:
     """Updates by an optimizer of mpiring.optim, such as LAMB; as ClassUpdates.
