@@ -22,7 +22,8 @@ _WEIGHTS = "w"
 class _Gradients:
     """The gradient that an update takes, in the place of an Averager."""
 
-    steps, scatters, under_way, finite = 0, False, False, True
+    steps, moment = 0, ""
+    scatters, under_way, finite = False, False, True
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets

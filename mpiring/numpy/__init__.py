@@ -1,7 +1,8 @@
-"""The adapter for NumPy and CuPy models: averaged gradients, mixed precision, checkpoints."""
+"""The adapter for NumPy and CuPy: averaged gradients, local training, mixed precision."""
 
 from ..resilience import Checkpoints
 from .data_parallel import DataParallel
+from .local import DiLoCo, LocalSGD
 from .precision import LossScaler, MasterWeights
 
-__all__ = ["Checkpoints", "DataParallel", "LossScaler", "MasterWeights"]
+__all__ = ["Checkpoints", "DataParallel", "DiLoCo", "LocalSGD", "LossScaler", "MasterWeights"]

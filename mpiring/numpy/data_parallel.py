@@ -71,14 +71,7 @@ class DataParallel:
                  bucket_bytes: int = 25 << 20, reducer: Wish = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         refuse_other_than_communicators(comm)
-        if not isinstance(params, Mapping) or not params:
-            raise ConfigError(
-                f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
-        device = _device_of(params, comm)
-        tensors = [_spec(name, array) for name, array in params.items()]
-        refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
-        for array in params.values():
-            comm.broadcast(array, root=0)
+        tensors, device = share(params, comm)
         self.gradients = Gradients(
             tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
             deterministic=deterministic, order=order, device=device)
@@ -213,6 +206,30 @@ class DataParallel:
             factor: New scale / old scale.
         """
         self.gradients.rescale(factor)
+
+
+def share(params: Mapping[str, NDArray[Any]],
+          comm: Communicator) -> tuple[list[TensorSpec], Device | None]:
+    """Give all ranks rank 0's parameters.
+
+    Returns:
+        The tensors, in their order, and the GPU on which they lie, None for host memory.
+
+    Raises:
+        ConfigError: A parameter cannot be trained.
+        BufferMismatchError: The parameters differ between ranks; names the first.
+
+    Collective: yes. Blocking: yes.
+    """
+    if not isinstance(params, Mapping) or not params:
+        raise ConfigError(
+            f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
+    device = _device_of(params, comm)
+    tensors = [_spec(name, array) for name, array in params.items()]
+    refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
+    for array in params.values():
+        comm.broadcast(array, root=0)
+    return tensors, device
 
 
 def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:

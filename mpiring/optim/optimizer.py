@@ -13,9 +13,11 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
+from ..engine.handle import Handle
 from ..gpu.base import await_event
 from ..memory.arrays import dtype_name
 from ..memory.nests import mapped
+from ..record.statistics import Statistics
 from ..training.slices import Means, Slices
 from . import masters, state
 from .norms import norms
@@ -94,6 +96,7 @@ class Optimizer(ABC):
         settings: By tensor; may be changed between steps, alike on all ranks.
         steps: Updates so far.
         sharded: As given.
+        statistics: What bringing the updated weights to all ranks cost in the last complete step.
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks; a parameter cannot be updated;
@@ -126,6 +129,9 @@ class Optimizer(ABC):
         self._device = self._gradients.buckets[0].device
         # The last step of the gradients that was looked at.
         self._seen = self._gradients.steps
+        # Weights on their way to all ranks, by the index of the bucket.
+        self._sent: dict[int, Handle[None]] = {}
+        self.statistics = Statistics()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(…, sharded={self.sharded})"
@@ -146,25 +152,45 @@ class Optimizer(ABC):
 
         Collective: yes. Blocking: yes.
         """
+        is_done = self.begin_step(scaler)
+        self.end_step()
+        return is_done
+
+    def begin_step(self, scaler: Scaler | None = None) -> bool:
+        """Do the first half of `step`: update, and send; `end_step` has to follow.
+
+        Weights may be read and written again after `end_step`.
+
+        Args, returns, raises: as `step`.
+
+        Collective: yes. Blocking: until the gradients are there.
+        """
         self._await_gradients("step()")
         scale = 1.0 if scaler is None else 1 / scaler.scale
         self._seen = self._gradients.steps
         if not (self._gradients.finite if scaler is None else scaler.step()):
             return False
-        handles = {}
         used = {str(at(its, self.steps)): None for its in self.settings.values()}
         made_with = f"updated with {'; '.join(used)}"
 
         def send(index: int) -> None:
             if self.sharded:
-                handles[index] = self._slices.send(index, made_with)
+                self._sent[index] = self._slices.send(index, made_with)
 
         self.update(scale, send)
-        for index, handle in handles.items():
-            handle.wait()
-            self._slices.receive(index)
-        self._before_users_work()
         return True
+
+    def end_step(self) -> None:
+        """Return when the weights that other ranks have updated are there.
+
+        Collective: yes. Blocking: yes.
+        """
+        while self._sent:
+            index = next(iter(self._sent))
+            self._sent.pop(index).wait()
+            self._slices.receive(index)
+        self.statistics = self._slices.tally.take()
+        self._before_users_work()
 
     @property
     def elementwise(self) -> bool:

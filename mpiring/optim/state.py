@@ -96,12 +96,18 @@ def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
     leaves: Leaves = {}
     for name, its in dtypes.items():
         refuse_other_state(state["tensors"][name], its, f"of {whose} for {name!r}")
-        leaves[name] = {vector: _leaf(state["tensors"][name][vector], f"{vector} of {name!r}",
-                                      tensors[name].shape, dtype) for vector, dtype in its.items()}
+        leaves[name] = {
+            vector: leaf_of(state["tensors"][name][vector], f"{vector} of {name!r}",
+                            tensors[name].shape, dtype) for vector, dtype in its.items()}
     return whole_number("steps", state["steps"], 0), leaves
 
 
-def _leaf(x: Any, what: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
+def leaf_of(x: Any, what: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
+    """Return an array, or ranges of one, as ranges.
+
+    Raises:
+        ConfigError: It has another shape or dtype.
+    """
     array = np.asarray(0 if isinstance(x, Sliced) else x)
     leaf: Sliced = x if isinstance(x, Sliced) else Sliced(
         array.shape, {(0, array.size): array.reshape(-1)}, array.dtype)

@@ -4,6 +4,7 @@ from . import process_group, rendezvous
 from .checkpoints import Checkpoints, load_file, random_state, set_random_state, whole
 from .data_parallel import DataParallel
 from .devices import device_for
+from .local import DiLoCo, LocalSGD
 from .process_group import ProcessGroup
 from .rendezvous import export_environment
 from .sampler import DistributedSampler
@@ -14,6 +15,7 @@ from .threads import share_cores
 process_group.register()
 rendezvous.register()
 
-__all__ = ["Checkpoints", "DataParallel", "DistributedSampler", "ProcessGroup", "Sharded",
-           "broadcast_optimizer_state", "broadcast_parameters", "device_for", "export_environment",
-           "load_file", "random_state", "set_random_state", "share_cores", "whole"]
+__all__ = ["Checkpoints", "DataParallel", "DiLoCo", "DistributedSampler", "LocalSGD",
+           "ProcessGroup", "Sharded", "broadcast_optimizer_state", "broadcast_parameters",
+           "device_for", "export_environment", "load_file", "random_state", "set_random_state",
+           "share_cores", "whole"]

@@ -87,7 +87,7 @@ class DataParallel(nn.Module):
                  broadcast_buffers: bool = True, deterministic: bool = False,
                  defer_wait: bool = False, order: Sequence[str] | None = None) -> None:
         super().__init__()
-        _refuse(module, comm)
+        refuse_untrainable(module, comm)
         self.module = module
         self._comm = comm
         self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
@@ -404,7 +404,7 @@ def _end_step(buffers: Buffers, replicas: Replicas) -> None:
     replicas.end_step()
 
 
-def _refuse(module: nn.Module, comm: Communicator) -> None:
+def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
     """Raise ConfigError where a module cannot be trained on several ranks."""
     refuse_other_than_communicators(comm)
     if not isinstance(module, nn.Module):

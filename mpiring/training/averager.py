@@ -118,6 +118,7 @@ class Averager:
         buckets: In the order in which they leave.
         tensors: By name, in the given order.
         steps: Steps that are complete.
+        compressors: The Reducers that have a state.
         scatters: Means are left in this rank's slices of the buckets only; see `scatter`.
 
     Raises:
@@ -140,7 +141,7 @@ class Averager:
         self._comm, self._submit = comm, submit or comm.submit
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._reducers = reducers_of(self.tensors, reducer)
-        self._compressors = compressors(self._reducers.values())
+        self.compressors = compressors(self._reducers.values())
         self._bucket_bytes = bucket_bytes
         self._moved = moved
         self._views: dict[str, NDArray[Any]] = {}
@@ -159,7 +160,7 @@ class Averager:
         self._began_s = 0.0
         self._handles: list[Handle[None]] = []
         self._finite: bool | None = True
-        for compressor in self._compressors:
+        for compressor in self.compressors:
             compressor.serve(self)
         if not self._resume():
             self._build(tensors[::-1] if order is None else self._ordered(order))
@@ -204,10 +205,15 @@ class Averager:
         reduction = self._reductions[bucket.index]
         bucket.finite = None
         call = Call("scatter" if self.scatters else "reduce",
-                    f"{reduction.text} in step {self.steps}", bucket.label, bucket.flat.nbytes)
+                    f"{reduction.text} in {self.moment}", bucket.label, bucket.flat.nbytes)
         # What is in other buckets soon is needed whole.
         build = reduction.scatter if self.scatters and self._is_final else reduction.reduce
         return self._submit(call, build, device=reduction.device, ready=bucket.written)
+
+    @property
+    def moment(self) -> str:
+        """The present step in words; compared across ranks."""
+        return f"step {self.steps}"
 
     def expects(self, name: str) -> bool:
         """Return whether a tensor is yet to be marked as written in this step."""
@@ -286,8 +292,8 @@ class Averager:
             finite: Whether, as far as is known, the means and what else belongs to the step are.
         """
         # Rarely asked for, and it takes a look at all buckets.
-        self._finite = None if finite and not self._compressors else finite and self._are_finite()
-        for compressor in self._compressors:
+        self._finite = None if finite and not self.compressors else finite and self._are_finite()
+        for compressor in self.compressors:
             compressor.settle(self._finite is True)
         self._expect_all()
         if not self._is_final:
@@ -332,7 +338,7 @@ class Averager:
             ConfigError: The factor is no finite number above 0.
         """
         factor = number("factor", factor, lambda x: 0 < x < math.inf, "a finite number above 0")
-        for compressor in self._compressors:
+        for compressor in self.compressors:
             compressor.rescale(factor)
 
     def scatter(self) -> None:
@@ -384,7 +390,7 @@ class Averager:
 
     def close(self) -> None:
         """Let Reducers serve another model, or these tensors in other buckets."""
-        for compressor in self._compressors:
+        for compressor in self.compressors:
             compressor.release()
 
     # Building buckets
@@ -403,7 +409,7 @@ class Averager:
 
     def _resume(self) -> bool:
         """Build the buckets as they were when the state was saved that a Reducer has loaded."""
-        orders = [compressor.loaded_order for compressor in self._compressors
+        orders = [compressor.loaded_order for compressor in self.compressors
                   if compressor.loaded_order is not None]
         if not orders:
             return False
@@ -464,7 +470,7 @@ class Averager:
             # Others than CuPy may write on streams of their own.
             await_event(self._device.gpu.mark())
         order = [tensor.name for tensor in tensors]
-        for compressor in self._compressors:
+        for compressor in self.compressors:
             known = [reduction.bucket for reduction in self._reductions
                      if reduction.reducer is compressor]
             self._comm.submit(

@@ -68,7 +68,7 @@ class Gradients(Averager):
         waited_s = time.monotonic()
         self._await_means()
         finite = self.nonfinite.settle(self.steps, self.buckets, beside, finite=finite)
-        cost = sum((compressor.take_cost() for compressor in self._compressors), Cost())
+        cost = sum((compressor.take_cost() for compressor in self.compressors), Cost())
         self.statistics = replace(
             self.tally.take(), dense_bytes=self._dense_bytes, encode_s=cost.encode_s,
             wire_s=cost.wire_s, decode_s=cost.decode_s)

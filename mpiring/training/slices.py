@@ -15,6 +15,7 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
+from .gradients import Tally
 
 
 class Means(Protocol):
@@ -27,6 +28,10 @@ class Means(Protocol):
     @property
     def steps(self) -> int:
         """Steps that are complete."""
+
+    @property
+    def moment(self) -> str:
+        """Which step is under way, in words."""
 
     @property
     def scatters(self) -> bool:
@@ -78,6 +83,7 @@ class Slices:
     Attributes:
         states: The state, by bucket and slice.
         pieces: What `follow` has returned last.
+        tally: Counts what `send` costs.
 
     Collective: no.
     """
@@ -86,7 +92,7 @@ class Slices:
                  weights: Callable[[str], Any], vectors: Vectors) -> None:
         self._averager, self._comm = averager, comm
         self._weights, self._vectors = weights, vectors
-        self.states = BucketStates()
+        self.states, self.tally = BucketStates(), Tally(comm)
         self._buckets: Sequence[Bucket] = ()
         self.pieces: list[list[Piece]] = []
 
@@ -120,8 +126,8 @@ class Slices:
         for piece in self.pieces[index]:
             copying.copy_to(piece.gradient, piece.weights)
         bounds, device = self._averager.bounds(bucket), bucket.device
-        return self._comm.submit(
-            Call("allgather", f"weights of step {self._averager.steps} {made_with}",
+        return self.tally.submit(
+            Call("allgather", f"weights of {self._averager.moment} {made_with}",
                  bucket.label, bucket.flat.nbytes),
             lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
             device=device, ready=[] if device is None else [device.event()])

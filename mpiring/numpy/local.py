@@ -1,0 +1,95 @@
+"""Local training of NumPy and CuPy models, which are synchronised rarely."""
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..communicator import Communicator
+from ..gpu.arrays import vector_of
+from ..gpu.base import await_event
+from ..memory.arrays import SIXTEEN_BIT, dtype_name, is_finite
+from ..optim import outer
+from .data_parallel import DataParallel, share
+
+
+class Arrays:
+    """The arrays of a model, and the global weights; see optim.fragments.Weights.
+
+    Args:
+        model: Arrays by name, or a DataParallel of them.
+        comm: The ranks; all have rank 0's arrays afterwards.
+
+    Raises: as DataParallel.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    mark, selected = None, nullcontext
+
+    def __init__(self, model: Mapping[str, NDArray[Any]] | DataParallel,
+                 comm: Communicator) -> None:
+        params = model.params if isinstance(model, DataParallel) else model
+        self.tensors, self.device = share(params, comm)
+        self._local: dict[str, Any] = dict(params)
+        self._global = {name: x.copy(order="C") for name, x in self._local.items()}
+        if self.device is not None:
+            await_event(self.device.gpu.mark())
+
+    def vector(self, name: str) -> Any:
+        """Return global weights as a vector."""
+        return vector_of(self._global[name])
+
+    def subtract(self, name: str, out: Any, factor: float) -> None:
+        """Write factor × (global - local)."""
+        with np.errstate(all="ignore"):
+            np.subtract(self._global[name], self._local[name], out=out)
+            if factor != 1:
+                out *= factor
+
+    def mix(self, name: str, alpha: float) -> None:
+        """Set local weights to alpha × local + (1 - alpha) × global."""
+        local, target = self._local[name], self._global[name]
+        if alpha:
+            kind = np.float32 if dtype_name(local.dtype) in SIXTEEN_BIT else local.dtype
+            target = target.astype(kind)
+            target += alpha * (local.astype(kind) - target)
+        local[...] = target
+
+    def is_finite(self, name: str) -> bool:
+        """Return whether local weights are finite."""
+        if self.device is not None:
+            return self.device.gpu.is_finite(self._local[name])
+        return is_finite(self._local[name].reshape(-1))
+
+    def show_global(self) -> Callable[[], None]:
+        """Set local weights to the global ones; return what sets them back."""
+        before = {name: x.copy() for name, x in self._local.items()}
+        for name in before:
+            self.mix(name, 0.0)
+
+        def put_back() -> None:
+            for name, x in before.items():
+                self._local[name][...] = x
+
+        return put_back
+
+    def refuse_others(self) -> None:
+        """Return: all arrays are trained, always."""
+
+    def complete(self) -> None:
+        """Return: there is nothing else."""
+
+
+class LocalSGD(outer.LocalSGD):
+    """LocalSGD of arrays by name, or of a DataParallel; see mpiring.optim.outer.LocalSGD."""
+
+    kind = Arrays
+
+
+class DiLoCo(outer.DiLoCo):
+    """DiLoCo of arrays by name, or of a DataParallel; see mpiring.optim.outer.DiLoCo."""
+
+    kind = Arrays

@@ -1,0 +1,458 @@
+"""Trains models locally and synchronises them rarely: local SGD, DiLoCo and Streaming DiLoCo.
+
+Sources: Stich, Local SGD converges fast and communicates little, ICLR 2019 (arXiv 1805.09767); Lin
+et al., Don't use large mini-batches, use local SGD, ICLR 2020 (1808.07217); Douillard et al.,
+DiLoCo, 2023 (2311.08105), and Streaming DiLoCo with overlapping communication, 2025 (2501.18512).
+"""
+
+import copy
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..arguments import number, refuse_other_state, whole_number
+from ..communicator import Communicator, refuse_other_than_communicators
+from ..errors import ConfigError, GradientError
+from ..gpu import vectors
+from ..memory.nests import mapped
+from ..memory.sliced import Sliced
+from ..record.statistics import Statistics
+from ..reducers.by_name import Wish, reducers_of
+from . import state
+from .fragments import Fragment, PseudoGradients, Weights, cut
+from .settings import Scheduled, refuse_different
+from .sgd import SGD
+
+# With a delay; Streaming DiLoCo's.
+_ALPHA = 0.5
+
+
+class Outer:
+    """Synchronises models that are trained locally; LocalSGD and DiLoCo say how.
+
+    Attributes:
+        kind: Returns the Weights of a model, given the ranks, on all of which they are rank 0's
+            then; set by adapters. Collective, blocking.
+        comm: The ranks.
+        steps: Inner steps so far.
+        every, delay, alpha: As given.
+    """
+
+    kind: ClassVar[Any]
+
+    def __init__(self, model: Any, comm: Communicator, *, every: int, start: int, lr: Scheduled,
+                 momentum: Scheduled, fragments: int, delay: int, alpha: float | None,
+                 reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
+        refuse_other_than_communicators(comm)
+        self.comm, self.steps = comm, 0
+        self.every = whole_number("every", every, 1)
+        self._start = whole_number("start", start, 0)
+        count = whole_number("fragments", fragments, 1, self.every)
+        self.delay = whole_number("delay", delay, 0, self.every - 1)
+        self.alpha = number("alpha", _ALPHA * bool(delay) if alpha is None else alpha,
+                            lambda x: 0 <= x < 1, "a number of at least 0, below 1")
+        refuse_different(comm, "the outer optimizer", {
+            "class": type(self).__name__, "every": self.every, "start": self._start,
+            "fragments": count, "delay": self.delay, "alpha": self.alpha,
+            "bucket_bytes": bucket_bytes})
+        self._weights: Weights = self.kind(model, comm)
+        reducers = reducers_of([tensor.name for tensor in self._weights.tensors], reducer)
+        # Not itself, so that it ends when its user deletes it.
+        itself = weakref.proxy(self)
+        self._fragments: list[Fragment] = []
+        with self._weights.selected():
+            for index, tensors in enumerate(cut(self._weights.tensors, count)):
+                # A Reducer serves one averager, and remembers what that sends.
+                its = copy.deepcopy({tensor.name: reducers[tensor.name] for tensor in tensors})
+                fragment = Fragment(index, self._weights, PseudoGradients(
+                    tensors, comm, bucket_bytes=bucket_bytes, reducer=its,
+                    device=self._weights.device, mark=self._weights.mark,
+                    moment=functools.partial(_moment, itself, index)), comm)
+                fragment.optimizer = SGD(fragment, lr, momentum, nesterov=bool(momentum),
+                                         sharded=sharded)
+                self._fragments.append(fragment)
+        # Half-way, slices of the mean have become slices of weights, which go on.
+        self._update_after = self.delay - self.delay // 2 if sharded else self.delay
+        self._is_joined = self._shows_global = False
+        # Steps when this rank had ended, in `join`.
+        self._trained = 0
+        self._plan()
+
+    def __repr__(self) -> str:
+        return (f"{type(self).__name__}(…, every={self.every}, "
+                f"fragments={len(self._fragments)}, delay={self.delay})")
+
+    @property
+    def statistics(self) -> Statistics:
+        """What synchronising has cost this rank so far; subtract two of them for a period.
+
+        `exposed_s` are seconds for which `step` has waited.
+        """
+        return sum((fragment.statistics for fragment in self._fragments), Statistics())
+
+    # Steps
+
+    def step(self) -> None:
+        """Count a step of the inner optimizer, and synchronise what is due.
+
+        To be called after each one, on all ranks.
+
+        Raises:
+            GradientError: The weights of some rank are not finite; names them, on all ranks.
+            BufferMismatchError: Ranks have made different numbers of steps.
+            ConfigError: Other parameters than at first are trained.
+
+        Collective: yes, where something is due. Blocking: until what has arrived by this step is
+        there; without a delay, the mean.
+        """
+        self.steps += 1
+        if self.steps >= self._next:
+            if self._shows_global:
+                raise GradientError(f"rank {self.comm.rank}: step() within global_parameters(), "
+                                    f"which would be lost; end that block first")
+            self._act(is_training=True)
+        elif self._is_under_way:
+            self.comm.poke()
+
+    def synchronize(self) -> None:
+        """Synchronise all of the model now: afterwards, all ranks have the global parameters.
+
+        For the end of the training. An outer step for what has changed since the last one, after
+        what is under way; without a delay, and without mixing.
+
+        Raises: as `step`.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._is_joined:
+            raise ConfigError(f"rank {self.comm.rank}: synchronize() within join(), in which "
+                              f"others may have ended; the end of the block synchronises")
+        self._synchronize(is_training=True)
+
+    def _synchronize(self, *, is_training: bool) -> None:
+        with self._weights.selected():
+            self._weights.refuse_others()
+            for fragment in self._fragments:
+                fragment.receive()
+                if fragment.due is not None:
+                    fragment.mix(self.alpha)
+            for fragment in self._fragments:
+                if fragment.since < self.steps:
+                    self._send(fragment, is_training)
+            for fragment in self._fragments:
+                fragment.receive()
+                fragment.mix(0.0)
+            self._weights.complete()
+        self._plan()
+
+    def _act(self, *, is_training: bool) -> bool:
+        """Do what is due at this step; return whether there is a rank that still trains.
+
+        Args:
+            is_training: Whether this rank does.
+        """
+        if self._is_joined and not self._count(is_training):
+            return False
+        with self._weights.selected():
+            for fragment in self._fragments:
+                if self._next_send(fragment, self.steps - 1) == self.steps:
+                    self._weights.refuse_others()
+                    self._send(fragment, is_training)
+                    fragment.due = self.steps + self.delay
+            for fragment in self._fragments:
+                if fragment.due is not None and fragment.since + self._update_after <= self.steps:
+                    fragment.update()
+            for fragment in self._fragments:
+                if fragment.due is not None and fragment.due <= self.steps:
+                    fragment.receive()
+                    fragment.mix(self.alpha)
+                    if fragment is self._fragments[-1]:
+                        self._weights.complete()
+        self._plan()
+        return True
+
+    def _send(self, fragment: Fragment, is_training: bool) -> None:
+        factor = 1.0
+        if self._is_joined:
+            took_steps = is_training or fragment.since < self._trained
+            factor = took_steps * self.comm.size / self._count(took_steps)
+        fragment.send(self.steps, factor)
+
+    def _count(self, is_one: bool) -> int:
+        """Return on how many ranks something is so. Collective, blocking."""
+        count = np.array([int(is_one)])
+        self.comm.allreduce(count)
+        return int(count[0])
+
+    # When
+
+    def _next_send(self, fragment: Fragment, after: int) -> int:
+        """Return the first step after one at which a fragment is to be sent."""
+        step = after + 1
+        if step <= self._start:
+            return step
+        offset = (fragment.index + 1) * self.every // len(self._fragments)
+        return step + (offset - step) % self.every
+
+    def _plan(self) -> None:
+        """Find the next step at which there is something to do."""
+        steps = [self._next_send(fragment, self.steps) for fragment in self._fragments]
+        pending = [fragment for fragment in self._fragments if fragment.due is not None]
+        steps += [step for fragment in pending
+                  for step in (fragment.since + self._update_after, fragment.due)
+                  if step is not None and step > self.steps]
+        self._next, self._is_under_way = min(steps), bool(pending)
+
+    # The global parameters
+
+    @contextmanager
+    def global_parameters(self) -> Iterator[None]:
+        """Let the model have the global parameters, equal on all ranks, in a block.
+
+            with outer.global_parameters():
+                accuracy = evaluate(model)
+
+        To evaluate or save them amid the training, which goes on after the block as if it had not
+        been: what is written to the model's parameters there is lost.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._complete()
+        with self._weights.selected():
+            put_back = self._weights.show_global()
+        self._shows_global, self._next = True, 0
+        try:
+            yield
+        finally:
+            with self._weights.selected():
+                put_back()
+            self._shows_global = False
+            self._plan()
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Train for different numbers of steps per rank.
+
+            with outer.join():
+                for x, y in batches:
+                    ...
+                    outer.step()
+
+        A rank that has ended takes part in what the others synchronise; the mean is over the ranks
+        that have taken steps since the last one. In the end all ranks `synchronize`.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._is_joined:
+            raise ConfigError(f"rank {self.comm.rank}: join() within join(); one is enough")
+        self._is_joined = True
+        try:
+            yield
+            self._trained = self.steps
+            self.steps = self._next
+            while self._act(is_training=False):
+                self.steps = self._next
+            self.steps = max(self.comm.allgather_object(self._trained))
+            self._synchronize(is_training=False)
+        finally:
+            self._is_joined = False
+
+    def _complete(self) -> None:
+        """Complete the update of what is under way; it is mixed in when it is due."""
+        with self._weights.selected():
+            for fragment in self._fragments:
+                fragment.receive()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the global state, equal on all ranks: parameters and outer momentum.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._complete()
+        return self._saved([fragment.optimizer.state_dict() for fragment in self._fragments],
+                           lambda leaf: leaf.whole(), 0, 1)
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return a copy of the part of the global state that this rank is to save.
+
+            checkpoints.save(step, sharded=outer.sharded_state_dict(), own={...})
+
+        Collective: yes. Blocking: yes.
+        """
+        self._complete()
+        return self._saved(
+            [fragment.optimizer.sharded_state_dict() for fragment in self._fragments],
+            lambda leaf: leaf, self.comm.rank, self.comm.size)
+
+    def _saved(self, optimizers: list[dict[str, Any]], finished: Any, rank: int,
+               size: int) -> dict[str, Any]:
+        parameters = {}
+        for tensor in self._weights.tensors:
+            first, last = rank * tensor.size // size, (rank + 1) * tensor.size // size
+            mine = vectors.on_host(self._weights.vector(tensor.name)[first:last])
+            parameters[tensor.name] = Sliced(tensor.shape, {(first, last): mine}, tensor.dtype)
+        return {"outer": type(self).__name__, "steps": self.steps,
+                "parameters": mapped(parameters, finished),
+                "fragments": [{"since": fragment.since, "due": fragment.due, "optimizer": its}
+                              for fragment, its in zip(self._fragments, optimizers)]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state, saved by any number of ranks; the model has its parameters then.
+
+        To go on bit by bit, load this rank's own weights into the model afterwards.
+
+        Args:
+            state_dict: Of `state_dict`, or `Saved.sharded` of a checkpoint.
+
+        Raises:
+            ConfigError: It is of another model or method, of other fragments, or differs between
+                ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._complete()
+        whose, contents, problem = type(self).__name__, {}, ""
+        try:
+            contents = self._checked(state_dict, whose)
+        except ConfigError as error:
+            problem = str(error)
+        state.refuse_problem(self.comm, problem)
+        refuse_different(self.comm, f"the state of {whose}", {"steps": state_dict["steps"]})
+        with self._weights.selected():
+            for fragment, saved in zip(self._fragments, state_dict["fragments"]):
+                for name in fragment.names:
+                    vectors.copy_to(fragment.vector(name), vectors.moved(
+                        contents[name], self._weights.device))
+                fragment.optimizer.load_state_dict(saved["optimizer"])
+                fragment.await_weights()
+                fragment.mix(0.0)
+                fragment.since, fragment.due = saved["since"], saved["due"]
+        self.steps = state_dict["steps"]
+        self._plan()
+
+    def _checked(self, state_dict: Any, whose: str) -> dict[str, Any]:
+        """Return the global parameters of a state as vectors.
+
+        Raises:
+            ConfigError: It does not fit; says how.
+        """
+        refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"), f"of {whose}")
+        if (state_dict["outer"], len(state_dict["fragments"])) != (whose, len(self._fragments)):
+            raise ConfigError(
+                f"the state is of {state_dict['outer']} with {len(state_dict['fragments'])} "
+                f"fragments, not of {whose} with {len(self._fragments)}; build what was saved")
+        whole_number("steps", state_dict["steps"], 0)
+        names = [tensor.name for tensor in self._weights.tensors]
+        refuse_other_state(state_dict["parameters"], names, f"of {whose}")
+        return {tensor.name: state.leaf_of(
+            state_dict["parameters"][tensor.name], f"{tensor.name!r}", tensor.shape,
+            tensor.dtype).read(0, tensor.size) for tensor in self._weights.tensors}
+
+    def own_state_dict(self) -> dict[str, Any]:
+        """Return a copy of this rank's own state: what its Reducers have not sent yet.
+
+        To be saved by every rank for itself, with the model's weights.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._complete()
+        return {"reducers": [[compressor.state_dict() for compressor in its.gradients.compressors]
+                             for its in self._fragments]}
+
+    def load_own_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from what `own_state_dict` has returned on this rank; on all ranks.
+
+        Raises:
+            ConfigError: It is of other Reducers, or, with the next step, of other ranks.
+
+        Collective: no, but on all ranks.
+        """
+        refuse_other_state(state_dict, ("reducers",), f"of this rank of a {type(self).__name__}")
+        mine = [its.gradients.compressors for its in self._fragments]
+        if [len(its) for its in state_dict["reducers"]] != [len(its) for its in mine]:
+            raise ConfigError(f"rank {self.comm.rank}: the state is of other fragments or "
+                              f"reducers; build what was saved")
+        for compressors, states in zip(mine, state_dict["reducers"]):
+            for compressor, its in zip(compressors, states):
+                compressor.load_state_dict(its)
+
+
+def _moment(outer: Outer, index: int) -> str:
+    """Return the present step in words, for a fragment's calls."""
+    return f"inner step {outer.steps} (every={outer.every}, fragment {index})"
+
+
+class LocalSGD(Outer):
+    """Averages the ranks' parameters after every so many steps of their own optimizers.
+
+        outer = LocalSGD(model, comm, every=8)
+        for x, y in batches:
+            ...
+            optimizer.step()
+            outer.step()
+        outer.synchronize()
+
+    Parameters are broadcast from rank 0. The inner optimizer is any; its state stays this rank's.
+
+    Args:
+        model: What is trained, alike on all ranks; or a DataParallel of it among some of them, as
+            of `comm.split(...)`: synchronous there, rarely between.
+        comm: All ranks to average over.
+        every: Inner steps between two means, from 1.
+        start: Until that many steps, the mean is taken after every step ("post-local SGD").
+        reducer: How differences to the last mean become their mean; see `mpiring.reducers`. Copied,
+            for each fragment.
+        sharded: Each rank updates its slices of the global parameters, and gathers the others'.
+        bucket_bytes: Tensors are fused into messages of about this many bytes.
+
+    Raises:
+        ConfigError: An argument is wrong, or differs between ranks; the model cannot be trained.
+        BufferMismatchError: The models differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, model: Any, comm: Communicator, *, every: int, start: int = 0,
+                 reducer: Wish = None, sharded: bool = False,
+                 bucket_bytes: int = 25 << 20) -> None:
+        super().__init__(model, comm, every=every, start=start, lr=1.0, momentum=0.0, fragments=1,
+                         delay=0, alpha=0.0, reducer=reducer, sharded=sharded,
+                         bucket_bytes=bucket_bytes)
+
+
+class DiLoCo(Outer):
+    """Takes outer steps, by Nesterov's momentum, on what the ranks' own steps have changed.
+
+        outer = DiLoCo(model, comm, every=64, fragments=4, delay=8, reducer=Int8())
+        for x, y in batches:
+            ...
+            optimizer.step()
+            outer.step()
+        outer.synchronize()
+
+    With d = global - local parameters, averaged: v ← μ v + d, global ← global - η (d + μ v).
+    Parameters are broadcast from rank 0. The inner optimizer is any (AdamW in the paper); its state
+    stays this rank's.
+
+    Args: see LocalSGD; and
+        every: Inner steps between two synchronisations of a fragment, from 1.
+        lr, momentum: η and μ; numbers, or functions of the number of outer steps before this one.
+        fragments: Parts of the model, of about as many bytes, that are synchronised in turn, evenly
+            spread over `every` steps (Streaming DiLoCo).
+        delay: Inner steps for which a fragment travels in the background, below `every`.
+        alpha: On arrival, local ← α local + (1 - α) global; by default 0, or 0.5 with a delay.
+    """
+
+    def __init__(self, model: Any, comm: Communicator, *, every: int, lr: Scheduled = 0.7,
+                 momentum: Scheduled = 0.9, fragments: int = 1, delay: int = 0,
+                 alpha: float | None = None, reducer: Wish = None, sharded: bool = False,
+                 bucket_bytes: int = 25 << 20) -> None:
+        super().__init__(model, comm, every=every, start=0, lr=lr, momentum=momentum,
+                         fragments=fragments, delay=delay, alpha=alpha, reducer=reducer,
+                         sharded=sharded, bucket_bytes=bucket_bytes)

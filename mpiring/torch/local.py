@@ -1,0 +1,133 @@
+"""Local training of PyTorch modules, which are synchronised rarely."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..buckets.bucket import TensorSpec
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..gpu.arrays import vector_of
+from ..gpu.base import await_event
+from ..memory.tensors import numpy_dtype
+from ..optim import outer
+from ..text import first_few
+from ..training.gradients import refuse_different
+from .data_parallel import Buffers, DataParallel, refuse_untrainable
+from .devices import described, gpu_of, marker_of, selector_of
+from .states import broadcast_parameters
+from .tensors import seen_as_tensor
+from .threads import share_cores
+
+
+class Parameters:
+    """The parameters of a module, and the global weights; see optim.fragments.Weights.
+
+    Args:
+        model: A module, or a DataParallel of it.
+        comm: The ranks; all have rank 0's parameters and buffers afterwards.
+
+    Raises:
+        ConfigError: The module cannot be trained on several ranks.
+        BufferMismatchError: The modules differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, model: nn.Module, comm: Communicator) -> None:
+        self._module = module = model.module if isinstance(model, DataParallel) else model
+        refuse_untrainable(module, comm)
+        if module is model:
+            share_cores(comm)
+        parts = dict(module.named_parameters()) | dict(module.named_buffers())
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        refuse_different(comm, "parameter or buffer", [
+            f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
+            for name, x in parts.items()])
+        if not trained:
+            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
+        broadcast_parameters(parts.values(), comm)
+        self._comm, self._buffers = comm, Buffers(module, comm, copied=True)
+        self.tensors = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
+                        for name, p in trained.items()]
+        first = next(iter(trained.values()))
+        self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)
+        self._global = {name: p.detach().clone(memory_format=torch.contiguous_format)
+                        for name, p in trained.items()}
+        if self.mark is not None:
+            await_event(self.mark())
+
+    def _local(self, name: str) -> torch.Tensor:
+        # Asked for by name, it is there as a whole, whoever has updated it.
+        return self._module.get_parameter(name).detach()
+
+    def vector(self, name: str) -> Any:
+        """Return global weights as a vector."""
+        return vector_of(self._global[name])
+
+    def subtract(self, name: str, out: Any, factor: float) -> None:
+        """Write factor × (global - local)."""
+        view = seen_as_tensor(out)
+        torch.sub(self._global[name], self._local(name), out=view)
+        if factor != 1:
+            view.mul_(factor)
+
+    def mix(self, name: str, alpha: float) -> None:
+        """Set local weights to alpha × local + (1 - alpha) × global."""
+        local = self._local(name)
+        if alpha:
+            local.lerp_(self._global[name], 1 - alpha)
+        else:
+            local.copy_(self._global[name])
+
+    def is_finite(self, name: str) -> bool:
+        """Return whether local weights are finite."""
+        return bool(self._local(name).isfinite().all())
+
+    def show_global(self) -> Callable[[], None]:
+        """Set local weights to the global ones; return what sets them back."""
+        before = {name: self._local(name).clone() for name in self._global}
+        for name in before:
+            self.mix(name, 0.0)
+
+        def put_back() -> None:
+            for name, x in before.items():
+                self._local(name).copy_(x)
+
+        return put_back
+
+    def refuse_others(self) -> None:
+        """Raise ConfigError where other parameters than at first are trained."""
+        others = [name for name, p in self._module.named_parameters()
+                  if p.requires_grad and name not in self._global]
+        if others:
+            raise ConfigError(
+                f"rank {self._comm.rank}: {first_few(others, 5)} were frozen, or not there, when "
+                f"this was made, and are trained now; thaw them before, or synchronize() and make "
+                f"another one")
+
+    def complete(self) -> None:
+        """Copy rank 0's buffers to all ranks. Collective, blocking."""
+        self._buffers.copy()
+
+
+class LocalSGD(outer.LocalSGD):
+    """LocalSGD of a module, or of a DataParallel; see mpiring.optim.outer.LocalSGD.
+
+    Buffers (BatchNorm's statistics) are copied from rank 0 at the start and with every
+    synchronisation. Frozen parameters are broadcast at the start only.
+    """
+
+    kind = Parameters
+
+
+class DiLoCo(outer.DiLoCo):
+    """DiLoCo of a module, or of a DataParallel; see mpiring.optim.outer.DiLoCo.
+
+    Buffers (BatchNorm's statistics) are copied from rank 0 at the start and with the last
+    fragment. Frozen parameters are broadcast at the start only.
+    """
+
+    kind = Parameters

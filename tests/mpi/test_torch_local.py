@@ -1,0 +1,145 @@
+"""Tests local training of PyTorch's modules on real MPI, against that of NumPy's arrays."""
+
+import tempfile
+
+import numpy as np
+import pytest
+from launching import needed
+
+import mpiring
+import mpiring.numpy
+
+torch = needed("torch")
+from mpiring.torch import Checkpoints, DataParallel, DiLoCo, LocalSGD, Sharded  # noqa: E402
+from torch import nn  # noqa: E402
+
+pytestmark = pytest.mark.mpi
+
+STREAMING = {"every": 4, "fragments": 3, "delay": 2}
+
+
+class Net(nn.Module):
+    """Buffers, a frozen parameter, a number, and one that is not in C order."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(3)
+        self.filter = nn.Conv2d(3, 4, 3, bias=False).to(memory_format=torch.channels_last)
+        self.norm, self.last = nn.BatchNorm2d(4), nn.Linear(36, 5)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.last(self.norm(self.filter(x)).relu().flatten(1)) * self.scale + self.frozen
+
+
+def take_steps(model, optimizer, outer, steps, rank):
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        x, y = torch.randn(8, 3, 5, 5, generator=generator), torch.randn(8, 5, generator=generator)
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+        outer.step()
+
+
+def bits(nest):
+    return [x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            for x in nest.values()]
+
+
+def same_on_all_ranks(comm, model):
+    mine = bits(model.state_dict())
+    return comm.broadcast_object(mine, root=0) == mine
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("settings", [{"every": 3}, {**STREAMING, "alpha": 0.25, "sharded": True}])
+def test_as_with_arrays(comm, settings, dtype):
+    model = Net(getattr(torch, dtype))
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        params = {name: (p.float().numpy() if dtype == "bfloat16" else p.numpy()).copy()
+                  for name, p in trained.items()}
+        if dtype == "bfloat16":
+            ml_dtypes = needed("ml_dtypes")
+            params = {name: x.astype(ml_dtypes.bfloat16) for name, x in params.items()}
+    outer = DiLoCo(model, comm, **settings)
+    other = mpiring.numpy.DiLoCo(params, comm, **settings)
+    for step in range(12):
+        for name, p in trained.items():
+            random = np.random.default_rng([step, comm.rank, *name.encode()])
+            change = random.integers(-8, 9, p.shape).astype("f4") / 64
+            p.data.sub_(torch.from_numpy(np.asarray(change)).to(p.dtype))
+            params[name] -= np.asarray(change, params[name].dtype)
+        outer.step()
+        other.step()
+    tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
+    for name, p in trained.items():
+        np.testing.assert_allclose(p.detach().float().numpy(), params[name].astype("f4"),
+                                   tolerance, tolerance)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_bit_by_bit_from_a_checkpoint(comm, sharded):
+    """Amid a delay; and all ranks have the same model in the end, buffers and all."""
+    def start():
+        model = Net()
+        if comm.rank:
+            # Rank 0's are to be taken.
+            nn.init.zeros_(model.last.weight)
+            nn.init.zeros_(model.frozen)
+        outer = DiLoCo(model, comm, **STREAMING, sharded=sharded)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), outer
+
+    with tempfile.TemporaryDirectory() as folder:
+        folder = comm.broadcast_object(folder, root=0)
+        model, optimizer, outer = start()
+        take_steps(model, optimizer, outer, range(6), comm.rank)
+        with Checkpoints(folder, comm) as checkpoints:
+            checkpoints.save(6, sharded=outer.sharded_state_dict(), own={
+                "model": model.state_dict(), "optimizer": optimizer.state_dict()})
+            saved = checkpoints.load()
+        again, its, resumed = start()
+        resumed.load_state_dict(saved.sharded)
+        with resumed.global_parameters():
+            assert same_on_all_ranks(comm, nn.ParameterList(again.parameters()))
+        again.load_state_dict(saved.own["model"])
+        its.load_state_dict(saved.own["optimizer"])
+        comm.barrier()
+    for one in ((model, optimizer, outer), (again, its, resumed)):
+        take_steps(*one, range(6, 11), comm.rank)
+    assert bits(model.state_dict()) == bits(again.state_dict())
+    assert same_on_all_ranks(comm, model) == (comm.rank == 0)
+    with outer.join():
+        take_steps(model, optimizer, outer, range(11, 15 + comm.rank), comm.rank)
+    assert same_on_all_ranks(comm, model) and (model.frozen == Net().frozen).all()
+
+
+def test_mistakes_of_local_training_are_named(comm):
+    model = Net()
+    outer = LocalSGD(model, comm, every=2)
+    model.frozen.requires_grad_(True)
+    outer.step()
+    with pytest.raises(mpiring.ConfigError, match="frozen were frozen, or not there, when this w"):
+        outer.step()
+    with pytest.raises(mpiring.ConfigError, match="module is a list; pass a torch.nn.Module"):
+        LocalSGD([model], comm, every=2)
+    with pytest.raises(mpiring.ConfigError, match="no parameter of the model is trained"):
+        LocalSGD(model.requires_grad_(False), comm, every=2)
+
+
+def test_synchronous_in_groups_with_a_sharded_optimizer(comm):
+    with comm.split(comm.rank % 2) as group:
+        model = DataParallel(Net(), group)
+        optimizer = Sharded(torch.optim.AdamW, model, lr=0.01, overlap=True)
+        outer = DiLoCo(model, comm, **STREAMING)
+        take_steps(model, optimizer, outer, range(11), comm.rank)
+        optimizer.synchronize()
+        assert same_on_all_ranks(group, model)
+        outer.synchronize()
+        take_steps(model, optimizer, outer, range(1), comm.rank)
+        outer.synchronize()
+        assert same_on_all_ranks(comm, nn.ParameterList(model.parameters()))
+        optimizer.close()
