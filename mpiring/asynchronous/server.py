@@ -90,10 +90,7 @@ class ParameterServer:
         refuse_different(comm, "parameter", [str(spec) for spec in specs])
         refuse_different_settings(comm, "ParameterServer", {
             "staleness": staleness, "damped": bool(damped)})
-        part = comm.split(0)
-        # Messages, and operations of ranks that may be in different steps, have one of their own.
-        self._comm: Communicator = part  # type: ignore[assignment]
-        self._messages = self._comm.messages()
+        self._comm = comm
         self._layout = Layout(specs, comm.size)
         self._gradients, self._weights = (Vectors(self._layout, name)
                                           for name in ("grads", "weights"))
@@ -104,6 +101,9 @@ class ParameterServer:
         self._pushed: Message[None] | None = None
         self._served, self._finished, self._closed = False, False, False
         self._calls, self._waited_s, self._under_way_s = 0, 0.0, 0.0
+        # Last: what is wrong is found before a communicator is made that has to be closed.
+        self._messaging: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._messages = self._messaging.messages()
         self._begin()
 
     def _begin(self) -> None:
@@ -224,7 +224,7 @@ class ParameterServer:
         self._await_push()
         self._gather()
         self._closed = True
-        self._comm.close()
+        self._messaging.close()
 
     def __enter__(self) -> "ParameterServer":
         return self
