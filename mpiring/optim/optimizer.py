@@ -140,7 +140,8 @@ class Optimizer(ABC):
         """Update the weights, once the gradients are there; return whether it was done.
 
         Where a gradient of any rank was not finite, nothing changes on any rank, and the result is
-        False.
+        False; without a scaler rank 0 warns, once for several such steps in a row, unless
+        `dp.finite` is read.
 
         Args:
             scaler: A LossScaler, by whose scale the gradients are divided; its `step` is called
@@ -149,6 +150,7 @@ class Optimizer(ABC):
         Raises:
             GradientError: There are no new gradients, or not all were marked ready; and what
                 `dp.wait()` and `scaler.step()` raise.
+            ConfigError: A parameter was replaced by another array.
 
         Collective: yes. Blocking: yes.
         """
