@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import re
 
 import pytest
 from launching import needed
@@ -13,10 +14,11 @@ import mpiring
 import mpiring.numpy
 import mpiring.optim
 from mpiring.memory.sliced import Sliced
+from mpiring.operations.agreement import Call
 from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
-from mpiring.torch import DataParallel, Sharded  # noqa: E402
+from mpiring.torch import DataParallel, Sharded, broadcast_parameters  # noqa: E402
 from mpiring.torch.guarded import without_waiting  # noqa: E402
 from mpiring.torch.weights import WeightBuckets, flat  # noqa: E402
 from torch import nn  # noqa: E402
@@ -398,6 +400,36 @@ def test_parameters_are_frozen_thawed_replaced_and_written(comm):
     assert state[names.index("scale")]["step"] == 11
 
 
+def test_writes_of_some_ranks_alone_are_compared(comm, monkeypatch):
+    """By the call that hands out slices: it says what this rank has written."""
+    seen = []
+    monkeypatch.setattr("mpiring.torch.weights.Call", lambda *call: seen.append(
+        call[1]) or Call(*call))
+    model = wrapped(comm)
+    optimizer = adamw(model)
+    for step in range(4):
+        if step == 1:
+            with torch.no_grad():
+                model.module.scale.mul_(2)
+            model.module.last.weight.data = torch.ones(3, 18)
+        if step == 2:
+            with optimizer.writing_weights(), torch.no_grad():
+                model.module.scale += comm.rank
+                model.module.last.weight.data = torch.full((3, 18), comm.rank + 7.0)
+            assert (model.module.last.weight == 7).all()
+        if step == 3 and comm.rank == 0:
+            with torch.no_grad():
+                model.module.filter.weight.zero_()
+        broadcast_parameters(model.module.filter.parameters(), comm)
+        del seen[:]
+        train(model, optimizer, comm, [step])
+        told = {"filter.weight"} if step != 1 else {"filter.weight", "last.weight", "scale"}
+        texts = {re.search(r"after writes outside of writing_weights\(\) to (.*);", call)[1]
+                 for call in seen}
+        assert [set(text.split(", ")) for text in texts] == [told]
+    assert_equal_on_all(model, comm)
+
+
 def test_a_graph_that_is_kept_does_not_survive_a_step(comm):
     model = wrapped(comm)
     optimizer = adamw(model)
@@ -510,6 +542,7 @@ def test_mistakes_are_explained(comm):
             (lambda: Sharded(torch.optim.SGD([torch.ones(1)]), model), "pass a class and its set"),
             (lambda: Sharded("adamw", model), "optimizer_class is 'adamw'; pass a class"),
             (lambda: adamw(model.module), "model is a Odd; pass the mpiring.torch.DataParallel"),
+            (lambda: adamw(model.parameters()), "a generator; pass .* itself, as in Sharded"),
             (lambda: adamw(model, params=parameters[:-1]), "filter.weight: trained, but in no "),
             (lambda: adamw(model, params=[]), "scale, first.weight.* in no group"),
             (lambda: adamw(model, params=[*parameters, parameters[0]]), "scale is twice in the gr"),
@@ -525,6 +558,8 @@ def test_mistakes_are_explained(comm):
         with pytest.raises(mpiring.ConfigError, match=told):
             mistake()
     optimizer = adamw(model)
+    train(model, optimizer, comm, [0])
+    saved = optimizer.sharded_state_dict()
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     loss_of(model, comm, 0).backward()
     for mistake, error, told in (
@@ -532,6 +567,10 @@ def test_mistakes_are_explained(comm):
             (plain.step, mpiring.ConfigError, " SGD is to update parameters of a model that has"),
             (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), mpiring.GradientError,
              "in slices, one per rank .Sharded.: clip with optimizer.clip_grad_norm_"),
+            *((lambda foreach=foreach: nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], 1.0,
+                foreach=foreach), mpiring.GradientError, "norm of a gradient that is in slices")
+              for foreach in (None, True)),
             (lambda: model.module.scale.grad.mul_(2), mpiring.GradientError, "mul_ of a gradient"),
             (lambda: loss_of(model, comm, 0).backward(), mpiring.GradientError,
              r"a second backward pass, without step\(\) or zero_grad\(\).*no_sync"),
@@ -543,6 +582,8 @@ def test_mistakes_are_explained(comm):
             (lambda: model.join().__enter__(), mpiring.ConfigError, "join.. with a Sharded opt"),
             (lambda: optimizer.load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict()),
              mpiring.ConfigError, r"with \[1\] parameters, but this optimizer's have \[5\]"),
+            (lambda: torch.optim.AdamW(model.parameters()).load_state_dict(saved),
+             mpiring.ConfigError, r"in slices, for what takes whole ones; .*mpiring.torch.whole"),
     ):
         with pytest.raises(error, match=told):
             mistake()
