@@ -24,8 +24,8 @@ TORCH = ("steps", "--framework", "torch", "--parameters", "60K", "--batch", "2",
 REDUCERS = ("reducers", "--parameters", "60K", "--batch", "1", "--steps", "4", "--warmup-steps",
             "2", "--validate-every", "1", "--validation-texts", "3")
 LOCAL = ("local", "--parameters", "60K", "--batch", "1", "--steps", "4", "--every", "2",
-         "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3", "--straggler",
-         "1ms,0.5", "--learning-rates", "1e-3,3e-3", "--seeds", "1,2")
+         "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3",
+         "--straggler", "1ms,0.5", "--learning-rates", "1e-3,3e-3", "--seeds", "1,2")
 EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
               "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
               "placement", "variables"}
