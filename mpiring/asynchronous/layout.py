@@ -75,10 +75,15 @@ def memory(plans: Sequence[BucketPlan]) -> list[Bucket]:
 
 
 def tensors_of(model: Any) -> Any:
-    """Return the tensors of a PyTorch module that are averaged, by name; a mapping as it is."""
+    """Return the tensors of a PyTorch module that are averaged, by name; a mapping as it is.
+
+    Buffers that are not saved are constants, as masks of -Inf, which have no differences.
+    """
     if not hasattr(model, "named_parameters"):
         return model
-    buffers = {name: x for name, x in model.named_buffers() if x.is_floating_point()}
+    saved = model.state_dict()
+    buffers = {name: x for name, x in model.named_buffers()
+               if name in saved and x.is_floating_point()}
     return dict(model.named_parameters()) | buffers
 
 

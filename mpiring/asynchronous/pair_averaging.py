@@ -43,8 +43,8 @@ class PairAveraging:
     2017 (D-PSGD); Lian et al., Asynchronous decentralized parallel SGD, ICML 2018 (AD-PSGD).
 
     Args:
-        model: A PyTorch module, of which parameters and floating buffers are averaged, or a dict
-            of NumPy arrays; in host memory. Weights of rank 0 count.
+        model: A PyTorch module, of which parameters and floating buffers that are saved are
+            averaged, or a dict of NumPy arrays; in host memory. Weights of rank 0 count.
         comm: The ranks.
         seed: Of the matchings.
         delay: A partner is waited for after so many steps; 0 waits in the same step. Up to 1,
