@@ -237,7 +237,7 @@ def share(params: Mapping[str, NDArray[Any]],
         raise ConfigError(
             f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
     device = _device_of(params, comm)
-    tensors = [_spec(name, array) for name, array in params.items()]
+    tensors = [spec_of(name, array) for name, array in params.items()]
     refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
     for array in params.values():
         comm.broadcast(array, root=0)
@@ -257,7 +257,12 @@ def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
     return device
 
 
-def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
+def spec_of(name: str, array: NDArray[Any]) -> TensorSpec:
+    """Return the name, shape and dtype of a parameter.
+
+    Raises:
+        ConfigError: It cannot be trained.
+    """
     if not isinstance(name, str):
         raise ConfigError(f"parameter {name!r}: names must be strings, as str({name!r})")
     if is_tensor(array):

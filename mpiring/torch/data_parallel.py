@@ -307,6 +307,11 @@ class DataParallel(nn.Module):
         self._owner = owner
         return averaging
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether weights lie once in the memory of each node; by a Sharded optimizer."""
+        return self._owner is not None and self._owner.shares_weights
+
     def rescale(self, factor: float) -> None:
         """Rescale what reducers remember of gradients, after the scale of the loss has changed.
 

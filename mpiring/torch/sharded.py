@@ -83,6 +83,7 @@ class Sharded(torch.optim.Optimizer):
         updates = _updates_of(optimizer_class)
         groups = param_groups(model.module, params)
         self._kind, self._overlaps = _WEIGHTS[weights], bool(overlap)
+        self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
         # Whether there are means that no step has used.
         self._is_fresh = False
