@@ -7,7 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from mpiring import BufferMismatchError, ConfigError, GradientError
+import mpiring
+from mpiring import BufferMismatchError, ConfigError, GradientError, StallError
 from mpiring.asynchronous import PairAveraging
 from mpiring.numpy import AsyncDataParallel
 from mpiring.optim import SGD
@@ -121,3 +122,18 @@ def test_async_data_parallel_is_a_data_parallel_with_another_step(comm):
         with pytest.raises(GradientError, match="'c' is unknown"):
             dp.ready("c")
     np.testing.assert_allclose(dp.params["w"], target, atol=1e-3)
+
+
+def test_a_partner_that_does_not_answer_is_named(comm):
+    if comm.size == 1:
+        pytest.skip("there is no partner")
+    params = {"w": np.full(3, float(comm.rank))}
+    with mpiring.init(config=mpiring.Config(stall_timeout_s=1.0)) as impatient, PairAveraging(
+            params, impatient, seed=3, delay=1) as pairs:
+        late = next(x for x in comm.allgather_object(pairs._partner(0)) if x is not None)
+        if pairs._partner(0) == late:
+            pairs.step()
+            with pytest.raises(StallError, match=f"exchange with rank {late} in round 0: Timed "
+                                                 f"out after 1 s(.|\n)*\n  rank {late} "):
+                pairs.step()
+        comm.barrier()
