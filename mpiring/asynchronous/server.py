@@ -192,8 +192,12 @@ class ParameterServer:
 
     @property
     def statistics(self) -> Statistics:
-        """Costs of this rank's pushes and pulls so far; `communication_s` is that of pulls."""
-        return Statistics(self._calls, self._worker.bytes_sent, self._under_way_s, self._waited_s)
+        """Costs of this rank's pushes and pulls so far; `communication_s` is that of pulls.
+
+        Of the bytes that it has sent, some are weights for others.
+        """
+        return Statistics(self._calls, self._worker.bytes_sent + self._owner.bytes_sent,
+                          self._under_way_s, self._waited_s)
 
     # The end
 
