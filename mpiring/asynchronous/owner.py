@@ -92,7 +92,8 @@ class Owner:
         if self._staleness is None:
             return []
         return [worker for worker, its in enumerate(self.clocks)
-                if its < clock - self._staleness and not self.finished[worker]]
+                if its < clock - self._staleness and not self.finished[worker]
+                and worker not in self._waiting]
 
     def restart(self) -> None:
         """Begin anew at clock 0, with other weights; while nobody pushes or pulls."""

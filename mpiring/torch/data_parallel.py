@@ -111,6 +111,7 @@ class DataParallel(nn.Module):
         broadcast_parameters(parts.values(), comm)
         self._follow_freezing()
         follow_steps(self)
+        self.register_load_state_dict_pre_hook(_as_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and prepare to average the gradients of the backward pass."""
@@ -371,6 +372,12 @@ class DataParallel(nn.Module):
         raise ConfigError(
             "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
             "model.state_dict(), or pickle model.module")
+
+
+def _as_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Find what `state_dict` has named, for a module of which the DataParallel is a part."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}module.{name[len(prefix):]}"] = state_dict.pop(name)
 
 
 class Buffers:

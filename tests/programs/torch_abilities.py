@@ -11,6 +11,7 @@ import os
 import pickle
 import shutil
 import tempfile
+import time
 import tracemalloc
 import warnings
 import weakref
@@ -587,6 +588,10 @@ class Orig(nn.Module):
 def a_compiled_module_can_be_wrapped():
     """By the last rank; compiling takes seconds."""
     wrapper = Orig(net()) if r < p - 1 else torch.compile(net(), backend="aot_eager")
+    loss_of(wrapper, r).backward()
+    compiled = MPI.COMM_WORLD.Ibarrier()
+    while not compiled.Test():
+        time.sleep(0.1)
     model = DataParallel(wrapper, comm)
     for _ in range(2):
         model.zero_grad()
