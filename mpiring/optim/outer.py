@@ -27,7 +27,7 @@ from .fragments import Fragment, PseudoGradients, Weights, cut
 from .settings import Scheduled, refuse_different
 from .sgd import SGD
 
-# With a delay; Streaming DiLoCo's.
+# By default, with a delay.
 _ALPHA = 0.5
 
 
