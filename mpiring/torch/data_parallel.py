@@ -288,12 +288,15 @@ class DataParallel(nn.Module):
         Raises:
             ConfigError: The model cannot have such an optimizer, or has one already.
 
-        Collective: yes. Blocking: no.
+        Collective: yes. Blocking: yes.
         """
-        averaging = self._averaging
         if owner is not None and self._owner is not None:
             raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
                               f"give it all parameters, in groups, or close() it first")
+        if owner is not None:
+            # Parameters may have been frozen since the last forward pass.
+            self._follow_freezing()
+        averaging = self._averaging
         if averaging is None:
             raise ConfigError(f"rank {self._comm.rank}: no parameter of the model is trained")
         if owner is None:
