@@ -74,6 +74,19 @@ def memory(plans: Sequence[BucketPlan]) -> list[Bucket]:
     return [Bucket(i, plan, np.empty) for i, plan in enumerate(plans)]
 
 
+def tensors_of(model: Any) -> Any:
+    """Return the tensors of a PyTorch module that are averaged, by name; a mapping as it is.
+
+    Buffers that are not saved are constants, as masks of -Inf, which have no differences.
+    """
+    if not hasattr(model, "named_parameters"):
+        return model
+    saved = model.state_dict()
+    buffers = {name: x for name, x in model.named_buffers()
+               if name in saved and x.is_floating_point()}
+    return dict(model.named_parameters()) | buffers
+
+
 def arrays_of(params: Any, comm: Communicator) -> dict[str, Array]:
     """Return a model's tensors as arrays of the same memory.
 

@@ -69,12 +69,13 @@ class Owner:
         clocks: The pushes of each worker that were applied.
         finished: Whether each worker will push no more.
         updates: Of the slice.
+        bytes_sent: To other ranks.
     """
 
     def __init__(self, size: int, staleness: int | None, store: Store, *, damped: bool) -> None:
         self.store = store
         self.clocks, self.finished = [0] * size, [False] * size
-        self.updates = 0
+        self.updates = self.bytes_sent = 0
         self._staleness, self._damped = staleness, damped
         # Updates when each worker last pulled; gradients that wait for others of their clock.
         self._pulled = [0] * size
@@ -92,7 +93,8 @@ class Owner:
         if self._staleness is None:
             return []
         return [worker for worker, its in enumerate(self.clocks)
-                if its < clock - self._staleness and not self.finished[worker]]
+                if its < clock - self._staleness and not self.finished[worker]
+                and worker not in self._waiting]
 
     def restart(self) -> None:
         """Begin anew at clock 0, with other weights; while nobody pushes or pulls."""
@@ -110,6 +112,7 @@ class Owner:
                 for x, weights in zip(outbox, self.store.weights):
                     x[...] = weights
                 self._pulled[worker] = self.updates
+                self.bytes_sent += sum(x.nbytes for x in outbox) * (worker != net.rank)
                 yield [net.lane(WEIGHTS).isend(x, worker) for x in outbox]
             elif kind == FINISH:
                 self.finished[worker] = True

@@ -70,6 +70,7 @@ class ParameterServer:
         clock: This rank's pushes.
         refused: Those of them that were not finite.
         staleness: As above.
+        closed: Whether `close` was called.
 
     Raises:
         ConfigError: An argument is wrong, or differs between ranks.
@@ -99,7 +100,7 @@ class ParameterServer:
         self._owner = Owner(comm.size, staleness, self._store, damped=bool(damped))
         self._worker = Worker()
         self._pushed: Message[None] | None = None
-        self._served, self._finished, self._closed = False, False, False
+        self._served, self._finished, self.closed = False, False, False
         self._calls, self._waited_s, self._under_way_s = 0, 0.0, 0.0
         # Last: what is wrong is found before a communicator is made that has to be closed.
         self._messaging: Communicator = comm.split(0)  # type: ignore[assignment]
@@ -191,8 +192,12 @@ class ParameterServer:
 
     @property
     def statistics(self) -> Statistics:
-        """Costs of this rank's pushes and pulls so far; `communication_s` is that of pulls."""
-        return Statistics(self._calls, self._worker.bytes_sent, self._under_way_s, self._waited_s)
+        """Costs of this rank's pushes and pulls so far; `communication_s` is that of pulls.
+
+        Of the bytes that it has sent, some are weights for others.
+        """
+        return Statistics(self._calls, self._worker.bytes_sent + self._owner.bytes_sent,
+                          self._under_way_s, self._waited_s)
 
     # The end
 
@@ -214,7 +219,7 @@ class ParameterServer:
 
         Collective: yes. Blocking: yes, for as long as others train.
         """
-        if self._closed:
+        if self.closed:
             return
         self.finish()
         # Others may train for hours.
@@ -223,7 +228,7 @@ class ParameterServer:
         self._await(self._serving)
         self._await_push()
         self._gather()
-        self._closed = True
+        self.closed = True
         self._messaging.close()
 
     def __enter__(self) -> "ParameterServer":
@@ -283,7 +288,7 @@ class ParameterServer:
     @contextmanager
     def _settled(self) -> Iterator[list[int]]:
         """Hold all ranks while all pushes so far are applied; yield those that have finished."""
-        if self._closed:
+        if self.closed:
             raise ClosedError(f"rank {self._comm.rank}: this ParameterServer is closed; ask for "
                               f"its state before")
         found = self._comm.allgather_object((self.clock, self._finished))

@@ -86,8 +86,10 @@ class SliceStore:
         self.weights = [bucket.flat for bucket in weights]
         self._model = _Slice(comm, weights, _Gradients(self._gradients))
         self.optimizer = _made(optimizer, self._model)
-        # Its state is laid out by a collective operation, which `update` must not begin.
-        self.optimizer.state_dict()
+        # The first update lays state out, a collective operation, and compiles, for seconds, while
+        # nobody would be served. Zeros stay zeros.
+        self.update([self.weights] * min(comm.size, 2), 1.0)
+        self.optimizer.steps = 0
 
     def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
         """Update the weights once, with the mean of some gradients; see Store."""

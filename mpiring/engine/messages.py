@@ -145,18 +145,20 @@ class Messages:
                 f"in several messages, which several ranks could mix; say which rank sends")
         return self._begin(call, then(schedule), source)
 
-    def submit(self, call: Call, build: Callable[[Channel], Schedule[T]]) -> Message[T]:
+    def submit(self, call: Call, build: Callable[[Channel], Schedule[T]],
+               other: int | None = None) -> Message[T]:
         """Begin a schedule of this rank's own, which sends to other ranks and receives from them.
 
         Args:
             call: What it is, for reports; other ranks need not call the same.
             build: Returns the schedule, given the channel that all such schedules share; its lanes
                 are the first tags of `isend` and `irecv`, which are not to be used beside it.
+            other: The rank that is asked when it stalls; None for all.
 
         Collective: no. Blocking: no.
         """
         forks.refuse_calls(self._engine.recorder.rank)
-        return self._begin(call, build(self._transport.channel(0)), None)
+        return self._begin(call, build(self._transport.channel(0)), other)
 
     def _rank(self, name: str, rank: int) -> int:
         size = self._transport.size

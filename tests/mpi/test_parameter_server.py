@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpiring
-from mpiring import BufferMismatchError, ClosedError, ConfigError
+from mpiring import BufferMismatchError, ClosedError, ConfigError, StallError
 from mpiring.asynchronous import ParameterServer
 from mpiring.memory.sliced import whole
 from mpiring.numpy import DataParallel
@@ -203,3 +203,35 @@ def test_no_thread(comm):
                 for step in range(3):
                     server.step(gradients(inline.rank, step))
             assert is_same_on_all_ranks(comm, server.params)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_rank_that_stays_behind_is_named(comm, staleness):
+    if comm.size == 1:
+        pytest.skip("nobody is behind")
+    late = comm.size - 1
+    with mpiring.init(config=mpiring.Config(stall_timeout_s=1.0)) as impatient, ParameterServer(
+            model(), impatient, optimizer=SGD, staleness=staleness) as server:
+        server.step(gradients(comm.rank, 0))
+        if comm.rank != late:
+            server.push(gradients(comm.rank, 1))
+            with pytest.raises(StallError) as caught:
+                for step in range(2, 5):
+                    server.pull()
+                    server.push(gradients(comm.rank, step))
+            assert str(caught.value).startswith(
+                f"rank {comm.rank} waits at clock {2 + staleness}\n"
+                f"  rank {late} is behind: it has pushed 1 times, and staleness={staleness} "
+                f"wants 2\n"), str(caught.value)
+            assert f"\n  rank {late} waits for no message" in str(caught.value)
+        # It only was late.
+        comm.barrier()
+        if comm.rank == late:
+            for step in range(1, 3):
+                server.push(gradients(comm.rank, step))
+        elif staleness == 0:
+            server.push(gradients(comm.rank, 2))
+        server.pull()
+        server.finish()
+        comm.barrier()
+    assert is_same_on_all_ranks(comm, server.params)

@@ -25,8 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from whereabouts import CUDA, ON_GPU, WHERE
 
 import mpiring
+from mpiring.numpy import DiLoCo as LocalOfArrays
 from mpiring.torch import (
-    Checkpoints, DataParallel, DistributedSampler, Sharded, broadcast_optimizer_state,
+    Checkpoints, DataParallel, DiLoCo, DistributedSampler, Sharded, broadcast_optimizer_state,
     broadcast_parameters, share_cores)
 
 if CUDA:
@@ -1044,6 +1045,26 @@ def a_stream_of_its_own_can_be_used():
             optimizer.zero_grad(set_to_none=step % 2 == 0)
     if CUDA:
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@ability
+def models_meet_rarely_as_those_of_arrays_do():
+    for sharded in (False, True):
+        settings = {"every": 4, "fragments": 2, "delay": 2, "sharded": sharded}
+        model = net().to(WHERE)
+        arrays = {name: q.detach().cpu().numpy().copy() for name, q in model.named_parameters()}
+        outer, right = DiLoCo(model, comm, **settings), LocalOfArrays(arrays, comm, **settings)
+        for step in range(11):
+            for i, (name, q) in enumerate(model.named_parameters()):
+                change = np.float32((r + i + step) % 5 / 8)
+                q.data -= float(change)
+                arrays[name] -= change
+            for one in (outer, right):
+                one.step()
+                if step == 6:
+                    one.load_state_dict(one.state_dict())
+        for name, q in model.named_parameters():
+            np.testing.assert_allclose(q.detach().cpu().numpy(), arrays[name], 1e-5, 1e-5)
 
 
 @ability

@@ -39,12 +39,13 @@ that talk less often, or do not wait, and looks at the loss on other text.
   diloco     outer steps by Nesterov's momentum, --every so many
   streaming  the same for --fragments of the model in turn, each under way for --delay steps
   server     each rank pushes gradients and pulls weights, at most --staleness steps old
-  pairs      ranks in random pairs exchange weights and go half-way
+  pairs      random pairs of ranks exchange weights, and wait after --pair-delay steps
 
 Each is trained at all --learning-rates with the first of the --seeds, and at the best of them,
-by the loss at the end, with the others. The loss is that of the global parameters where there
-are such (localsgd, diloco, streaming); else the mean over ranks, each of which predicts a share
-of the texts with the parameters that it has. In the end all ranks have the same parameters.
+by the loss at the end, with the others. The loss is that of the global parameters, with pairs
+of the ranks' mean, which they take then, and with server the mean over ranks, each of which
+predicts a share of the texts with the weights that it has pulled last. Ranks wait for each
+other before each look at the loss. In the end all have the same parameters, or it has failed.
 
   exposed  time of a step in which the slowest rank waited for others
   bytes    those that dense sends in a step / those that this one sends; on wire: the same, by
@@ -63,7 +64,11 @@ METHODS: Mapping[str, Callable[[Any, Namespace], Callable[..., Any]]] = {
     "diloco": lambda ways, its: partial(ways.Rarely, make=partial(ways.DiLoCo, **_outer(its))),
     "streaming": lambda ways, its: partial(ways.Rarely, make=partial(
         ways.DiLoCo, **_outer(its), fragments=its.fragments, delay=its.delay)),
+    "server": lambda ways, its: partial(ways.Pushed, staleness=its.staleness),
+    "pairs": lambda ways, its: partial(ways.InPairs, delay=its.pair_delay),
 }
+# They answer others while their own rank waits in MPI.
+_NEED_A_THREAD = ("server", "pairs")
 NAMES = tuple(METHODS)
 # Around the best rates of small transformers.
 _RATES = {"adamw": [3e-4, 1e-3, 3e-3], "sgd": [0.05, 0.2, 0.8]}
@@ -101,6 +106,10 @@ def declare(parser: ArgumentParser) -> None:
                         help="of diloco, streaming; default: 0.9")
     parser.add_argument("--outer-reducer", choices=tuple(reducers.METHODS), default="int8",
                         help="of localsgd, diloco, streaming, between nodes; default: int8")
+    parser.add_argument("--staleness", type=_staleness, default=4, metavar="STEPS",
+                        help="of server; none: it never waits; default: 4")
+    parser.add_argument("--pair-delay", type=not_negative, default=4, metavar="STEPS",
+                        help="of pairs; default: 4")
     parser.add_argument("--straggler", type=_straggler, metavar="TIME,SHARE",
                         help="each rank sleeps that long in that share of its steps, at random; "
                              "as 30ms,0.25")
@@ -109,6 +118,10 @@ def declare(parser: ArgumentParser) -> None:
 
 def _rates(text: str) -> list[float]:
     return list(dict.fromkeys(above_zero(part.strip()) for part in text.split(",")))
+
+
+def _staleness(text: str) -> int | None:
+    return None if text == "none" else not_negative(text)
 
 
 def _straggler(text: str) -> tuple[float, float]:
@@ -149,12 +162,14 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Raises:
         MissingDependencyError: There is no PyTorch.
+        ConfigError: A method needs a background thread, and MPI allows none.
         WrongAnswerError: A method's parameters differ between ranks in the end.
 
     Collective: yes. Blocking: yes.
     """
     world.everywhere(refuse_missing_torch)
     from . import torch_training
+    _refuse_without_a_thread(world, options)
     task = torch_training.task(world, options)
     world.warm_up()
     traffic, found = Traffic(world), list[Measurement]()
@@ -166,6 +181,15 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         found.append(_train(world, options, task, traffic, name, seed, rate))
         torch_training.free()
         yield found if len(found) == _cases(options) else []
+
+
+def _refuse_without_a_thread(world: World, options: Namespace) -> None:
+    asked = [name for name in options.methods if name in _NEED_A_THREAD]
+    if asked and world.comm.config.progress == "inline":
+        raise ConfigError(
+            f"{' and '.join(asked)}: without a background thread (thread level "
+            f"{world.thread_level}, or MPIRING_PROGRESS=inline) a rank that waits for others to "
+            f"be timed would answer nobody; leave them out with --methods")
 
 
 def _trainings(options: Namespace) -> list[tuple[int, int | None, str]]:

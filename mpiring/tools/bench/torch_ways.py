@@ -3,20 +3,26 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from ...asynchronous import PairAveraging
 from ...communicator import Communicator
+from ...optim import SGD, AdamW
+from ...optim.optimizer import Model, Optimizer
 from ...optim.outer import Outer
 from ...record.statistics import Statistics
 from ...reducers import Reducer
-from ...torch import DataParallel, DiLoCo, LocalSGD
+from ...torch import AsyncDataParallel, DataParallel, DiLoCo, LocalSGD
 
-__all__ = ["Alone", "Averaged", "DiLoCo", "LocalSGD", "Rarely", "Rule", "Way"]
+__all__ = ["Alone", "Averaged", "DiLoCo", "InPairs", "LocalSGD", "Pushed", "Rarely", "Rule",
+           "Way"]
 
 _OPTIMIZERS: dict[str, Any] = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+_OURS: dict[str, Any] = {"adamw": AdamW, "sgd": SGD}
 
 
 @dataclass(frozen=True)
@@ -35,6 +41,10 @@ class Rule:
         """Return an optimizer of PyTorch's."""
         made: torch.optim.Optimizer = _OPTIMIZERS[self.name](module.parameters(), lr=self.rate)
         return made
+
+    def ours(self) -> Callable[[Model], Optimizer]:
+        """Return what makes the same one of mpiring.optim."""
+        return partial(_OURS[self.name], lr=self.rate)
 
 
 class Way(Protocol):
@@ -149,3 +159,61 @@ class Rarely(Alone):
     def finish(self) -> None:
         """Synchronise."""
         self._outer.synchronize()
+
+
+class Pushed(Alone):
+    """Pushes gradients to the ranks that own slices of the weights, and pulls these.
+
+    Args: see Alone; and
+        staleness: In steps; None for any.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, rule: Rule,
+                 staleness: int | None) -> None:
+        self._server = self.model = AsyncDataParallel(
+            module, comm, optimizer=rule.ours(), staleness=staleness)
+        self.settings = f"staleness={staleness}"
+
+    @property
+    def statistics(self) -> Statistics:  # type: ignore[override]
+        """Costs so far."""
+        return self._server.statistics
+
+    def step(self) -> None:
+        """Push and pull."""
+        self._server.step()
+
+    def finish(self) -> None:
+        """Pull the final weights."""
+        self._server.close()
+
+
+class InPairs(Alone):
+    """Trains locally, and averages weights in random pairs of ranks.
+
+    Args: see Alone; and
+        delay: Steps after which a partner is waited for.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, rule: Rule, delay: int) -> None:
+        super().__init__(module, comm, rule)
+        self._pairs = PairAveraging(module, comm, delay=delay)
+        self.settings = f"delay={delay}"
+
+    @property
+    def statistics(self) -> Statistics:  # type: ignore[override]
+        """Costs so far."""
+        return self._pairs.statistics
+
+    def step(self) -> None:
+        """Take a step, and what a partner has sent."""
+        super().step()
+        self._pairs.step()
+
+    def meet(self) -> None:
+        """Average over all ranks: one that waits answers no partner."""
+        self._pairs.agree()
+
+    def finish(self) -> None:
+        """End the exchange."""
+        self._pairs.close()

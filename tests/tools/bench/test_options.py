@@ -64,6 +64,7 @@ def test_help_needs_no_mpi(capsys, monkeypatch, command):
     ("reducers --steps 2", "--steps 2 is too few: the first 2 are not measured"),
     ("local --steps 2", "--steps 2 is too few: the first 2 are not measured"),
     ("local --methods dense,gossip", "'gossip': expected some of alone, dense"),
+    ("local --staleness some", "argument --staleness: 'some': expected 0 or more"),
     ("local --learning-rates 1,0", "'0': expected a number above 0"),
     ("local --straggler 30ms", "'30ms': expected a time and a share of the steps, as 30ms,0.25"),
     ("local --straggler 30ms,2", "'30ms,2': expected a time and a share of the steps"),
