@@ -34,7 +34,7 @@ def test_abilities(ranks, where):
 
 
 def test_reducers():
-    ended = launch(3, PROGRAMS / "torch_reducers.py")
+    ended = launch(2, PROGRAMS / "torch_reducers.py")
     assert ended.status == 0, ended.output
     assert re.findall(r"holds: (\w+)", ended.output) == [
         "replicas_learn_and_are_equal", "a_nan_on_one_rank_is_skipped_by_all",
