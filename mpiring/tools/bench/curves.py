@@ -100,8 +100,8 @@ def reading(trainings: Sequence[Measurement], name: str) -> float:
 
 
 def ratio(more: float, less: float) -> float:
-    """Return a ratio; NaN over nothing."""
-    return more / less if less else math.nan
+    """Return a ratio; NaN where one of both is nothing."""
+    return more / less if more and less else math.nan
 
 
 def mean_costs(mine: Sequence[Measurement], dense: Sequence[Measurement]) -> Row:
