@@ -22,6 +22,7 @@ MISMATCHES = {
     "order": ["called broadcast", "called allreduce"],
     "leaves early": ["called close", "called allreduce"],
     "background": ["sum of float32 (999999,)", "sum of float32 (1000000,)"],
+    "out of step": ["in inner step 6 (every=4, fragment 0)", "in inner step 7 (every=4, frag"],
 }
 
 
@@ -56,6 +57,14 @@ def test_a_missing_call():
         assert "the last operations of rank 3, by its clock:" in text
     reporters = re.findall(r"mpiring: rank (\d) has waited \d s", report)
     assert reporters == ["0"], "one report, of the lowest rank"
+
+
+@pytest.mark.any_mpi
+def test_a_rank_that_takes_no_steps_is_named():
+    ended = launch(4, FAULT, "no steps", **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert "Mean() of float32 (1008,) in inner step 4 (every=4, fragment 0)" in ended.output
+    assert "rank 3 has NOT CALLED it" in ended.output
 
 
 @pytest.mark.any_mpi

@@ -30,6 +30,7 @@ LAYERS = [
     ["gpus", "reducers", "resilience", "data"],
     ["training"],
     ["optim"],
+    ["asynchronous"],
     ["numpy", "torch", "elastic"],
     ["tools"],
     ["__main__", "__init__"],

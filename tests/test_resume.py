@@ -2,13 +2,11 @@
 
 import json
 import os
-import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -40,9 +38,9 @@ def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
     assert whole.status == 0, whole.output
     stopping = [*options, tmp_path / "m.jsonl", "--checkpoint", tmp_path / "run",
                 "--save", tmp_path / "stopped"]
-    job = start(2, *stopping, **each_rank_a_node)
+    # It would last for a minute.
+    job = start(2, PROGRAMS / "slow_attempt.py", 0.2, *stopping, **each_rank_a_node)
     assert job.stdout.readline().startswith("epoch   1"), job.stdout.read()
-    time.sleep(random.uniform(0, 0.1))
     job.send_signal(signal.SIGUSR1)
     ended = finish(job)
     assert ended.status == 0, ended.output

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..arguments import whole_number
 from ..config import Config
@@ -12,7 +12,7 @@ from ..launch import forks
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..record.recorder import Flight
-from ..transport.base import Request, Schedule, Task
+from ..transport.base import Channel, Request, Schedule, T, Task
 from .engine import Engine
 from .handle import Handle
 from .stalls import MessageWatch
@@ -25,7 +25,7 @@ _log = logging.getLogger("mpiring")
 _FIRST_TAG = -1
 _OFFSET = 1 - _FIRST_TAG
 # MPI may still read or write these messages' memory after the communicator is closed.
-_abandoned: list[Handle[int]] = []
+_abandoned: list[Handle[Any]] = []
 
 
 class _Received(Request, Protocol):
@@ -33,16 +33,16 @@ class _Received(Request, Protocol):
     def source(self) -> int: ...
 
 
-class Message(Handle[int]):
-    """A message under way; `wait` returns the rank at its other end."""
+class Message(Handle[T]):
+    """A message under way, whose `wait` returns the rank at its other end; or several."""
 
-    def __init__(self, messages: "Messages", flight: Flight, task: Task[int],
+    def __init__(self, messages: "Messages", flight: Flight, task: Task[T],
                  other: int | None) -> None:
         super().__init__(messages.lane, flight, task)
         self._messages, self._other = messages, other
 
-    def wait(self, timeout_s: float | None = None) -> int:
-        """Return the rank at the other end once the message is complete on this rank.
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the result, of a message the rank at its other end, once it is complete here.
 
         After `stall_warning_s`, a report says what that rank is doing.
 
@@ -96,7 +96,7 @@ class Messages:
         self._name = f"messages of rank {engine.recorder.rank}"
         self._number = 0
 
-    def isend(self, x: Array, dest: int, tag: int = 0) -> Message:
+    def isend(self, x: Array, dest: int, tag: int = 0) -> Message[int]:
         """Begin to send the bytes of a contiguous array; leave it alone until complete.
 
         Args:
@@ -112,11 +112,11 @@ class Messages:
         dest = self._rank("dest", dest)
         request = self._transport.tagged(self._checked(tag)).isend(x, dest)
         call = Call("send", f"{x.nbytes} bytes to {dest}, tag {tag}", nbytes=x.nbytes)
-        return self._submit(call, _completed(request, dest), dest)
+        return self._begin(call, _completed(request, dest), dest)
 
     def irecv(self, x: Array, source: int | None, tag: int = 0,
               then: Callable[[Schedule[int]], Schedule[int]] = lambda schedule: schedule,
-              ) -> Message:
+              ) -> Message[int]:
         """Begin to receive the bytes of a contiguous array; `wait` returns who sent them.
 
         Args:
@@ -143,7 +143,22 @@ class Messages:
             raise ConfigError(
                 f"{x.nbytes} bytes from any rank: more than {self._transport.piece_bytes} travel "
                 f"in several messages, which several ranks could mix; say which rank sends")
-        return self._submit(call, then(schedule), source)
+        return self._begin(call, then(schedule), source)
+
+    def submit(self, call: Call, build: Callable[[Channel], Schedule[T]],
+               other: int | None = None) -> Message[T]:
+        """Begin a schedule of this rank's own, which sends to other ranks and receives from them.
+
+        Args:
+            call: What it is, for reports; other ranks need not call the same.
+            build: Returns the schedule, given the channel that all such schedules share; its lanes
+                are the first tags of `isend` and `irecv`, which are not to be used beside it.
+            other: The rank that is asked when it stalls; None for all.
+
+        Collective: no. Blocking: no.
+        """
+        forks.refuse_calls(self._engine.recorder.rank)
+        return self._begin(call, build(self._transport.channel(0)), other)
 
     def _rank(self, name: str, rank: int) -> int:
         size = self._transport.size
@@ -156,7 +171,7 @@ class Messages:
             raise ConfigError(f"tag={tag}: this MPI takes 0 to {last}")
         return tag + _OFFSET
 
-    def _submit(self, call: Call, schedule: Schedule[int], other: int | None) -> Message:
+    def _begin(self, call: Call, schedule: Schedule[T], other: int | None) -> Message[T]:
         flight = Flight(call, self._number, self._name)
         self._engine.recorder.add(flight)
         message = Message(self, flight, Task(schedule), other)

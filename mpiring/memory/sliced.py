@@ -3,7 +3,7 @@
 import bisect
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -72,6 +72,16 @@ class Sliced:
         ranges = ", ".join(f"{start}:{stop}" for start, stop in self.pieces)
         return f"Sliced(shape={self.shape}, dtype={self.dtype}, pieces of [{ranges}])"
 
+    def __iter__(self) -> NoReturn:
+        """Refuse, as the plain optimizers of PyTorch iterate over what they cannot take.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"a tensor of shape {self.shape} in slices, for what takes whole ones; give it "
+            f"mpiring.torch.whole(nest), or mpiring.resilience.whole(nest) for arrays")
+
     @property
     def size(self) -> int:
         """Number of elements of the whole tensor."""
@@ -101,7 +111,8 @@ class Sliced:
             after = [its_start for its_start, _ in ranges if its_start > here]
             raise ConfigError(
                 f"elements {here} to {min([stop, *after]) - 1} of a tensor of shape {self.shape} "
-                f"are not here; merge the pieces of all ranks first")
+                f"are not here: these are the pieces of some ranks; take those of all, as "
+                f"Saved.sharded of a checkpoint, or state_dict() of the optimizer")
         return found
 
     def whole(self) -> Array:

@@ -1,8 +1,10 @@
 """The adapter for NumPy and CuPy: averaged gradients, local training, mixed precision."""
 
 from ..resilience import Checkpoints
+from .asynchronous import AsyncDataParallel
 from .data_parallel import DataParallel
 from .local import DiLoCo, LocalSGD
 from .precision import LossScaler, MasterWeights
 
-__all__ = ["Checkpoints", "DataParallel", "DiLoCo", "LocalSGD", "LossScaler", "MasterWeights"]
+__all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "LocalSGD", "LossScaler",
+           "MasterWeights"]

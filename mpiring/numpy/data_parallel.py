@@ -80,6 +80,8 @@ class DataParallel:
         self.grads = self.gradients.views
         # Also of the last step, which no `ready` follows.
         weakref.finalize(self, self.gradients.nonfinite.report)
+        # What an optimizer updates.
+        self._updated: dict[str, Any] = {}
         self._watched: dict[str, Any] = {}
         self._replicas = Replicas(
             comm, functools.partial(_parts, self.params, self._watched))
@@ -105,6 +107,7 @@ class DataParallel:
 
         Raises:
             GradientError: Gradients were not marked ready; names them.
+            ConfigError: An array that an optimizer updates was replaced in `params`.
             BufferMismatchError: The ranks' buckets differ.
             StallError: A rank did not arrive in time.
             ReplicaError: Parameters, or watched state, differ between ranks; every `digest_steps`
@@ -112,6 +115,7 @@ class DataParallel:
 
         Collective: yes. Blocking: yes.
         """
+        self._refuse_replaced()
         self.gradients.wait()
         self._replicas.end_step()
 
@@ -154,12 +158,20 @@ class DataParallel:
         Raises:
             ConfigError: It does not lie in C order, as its gradient does.
         """
-        array = self.params[name]
+        array = self._updated[name] = self.params[name]
         if not array.flags.c_contiguous:
             raise ConfigError(
                 f"parameter {name!r} of shape {array.shape} lies in Fortran's order; give the "
                 f"model numpy.ascontiguousarray({name}), for its gradient lies in C's")
         return vector_of(array)
+
+    def _refuse_replaced(self) -> None:
+        """Raise ConfigError where `params` has another array than an optimizer updates."""
+        for name, array in self._updated.items():
+            if self.params.get(name) is not array:
+                raise ConfigError(
+                    f"rank {self.comm.rank}: params[{name!r}] was replaced by another array, which "
+                    f"the optimizer would not update; write into it: dp.params[{name!r}][...] = x")
 
     @property
     def steps(self) -> int:
@@ -226,7 +238,7 @@ def share(params: Mapping[str, NDArray[Any]],
         raise ConfigError(
             f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
     device = _device_of(params, comm)
-    tensors = [_spec(name, array) for name, array in params.items()]
+    tensors = [spec_of(name, array) for name, array in params.items()]
     refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
     for array in params.values():
         comm.broadcast(array, root=0)
@@ -246,7 +258,12 @@ def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
     return device
 
 
-def _spec(name: str, array: NDArray[Any]) -> TensorSpec:
+def spec_of(name: str, array: NDArray[Any]) -> TensorSpec:
+    """Return the name, shape and dtype of a parameter.
+
+    Raises:
+        ConfigError: It cannot be trained.
+    """
     if not isinstance(name, str):
         raise ConfigError(f"parameter {name!r}: names must be strings, as str({name!r})")
     if is_tensor(array):

@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..communicator import Communicator
+from ..errors import ConfigError
 from ..gpu.arrays import vector_of
 from ..gpu.base import await_event
 from ..memory.arrays import SIXTEEN_BIT, dtype_name, is_finite
 from ..optim import outer
-from .data_parallel import DataParallel, share
+from .data_parallel import DataParallel, share, spec_of
 
 
 class Arrays:
@@ -31,9 +32,11 @@ class Arrays:
 
     def __init__(self, model: Mapping[str, NDArray[Any]] | DataParallel,
                  comm: Communicator) -> None:
-        params = model.params if isinstance(model, DataParallel) else model
-        self.tensors, self.device = share(params, comm)
-        self._local: dict[str, Any] = dict(params)
+        # Not a copy: arrays that are replaced in it count from then on.
+        self._local: Mapping[str, Any] = (
+            model.params if isinstance(model, DataParallel) else model)
+        self.tensors, self.device = share(self._local, comm)
+        self._comm = comm
         self._global = {name: x.copy(order="C") for name, x in self._local.items()}
         if self.device is not None:
             await_event(self.device.gpu.mark())
@@ -66,7 +69,7 @@ class Arrays:
 
     def show_global(self) -> Callable[[], None]:
         """Set local weights to the global ones; return what sets them back."""
-        before = {name: x.copy() for name, x in self._local.items()}
+        before = {name: self._local[name].copy() for name in self._global}
         for name in before:
             self.mix(name, 0.0)
 
@@ -77,7 +80,13 @@ class Arrays:
         return put_back
 
     def refuse_others(self) -> None:
-        """Return: all arrays are trained, always."""
+        """Raise ConfigError where there are other arrays than at first."""
+        now = [str(spec_of(name, x)) for name, x in self._local.items()]
+        if now != [str(tensor) for tensor in self.tensors]:
+            raise ConfigError(
+                f"rank {self._comm.rank}: the arrays of the model are now {', '.join(now)}; at "
+                f"first they were {', '.join(map(str, self.tensors))}; synchronize() and make "
+                f"another one")
 
     def complete(self) -> None:
         """Return: there is nothing else."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..gpu.base import Event, await_event
+from ..gpu.base import DeviceVector, Event, await_event
 from ..gpu.device import Device
 from ..record.statistics import Statistics
 from ..reducers.reducer import Reducer
@@ -137,8 +137,11 @@ class Fragment:
         self._is_sent = self._is_updated = False
 
     def vector(self, name: str) -> Any:
-        """Return global weights as a vector that shares their memory."""
-        return self._weights.vector(name)
+        """Return global weights as a vector that shares their memory, and is ready."""
+        vector = self._weights.vector(name)
+        if isinstance(vector, DeviceVector) and vector.ready is not None:
+            await_event(vector.ready)
+        return vector
 
     def wait(self) -> None:
         """Return when the means are there. Collective, blocking."""
@@ -197,12 +200,15 @@ class Fragment:
             self.await_weights()
 
     def await_weights(self) -> None:
-        """Return when a GPU has written the global weights: whoever mixes them may use any stream.
+        """Return when a GPU has written the global weights, and buckets: others use any stream.
 
         Collective: no. Blocking: yes.
         """
-        if self._weights.device is not None:
-            await_event(self._weights.device.event())
+        device = self._weights.device
+        if device is not None:
+            # CuPy's stream marks buckets as junk.
+            device.gpu.follow(device.event())
+            await_event(device.gpu.mark())
 
     def mix(self, alpha: float) -> None:
         """Set local weights to alpha × local + (1 - alpha) × global.

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arguments import number
+from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
@@ -17,8 +18,7 @@ from ..gpu.base import await_event
 from ..memory.arrays import dtype_name
 from ..memory.nests import mapped
 from ..record.statistics import Statistics
-from ..training.gradients import Gradients
-from ..training.slices import Slices
+from ..training.slices import Means, Slices
 from . import masters, state
 from .norms import norms
 from .parts import MASTER, Part, wide
@@ -27,16 +27,35 @@ from .settings import Groups, Settings, at, described, refuse_different, setting
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
+class Gradients(Means, Protocol):
+    """What an optimiser needs of training.gradients.Gradients, or of what stands in its place."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """All tensors that are to be updated, by name, in order."""
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has begun."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether all means of the last complete step are finite."""
+
+    def claim(self, optimizer: object, *, scatters: bool) -> None:
+        """Let one optimizer update the tensors, or slices of them. Collective."""
+
+
 class Model(Protocol):
-    """What an optimiser needs of a model: a mpiring.numpy.DataParallel, or another adapter's.
+    """What an optimiser needs of a model: a mpiring.numpy.DataParallel, or another adapter's."""
 
-    Attributes:
-        comm: The ranks.
-        gradients: Averages the gradients, of all the tensors that are to be updated.
-    """
+    @property
+    def comm(self) -> Communicator:
+        """The ranks."""
 
-    comm: Communicator
-    gradients: Gradients
+    @property
+    def gradients(self) -> Gradients:
+        """What averages the gradients."""
 
     def vector(self, name: str) -> Any:
         """Return a parameter as a vector that shares its memory: shape (n,), in C order.
@@ -121,7 +140,8 @@ class Optimizer(ABC):
         """Update the weights, once the gradients are there; return whether it was done.
 
         Where a gradient of any rank was not finite, nothing changes on any rank, and the result is
-        False.
+        False; without a scaler rank 0 warns, once for several such steps in a row, unless
+        `dp.finite` is read.
 
         Args:
             scaler: A LossScaler, by whose scale the gradients are divided; its `step` is called
@@ -130,6 +150,7 @@ class Optimizer(ABC):
         Raises:
             GradientError: There are no new gradients, or not all were marked ready; and what
                 `dp.wait()` and `scaler.step()` raise.
+            ConfigError: A parameter was replaced by another array.
 
         Collective: yes. Blocking: yes.
         """
@@ -173,8 +194,13 @@ class Optimizer(ABC):
         self.statistics = self._slices.tally.take()
         self._before_users_work()
 
+    @property
+    def elementwise(self) -> bool:
+        """Whether each element is updated for itself: no norm of anything is asked for."""
+        return self._max_norm is None and type(self)._prepare is Optimizer._prepare
+
     def update(self, scale: float, done: Callable[[int], None], *,
-               last_first: bool = False) -> None:
+               last_first: bool = False, rate: float = 1.0) -> None:
         """Update this rank's parts with the means that have arrived, which are finite.
 
         For `step`, and for adapters that hand out the weights in their own way.
@@ -183,11 +209,12 @@ class Optimizer(ABC):
             scale: Factor of the gradients.
             done: Called with the index of each bucket when it is updated.
             last_first: Begin with the last bucket.
+            rate: Factor of the learning rates.
 
         Collective: yes. Blocking: yes.
         """
         self._after_users_work()
-        buckets = self._parts()
+        buckets = self._parts(rate)
         parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
@@ -327,9 +354,12 @@ class Optimizer(ABC):
                 f"rank {self._comm.rank}: {what} without new gradients; compute them, and mark "
                 f"each as ready, before each optimizer.step(), which is called once per step")
 
-    def _parts(self) -> list[list[Part]]:
-        """Return this rank's parts, per bucket."""
+    def _parts(self, rate: float = 1.0) -> list[list[Part]]:
+        """Return this rank's parts, per bucket; with learning rates times `rate`."""
         now = {id(its): at(its, self.steps) for its in self.settings.values()}
+        if rate != 1.0:
+            for its in now.values():
+                its["lr"] *= rate
         return [[Part(piece, now[id(self.settings[piece.name])]) for piece in pieces]
                 for pieces in self._slices.follow()]
 

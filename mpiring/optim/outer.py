@@ -27,7 +27,7 @@ from .fragments import Fragment, PseudoGradients, Weights, cut
 from .settings import Scheduled, refuse_different
 from .sgd import SGD
 
-# With a delay; Streaming DiLoCo's.
+# By default, with a delay.
 _ALPHA = 0.5
 
 
@@ -293,10 +293,11 @@ class Outer:
     def _saved(self, optimizers: list[dict[str, Any]], finished: Any, rank: int,
                size: int) -> dict[str, Any]:
         parameters = {}
-        for tensor in self._weights.tensors:
-            first, last = rank * tensor.size // size, (rank + 1) * tensor.size // size
-            mine = vectors.on_host(self._weights.vector(tensor.name)[first:last])
-            parameters[tensor.name] = Sliced(tensor.shape, {(first, last): mine}, tensor.dtype)
+        for fragment in self._fragments:
+            for name, tensor in fragment.gradients.tensors.items():
+                first, last = rank * tensor.size // size, (rank + 1) * tensor.size // size
+                mine = vectors.on_host(fragment.vector(name)[first:last])
+                parameters[name] = Sliced(tensor.shape, {(first, last): mine}, tensor.dtype)
         return {"outer": type(self).__name__, "steps": self.steps,
                 "parameters": mapped(parameters, finished),
                 "fragments": [{"since": fragment.since, "due": fragment.due, "optimizer": its}

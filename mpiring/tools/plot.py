@@ -49,10 +49,12 @@ def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
     if benchmark in ("steps", "prefetch") and all("model" in row for row in rows):
         return _grouped(rows, lambda row: f"{row['model']}, {row['parameters'] / 1e6:.1f} M "
                                           f"parameters")
-    if benchmark == "reducers":
+    if benchmark in ("reducers", "local"):
+        # What has no loss has fewer seeds.
+        seeds = count(max(row["seeds"] for row in rows), "seed")
         return _grouped(rows, lambda row: (
-            f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, "
-            f"{count(row['seeds'], 'seed')}"))
+            f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, {seeds}"
+        ))
     if benchmark != "allreduce":
         return {"": list(rows)}
     memory = {"empty": "comm.empty", "private": "private memory"}
@@ -182,21 +184,28 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 
 def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the validation loss over the time of training, a curve per method."""
-    panel, trained = axes[0], [row for row in rows if row["curve_s"]]
+    """Draw the validation loss over the time of training, and over bytes, a curve per method."""
+    for panel, key, unit, title in zip(
+            axes, ("curve_s", "curve_bytes"), (1, 1e6),
+            ("time of training (s)", "sent by all ranks (MB)")):
+        _loss_curves(panel, rows, key, unit)
+        panel.set_xlabel(title)
+        panel.set_ylabel("validation loss (bits per byte)")
+
+
+def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> None:
+    trained = [row for row in rows if row["curve_s"]]
     for i, row in enumerate(trained):
-        panel.plot(row["curve_s"], row["curve_bits"], **curve_style(i), label=row["reducer"],
-                   linewidth=1.2)
+        panel.plot([value / unit for value in row[key]], row["curve_bits"], **curve_style(i),
+                   label=row.get("method", row.get("reducer")), linewidth=1.2)
     targets = {row["target_bits"] for row in trained if row["target_bits"] == row["target_bits"]}
     for target in targets:
         panel.axhline(target, color="black", linestyle="--", linewidth=1, label="target")
-    seconds = [value for row in trained for value in row["curve_s"]]
-    if seconds and max(seconds) > _LINEAR_RANGE * min(row["curve_s"][-1] for row in trained):
+    reached = [row[key][-1] for row in trained if row[key][-1]]
+    if reached and max(reached) > _LINEAR_RANGE * min(reached):
         panel.set_xscale("log")
-    panel.set_xlabel("time of training (s)")
-    panel.set_ylabel("validation loss (bits per byte)")
 
 
 _DRAW = {"allreduce": _curves, "overlap": _overlap_bars, "steps": _step_bars,
          "prefetch": _step_bars,
-         "simulate": _scaling, "reducers": _learning}
+         "simulate": _scaling, "reducers": _learning, "local": _learning}

@@ -1,6 +1,7 @@
 """The adapter for PyTorch: a module wrapper, and the back end `mpiring` of torch.distributed."""
 
 from . import process_group, rendezvous
+from .asynchronous import AsyncDataParallel
 from .checkpoints import Checkpoints, load_file, random_state, set_random_state, whole
 from .data_parallel import DataParallel
 from .devices import device_for
@@ -15,7 +16,7 @@ from .threads import share_cores
 process_group.register()
 rendezvous.register()
 
-__all__ = ["Checkpoints", "DataParallel", "DiLoCo", "DistributedSampler", "LocalSGD",
-           "ProcessGroup", "Sharded", "broadcast_optimizer_state", "broadcast_parameters",
-           "device_for", "export_environment", "load_file", "random_state", "set_random_state",
-           "share_cores", "whole"]
+__all__ = ["AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "DistributedSampler",
+           "LocalSGD", "ProcessGroup", "Sharded", "broadcast_optimizer_state",
+           "broadcast_parameters", "device_for", "export_environment", "load_file", "random_state",
+           "set_random_state", "share_cores", "whole"]

@@ -43,7 +43,13 @@ class Settings:
 
 
 class Owner(Protocol):
-    """Takes the means in this rank's slices, instead of the parameters; see `Sharded`."""
+    """Takes the means in this rank's slices, instead of the parameters; see `Sharded`.
+
+    Attributes:
+        shares_weights: They lie once in the memory of each node, for all its ranks.
+    """
+
+    shares_weights: bool
 
     def begin(self) -> None:
         """Note that a backward pass begins; raise GradientError if none may."""

@@ -113,6 +113,7 @@ class DataParallel(nn.Module):
         broadcast_parameters(parts.values(), comm)
         self._follow_freezing()
         follow_steps(self)
+        self.register_load_state_dict_pre_hook(_as_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, and prepare to average the gradients of the backward pass."""
@@ -289,12 +290,15 @@ class DataParallel(nn.Module):
         Raises:
             ConfigError: The model cannot have such an optimizer, or has one already.
 
-        Collective: yes. Blocking: no.
+        Collective: yes. Blocking: yes.
         """
-        averaging = self._averaging
         if owner is not None and self._owner is not None:
             raise ConfigError(f"rank {self._comm.rank}: the model has a Sharded optimizer already; "
                               f"give it all parameters, in groups, or close() it first")
+        if owner is not None:
+            # Parameters may have been frozen since the last forward pass.
+            self._follow_freezing()
+        averaging = self._averaging
         if averaging is None:
             raise ConfigError(f"rank {self._comm.rank}: no parameter of the model is trained")
         if owner is None:
@@ -307,6 +311,11 @@ class DataParallel(nn.Module):
             averaging.give_to(owner)
         self._owner = owner
         return averaging
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether weights lie once in the memory of each node; by a Sharded optimizer."""
+        return self._owner is not None and self._owner.shares_weights
 
     def rescale(self, factor: float) -> None:
         """Rescale what reducers remember of gradients, after the scale of the loss has changed.
@@ -368,6 +377,12 @@ class DataParallel(nn.Module):
         raise ConfigError(
             "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
             "model.state_dict(), or pickle model.module")
+
+
+def _as_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+    """Find what `state_dict` has named, for a module of which the DataParallel is a part."""
+    for name in [name for name in state_dict if name.startswith(prefix)]:
+        state_dict[f"{prefix}module.{name[len(prefix):]}"] = state_dict.pop(name)
 
 
 class Buffers:

@@ -23,8 +23,11 @@ def refuse_whole_tensors(optimizer_class: Any) -> None:
     """Raise ConfigError for classes that are known to look at whole tensors, or are none."""
     if not (isinstance(optimizer_class, type)
             and issubclass(optimizer_class, torch.optim.Optimizer)):
+        given = (f"an optimizer, {type(optimizer_class).__name__}(...)"
+                 if isinstance(optimizer_class, torch.optim.Optimizer) else
+                 f"{optimizer_class!r:.100}")
         raise ConfigError(
-            f"optimizer_class is {optimizer_class!r:.100}; pass a class and its settings, as in "
+            f"optimizer_class is {given}; pass a class and its settings, as in "
             f"Sharded(torch.optim.AdamW, model, lr=1e-3)")
     for base in optimizer_class.__mro__:
         if base.__name__ in _REASONS:

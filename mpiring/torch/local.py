@@ -37,7 +37,9 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module, comm: Communicator) -> None:
-        self._module = module = model.module if isinstance(model, DataParallel) else model
+        self._model = model
+        self._module = model.module if isinstance(model, DataParallel) else model
+        module = self._module
         refuse_untrainable(module, comm)
         if module is model:
             share_cores(comm)
@@ -99,7 +101,12 @@ class Parameters:
         return put_back
 
     def refuse_others(self) -> None:
-        """Raise ConfigError where other parameters than at first are trained."""
+        """Raise ConfigError where other parameters are trained, or ranks write the same memory."""
+        if isinstance(self._model, DataParallel) and self._model.shares_weights:
+            raise ConfigError(
+                f"rank {self._comm.rank}: a Sharded optimizer with weights='node' keeps one copy "
+                f"of the weights, but synchronising writes into those of each rank; leave out "
+                f"weights='node'")
         others = [name for name, p in self._module.named_parameters()
                   if p.requires_grad and name not in self._global]
         if others:

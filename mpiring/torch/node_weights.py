@@ -44,7 +44,6 @@ class NodeWeights(WeightBuckets):
             raise ConfigError(
                 f"rank {comm.rank}: weights='node' for parameters on {device}: each GPU computes "
                 f"with a copy in its own memory; leave out weights='node'")
-        self._versions: dict[str, int] = {}
         # The block in which weights may be written, while it runs.
         self._block: Any = None
         self._is_first = any(ranks[0] == comm.rank for ranks in comm.memory_groups)
@@ -74,9 +73,6 @@ class NodeWeights(WeightBuckets):
             self._parameters[name].data = view
         self._note()
 
-    def _note(self) -> None:
-        self._versions = {name: self._parameters[name]._version for name in self._views}
-
     def _meet(self) -> None:
         """Return when all ranks of this node have called."""
         self._comm.run(Call("meet", "the ranks that share weights"), _met)
@@ -92,10 +88,7 @@ class NodeWeights(WeightBuckets):
 
         Collective: yes. Blocking: yes.
         """
-        written = [
-            name for name, version in self._versions.items()
-            if self._parameters[name]._version != version
-            or self._parameters[name].data_ptr() != self._views[name].data_ptr()]
+        written = self.written()
         if written:
             raise ReplicaError(
                 f"rank {self._comm.rank}: {first_few(written, 5)} were written outside of the "
@@ -103,11 +96,6 @@ class NodeWeights(WeightBuckets):
                 f"what each rank does is done several times, or while others read; write them in "
                 f"a block `with optimizer.writing_weights():`, on all ranks")
         self._meet()
-
-    def updated(self) -> None:
-        """Note that this rank's slices have changed, by the optimizer."""
-        super().updated()
-        self._note()
 
     def _allgather(self, collectives: Collectives, vector: Array,
                    bounds: Sequence[int]) -> Schedule[None]:
@@ -141,9 +129,7 @@ class NodeWeights(WeightBuckets):
             for name, x in written.items() if self._comm.rank == 0 else ():
                 if x.data_ptr() != self._views[name].data_ptr():
                     self._views[name].copy_(x)
-        for bucket in self.buckets:
-            self._send(bucket, [0] + [bucket.flat.size] * self._comm.size)
-        self.synchronize()
+        self._hand_out()
 
     def release(self) -> None:
         """Give each rank weights of its own again.

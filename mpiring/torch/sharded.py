@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ..arguments import number
+from ..arguments import number, refuse_other_state
 from ..errors import ConfigError, GradientError
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
@@ -22,6 +22,7 @@ from .param_groups import described, param_groups
 from .shards import Layout
 from .tensor_updates import TensorUpdates
 from .weights import WeightBuckets
+from .withheld import SliceGradient
 
 # Of squares: what is summed at once, in float64.
 _BLOCK = 1 << 18
@@ -75,11 +76,14 @@ class Sharded(torch.optim.Optimizer):
             raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) or "
                               f"'node' (the ranks of a node share them)")
         if not isinstance(model, DataParallel):
-            raise ConfigError(f"model is a {type(model).__name__}; pass the "
-                              f"mpiring.torch.DataParallel, not the module in it")
+            raise ConfigError(
+                f"model is a {type(model).__name__}; pass the mpiring.torch.DataParallel itself, "
+                f"as in Sharded(torch.optim.AdamW, model, lr=1e-3), and groups of its parameters, "
+                f"if any, after it")
         updates = _updates_of(optimizer_class)
         groups = param_groups(model.module, params)
         self._kind, self._overlaps = _WEIGHTS[weights], bool(overlap)
+        self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
         # Whether there are means that no step has used.
         self._is_fresh = False
@@ -122,7 +126,10 @@ class Sharded(torch.optim.Optimizer):
         """
         self.synchronize()
         if self._buckets is not averaging.gradients.buckets:
+            # Others than these have been copied from rank 0.
+            written = self._weights.written() if averaging is self._averaging else []
             self._updates.follow(self._laid_out(averaging))
+            self._weights.written_before = written
             self.state = self._updates.optimizer.state
         self._give()
         self._is_fresh = True
@@ -132,7 +139,7 @@ class Sharded(torch.optim.Optimizer):
         for shard in self._updates.shards:
             if not shard.segments:
                 shard.gradient.fill_(0 if self._averaging.finite else math.nan)
-            shard.parameter.grad = shard.gradient
+            shard.parameter.grad = shard.gradient.as_subclass(SliceGradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update this rank's slices, and return when all weights are there.
@@ -145,6 +152,8 @@ class Sharded(torch.optim.Optimizer):
 
         Raises:
             GradientError: There are no new gradients; or some were replaced.
+            BufferMismatchError, or with weights="node" ReplicaError: Some ranks have written
+                weights, and others have not; as far as PyTorch's version counters tell.
 
         Collective: yes. Blocking: yes.
         """
@@ -165,6 +174,9 @@ class Sharded(torch.optim.Optimizer):
         inner = self._updates.optimizer
         inner.param_groups, inner.state = self.param_groups, self.state
         self._weights.made_with = f"updated with {described(self.param_groups)}"
+        for shard in self._updates.shards:
+            if isinstance(shard.parameter.grad, SliceGradient):
+                shard.parameter.grad = shard.gradient
         self._updates.update(self._weights.send)
         self._weights.updated()
         if self._guard is None:
@@ -191,9 +203,9 @@ class Sharded(torch.optim.Optimizer):
                 for p in model.parameters():
                     p.clamp_(-1, 1)
 
-        Needed with weights="node": there every rank but the first one of each node writes into
-        copies of its own in the block, and what rank 0 has written is everybody's after it.
-        `model.load_state_dict` needs no block.
+        What rank 0 has written is everybody's after it. Without a block all ranks must write the
+        same; with weights="node" none may: there every rank but the first one of each node writes
+        into copies of its own in the block. `model.load_state_dict` needs none.
 
         Collective: yes. Blocking: yes.
         """
@@ -325,10 +337,11 @@ class Sharded(torch.optim.Optimizer):
         At any number of ranks; of `sharded_state_dict`, the slices of all ranks that have saved.
 
         Raises:
-            ConfigError: It is of other groups or parameters, or slices are missing.
+            ConfigError: It is of other groups, parameters or classes, or slices are missing.
 
         Collective: no, but on all ranks.
         """
+        refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

@@ -30,8 +30,9 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
     Collective: yes. Blocking: yes.
     """
     refuse_other_than_communicators(comm)
+    tensors = list(tensors) if isinstance(tensors, Iterable) else [tensors]
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors if isinstance(tensors, Iterable) else (tensors,):
+    for tensor in tensors:
         if not isinstance(tensor, torch.Tensor):
             raise ConfigError(
                 f"rank {comm.rank}: expected tensors, got a {type(tensor).__name__}; pass a list "
@@ -40,6 +41,8 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
     for on_one_device in by_device.values():
         for fused in _fused(on_one_device):
             _broadcast(fused, comm, root)
+    # On all ranks alike, however they were written.
+    torch.autograd.graph.increment_version(tensors)
 
 
 def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

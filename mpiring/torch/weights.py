@@ -15,6 +15,7 @@ from ..errors import ConfigError
 from ..gpu.base import await_event
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
+from ..text import first_few
 from ..training.gradients import Gradients
 from ..transport.base import Schedule
 from .averaging import in_shape_of
@@ -36,7 +37,8 @@ class WeightBuckets:
 
     Attributes:
         buckets: In the order of the gradients'.
-        made_with: By what the slices that are sent were made, in words; compared across ranks.
+        made_with: By what the slices that are sent are made, in words; compared across ranks.
+        written_before: What the user had written when these buckets took the place of others.
 
     Collective: yes. Blocking: yes.
     """
@@ -53,7 +55,10 @@ class WeightBuckets:
         if self._device is not None:
             # CuPy clears them, on a stream of its own.
             await_event(self._device.gpu.mark())
-        self.made_with = ""
+        self.made_with, self.written_before = "", list[str]()
+        # What the user has written, in words; compared, too.
+        self._written = ""
+        self._versions: dict[str, int] = {}
         self._handles: dict[int, Handle[None]] = {}
         self._views: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
@@ -71,6 +76,25 @@ class WeightBuckets:
         """Move the weights into the buckets."""
         for name in self._views:
             self._adopt(name)
+        self._note()
+
+    def _note(self) -> None:
+        """Note that the weights are those that all ranks have."""
+        self._versions = {name: self._parameters[name]._version for name in self._views}
+        self.written_before = []
+
+    def written(self) -> list[str]:
+        """Return which weights the user has written since the update, as far as PyTorch notes it.
+
+        Collective: no.
+        """
+        found = [*self.written_before]
+        for name, version in self._versions.items():
+            p = self._parameters[name]
+            if name not in found and (
+                    p._version != version or p.data_ptr() != self._views[name].data_ptr()):
+                found.append(name)
+        return found
 
     def own(self, index: int) -> slice:
         """Return which elements of a bucket are this rank's."""
@@ -80,15 +104,24 @@ class WeightBuckets:
     def follow(self) -> None:
         """Prepare for an update of slices.
 
-        Take over weights where the user has given a parameter other memory (`p.data = ...`).
+        Take over weights where the user has given a parameter other memory (`p.data = ...`). What
+        the user has written is compared across ranks when slices are sent: of what one rank alone
+        has written the update would leave its own slice.
 
         Raises:
             ConfigError: They do not fit.
 
         Collective: yes.
         """
-        for name, view in self._views.items():
-            if self._parameters[name].data_ptr() != view.data_ptr() and view.numel():
+        written = self.written()
+        self._adopt_moved(written)
+        self._written = (
+            f" after writes outside of writing_weights() to {first_few(written, 3)};"
+            if written else "")
+
+    def _adopt_moved(self, names: Sequence[str]) -> None:
+        for name in names:
+            if self._parameters[name].data_ptr() != self._views[name].data_ptr():
                 self._adopt(name)
 
     def _adopt(self, name: str) -> None:
@@ -108,6 +141,7 @@ class WeightBuckets:
         Collective: no.
         """
         torch.autograd.graph.increment_version(self._parameters.values())
+        self._note()
 
     def send(self, index: int) -> None:
         """Begin to copy each rank's slice of a bucket to all.
@@ -121,7 +155,8 @@ class WeightBuckets:
         if not bucket.flat.size:
             return
         vector = bucket.vector
-        call = Call("weights", f"{bucket.flat.dtype.name} {bucket.flat.shape} {self.made_with}",
+        call = Call("weights", f"{bucket.flat.dtype.name} {bucket.flat.shape}{self._written} "
+                    f"{self.made_with}",
                     bucket.label, bucket.flat.nbytes)
         self._handles[bucket.index] = self._submit(
             call,
@@ -152,8 +187,21 @@ class WeightBuckets:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Let weights be written in a block, on all ranks alike."""
+        """Let weights be written in a block; those of rank 0 become everybody's.
+
+        Collective: yes. Blocking: yes.
+        """
+        self.synchronize()
         yield
+        self._adopt_moved(self.written())
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give all ranks the weights of rank 0."""
+        for bucket in self.buckets:
+            self._send(bucket, [0] + [bucket.flat.size] * self._comm.size)
+        self.synchronize()
+        self._note()
 
     def release(self) -> None:
         """Leave the weights to the module: nothing is updated here any more.

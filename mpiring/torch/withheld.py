@@ -1,4 +1,4 @@
-"""Stands in for a gradient that no rank has as a whole, and says so where it is used."""
+"""Gradients that no rank has as a whole: they say so where one of the whole is expected."""
 
 from typing import Any
 
@@ -19,10 +19,7 @@ class Withheld(torch.Tensor):
         """Raise GradientError for what would look at elements."""
         if getattr(func, "__name__", "") in _HARMLESS:
             return super().__torch_function__(func, types, args, kwargs or {})
-        raise GradientError(
-            f"{getattr(func, '__name__', func)} of a gradient that is in slices, one per rank "
-            f"(Sharded): clip with optimizer.clip_grad_norm_(...), log optimizer.grad_norm(), "
-            f"unscale with GradScaler.unscale_(optimizer)")
+        raise _refusal(func)
 
     def __repr__(self, **_: Any) -> str:
         return f"Withheld({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
@@ -31,6 +28,33 @@ class Withheld(torch.Tensor):
 # Attributes of PyTorch's tensors are functions of this name.
 _HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
              "is_complex", "__hash__"}
+
+
+class SliceGradient(torch.Tensor):
+    """Gradient of one of this rank's slices, as `param_groups` of a Sharded optimizer has it.
+
+    A plain tensor, but that its norm raises GradientError: other ranks have the rest, and would
+    clip by another norm.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise GradientError for norms; results are plain tensors."""
+        if getattr(func, "__name__", "") in _NORMS:
+            raise _refusal(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm"}
+
+
+def _refusal(func: Any) -> GradientError:
+    return GradientError(
+        f"{getattr(func, '__name__', func)} of a gradient that is in slices, one per rank "
+        f"(Sharded): clip with optimizer.clip_grad_norm_(...), in Lightning by "
+        f"configure_gradient_clipping; log optimizer.grad_norm(); unscale with "
+        f"GradScaler.unscale_(optimizer)")
 
 
 def withheld(p: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from numpy.typing import DTypeLike
 
@@ -15,8 +15,33 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
-from .averager import Averager
 from .gradients import Tally
+
+
+class Means(Protocol):
+    """What holds the means of a step in buckets: an Averager, or what stands in its place."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """The buckets; another object when they have been built anew."""
+
+    @property
+    def steps(self) -> int:
+        """Steps that are complete."""
+
+    @property
+    def moment(self) -> str:
+        """Which step is under way, in words."""
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank has the means of its own slices only."""
+
+    def bounds(self, bucket: Bucket) -> list[int]:
+        """Return the offsets that cut a bucket into slices."""
+
+    def own(self, bucket: Bucket) -> slice:
+        """Return which elements of a bucket are this rank's."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +88,7 @@ class Slices:
     Collective: no.
     """
 
-    def __init__(self, averager: Averager, comm: Communicator,
+    def __init__(self, averager: Means, comm: Communicator,
                  weights: Callable[[str], Any], vectors: Vectors) -> None:
         self._averager, self._comm = averager, comm
         self._weights, self._vectors = weights, vectors

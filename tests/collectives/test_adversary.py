@@ -69,9 +69,9 @@ class Deliveries:
         "barrier": lambda self: (chain.barrier, lambda found: None)}
 
 
-def test_ten_thousand_adversarial_deliveries():
-    """Three schedules at once, at random sizes, under 10,000 different networks."""
-    for seed in range(10_000):
+def test_thousands_of_adversarial_deliveries():
+    """Three schedules at once, at random sizes, under as many different networks."""
+    for seed in range(4_000):
         case = Deliveries(seed)
         schedules, checks = zip(*(case.KINDS[kind](case) for kind in case.chosen))
         found = SimulatedNetwork(case.p, seed=seed, ranks_per_node=case.in_flight).run(*schedules)

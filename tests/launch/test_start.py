@@ -81,6 +81,7 @@ def torchrun(*command, launcher=()):
         env=environment(), cwd=ROOT, start_new_session=True))
 
 
+@pytest.mark.any_mpi
 def test_torchrun_is_refused_at_every_door(tmp_path):
     installed("torch")
     program = tmp_path / "train.py"

@@ -41,10 +41,13 @@ def test_missing_elements_are_named():
     assert np.array_equal(here.read(7, 9), x[7:9]) and here.read(0, 0).size == 0
     for ends, missing in (((0, 3), "0 to 1"), ((3, 8), "4 to 5"), ((4, 5), "4 to 4"),
                           ((8, 12), "9 to 11"), ((10, 11), "10 to 10")):
-        with pytest.raises(ConfigError, match=f"elements {missing} of .*are not here; merge"):
+        with pytest.raises(ConfigError, match=f"elements {missing} of .*are not here: .* of all"):
             here.read(*ends)
     with pytest.raises(ConfigError, match="elements 3 to 12 are not in a tensor"):
         here.read(3, 13)
+    # As PyTorch does with state that it does not know.
+    with pytest.raises(ConfigError, match="shape .12,. in slices, .* mpiring.resilience.whole"):
+        type(here)(element for element in here)
 
 
 def test_pieces_of_ranks_are_merged():

@@ -96,6 +96,12 @@ def test_mistakes_of_optimizers_are_named(comm, sharded):
     assert optimizer.step()
     with pytest.raises(mpiring.GradientError, match=r"step\(\) without new gradients; compute th"):
         optimizer.step()
+    backward(dp, 1)
+    w1, dp.params["w1"] = dp.params["w1"], dp.params["w1"] + 0
+    with pytest.raises(mpiring.ConfigError, match=r"params.'w1'. was replaced by another array,"):
+        optimizer.step()
+    dp.params["w1"] = w1
+    optimizer.step()
     del optimizer
     optimizer = SGD(dp, lr=0.1, sharded=sharded)
     dp.ready("w1")

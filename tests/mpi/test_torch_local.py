@@ -128,6 +128,13 @@ def test_mistakes_of_local_training_are_named(comm):
         LocalSGD([model], comm, every=2)
     with pytest.raises(mpiring.ConfigError, match="no parameter of the model is trained"):
         LocalSGD(model.requires_grad_(False), comm, every=2)
+    with comm.split(0) as group:
+        model = DataParallel(Net(), group)
+        optimizer = Sharded(torch.optim.AdamW, model, weights="node")
+        outer = LocalSGD(model, comm, every=2)
+        with pytest.raises(mpiring.ConfigError, match="with weights='node' keeps one copy of the"):
+            outer.synchronize()
+        optimizer.close()
 
 
 def test_synchronous_in_groups_with_a_sharded_optimizer(comm):

@@ -55,8 +55,9 @@ def test_the_training_is_that_of_weights_on_each_rank(comm, dtype, overlap):
     each, node = sharded(comm, "rank", dtype), sharded(comm, "node", dtype, overlap=overlap)
     for steps in (range(2), range(2, 4), range(4, 8)):
         for model, optimizer in (each, node):
+            model.first.requires_grad_(steps.start != 2)
+            model.last.weight.requires_grad_(steps.start == 0)
             train(model, optimizer, comm, steps)
-            model.first.bias.requires_grad_(steps.stop == 2)
         assert bits(each[0]) == bits(node[0])
         # A step without a trace: no gradient is finite.
         train(*node, comm, [9], factor=float("nan"))
@@ -127,7 +128,13 @@ def test_a_model_is_loaded_as_ever(comm):
     train(model, optimizer, comm, range(3))
     state = {name: x.clone() for name, x in model.state_dict().items()}
     train(model, optimizer, comm, range(3, 5))
-    for loads in (model.load_state_dict, model.module.load_state_dict):
+
+    def as_part(state):
+        whole = nn.Sequential(model)
+        assert whole.state_dict().keys() == {f"0.{name}" for name in state}
+        whole.load_state_dict({f"0.{name}": x for name, x in state.items()})
+
+    for loads in (model.load_state_dict, model.module.load_state_dict, as_part):
         loads(state)
         assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
         train(model, optimizer, comm, range(2))

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import re
 
 import pytest
 from launching import needed
@@ -13,10 +14,11 @@ import mpiring
 import mpiring.numpy
 import mpiring.optim
 from mpiring.memory.sliced import Sliced
+from mpiring.operations.agreement import Call
 from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
-from mpiring.torch import DataParallel, Sharded  # noqa: E402
+from mpiring.torch import DataParallel, Sharded, broadcast_parameters  # noqa: E402
 from mpiring.torch.guarded import without_waiting  # noqa: E402
 from mpiring.torch.weights import WeightBuckets, flat  # noqa: E402
 from torch import nn  # noqa: E402
@@ -86,13 +88,13 @@ ELEMENTWISE = [
     *((name, settings, torch.float32) for name, settings in ELEMENTWISE),
     ("AdamW", {"lr": 0.01}, torch.bfloat16), ("SGD", {"lr": 0.1}, torch.bfloat16)])
 def test_slices_are_updated_as_whole_parameters(comm, name, settings, dtype):
-    """For 20 steps; and the state is that of whole parameters."""
+    """For 12 steps; and the state is that of whole parameters."""
     make = getattr(torch.optim, name)
     plain, model = wrapped(comm, dtype), wrapped(comm, dtype)
     right = make(plain.parameters(), **settings)
     optimizer = Sharded(make, model, **settings)
-    train(plain, right, comm, range(20))
-    train(model, optimizer, comm, range(20))
+    train(plain, right, comm, range(12))
+    train(model, optimizer, comm, range(12))
     assert_same(model.parameters(), plain.parameters(), dtype)
     assert_equal_on_all(model, comm)
     mine, wanted = optimizer.state_dict(), right.state_dict()
@@ -398,6 +400,36 @@ def test_parameters_are_frozen_thawed_replaced_and_written(comm):
     assert state[names.index("scale")]["step"] == 11
 
 
+def test_writes_of_some_ranks_alone_are_compared(comm, monkeypatch):
+    """By the call that hands out slices: it says what this rank has written."""
+    seen = []
+    monkeypatch.setattr("mpiring.torch.weights.Call", lambda *call: seen.append(
+        call[1]) or Call(*call))
+    model = wrapped(comm)
+    optimizer = adamw(model)
+    for step in range(4):
+        if step == 1:
+            with torch.no_grad():
+                model.module.scale.mul_(2)
+            model.module.last.weight.data = torch.ones(3, 18)
+        if step == 2:
+            with optimizer.writing_weights(), torch.no_grad():
+                model.module.scale += comm.rank
+                model.module.last.weight.data = torch.full((3, 18), comm.rank + 7.0)
+            assert (model.module.last.weight == 7).all()
+        if step == 3 and comm.rank == 0:
+            with torch.no_grad():
+                model.module.filter.weight.zero_()
+        broadcast_parameters(model.module.filter.parameters(), comm)
+        del seen[:]
+        train(model, optimizer, comm, [step])
+        told = {"filter.weight"} if step != 1 else {"filter.weight", "last.weight", "scale"}
+        texts = {re.search(r"after writes outside of writing_weights\(\) to (.*);", call)[1]
+                 for call in seen}
+        assert [set(text.split(", ")) for text in texts] == [told]
+    assert_equal_on_all(model, comm)
+
+
 def test_a_graph_that_is_kept_does_not_survive_a_step(comm):
     model = wrapped(comm)
     optimizer = adamw(model)
@@ -510,6 +542,7 @@ def test_mistakes_are_explained(comm):
             (lambda: Sharded(torch.optim.SGD([torch.ones(1)]), model), "pass a class and its set"),
             (lambda: Sharded("adamw", model), "optimizer_class is 'adamw'; pass a class"),
             (lambda: adamw(model.module), "model is a Odd; pass the mpiring.torch.DataParallel"),
+            (lambda: adamw(model.parameters()), "a generator; pass .* itself, as in Sharded"),
             (lambda: adamw(model, params=parameters[:-1]), "filter.weight: trained, but in no "),
             (lambda: adamw(model, params=[]), "scale, first.weight.* in no group"),
             (lambda: adamw(model, params=[*parameters, parameters[0]]), "scale is twice in the gr"),
@@ -525,13 +558,24 @@ def test_mistakes_are_explained(comm):
         with pytest.raises(mpiring.ConfigError, match=told):
             mistake()
     optimizer = adamw(model)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, comm, [0])
+    saved = optimizer.sharded_state_dict()
+    plain, with_momentum = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+                            for one in (model, Odd()))
+    for p in with_momentum.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    with_momentum.step()
+    of_sgd = with_momentum.state_dict()
     loss_of(model, comm, 0).backward()
     for mistake, error, told in (
             (lambda: adamw(model), mpiring.ConfigError, "has a Sharded optimizer already"),
             (plain.step, mpiring.ConfigError, " SGD is to update parameters of a model that has"),
             (lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0), mpiring.GradientError,
              "in slices, one per rank .Sharded.: clip with optimizer.clip_grad_norm_"),
+            *((lambda foreach=foreach: nn.utils.clip_grad_norm_(
+                [p for group in optimizer.param_groups for p in group["params"]], 1.0,
+                foreach=foreach), mpiring.GradientError, "norm of a gradient that is in slices")
+              for foreach in (None, True)),
             (lambda: model.module.scale.grad.mul_(2), mpiring.GradientError, "mul_ of a gradient"),
             (lambda: loss_of(model, comm, 0).backward(), mpiring.GradientError,
              r"a second backward pass, without step\(\) or zero_grad\(\).*no_sync"),
@@ -543,6 +587,13 @@ def test_mistakes_are_explained(comm):
             (lambda: model.join().__enter__(), mpiring.ConfigError, "join.. with a Sharded opt"),
             (lambda: optimizer.load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict()),
              mpiring.ConfigError, r"with \[1\] parameters, but this optimizer's have \[5\]"),
+            (lambda: optimizer.load_state_dict(None), mpiring.ConfigError, "is a NoneType: pass"),
+            (lambda: optimizer.load_state_dict(model.state_dict()), mpiring.ConfigError,
+             "the state of a Sharded optimizer lacks param_groups: pass what"),
+            (lambda: optimizer.load_state_dict(of_sgd), mpiring.ConfigError,
+             "the state of scale has 'momentum_buffer', which AdamW|first.weight has 'momentum_"),
+            (lambda: torch.optim.AdamW(model.parameters()).load_state_dict(saved),
+             mpiring.ConfigError, r"in slices, for what takes whole ones; .*mpiring.torch.whole"),
     ):
         with pytest.raises(error, match=told):
             mistake()
@@ -572,6 +623,14 @@ def test_another_optimizer_after_it(comm):
     for one in plain, model:
         train(one, torch.optim.SGD(one.parameters(), lr=0.1), comm, range(2))
     assert_same(model.parameters(), plain.parameters())
+    # No forward pass has seen it.
+    model.module.first.requires_grad_(False)
+    last = adamw(model, params=[p for p in model.parameters() if p.requires_grad])
+    train(model, last, comm, range(2))
+    model.module.first.requires_grad_(True)
+    with pytest.raises(mpiring.ConfigError, match="first.bias, first.weight: trained, but in no"):
+        loss_of(model, comm, 0).backward()
+    last.close()
     train(model, adamw(model), comm, range(2))
     assert_equal_on_all(model, comm)
     with pytest.raises(mpiring.GradientError, match="without new gradients"):

@@ -1,5 +1,7 @@
 """Holds the schedules on a GPU's memory to what they do on the host, on an adversarial GPU."""
 
+import itertools
+
 import contract
 import numpy as np
 import pytest
@@ -23,7 +25,13 @@ ALGORITHMS = {"auto": ["one", "one node", "four"], "ring": NODES, "direct": NODE
 # Arrays of this test's sizes take every path, in several pieces.
 SMALL = Tuning(eager_bytes=100, chunk_bytes=16, short_bytes=40, slice_bytes=96, ring_bytes=24,
                direct_bytes=(8, 40))
-DTYPES = [dtype for dtype in contract.DTYPES if dtype != "longdouble"]
+
+
+def cases(*lengths):
+    """Yield ops with each length, and of the dtypes that a GPU has one in turn."""
+    for turn, (n, op) in enumerate(itertools.product(lengths, contract.OPS)):
+        dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
+        yield turn, n, op, dtypes[(5 * turn + n) % len(dtypes)]
 
 
 class _Aware:
@@ -83,16 +91,13 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
 def test_allreduce(algorithm, place, direct):
     node_of = NODES[place]
     p = len(node_of)
-    for n in (0, 1, p + 1, 129):
-        for op in contract.OPS:
-            dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
-            for seed, dtype in enumerate(dtypes[n % 6::6]):
-                def program(collectives, put):
-                    x = put(contract.contribution(collectives.rank, n, dtype))
-                    yield from collectives.allreduce(x, op=op, algorithm=algorithm)
-                    return [x]
+    for seed, n, op, dtype in cases(0, 1, p + 1, 129):
+        def program(collectives, put):
+            x = put(contract.contribution(collectives.rank, n, dtype))
+            yield from collectives.allreduce(x, op=op, algorithm=algorithm)
+            return [x]
 
-                check(on_gpus(node_of, program, seed=seed, direct=direct)[0], p, op)
+        check(on_gpus(node_of, program, seed=seed, direct=direct)[0], p, op)
 
 
 def check(found, p, op):
@@ -106,20 +111,17 @@ def check(found, p, op):
 def test_allreduce_in_memory_that_is_open_to_the_node(place, which):
     node_of = NODES[place]
     p = len(node_of)
-    for n in (1, p + 1, 129):
-        for op in contract.OPS:
-            dtypes = [dtype for dtype in contract.OPS_OF[op] if dtype != "longdouble"]
-            for seed, dtype in enumerate(dtypes[n % 6::6]):
-                def program(collectives, put):
-                    x = put(contract.contribution(collectives.rank, n, dtype))
-                    y = yield from collectives.empty((n,), dtype)
-                    if which == "all" or collectives.rank % 2:
-                        copy_to(y, x)
-                        x = y
-                    yield from collectives.allreduce(x, op=op)
-                    return [x]
+    for seed, n, op, dtype in cases(1, p + 1, 129):
+        def program(collectives, put):
+            x = put(contract.contribution(collectives.rank, n, dtype))
+            y = yield from collectives.empty((n,), dtype)
+            if which == "all" or collectives.rank % 2:
+                copy_to(y, x)
+                x = y
+            yield from collectives.allreduce(x, op=op)
+            return [x]
 
-                check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
+        check(on_gpus(node_of, program, seed=seed, shared=[])[0], p, op)
 
 
 @pytest.mark.parametrize("place", NODES)

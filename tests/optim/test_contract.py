@@ -1,6 +1,6 @@
 """Holds every optimiser to a plain text of its paper, on threads as ranks.
 
-Sharded or not, on 1 to 5 ranks, in float32, float64, and 16 bits with masters, by numba and by
+Sharded or not, in float32 on 1 to 5 ranks, in float64 and 16 bits on fewer, by numba and by
 NumPy; tensors of one element, without dimensions, of prime sizes, and larger than a bucket.
 """
 
@@ -159,7 +159,8 @@ def _nothing(n):
 def test_as_the_paper_has_it(name, dtype, way):
     make, paper, settings = OPTIMIZERS[name]
     tolerance = {"float64": 1e-10, "float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
-    for size in range(1, 6):
+    # Of other dtypes, few: sums differ, not who has which slice.
+    for size in range(1, 6) if dtype == "float32" else (1, 3):
         wanted = expected(paper, settings, size, DTYPES[dtype])
         for sharded in (False, True):
             def program(comm):

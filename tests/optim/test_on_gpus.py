@@ -7,7 +7,7 @@ import pytest
 import simulated_gpu
 from threads import TrainingComm, on_ranks
 
-from mpiring.numpy import DataParallel
+from mpiring.numpy import DataParallel, DiLoCo
 from mpiring.optim import LAMB, LARS, SGD, AdamW, adam, lamb, lars, masters, norms, sgd
 
 SHAPES = {"w": (70, 11), "b": (1,), "scale": (), "none": (0,), "v": (600,)}
@@ -73,3 +73,26 @@ def test_they_have_the_bits_of_the_host(make, settings, dtype, sharded, monkeypa
 
 def test_the_compiler_of_gpus_takes_all_kernels():
     assert host_kernels.complaints(KERNELS) == {}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_local_training_has_the_bits_of_the_host(sharded, monkeypatch):
+    def run(put):
+        def program(comm):
+            params = {name: put(np.random.default_rng(1).standard_normal(shape).astype("f4")
+                                if shape else np.array(0.5, "f4"))
+                      for name, shape in SHAPES.items()}
+            outer = DiLoCo(params, comm, every=3, fragments=2, delay=1, sharded=sharded)
+            for step in range(7):
+                for name, x in params.items():
+                    x *= np.float32(0.5 + comm.rank / 4)
+                outer.step()
+                outer.load_state_dict(outer.state_dict()) if step == 4 else None
+            outer.synchronize()
+            return [x.get() if hasattr(x, "get") else x for x in params.values()]
+
+        return on_ranks(2, program, TrainingComm)
+
+    wanted = run(lambda x: x)[0]
+    for params in run(simulated_gpu.installed(monkeypatch).put):
+        assert [x.tobytes() for x in params] == [x.tobytes() for x in wanted]

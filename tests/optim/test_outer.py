@@ -263,6 +263,25 @@ def test_states_of_others_are_refused():
     on_ranks(2, program, TrainingComm)
 
 
+def test_arrays_may_be_replaced_by_their_like():
+    def program(comm):
+        params, other = model(), model()
+        outer, right = (LocalSGD(its, comm, every=3) for its in (params, other))
+        for step in range(6):
+            take_step(other, step, comm.rank)
+            right.step()
+            for name, w in params.items():
+                params[name] = np.asarray(
+                    w - np.float32(INNER_LR) * gradient(w, name, step, comm.rank))
+            outer.step()
+        assert equal(params, other)
+        params["w1"] = params["w1"].astype("f8")
+        with pytest.raises(mpiring.ConfigError, match="now w1 float64 .*; at first they were w1 f"):
+            outer.synchronize()
+
+    on_ranks(2, program, TrainingComm)
+
+
 def test_settings_that_cannot_work_are_refused():
     def program(comm):
         for settings, text in (

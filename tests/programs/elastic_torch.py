@@ -1,4 +1,7 @@
-"""Trains a PyTorch model, of whose ranks two die, and checks the result against one process."""
+"""Trains two PyTorch models, of whose ranks two die, and checks them against one process.
+
+One has a Sharded optimizer, which is made anew after a death.
+"""
 
 import os
 import signal
@@ -9,7 +12,7 @@ from torch import nn
 
 import mpiring
 from mpiring import elastic
-from mpiring.torch import DataParallel, DistributedSampler
+from mpiring.torch import DataParallel, DistributedSampler, Sharded
 
 STEPS, SAMPLES = 24, 2
 DEATHS = {3: 7, 0: 15} if "die" in sys.argv else {}    # of ranks, at steps
@@ -31,6 +34,10 @@ def loss_of(model, indices):
 def train(state):
     comm = state.comm
     model = DataParallel(state.model, comm, bucket_bytes=256)
+    other = DataParallel(state.other, comm, bucket_bytes=256)
+    sharded = Sharded(torch.optim.AdamW, other, lr=0.05, weights="node", overlap=True)
+    if state.slices:
+        sharded.load_state_dict(state.slices)
     sampler = DistributedSampler(DATA, comm, seed=1)
     sampler.load_state_dict(state.sampler or sampler.state_dict())
     indices = iter(sampler)
@@ -43,10 +50,13 @@ def train(state):
             model.module[0].bias.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
         loss.backward()
         state.optimizer.step()
+        loss_of(other, mine).backward()
+        sharded.step()
         state.drawn = [*state.drawn, comm.allgather_object(mine)]
         state.step += 1
         state.sampler = sampler.state_dict()
         if state.step % 2 == 0:
+            state.slices = sharded.state_dict()
             state.commit()
 
 
@@ -65,11 +75,13 @@ comm = mpiring.init()
 MINE = comm.rank
 torch.manual_seed(MINE)
 model, optimizer = build()
-state = elastic.State(comm, model=model, optimizer=optimizer, sampler={}, drawn=[])
+state = elastic.State(comm, model=model, optimizer=optimizer, other=build()[0], slices={},
+                      sampler={}, drawn=[])
 elastic.run(train, state)
 seen = [index for shares in state.drawn for share in shares for index in share]
 assert len(state.drawn) == STEPS and len(set(seen)) == len(seen), seen
-for p, right in zip(model.parameters(), reference(state.drawn).parameters()):
+right = [*reference(state.drawn).parameters()]
+for p, right in zip([*model.parameters(), *state.other.parameters()], 2 * right, strict=True):
     torch.testing.assert_close(p.detach(), right.detach(), rtol=1e-9, atol=1e-12)
 sizes = [len(shares) for shares in state.drawn]
 print(f"right {MINE}: {sizes[0]} ranks at first, {sizes[-1]} at last", flush=True)

@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 import mpiring
-from mpiring.numpy import DataParallel
+from mpiring.numpy import DataParallel, DiLoCo
 
 fault = sys.argv[1]
 comm = mpiring.init()
@@ -78,6 +78,13 @@ elif fault == "drift":
         for name in params:
             dp.ready(name)
         dp.wait()
+elif fault in ("out of step", "no steps"):
+    outer = DiLoCo({"w": x}, comm, every=4, delay=2)
+    for step in range(7 - odd):
+        if odd and fault == "no steps":
+            time.sleep(60)
+        outer.step()
+    outer.synchronize()
 elif fault == "no close":
     comm.iallreduce(x)
 else:

@@ -73,7 +73,7 @@ def late(comm, checkpoints):
             time.sleep(0.01 * comm.rank)
     assert stopping.reason == "the time limit of 1.5 s on rank 1", stopping.reason
     # Nobody is interrupted: where other programs keep the cores busy, a step may last.
-    assert time.monotonic() - began < 1.5 + 3
+    assert time.monotonic() - began < 1.5 + 60
     with Stopping(comm) as stopping:
         for _ in range(10):
             assert not stopping.now()

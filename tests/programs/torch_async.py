@@ -197,7 +197,7 @@ def waits_that_end():
             raise AssertionError("nothing was sent")
         except mpiring.StallError as error:
             assert "recv 12 bytes from 1, tag 9: Timed out after 0.2 s" in str(error)
-            assert 0.2 <= time.monotonic() - began < 5 and work.exception() is error
+            assert 0.2 <= time.monotonic() - began < 60 and work.exception() is error
     dist.barrier()
     if RANK == 0:
         work.wait()

@@ -95,7 +95,7 @@ class Run:
 def replicas_learn_and_are_equal(name, make):
     run = Run(make)
     first = run.loss()
-    run.train(25)
+    run.train(15)
     assert run.loss() < 0.9 * first, f"{name} does not learn"
     assert len(set(comm.allgather_object(run.weights()))) == 1
     assert comm.size == 1 or run.model.statistics.compression_ratio > 1.4

@@ -9,12 +9,13 @@ import resource
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from launching import environment
+from launching import SOON_S, environment
 from threads import on_ranks, state
 
 from mpiring.errors import CheckpointError, ClosedError, ConfigError
@@ -399,9 +400,10 @@ def test_a_process_that_is_killed_at_any_moment_loses_nothing_that_was_complete(
 
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     """What is changed after `save` has returned is not in the checkpoint."""
-    original = checkpoint_file._write_all
+    original, changed, met = checkpoint_file._write_all, threading.Event(), threading.Barrier(2)
 
     def slowly(descriptor, data):
+        changed.wait(SOON_S)
         time.sleep(0.1)
         original(descriptor, data)
     monkeypatch.setattr(checkpoint_file, "_write_all", slowly)
@@ -412,7 +414,9 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
             checkpoints.save(1, replicated=tree, own=own)
             assert checkpoints.save_s == 0 and not list(tmp_path.glob("*-step-*"))
             tree["x"][...] = own["x"][...] = -1
-            end = time.monotonic() + 20
+            met.wait(SOON_S)
+            changed.set()
+            end = time.monotonic() + SOON_S
             while not (tmp_path / "latest").exists():
                 assert time.monotonic() < end, "nobody has to call anything"
                 time.sleep(0.01)

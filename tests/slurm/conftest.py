@@ -48,7 +48,7 @@ class Trainings:
         self.warned = self.start("warned", "--time=2", "--signal=B:USR1@75", step_s=2.5)
         self.undisturbed = self.start("undisturbed", step_s=0)
 
-    def start(self, name, *options, nodes="n[1-2]", step_s=0.5, checkpoint=None, **variables):
+    def start(self, name, *options, nodes="n[1-2]", step_s=2, checkpoint=None, **variables):
         """Submit a training; after 20 of 45 steps, its first attempt takes `step_s` for each."""
         folder = self._folder / name
         folder.mkdir()

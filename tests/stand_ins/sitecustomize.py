@@ -1,9 +1,11 @@
-"""Stands for PyTorch's compiler, which takes as long to import as PyTorch itself.
+"""Lets jobs start sooner: stands for PyTorch's compiler, and lets garbage lie longer.
 
-Optimisers, groups and DistributedDataParallel use it to tell it what not to compile. Whatever else
-is asked for is the real one's, which is then imported.
+The compiler takes as long to import as PyTorch itself. Optimisers, groups and
+DistributedDataParallel use it to tell it what not to compile. Whatever else is asked for is the
+real one's, which is then imported.
 """
 
+import gc
 import importlib
 import sys
 from types import ModuleType, SimpleNamespace
@@ -32,3 +34,5 @@ class _Dynamo(ModuleType):
 
 
 sys.modules[_NAME] = _Dynamo(_NAME)
+# A third of PyTorch's import would be looking for garbage among what is imported.
+gc.set_threshold(100_000)

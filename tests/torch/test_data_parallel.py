@@ -15,7 +15,7 @@ def torch():
     installed("torch")
 
 
-@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 200, "cpu"), (1, 5, "simulated")])
+@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 60, "cpu"), (1, 5, "simulated")])
 def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
     """Step by step in the first ones; replicas are bit-equal after all."""
     ended = launch(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
@@ -28,13 +28,13 @@ def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
 def test_abilities(ranks, where):
     ended = launch(ranks, PROGRAMS / "torch_abilities.py", where)
     assert ended.status == 0, ended.output
-    left_out = ["a_compiled_module_can_be_wrapped"] * (where == "simulated")
+    left_out = ["a_compiled_module_can_be_wrapped"] * (ranks < 3)
     shown = re.findall(r"can: (\w+)", ended.output)
     assert sorted(shown + left_out) == sorted(ABILITIES) and len(ABILITIES) > 20
 
 
 def test_reducers():
-    ended = launch(3, PROGRAMS / "torch_reducers.py")
+    ended = launch(2, PROGRAMS / "torch_reducers.py")
     assert ended.status == 0, ended.output
     assert re.findall(r"holds: (\w+)", ended.output) == [
         "replicas_learn_and_are_equal", "a_nan_on_one_rank_is_skipped_by_all",

@@ -3,7 +3,7 @@
 import argparse
 
 from .. import files, plot
-from . import allreduce, codecs, overlap, prefetch, reducers, steps, updates
+from . import allreduce, codecs, local, overlap, prefetch, reducers, steps, updates
 
 _DESCRIPTION = """\
 Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
@@ -24,6 +24,8 @@ _BENCHMARKS = {
     "steps": (steps.declare, "time the training steps of a NumPy or PyTorch model"),
     "reducers": (reducers.declare,
                  "what compressing gradients saves and costs in training (PyTorch)"),
+    "local": (local.declare,
+              "what talking less often, or not waiting, saves and costs in training (PyTorch)"),
     "prefetch": (prefetch.declare, "what it costs that data comes from the host (PyTorch)"),
     "codecs": (codecs.declare,
                "how fast gradients are encoded, on one core or a GPU; needs no MPI"),

@@ -1,26 +1,20 @@
 """Measures what Reducers save and cost, by training a model on real text with each of them."""
 
 import logging
-import math
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ...errors import ConfigError
-from ...record.statistics import Statistics
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
-from ..arguments import above_zero, checked, names, not_negative, positive, seeds
+from ..arguments import above_zero, names, not_negative
 from ..files import Environment, Row
 from ..table import Column
-from ..units import parse_count
-from . import timing
+from . import curves, learning
 from .benchmark import Benchmark, run
-from .gradients import check_parameters
-from .jobs import LEVELS
-from .options import declare_jobs
+from .curves import ALONE, DENSE
+from .learning import LEARNING_RATES, UNSETTLED_STEPS
 from .peers import refuse_missing_torch
 from .results import Measurement
 from .wire import Traffic
@@ -47,8 +41,6 @@ Between nodes only is compressed: it takes several hosts, or MPIRING_SHARED_MEMO
 
 _log = logging.getLogger("mpiring")
 
-ALONE = "alone"
-DENSE = "dense"
 # Each is made anew for each training, from the number of steps in which it may begin gently.
 METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     DENSE: lambda warmup: None,
@@ -61,51 +53,22 @@ METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     "powersgd4": lambda warmup: PowerSGD(rank=4, start_step=warmup),
 }
 NAMES = (ALONE, *METHODS)
-LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
-
-# The first step builds the buckets anew, the second is the first to write to their memory.
-_UNSETTLED_STEPS = 2
-_REHEARSED_STEPS = 2
-_REHEARSED_WIDTH = 64
-# By default, the loss that the plain mean reaches after this share of its steps is the target,
-# rounded up, so that no method misses it by a rounding error.
-_TARGET_SHARE = 0.8
-_TARGET_PARTS = 100
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)),
-                        rounds=None, levels=list(LEVELS[:1]))
+    parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)), stretch=1)
     parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
-                        metavar="N", help="about how many the transformer has; default: 13M")
-    parser.add_argument("--steps", type=positive, default=100, help="default: 100")
-    parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
-                        help="of 64 bytes, per rank; default: 4")
-    parser.add_argument("--optimizer", choices=tuple(LEARNING_RATES), default="adamw",
-                        help="default: adamw; sgd has no momentum")
     parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
                         help="default: " + ", ".join(
                             f"{rate:g} with {name}" for name, rate in LEARNING_RATES.items()))
     parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
                         help="for reducers that begin gently; not timed with any; "
                              "default: a tenth of the steps")
-    parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
-                        help="of the choice of texts, a training each; default: 1")
-    parser.add_argument("--validate-every", type=positive, metavar="STEPS",
-                        help="default: a twentieth of the steps")
-    parser.add_argument("--validation-texts", type=positive, default=128, metavar="TEXTS",
-                        help="of 64 bytes; default: 128")
-    parser.add_argument("--target-loss", type=above_zero, metavar="BITS",
-                        help="per byte; default: what dense reaches after 80%% of its steps, "
-                             "rounded up to a hundredth")
-    parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
-                        help="of training, validation not counted, for each method and seed")
-    declare_jobs(parser)
+    learning.declare(parser)
 
 
 def complete(options: Namespace) -> Namespace:
@@ -121,7 +84,7 @@ def complete(options: Namespace) -> Namespace:
     if options.learning_rate is None:
         options.learning_rate = LEARNING_RATES[options.optimizer]
     # From here on all methods compress, and nothing happens for the first time.
-    options.settled = max(options.warmup_steps, _UNSETTLED_STEPS)
+    options.settled = max(options.warmup_steps, UNSETTLED_STEPS)
     if options.settled >= options.steps:
         raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
                           f"not measured, with --warmup-steps {options.warmup_steps}")
@@ -144,7 +107,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     world.warm_up()
     traffic, found = Traffic(world), list[Measurement]()
     for name in options.reducers:
-        _rehearse(world, options, task, name)
+        learning.rehearse(world, _begun(world, options, learning.narrow(task), name, 0, 0))
     for seed in options.seeds:
         for name in options.reducers:
             found.append(_train(world, options, task, traffic, name, seed))
@@ -167,108 +130,24 @@ def _warn_where_nothing_is_compressed(world: World) -> None:
 
 
 def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int,
-           warmup_steps: int) -> "tuple[Training, str]":
-    """Begin a training, and return it with its Reducer's description."""
-    from .torch_training import Training
-    reducer = None if name == ALONE else METHODS[name](warmup_steps)
-    training = Training(task, world, options, seed, reducer, joined=name != ALONE)
-    return training, "" if reducer is None else repr(reducer)
-
-
-def _rehearse(world: World, options: Namespace, task: "Task", name: str) -> None:
-    """Train a narrow model, so that all code is loaded and compiled."""
-    training, _ = _begun(world, options, replace(task, width=_REHEARSED_WIDTH), name, 0, 0)
-    for _ in range(_REHEARSED_STEPS):
-        training.step()
-    _bits_per_byte(world, training)
+           warmup_steps: int) -> "Training":
+    """Begin a training."""
+    from . import torch_training, torch_ways
+    way = torch_ways.Alone if name == ALONE else partial(
+        torch_ways.Averaged, reducer=METHODS[name](warmup_steps))
+    rule = torch_ways.Rule(options.optimizer, options.learning_rate)
+    return torch_training.Training(
+        task, world, options.batch, seed, lambda module: way(module, world.comm, rule))
 
 
 def _train(world: World, options: Namespace, task: "Task", traffic: Traffic, name: str,
            seed: int) -> Measurement:
-    """Train with one method to the end, or to the time limit, and check that ranks agree."""
-    training, settings = _begun(world, options, task, name, seed, options.warmup_steps)
-    seconds, validated, bits = list[float](), list[float](), list[float]()
-    cost, done, limit = Statistics(), 0, options.time_limit or float("inf")
-    # All ranks know the slowest rank's time, and so stop at the same step.
-    while done < options.steps and sum(seconds) < limit:
-        if done == options.settled:
-            traffic.begin()
-        seconds += timing.timed(world, training.step, 1, prepare=training.draw)
-        done += 1
-        if done > options.settled:
-            cost += training.statistics
-        over = done == options.steps or sum(seconds) >= limit
-        if name != ALONE and (over or done % options.validate_every == 0):
-            validated.append(done)
-            bits.append(_bits_per_byte(world, training))
-    readings = {"step": seconds, "validated": validated, "bits": bits}
-    if name != ALONE:
-        check_parameters(world, {name: training.parameters()})
-        if done > options.settled:
-            readings |= _costs(world, cost, done - options.settled, traffic.end(cost.bytes_sent))
-    if done < options.steps and world.rank == 0:
-        _log.warning("%s, seed %d: stopped after %d of %d steps by --time-limit %g", name, seed,
-                     done, options.steps, limit)
+    training = _begun(world, options, task, name, seed, options.warmup_steps)
+    readings = learning.learn(world, options, training, traffic, name, seed)
     return Measurement({
-        "reducer": name, "settings": settings, "parameters": task.parameters, "seed": seed,
+        "reducer": name, "settings": training.settings, "parameters": task.parameters, "seed": seed,
         "batch": options.batch, "optimizer": options.optimizer,
         "learning_rate": options.learning_rate, "thread_level": world.thread_level}, readings)
-
-
-def _bits_per_byte(world: World, training: "Training") -> float:
-    """Return the loss on the validation texts, of which each rank predicts a share."""
-    total = np.array(training.validate(), np.float64)
-    world.raw.Allreduce(world.mpi.IN_PLACE, total, op=world.mpi.SUM)
-    return float(total[0] / total[1])
-
-
-def _costs(world: World, cost: Statistics, steps: int, host_bytes: float) -> dict[str, list[float]]:
-    """Return the costs of a settled step: bytes of all ranks, seconds of the slowest rank."""
-    nbytes = np.array([cost.dense_bytes, cost.bytes_sent], np.float64)
-    world.raw.Allreduce(world.mpi.IN_PLACE, nbytes, op=world.mpi.SUM)
-    slowest = world.slowest([cost.encode_s, cost.wire_s, cost.decode_s])
-    names = ("dense_bytes", "sent_bytes", "host_bytes", "encode_s", "wire_s", "decode_s")
-    return {name: [value / steps] for name, value in zip(names, (*nbytes, host_bytes, *slowest))}
-
-
-@dataclass(frozen=True)
-class Curve:
-    """A validation loss as training goes on: means over seeds.
-
-    Attributes:
-        steps: Those after which it was computed.
-        seconds: Of training until then.
-        bits: Per byte.
-    """
-
-    steps: list[int]
-    seconds: list[float]
-    bits: list[float]
-
-    def at(self, step: int) -> float:
-        """Return the loss after one of `steps`."""
-        return self.bits[self.steps.index(step)]
-
-    def seconds_to(self, target: float) -> float:
-        """Return when the loss was first seen at or below a target; NaN if never."""
-        return next((seconds for seconds, bits in zip(self.seconds, self.bits) if bits <= target),
-                    math.nan)
-
-
-def curve_of(trainings: Sequence[Measurement]) -> Curve:
-    """Return the mean curve of trainings with several seeds, as far as all of them have come."""
-    of_seeds = [dict(zip(map(int, training.readings["validated"]), training.readings["bits"]))
-                for training in trainings]
-    steps = [step for step in of_seeds[0] if all(step in bits for bits in of_seeds)]
-    return Curve(
-        steps,
-        [_mean([sum(training.readings["step"][:step]) for training in trainings])
-         for step in steps],
-        [_mean([bits[step] for bits in of_seeds]) for step in steps])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
@@ -276,83 +155,15 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     trainings: dict[str, list[Measurement]] = {}
     for training in found:
         trainings.setdefault(training.labels["reducer"], []).append(training)
-    dense = curve_of(trainings[DENSE]) if DENSE in trainings else Curve([], [], [])
-    target = options.target_loss or _default_target(dense)
+    dense = curves.curve_of(trainings[DENSE]) if DENSE in trainings else curves.Curve()
+    target = options.target_loss or curves.default_target(dense)
     return [{
         **{key: value for key, value in mine[0].labels.items() if key != "seed"},
         "seeds": len(mine),
-        **_times(mine, trainings, options),
-        **_mean_costs(mine, trainings.get(DENSE, [])),
-        **_accuracy(mine, dense, target),
+        **curves.times(mine, trainings, options),
+        **curves.mean_costs(mine, trainings.get(DENSE, [])),
+        **curves.accuracy(mine, dense, target),
     } for mine in trainings.values()]
-
-
-def _default_target(dense: Curve) -> float:
-    late = [bits for step, bits in zip(dense.steps, dense.bits)
-            if step >= _TARGET_SHARE * dense.steps[-1]]
-    if not late or not math.isfinite(late[0]):
-        return math.nan
-    return math.ceil(late[0] * _TARGET_PARTS) / _TARGET_PARTS
-
-
-def _times(mine: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
-           options: Namespace) -> Row:
-    """Return the times of settled steps. Ratios are medians over seeds, which are close in time."""
-    def settled(training: Measurement) -> list[float]:
-        return training.readings["step"][options.settled:]
-
-    def over(other: str) -> float:
-        return timing.median([
-            timing.median(settled(training)) / timing.median(settled(reference))
-            for training, reference in zip(mine, trainings.get(other, []))
-            if settled(training) and settled(reference)])
-
-    seconds = [value for training in mine for value in settled(training)]
-    return {
-        "steps": min(len(training.readings["step"]) for training in mine),
-        "training_s": _mean([sum(training.readings["step"]) for training in mine]),
-        "median_ms": timing.median(seconds) * 1e3, "p95_ms": timing.p95(seconds) * 1e3,
-        "over_dense": over(DENSE), "over_alone": over(ALONE)}
-
-
-def _mean_costs(mine: Sequence[Measurement], dense: Sequence[Measurement]) -> Row:
-    """Return the bytes and seconds of a settled step."""
-    def mean(trainings: Sequence[Measurement], name: str) -> float:
-        values = [training.readings[name][0] for training in trainings
-                  if name in training.readings]
-        return _mean(values) if values else math.nan
-
-    def ratio(more: float, less: float) -> float:
-        return more / less if less else math.nan
-
-    on_wire = mean(mine, "host_bytes")
-    return {
-        "compression_ratio": ratio(mean(mine, "dense_bytes"), mean(mine, "sent_bytes")),
-        "wire_ratio": ratio(mean(dense, "host_bytes"), on_wire),
-        "wire_MiB": on_wire / 2 ** 20,
-        **{f"{name}_ms": mean(mine, f"{name}_s") * 1e3 for name in ("encode", "wire", "decode")}}
-
-
-def _accuracy(mine: Sequence[Measurement], dense: Curve, target: float) -> Row:
-    """Return the loss, and the time until the target; compared after equally many steps."""
-    curve = curve_of(mine)
-    ends = [training.readings["bits"][-1] for training in mine if training.readings["bits"]]
-    seconds = curve.seconds_to(target)
-    return {
-        "bits_per_byte": curve.bits[-1] if curve.bits else math.nan,
-        "bits_over_dense": _difference(curve, dense),
-        "spread_of_seeds": max(ends) - min(ends) if len(ends) > 1 else math.nan,
-        "target_bits": target,
-        "seconds_to_target": seconds,
-        "times_faster": dense.seconds_to(target) / seconds,
-        "curve_steps": curve.steps, "curve_s": curve.seconds, "curve_bits": curve.bits}
-
-
-def _difference(curve: Curve, dense: Curve) -> float:
-    """Return the loss minus dense's, at the last step that both have."""
-    both = [step for step in curve.steps if step in dense.steps]
-    # Less than a ten thousandth of a bit means nothing; -0.0 + 0.0 is 0.0.
-    return round(curve.at(both[-1]) - dense.at(both[-1]), 4) + 0.0 if both else math.nan
 
 
 _COLUMNS = [

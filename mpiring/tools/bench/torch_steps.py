@@ -38,6 +38,8 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """
     world.everywhere(peers.refuse_missing_torch)
     from . import torch_contenders, torch_models
+    # Whenever memory is measured, garbage is collected: not among all that PyTorch has imported.
+    gc.freeze()
     device = torch_models.device_named(world, options.device)
     contenders = torch_contenders.contenders(world, options, device.torch)
     world.warm_up()

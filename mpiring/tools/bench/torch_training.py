@@ -4,7 +4,7 @@ import gc
 import math
 import sysconfig
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,16 +16,15 @@ from torch.nn import functional
 from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...record.statistics import Statistics
-from ...reducers import Reducer
-from ...torch import DataParallel, share_cores
+from ...torch import share_cores
 from .torch_models import TEXT_LENGTH, Transformer, size_of, width_for
+from .torch_ways import Way
 from .world import World
 
 _KIND = "transformer"
 # The last tenth of the modules is for validation.
 _FEWEST_MODULES = 10
 _AT_ONCE = 32
-_OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 
 @dataclass(frozen=True)
@@ -85,42 +84,41 @@ class Training:
     Args:
         task: The model and its data.
         world: The ranks, each of which has texts of its own.
-        options: Batch, optimizer and learning rate.
+        batch: Texts in a step of a rank.
         seed: Of the choice of texts.
-        reducer: How gradients become their mean.
-        joined: False to train on each rank for itself.
+        join: Makes a way to train the model on the ranks.
+        pause: Called in each step.
     """
 
-    def __init__(self, task: Task, world: World, options: Namespace, seed: int,
-                 reducer: Reducer | None, *, joined: bool = True) -> None:
-        self._task, self._batch = task, options.batch
+    def __init__(self, task: Task, world: World, batch: int, seed: int,
+                 join: Callable[[nn.Module], Way], pause: Callable[[], object] = lambda: None,
+                 ) -> None:
+        self._task, self._batch, self._pause = task, batch, pause
         self._rank, self._size = world.rank, world.size
         self._dice = np.random.default_rng([seed, world.rank])
         torch.manual_seed(0)
-        self._bare = self._model = Transformer(task.width)
-        if joined:
-            # Its only buffer, the mask, is a constant.
-            self._model = DataParallel(
-                self._bare, world.comm, reducer=reducer, broadcast_buffers=False)
-        self._optimizer = _OPTIMIZERS[options.optimizer](
-            self._bare.parameters(), lr=options.learning_rate)
-        self.draw()
+        self._bare = Transformer(task.width)
+        self._way = join(self._bare)
+        self.settings, self.show, self.finish = (
+            self._way.settings, self._way.show, self._way.finish)
 
-    def draw(self) -> None:
-        """Choose the texts of the next step."""
-        starts = self._dice.integers(len(self._task.text) - TEXT_LENGTH, size=self._batch)
-        self._texts = _windows(self._task.text, starts)
+    def steps(self, count: int) -> None:
+        """Take some steps, after which ranks may wait for each other.
 
-    def step(self) -> None:
-        """Take one step."""
-        self._optimizer.zero_grad()
-        _loss(self._model, self._texts).backward()
-        self._optimizer.step()
+        Collective: yes. Blocking: yes.
+        """
+        for _ in range(count):
+            self._pause()
+            starts = self._dice.integers(len(self._task.text) - TEXT_LENGTH, size=self._batch)
+            self._bare.zero_grad()
+            _loss(self._way.model, _windows(self._task.text, starts)).backward()
+            self._way.step()
+        self._way.meet()
 
     @property
     def statistics(self) -> Statistics:
-        """Statistics of the last step's communication."""
-        return getattr(self._model, "statistics", Statistics())
+        """Statistics of this rank's communication so far."""
+        return self._way.statistics
 
     def validate(self) -> tuple[float, int]:
         """Return the bits and the bytes of this rank's share of the validation texts."""

@@ -13,7 +13,7 @@ from launching import HANG_S, PROGRAMS, ROOT, environment, installed, launch, mp
 from mpiring.__main__ import main
 from mpiring.operations.algorithms import NAMES
 from mpiring.errors import ConfigError
-from mpiring.tools.bench import contenders, inputs, jobs, reducers
+from mpiring.tools.bench import contenders, inputs, jobs, local, reducers
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
@@ -23,6 +23,9 @@ TORCH = ("steps", "--framework", "torch", "--parameters", "60K", "--batch", "2",
          *COMMON[:-1], "mpiring,gloo")
 REDUCERS = ("reducers", "--parameters", "60K", "--batch", "1", "--steps", "4", "--warmup-steps",
             "2", "--validate-every", "1", "--validation-texts", "3")
+LOCAL = ("local", "--parameters", "60K", "--batch", "1", "--steps", "4", "--every", "2",
+         "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3",
+         "--straggler", "1ms,0.5", "--learning-rates", "1e-3,3e-3", "--seeds", "1,2")
 EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
               "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
               "placement", "variables"}
@@ -177,11 +180,11 @@ def test_allreduce_on_a_gpu(tmp_path):
     """The GPU is simulated: its times mean nothing, but sums are checked."""
     installed("matplotlib")
     ended = in_turn(
-        3, (*ALLREDUCE, "--device", "cuda", "--buffers", "empty,private", "--algorithms",
+        2, (*ALLREDUCE, "--device", "cuda", "--buffers", "empty,private", "--algorithms",
             "ring,native", "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
         (*ALLREDUCE[:-1], "nccl", "--device", "cuda"), on=[PROGRAMS / "on_simulated_gpu.py"])
-    assert ended.output.count("allreduce ended with status 0") == 3, ended.output
-    assert ended.output.count("the contender 'nccl' cannot run: ") == 3, ended.output
+    assert ended.output.count("allreduce ended with status 0") == 2, ended.output
+    assert ended.output.count("the contender 'nccl' cannot run: ") == 2, ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["contender"] for row in rows] == 4 * [
         "naive", "naive, pinned", "mpiring auto", "mpiring native", "mpiring ring", "device copy",
@@ -274,12 +277,13 @@ def test_gloo_takes_part():
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_what_is_wrong_fails_the_benchmark():
-    """And a reducer's training ends at its time limit."""
+def test_what_is_wrong_fails_the_benchmark(tmp_path):
+    """And a reducer's training ends at its time limit; ways that talk less are right."""
     installed("torch")
     later = (*TORCH, "--models", "mlp")
     reducing = (*REDUCERS, "--reducers", "alone,dense,bf16", "--time-limit", "1e-9")
-    ended = in_turn(2, ALLREDUCE, OVERLAP, STEPS, TORCH, later, reducing, wrong=True,
+    ended = in_turn(2, ALLREDUCE, OVERLAP, STEPS, TORCH, later, reducing,
+                    (*LOCAL, "--json", tmp_path / "out.json"), wrong=True,
                     MPIRING_SHARED_MEMORY="0")
     assert ended.status == 0, ended.output
     statuses = re.findall(r"^(\w+) ended with status 1$", ended.output, re.MULTILINE)
@@ -298,6 +302,24 @@ def test_what_is_wrong_fails_the_benchmark():
         assert re.match(pattern, text), text
     for name in "alone", "dense":
         assert f"{name}, seed 1: stopped after 1 of 4 steps by --time-limit" in ended.output
+    assert ended.output.count("local ended with status 0") == 2, ended.output
+    check_local(json.loads((tmp_path / "out.json").read_text())["rows"])
+
+
+def check_local(rows):
+    found = {row["method"]: row for row in rows}
+    assert list(found) == list(local.NAMES)
+    assert found.pop("alone")["bits_per_byte"] is None and found["dense"]["bits_over_dense"] == 0
+    for name, row in found.items():
+        assert row["steps"] == 4 and row["seeds"] == 2 and row["samples_per_s"] > 0
+        assert row["grid_rates"] == [1e-3, 3e-3, row["learning_rate"]], "the others at the best one"
+        assert row["grid_seeds"] == [1, 1, 2] and len(row["grid_bits"]) == 3
+        assert min(row["grid_bits"][:2]) == row["grid_bits"][row["learning_rate"] == 3e-3]
+        assert row["curve_steps"] == [2, 4] and row["curve_s"] == sorted(row["curve_s"])
+        assert 0 < row["curve_bytes"][0] < row["curve_bytes"][1] and row["bits_per_byte"] < 8.6
+        assert row["exposed_ms"] > 0 and row["straggler"] == [0.001, 0.5]
+    # Every other step; as eight bits instead of 32.
+    assert 7 < found["diloco"]["fewer_bytes"] < 9 < 2 + found["localsgd"]["fewer_bytes"]
 
 
 @pytest.mark.launch

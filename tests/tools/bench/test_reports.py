@@ -12,7 +12,7 @@ from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
 from mpiring.tools import plot
 from mpiring.tools.bench import (
-    allreduce, contenders, overlap, reducers, results, steps, torch_steps, wire,
+    allreduce, contenders, local, overlap, reducers, results, steps, torch_steps, wire,
 )
 from mpiring.tools.bench.contenders import NATIVE
 from mpiring.tools.bench.results import Measurement
@@ -123,6 +123,7 @@ def of_reducer(name, step, bits=(), seed=1, steps=5, settled=True, **costs):
     return Measurement(labels, {
         "step": [9 * step, *[step] * (steps - 1)], "bits": list(bits),
         "validated": [1, 3, 5][:len(bits)],
+        "sent": [100, 300, 500][:len(bits)],
         **({key: [value] for key, value in cost.items()} if bits and settled else {})})
 
 
@@ -144,6 +145,7 @@ def test_rows_of_reducers():
     assert topk["compression_ratio"] == 10 and topk["wire_ratio"] == 5
     assert topk["encode_ms"] == 5 and alone["encode_ms"] != alone["encode_ms"]
     assert dense["curve_steps"] == [1, 3, 5] and dense["curve_s"] == [13.5, 16.5, 19.5]
+    assert dense["curve_bytes"] == [100, 300, 500]
     assert dense["curve_bits"] == [7, 5.25, 4.25] and topk["curve_bits"] == [8, 4.75, 4.5]
     # What dense reaches at or after 4 of its 5 steps, and both reach at the last one.
     assert dense["target_bits"] == 4.25 and dense["seconds_to_target"] == 19.5
@@ -168,6 +170,41 @@ def test_rows_of_reducers_that_were_stopped_or_have_a_target():
     assert row["bits_per_byte"] == 8
     for name in "over_dense", "bits_over_dense", "target_bits", "times_faster", "wire_ratio":
         assert row[name] != row[name]
+
+
+def of_local(method, step, bits=(), rate=0.1, seed=1, **costs):
+    labels = {"method": method, "parameters": 13_000_000, "optimizer": "adamw", "seed": seed,
+              "batch": 2, "learning_rate": rate}
+    cost = {"sent_bytes": 80, "host_bytes": 100, "exposed_s": 0.25} | costs
+    return Measurement(labels, {
+        "step": [9 * step, step, 3 * step], "bits": list(bits), "validated": [1, 3][:len(bits)],
+        "sent": [1e6, 3e6][:len(bits)],
+        **({key: [value] for key, value in cost.items()} if bits else {})})
+
+
+LOCALLY = [of_local("alone", 0.5), of_local("dense", 1.0, [7.0, 4.5]),
+           of_local("diloco", 0.75, [8.0, NAN]), of_local("dense", 1.0, [6.0, 4.0], 0.2),
+           of_local("diloco", 0.5, [8.0, 4.0], 0.2, sent_bytes=4, host_bytes=10),
+           of_local("dense", 1.0, [6.0, 5.0], 0.2, 2),
+           of_local("diloco", 1.0, [8.0, 4.5], 0.2, 2, sent_bytes=4, host_bytes=10)]
+
+
+def test_rows_of_local_training():
+    alone, dense, diloco = local.rows(LOCALLY, ABOUT, REDUCING)
+    assert [row["seeds"] for row in (alone, dense, diloco)] == [1, 2, 2]
+    assert dense["learning_rate"] == diloco["learning_rate"] == 0.2
+    # The mean of settled steps: some of them talk, others do not.
+    assert alone["step_ms"] == 1500 and dense["step_ms"] == 3000 and diloco["step_ms"] == 2250
+    assert diloco["speedup"] == pytest.approx(4 / 3) and diloco["over_alone"] == 1.5
+    assert dense["samples_per_s"] == pytest.approx(4 * 2 / 3)
+    assert diloco["exposed_ms"] == 250 and diloco["exposed_percent"] == pytest.approx(100 / 9)
+    assert dense["fewer_bytes"] == dense["wire_ratio"] == 1
+    assert diloco["fewer_bytes"] == 20 and diloco["wire_ratio"] == 10
+    assert dense["curve_bytes"] == [1e6, 3e6] and alone["curve_bytes"] == []
+    assert dense["target_bits"] == 4.5 and diloco["times_faster"] == pytest.approx(4 / 3)
+    assert diloco["grid_rates"] == [0.1, 0.2, 0.2] and diloco["grid_seeds"] == [1, 1, 2]
+    assert diloco["grid_bits"][1:] == [4.0, 4.5] and alone["grid_bits"] == []
+    assert alone["exposed_ms"] != alone["exposed_ms"]
 
 
 def test_the_bytes_on_the_wire(tmp_path):
@@ -219,6 +256,8 @@ def rows_of(benchmark):
         return allreduce.rows(found, ABOUT, OPTIONS)
     if benchmark == "reducers":
         return reducers.rows(REDUCED, ABOUT, REDUCING)
+    if benchmark == "local":
+        return local.rows(LOCALLY, ABOUT, REDUCING)
     if benchmark == "torch steps":
         return torch_steps.rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
@@ -230,7 +269,7 @@ def rows_of(benchmark):
 
 
 @pytest.mark.parametrize("benchmark", [
-    "allreduce", "overlap", "steps", "torch steps", "reducers"])
+    "allreduce", "overlap", "steps", "torch steps", "reducers", "local"])
 def test_pictures(tmp_path, benchmark):
     needed("matplotlib")
     path = tmp_path / "result.png"
@@ -279,6 +318,17 @@ def test_a_picture_of_reducers_tells_when_the_target_was_reached():
     rows[1]["curve_s"] = [0.1, 0.2, 0.3]
     plot._learning(axes, rows)
     assert panel.get_xscale() == "log"
+
+
+def test_a_picture_of_local_training_shows_seconds_and_bytes():
+    seconds, sent = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
+    rows = rows_of("local")
+    plot._learning(axes, rows)
+    for panel in axes:
+        assert [line.get_label() for line in panel.get_lines()] == ["dense", "diloco", "target"]
+    assert list(seconds.get_lines()[1].get_xdata()) == [6.75, 9.75]
+    assert list(sent.get_lines()[1].get_xdata()) == [1, 3] and "(MB)" in sent.get_xlabel()
+    assert list(plot._panels("local", rows)) == ["transformer, 13.0 M parameters, adamw, 2 seeds"]
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():

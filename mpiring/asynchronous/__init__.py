@@ -1,0 +1,6 @@
+"""Training in which ranks do not wait for each other: a parameter server, and pair averaging."""
+
+from .pair_averaging import PairAveraging
+from .server import ParameterServer
+
+__all__ = ["PairAveraging", "ParameterServer"]

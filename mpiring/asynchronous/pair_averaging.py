@@ -1,0 +1,231 @@
+"""Averages the weights of ranks in random pairs while all of them compute."""
+
+import logging
+import math
+import time
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from ..arguments import refuse_other_state, whole_number
+from ..communicator import Communicator, refuse_other_than_communicators
+from ..engine.messages import Message
+from ..errors import ConfigError
+from ..memory.arrays import Array, is_finite
+from ..operations.agreement import Call
+from ..optim.settings import refuse_different as refuse_different_settings
+from ..record.statistics import Statistics
+from ..training.gradients import refuse_different
+from .layout import Layout, Vectors, arrays_of, specs_of, tensors_of
+from .pairs import Exchanges, partner
+
+_log = logging.getLogger("mpiring")
+
+
+class PairAveraging:
+    """Weights that random pairs of ranks average, in the background, instead of all in each step.
+
+        with PairAveraging(model, comm, seed=1) as pairs:
+            for batch in batches:
+                ...
+                optimizer.step()                # any, of this rank alone
+                pairs.step()
+
+    In each round a perfect matching of the ranks is drawn from the seed, which all know. A rank
+    and its partner exchange snapshots of their weights while they compute. When the partner's has
+    come, half of the difference of the two snapshots is added to the weights, on both sides: so
+    the mean over all ranks is what it would be without, to rounding, whatever was learnt meanwhile.
+    The next round begins then: ranks may be in different rounds, and take several steps in one.
+    Optimizers' states stay each rank's own.
+
+    Sources: Lian et al., Can decentralized algorithms outperform centralized algorithms?, NIPS
+    2017 (D-PSGD); Lian et al., Asynchronous decentralized parallel SGD, ICML 2018 (AD-PSGD).
+
+    Args:
+        model: A PyTorch module, of which parameters and floating buffers that are saved are
+            averaged, or a dict of NumPy arrays; in host memory. Weights of rank 0 count.
+        comm: The ranks.
+        seed: Of the matchings.
+        delay: A partner is waited for after so many steps; 0 waits in the same step. Up to 1,
+            results do not depend on the speeds of ranks.
+
+    Attributes:
+        rounds: Rounds that this rank has begun.
+        delay: As above.
+
+    Raises:
+        ConfigError: An argument is wrong, or differs between ranks.
+        BufferMismatchError: The models differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, model: Any, comm: Communicator, *, seed: int = 0, delay: int = 4) -> None:
+        refuse_other_than_communicators(comm)
+        self._params: dict[str, Array] = arrays_of(tensors_of(model), comm)
+        self._seed, self.delay = whole_number("seed", seed, 0), whole_number("delay", delay, 0)
+        specs = specs_of(self._params)
+        refuse_different(comm, "parameter", [str(spec) for spec in specs])
+        refuse_different_settings(comm, "PairAveraging", {"seed": self._seed, "delay": self.delay})
+        self._comm, self.rounds = comm, 0
+        layout = Layout(specs, 1)
+        self._mine, self._theirs = (Vectors(layout, name) for name in ("mine", "theirs"))
+        self._exchanges = Exchanges(comm.rank, comm.size)
+        self._exchange: tuple[Message[None], int] | None = None
+        self._age = 0
+        self._calls, self._waited_s, self._under_way_s = 0, 0.0, 0.0
+        for flat in self._snapshot():
+            comm.broadcast(flat, root=0)
+        self._restore()
+        self.closed = False
+        self._messaging: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._messages = self._messaging.messages()
+
+    def step(self) -> None:
+        """Take what a partner has sent, and begin the next round; after each optimizer.step().
+
+        Raises:
+            StallError: The partner does not answer after `stall_timeout_s`; names it.
+
+        Collective: no. Blocking: for a partner that is late by `delay` steps.
+        """
+        if self._exchange is not None:
+            self._age += 1
+            if self._age >= self.delay or self._exchange[0].test():
+                self._complete()
+        if self._exchange is None:
+            self._begin()
+            if self.delay == 0:
+                self._complete()
+
+    def agree(self) -> None:
+        """Complete all rounds, and set the weights of all ranks to their mean.
+
+        Before weights are evaluated or saved; training may go on.
+
+        Collective: yes. Blocking: yes, for as long as others train.
+        """
+        self._complete()
+        handle = self._messages.submit(
+            Call("answer", "partners in pair averaging"), lambda net: self._exchanges.answer(
+                net, self.rounds, self._partner, self._snapshot, self._theirs.flats,
+                lambda: self._take(None)))
+        # Others may train for hours; who stalls is reported.
+        self._await(handle, math.inf)
+        last = np.array([handle.wait()])
+        self._comm.allreduce(last, op="max")
+        self.rounds = int(last[0])
+        for flat in self._snapshot():
+            self._comm.allreduce(flat, op="mean")
+        self._restore()
+
+    def close(self) -> None:
+        """Let all ranks agree, and end.
+
+        Collective: yes. Blocking: yes, for as long as others train.
+        """
+        if not self.closed:
+            self.agree()
+            self.closed = True
+            self._messaging.close()
+
+    def __enter__(self) -> "PairAveraging":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        # After an exception the other ranks do not agree: let it end the job.
+        if error is None:
+            self.close()
+
+    @property
+    def statistics(self) -> Statistics:
+        """Costs of this rank's exchanges so far."""
+        return Statistics(self._calls, self._exchanges.bytes_sent, self._under_way_s,
+                          self._waited_s)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes with weights that are saved after `agree()`.
+
+        Raises:
+            ConfigError: An exchange is under way.
+
+        Collective: no.
+        """
+        if self._exchange is not None:
+            raise ConfigError(f"rank {self._comm.rank}: an exchange with rank {self._exchange[1]} "
+                              f"is under way; call agree(), on all ranks, before state_dict()")
+        return {"seed": self._seed, "rounds": self.rounds}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go on from a state, alike on all ranks, before the first step; weights are not in it.
+
+        Raises:
+            ConfigError: It is none, or differs between ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        refuse_other_state(state_dict, ("seed", "rounds"), "of a PairAveraging")
+        self.state_dict()
+        seed = whole_number("seed", state_dict["seed"], 0)
+        rounds = whole_number("rounds", state_dict["rounds"], 0)
+        refuse_different_settings(self._comm, "the state of PairAveraging", {
+            "seed": seed, "rounds": rounds})
+        self._seed, self.rounds = seed, rounds
+
+    # Details
+
+    def _partner(self, number: int) -> int | None:
+        return partner(self._seed, number, self._comm.rank, self._comm.size)
+
+    def _begin(self) -> None:
+        other = self._partner(self.rounds)
+        self.rounds += 1
+        if other is not None:
+            mine = self._snapshot()
+            self._exchange = self._messages.submit(
+                Call("exchange", f"with rank {other} in round {self.rounds - 1}",
+                     nbytes=sum(x.nbytes for x in mine)),
+                lambda net: self._exchanges.exchange(net, other, mine, self._theirs.flats),
+                other), other
+            self._age = 0
+            self._calls += 1
+
+    def _complete(self) -> None:
+        """Await the exchange that is under way, if there is one, and take what has come."""
+        if self._exchange is not None:
+            handle, other = self._exchange
+            self._await(handle)
+            self._under_way_s += handle.flight.ended_s - handle.flight.called_s
+            self._exchange = None
+            self._take(other)
+
+    def _await(self, handle: Message[Any], timeout_s: float | None = None) -> None:
+        began_s = time.monotonic()
+        try:
+            handle.wait(timeout_s)
+        finally:
+            self._waited_s += time.monotonic() - began_s
+
+    def _snapshot(self) -> list[Array]:
+        for name, x in self._params.items():
+            self._mine.views[name][...] = x
+        return self._mine.flats
+
+    def _restore(self) -> None:
+        for name, x in self._params.items():
+            x[...] = self._mine.views[name]
+
+    def _take(self, other: int | None) -> None:
+        """Add half of the difference of two snapshots to the weights."""
+        for mine, theirs in zip(self._mine.flats, self._theirs.flats):
+            np.subtract(theirs, mine, out=theirs)
+            np.multiply(theirs, theirs.dtype.type(0.5), out=theirs)
+        if not all(is_finite(x) for x in self._theirs.flats):
+            # The partner finds the same.
+            _log.warning("rank %d: round %d with rank %s is left out: a snapshot of theirs holds "
+                         "NaN or Inf", self._comm.rank, self.rounds - 1, other)
+            return
+        for name, x in self._params.items():
+            x += self._theirs.views[name]

@@ -1,0 +1,372 @@
+"""A parameter server whose slices all ranks own: nobody waits, or not for long."""
+
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from ..arguments import whole_number
+from ..communicator import Communicator, refuse_other_than_communicators
+from ..engine.handle import Handle
+from ..engine.messages import Message
+from ..errors import ClosedError, ConfigError, StallError
+from ..memory.arrays import Array, is_finite
+from ..operations.agreement import Call
+from ..operations.operation import Collectives
+from ..optim.optimizer import Model, Optimizer
+from ..optim.settings import refuse_different as refuse_different_settings
+from ..record.statistics import Statistics
+from ..text import first_few, ranks_text
+from ..training.gradients import refuse_different
+from ..transport.base import Schedule
+from .layout import Layout, Vectors, arrays_of, specs_of
+from .owner import Owner, Until
+from .store import SliceStore
+from .worker import Worker
+
+_log = logging.getLogger("mpiring")
+# A warning names so many tensors.
+_NAMES = 4
+
+
+class ParameterServer:
+    """A model whose weights are updated by all ranks, each at its own pace.
+
+        with ParameterServer(params, comm, optimizer=partial(SGD, lr=0.1)) as server:
+            for batch in batches:
+                server.push(gradients(params, batch))
+                server.pull()
+
+    Each rank owns a slice of the model, with the optimizer's state for it, and serves it in the
+    background. A rank's clock is the number of its pushes. `pull` at clock c returns once every
+    rank has pushed c − `staleness` times, so that nobody reads anything older, and nobody who
+    pulls in every step runs further ahead; a rank always reads its own pushes. Ranks that have
+    finished hold nobody back.
+
+    With a staleness of 0 the pushes of one clock are applied together, as their mean, in the order
+    of ranks: synchronous training, with equal bits in every run. Otherwise each push is an update
+    of its own, when it arrives, with the learning rate over 1 + τ, where τ is the number of updates
+    since the rank last pulled. `lr` and `momentum` that are functions get the number of updates:
+    one per clock, or one per push.
+
+    Sources: Ho et al., NIPS 2013; Zhang et al., IJCAI 2016. See Owner.
+
+    Args:
+        params: The model, by name: NumPy arrays or PyTorch's tensors in host memory, float16,
+            bfloat16, float32 or float64, alike on all ranks. Those of rank 0 count. `pull` writes
+            into them.
+        comm: The ranks.
+        optimizer: Makes one of mpiring.optim that treats each element for itself, given a model:
+            `SGD`, or `functools.partial(AdamW, lr=1e-3)`.
+        staleness: As above, in pushes; None never waits.
+        damped: Divide learning rates by 1 + τ.
+
+    Attributes:
+        params: As above.
+        grads: Memory for gradients, by name, to write into and `push()`, instead of passing others.
+        clock: This rank's pushes.
+        refused: Those of them that were not finite.
+        staleness: As above.
+        closed: Whether `close` was called.
+
+    Raises:
+        ConfigError: An argument is wrong, or differs between ranks.
+        BufferMismatchError: The models differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, params: Mapping[str, Any], comm: Communicator, *,
+                 optimizer: Callable[[Model], Optimizer], staleness: int | None = 4,
+                 damped: bool = True) -> None:
+        refuse_other_than_communicators(comm)
+        self.params: dict[str, Array] = arrays_of(params, comm)
+        self.staleness = staleness = (
+            None if staleness is None else whole_number("staleness", staleness, 0))
+        self.clock = self.refused = 0
+        specs = specs_of(self.params)
+        refuse_different(comm, "parameter", [str(spec) for spec in specs])
+        refuse_different_settings(comm, "ParameterServer", {
+            "staleness": staleness, "damped": bool(damped)})
+        self._comm = comm
+        self._layout = Layout(specs, comm.size)
+        self._gradients, self._weights = (Vectors(self._layout, name)
+                                          for name in ("grads", "weights"))
+        self.grads = self._gradients.views
+        self._store = SliceStore(self._layout, self._comm, optimizer)
+        self._owner = Owner(comm.size, staleness, self._store, damped=bool(damped))
+        self._worker = Worker()
+        self._pushed: Message[None] | None = None
+        self._served, self._finished, self.closed = False, False, False
+        self._calls, self._waited_s, self._under_way_s = 0, 0.0, 0.0
+        # Last: what is wrong is found before a communicator is made that has to be closed.
+        self._messaging: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._messages = self._messaging.messages()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Spread rank 0's weights, and begin to serve."""
+        for name, x in self.params.items():
+            self._weights.views[name][...] = x
+        for flat in self._weights.flats:
+            self._comm.broadcast(flat, root=0)
+        for own, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
+            own[...] = x
+        self._write()
+        self._serving = self._messages.submit(Call("serve", "a slice"), self._owner.serve)
+        # Now every rank has a slice to answer with.
+        self._comm.barrier()
+
+    # Training
+
+    def push(self, gradients: Mapping[str, Any] | None = None) -> None:
+        """Send this rank's gradients; returns while they travel.
+
+        A NaN or Inf in them makes the push void: it counts for the clock, no weight changes, and
+        a warning names the tensors.
+
+        Args:
+            gradients: By name, as `params`; copied. None for what was written into `grads`, to be
+                left alone until the next `pull` has returned.
+
+        Raises:
+            ConfigError: Gradients are missing, or have other shapes or dtypes.
+            StallError: The last push does not arrive.
+            ClosedError: This rank has finished.
+
+        Collective: no. Blocking: for the last push, where no `pull` followed it.
+        """
+        self._refuse_finished("push()")
+        self._await_push()
+        if gradients is not None:
+            self._copy(gradients)
+        self.clock += 1
+        self._calls += 1
+        bad = [name for name, x in self.grads.items() if not is_finite(x.reshape(-1))]
+        if bad:
+            self.refused += 1
+            _log.warning("rank %d: push %d is refused: NaN or Inf in the gradients of %s",
+                         self._comm.rank, self.clock, first_few(bad, _NAMES))
+        slices = None if bad else self._gradients.slices
+        self._pushed = self._messages.submit(
+            Call("push", f"number {self.clock}", nbytes=self._nbytes * (not bad)),
+            lambda net: self._worker.push(net, self.clock, slices))
+
+    def pull(self) -> Mapping[str, Array]:
+        """Write the newest weights into `params`, and return these.
+
+        Returns once no rank is further behind than `staleness` allows.
+
+        Raises:
+            StallError: A rank is behind, or an owner does not answer, after `stall_timeout_s`;
+                names them.
+            ClosedError: This rank has finished.
+
+        Collective: no. Blocking: yes.
+        """
+        self._refuse_finished("pull()")
+        self._calls += 1
+        handle = self._messages.submit(
+            Call("pull", f"at clock {self.clock}", nbytes=self._nbytes),
+            lambda net: self._worker.pull(net, self.clock, self._weights.slices))
+        self._await(handle)
+        self._under_way_s += handle.flight.ended_s - handle.flight.called_s
+        self._await_push()
+        self._write()
+        return self.params
+
+    def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
+        """Push, then pull; return whether the gradients were finite."""
+        refused = self.refused
+        self.push(gradients)
+        self.pull()
+        return self.refused == refused
+
+    @property
+    def clocks(self) -> list[int]:
+        """The pushes of every rank that were applied to this rank's slice."""
+        return list(self._owner.clocks)
+
+    @property
+    def statistics(self) -> Statistics:
+        """Costs of this rank's pushes and pulls so far; `communication_s` is that of pulls.
+
+        Of the bytes that it has sent, some are weights for others.
+        """
+        return Statistics(self._calls, self._worker.bytes_sent + self._owner.bytes_sent,
+                          self._under_way_s, self._waited_s)
+
+    # The end
+
+    def finish(self) -> None:
+        """End this rank's training: it holds others back no more, but serves its slice.
+
+        Collective: no. Blocking: for the last push.
+        """
+        if self._finished:
+            return
+        self._await_push()
+        self._finished = True
+        self._pushed = self._messages.submit(
+            Call("finish", f"at clock {self.clock}"),
+            lambda net: self._worker.finish(net, self.clock))
+
+    def close(self) -> None:
+        """Finish, wait until all ranks have, and write the final weights into `params`.
+
+        Collective: yes. Blocking: yes, for as long as others train.
+        """
+        if self.closed:
+            return
+        self.finish()
+        # Others may train for hours.
+        self._comm.run(Call("finish", "a ParameterServer"),
+                       lambda collectives: collectives.barrier(), patient=True)
+        self._await(self._serving)
+        self._await_push()
+        self._gather()
+        self.closed = True
+        self._messaging.close()
+
+    def __enter__(self) -> "ParameterServer":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        # After an exception the other ranks do not close: let it end the job.
+        if error is None:
+            self.close()
+
+    # The state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a copy of weights and optimizer state of the whole model, after all pushes so far.
+
+        Raises:
+            ConfigError: With a staleness of 0, ranks have pushed different numbers of times.
+
+        Collective: yes. Blocking: yes.
+        """
+        with self._settled():
+            return self._store.whole()
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return the same of this rank's slice, for `Checkpoints.save(step, sharded=...)`.
+
+        Raises: as `state_dict`.
+
+        Collective: yes. Blocking: yes.
+        """
+        with self._settled():
+            return self._store.sliced()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state, on any number of ranks; writes the weights into `params`.
+
+        All clocks begin at 0 again.
+
+        Args:
+            state_dict: Of `state_dict`, or `Saved.sharded` of a checkpoint.
+
+        Raises:
+            ConfigError: It is of another model or optimizer, or a rank has finished.
+
+        Collective: yes. Blocking: yes.
+        """
+        with self._settled() as finished:
+            if finished:
+                raise ConfigError(f"load_state_dict() after {ranks_text(finished)} finished; make "
+                                  f"another ParameterServer")
+            self._store.load(state_dict)
+            self._gather()
+            self.clock = 0
+            self._owner.restart()
+
+    @contextmanager
+    def _settled(self) -> Iterator[list[int]]:
+        """Hold all ranks while all pushes so far are applied; yield those that have finished."""
+        if self.closed:
+            raise ClosedError(f"rank {self._comm.rank}: this ParameterServer is closed; ask for "
+                              f"its state before")
+        found = self._comm.allgather_object((self.clock, self._finished))
+        clocks = [clock for clock, _ in found]
+        if self.staleness == 0 and len({clock for clock, finished in found if not finished}) > 1:
+            raise ConfigError(f"ranks have pushed {clocks} times: with staleness=0, pushes of a "
+                              f"clock are applied together; ask for the state after the same step")
+        self._await(self._messages.submit(Call("settle", f"at clocks {clocks}"), lambda net: _until(
+            lambda: self._owner.clocks == clocks, f"the pushes {clocks}")))
+        yield [rank for rank, (_, finished) in enumerate(found) if finished]
+        self._comm.barrier()
+
+    # Details
+
+    @property
+    def _nbytes(self) -> int:
+        return sum(flat.nbytes for flat in self._weights.flats)
+
+    def _refuse_finished(self, what: str) -> None:
+        if self._finished:
+            raise ClosedError(f"rank {self._comm.rank}: {what} after finish(); this rank's "
+                              f"training has ended")
+
+    def _copy(self, gradients: Mapping[str, Any]) -> None:
+        arrays = arrays_of(gradients, self._comm)
+        if [*sorted(arrays)] != [*sorted(self.grads)]:
+            wrong = sorted(arrays.keys() ^ self.grads.keys())
+            raise ConfigError(f"rank {self._comm.rank}: gradients and parameters differ by "
+                              f"{', '.join(wrong)}; push one of each, zeros where there is none")
+        for name, view in self.grads.items():
+            x = arrays[name]
+            if (x.shape, x.dtype) != (view.shape, view.dtype):
+                raise ConfigError(
+                    f"rank {self._comm.rank}: the gradient of {name!r} is {x.dtype} {x.shape}; "
+                    f"expected {view.dtype} {view.shape}")
+            if x is not view:
+                view[...] = x
+
+    def _write(self) -> None:
+        for name, x in self.params.items():
+            x[...] = self._weights.views[name]
+
+    def _gather(self) -> None:
+        """Write the weights that all owners have into `params`, while nobody pushes."""
+        for own, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
+            x[...] = own
+        for flat, bounds in zip(self._weights.flats, self._layout.bounds):
+            self._comm.run(Call("allgather", "weights"),
+                           functools.partial(_allgather, x=flat, bounds=bounds))
+        self._write()
+
+    def _await_push(self) -> None:
+        if self._pushed is not None:
+            self._await(self._pushed)
+            self._pushed = None
+
+    def _await(self, handle: Handle[Any]) -> None:
+        began_s = time.monotonic()
+        try:
+            handle.wait()
+        except StallError as error:
+            raise StallError("\n".join([*self._late(), str(error)])) from None
+        finally:
+            self._waited_s += time.monotonic() - began_s
+
+    def _late(self) -> list[str]:
+        """Return lines about ranks that keep this one waiting."""
+        silent = sorted(self._worker.unanswered)
+        behind = self._owner.behind(self.clock)
+        return [f"rank {self._comm.rank} waits at clock {self.clock}", *(
+            f"  rank {rank} is behind: it has pushed {self._owner.clocks[rank]} times, and "
+            f"staleness={self.staleness} wants {self.clock - (self.staleness or 0)}"
+            for rank in behind), *[f"  no weights from {ranks_text(silent)}"] * bool(silent)]
+
+
+def _allgather(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    yield from collectives.allgather(x, bounds=bounds)
+
+
+def _until(happened: Callable[[], bool], text: str) -> Schedule[None]:
+    yield (Until(happened, text),)

@@ -1,0 +1,180 @@
+"""Updates one rank's slice of a model by an optimiser of mpiring.optim, and saves it by tensor."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..buckets.bucket import Bucket
+from ..communicator import Communicator
+from ..errors import ConfigError
+from ..memory.arrays import Array
+from ..memory.reduction import Reduction
+from ..memory.sliced import Sliced
+from ..optim import state
+from ..optim.optimizer import Model, Optimizer
+from .layout import Layout, memory
+
+# The name of the weights among the vectors of a state.
+_WEIGHTS = "w"
+
+
+class _Gradients:
+    """The gradient that an update takes, in the place of an Averager."""
+
+    steps, moment = 0, ""
+    scatters, under_way, finite = False, False, True
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
+        self.buckets = buckets
+        self.tensors = {tensor.name: tensor for bucket in buckets
+                        for tensor in bucket.plan.tensors}
+
+    def claim(self, optimizer: object, *, scatters: bool) -> None:
+        """Agree: nobody else knows it."""
+
+    def bounds(self, bucket: Bucket) -> list[int]:
+        """Return that all of it is this rank's."""
+        return [0, bucket.plan.size]
+
+    def own(self, bucket: Bucket) -> slice:
+        """Return all of it."""
+        return slice(0, bucket.plan.size)
+
+
+class _Slice:
+    """A rank's slice of a model, as an optimiser sees a model."""
+
+    def __init__(self, comm: Communicator, weights: Sequence[Bucket],
+                 gradients: _Gradients) -> None:
+        self.comm, self.gradients = comm, gradients
+        self._views = {name: view for bucket in weights for name, view in bucket.views.items()}
+
+    def vector(self, name: str) -> Array:
+        """Return the elements of a tensor that are here."""
+        return self._views[name]
+
+    def wait(self) -> None:
+        """Return: there is nothing to wait for."""
+
+
+class SliceStore:
+    """A rank's slice of a model: weights, and an optimiser with its state.
+
+    Args:
+        layout: Of the model.
+        comm: The ranks.
+        optimizer: Makes the optimiser, given a model.
+
+    Attributes:
+        weights: Vectors; zeros at first.
+        optimizer: As it was made.
+
+    Raises:
+        ConfigError: It is not an optimiser that updates each element for itself, or ranks made
+            different ones.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, layout: Layout, comm: Communicator,
+                 optimizer: Callable[[Model], Optimizer]) -> None:
+        self._layout, self._comm = layout, comm
+        self._segments = layout.segments(comm.rank)
+        plans = layout.part(comm.rank)
+        weights, self._gradients = memory(plans), memory(plans)
+        self.weights = [bucket.flat for bucket in weights]
+        self._model = _Slice(comm, weights, _Gradients(self._gradients))
+        self.optimizer = _made(optimizer, self._model)
+        # The first update lays state out, a collective operation, and compiles, for seconds, while
+        # nobody would be served. Zeros stay zeros.
+        self.update([self.weights] * min(comm.size, 2), 1.0)
+        self.optimizer.steps = 0
+
+    def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
+        """Update the weights once, with the mean of some gradients; see Store."""
+        for bucket, *sources in zip(self._gradients, *gradients):
+            Reduction("mean", bucket.plan.dtype, len(sources)).combine(sources, bucket.flat)
+        self.optimizer.update(1.0, lambda index: None, rate=rate)
+
+    def sliced(self) -> dict[str, Any]:
+        """Return a copy of weights and state: this rank's ranges of the model's tensors.
+
+        Collective: no.
+        """
+        its = self._saved()
+        return {**its, "tensors": {name: {vector: self._range(name, x)
+                                          for vector, x in vectors.items()}
+                                   for name, vectors in its["tensors"].items()}}
+
+    def whole(self) -> dict[str, Any]:
+        """Return a copy of weights and state of the whole model, on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        mine = self.sliced()
+        return {**mine, "tensors": state.gathered(self._comm, mine["tensors"])}
+
+    def load(self, saved: Any) -> None:
+        """Go on from what `sliced`, of all ranks, or `whole` has returned.
+
+        Raises:
+            ConfigError: It is of another model or optimiser, on all ranks; says how.
+
+        Collective: yes. Blocking: yes.
+        """
+        problem, mine = "", self._saved()
+        try:
+            mine["steps"], leaves = state.checked(
+                saved, mine["optimizer"], self._layout.tensors, {
+                    name: {vector: x.dtype for vector, x in vectors.items()}
+                    for name, vectors in mine["tensors"].items()})
+            mine["tensors"] = {name: {vector: self._read(name, leaf)
+                                      for vector, leaf in vectors.items()}
+                               for name, vectors in leaves.items()}
+        except ConfigError as error:
+            problem = str(error)
+        state.refuse_problem(self._comm, problem)
+        self.optimizer.load_state_dict(mine)
+        for name, vectors in mine["tensors"].items():
+            self._model.vector(name)[...] = vectors[_WEIGHTS]
+
+    def _saved(self) -> dict[str, Any]:
+        """Return a copy of the optimiser's state, in which the weights are one more vector."""
+        its = self.optimizer.state_dict()
+        for name, vectors in its["tensors"].items():
+            vectors[_WEIGHTS] = self._model.vector(name).copy()
+        return its
+
+    def _range(self, name: str, x: Array) -> Sliced:
+        """Return the elements that are here as a range of a tensor."""
+        segment = self._segments.get(name)
+        return Sliced(self._layout.tensors[name].shape, {} if segment is None else {
+            (segment.offset, segment.offset + segment.size): x}, x.dtype)
+
+    def _read(self, name: str, leaf: Sliced) -> Array:
+        """Return the elements of a tensor that are here."""
+        if name not in self._segments:
+            return np.empty(0, leaf.dtype)
+        segment = self._segments[name]
+        return leaf.read(segment.offset, segment.offset + segment.size)
+
+
+def _made(optimizer: Any, model: _Slice) -> Optimizer:
+    example = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
+    if not callable(optimizer) or isinstance(optimizer, Optimizer):
+        raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {example}")
+    try:
+        made = optimizer(model)
+    except TypeError as exc:
+        raise ConfigError(f"optimizer={optimizer!r:.200} cannot be made of a model alone: {exc}; "
+                          f"pass {example}") from exc
+    if not isinstance(made, Optimizer):
+        raise ConfigError(f"optimizer={optimizer!r:.80} makes a {type(made).__name__}; pass one of "
+                          f"mpiring.optim, as {example}")
+    if not made.elementwise or made.sharded:
+        raise ConfigError(
+            f"{made!r} cannot update a slice alone: it takes norms of whole tensors, which are cut "
+            f"over ranks, or shards what is one rank's already; pass SGD, Adam or AdamW, without "
+            f"max_norm or sharded=True")
+    return made

@@ -1,0 +1,312 @@
+"""Measures ways to talk less often, or not to wait, by training a model on real text with each."""
+
+import logging
+import math
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...reducers import PowerSGD
+from ..arguments import above_zero, checked, names, not_negative, positive
+from ..files import Environment, Row
+from ..table import Column
+from ..units import parse_time
+from . import curves, learning, reducers
+from .benchmark import Benchmark, run
+from .curves import ALONE, DENSE
+from .learning import UNSETTLED_STEPS
+from .peers import refuse_missing_torch
+from .results import Measurement
+from .wire import Traffic
+from .world import World
+
+if TYPE_CHECKING:
+    from .torch_training import Task, Training
+
+_DESCRIPTION = """\
+Trains a transformer on the text of Python's standard library, from the same weights, in ways
+that talk less often, or do not wait, and looks at the loss on other text.
+
+  alone      each rank for itself: the compute only
+  dense      the mean of gradients in each step, of which all others are measured
+  powersgd   the same, as matrices of rank 4
+  localsgd   the mean of parameters, --every so many steps
+  diloco     outer steps by Nesterov's momentum, --every so many
+  streaming  the same for --fragments of the model in turn, each under way for --delay steps
+  server     each rank pushes gradients and pulls weights, at most --staleness steps old
+  pairs      random pairs of ranks exchange weights, and wait after --pair-delay steps
+
+Each is trained at all --learning-rates with the first of the --seeds, and at the best of them,
+by the loss at the end, with the others. The loss is that of the global parameters, with pairs
+of the ranks' mean, which they take then, and with server the mean over ranks, each of which
+predicts a share of the texts with the weights that it has pulled last. Ranks wait for each
+other before each look at the loss. In the end all have the same parameters, or it has failed.
+
+  exposed  time of a step in which the slowest rank waited for others
+  bytes    those that dense sends in a step / those that this one sends; on wire: the same, by
+           the hosts' own counters
+  reached s  training until the target loss          faster  dense's time until then / this one's"""
+
+_log = logging.getLogger("mpiring")
+
+# Of torch_ways, each is made anew for each training.
+METHODS: Mapping[str, Callable[[Any, Namespace], Callable[..., Any]]] = {
+    ALONE: lambda ways, its: ways.Alone,
+    DENSE: lambda ways, its: ways.Averaged,
+    "powersgd": lambda ways, its: partial(ways.Averaged, reducer=PowerSGD(rank=4)),
+    "localsgd": lambda ways, its: partial(ways.Rarely, make=partial(
+        ways.LocalSGD, every=its.every, reducer=_outer_reducer(its))),
+    "diloco": lambda ways, its: partial(ways.Rarely, make=partial(ways.DiLoCo, **_outer(its))),
+    "streaming": lambda ways, its: partial(ways.Rarely, make=partial(
+        ways.DiLoCo, **_outer(its), fragments=its.fragments, delay=its.delay)),
+    "server": lambda ways, its: partial(ways.Pushed, staleness=its.staleness),
+    "pairs": lambda ways, its: partial(ways.InPairs, delay=its.pair_delay),
+}
+# They answer others while their own rank waits in MPI.
+_NEED_A_THREAD = ("server", "pairs")
+NAMES = tuple(METHODS)
+# Around the best rates of small transformers.
+_RATES = {"adamw": [3e-4, 1e-3, 3e-3], "sgd": [0.05, 0.2, 0.8]}
+
+
+def _outer_reducer(options: Namespace) -> Any:
+    return reducers.METHODS[options.outer_reducer](0)
+
+
+def _outer(options: Namespace) -> dict[str, Any]:
+    return {"every": options.every, "lr": options.outer_rate, "momentum": options.outer_momentum,
+            "reducer": _outer_reducer(options)}
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.set_defaults(action=lambda options: run(LOCAL, complete(options)),
+                        settled=UNSETTLED_STEPS)
+    parser.add_argument("--methods", type=names(NAMES), default=list(NAMES), metavar="A,B",
+                        help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--learning-rates", type=_rates, metavar="A,B",
+                        help="the same for all methods; default: " + ", ".join(
+                            f"{','.join(f'{rate:g}' for rate in rates)} with {name}"
+                            for name, rates in _RATES.items()))
+    parser.add_argument("--every", type=positive, default=20, metavar="STEPS",
+                        help="of localsgd, diloco, streaming; default: 20")
+    parser.add_argument("--fragments", type=positive, default=4, help="of streaming; default: 4")
+    parser.add_argument("--delay", type=not_negative, default=4, metavar="STEPS",
+                        help="of streaming; default: 4")
+    parser.add_argument("--outer-rate", type=above_zero, default=0.7, metavar="RATE",
+                        help="of diloco, streaming; default: 0.7")
+    parser.add_argument("--outer-momentum", type=above_zero, default=0.9, metavar="MOMENTUM",
+                        help="of diloco, streaming; default: 0.9")
+    parser.add_argument("--outer-reducer", choices=tuple(reducers.METHODS), default="int8",
+                        help="of localsgd, diloco, streaming, between nodes; default: int8")
+    parser.add_argument("--staleness", type=_staleness, default=4, metavar="STEPS",
+                        help="of server; none: it never waits; default: 4")
+    parser.add_argument("--pair-delay", type=not_negative, default=4, metavar="STEPS",
+                        help="of pairs; default: 4")
+    parser.add_argument("--straggler", type=_straggler, metavar="TIME,SHARE",
+                        help="each rank sleeps that long in that share of its steps, at random; "
+                             "as 30ms,0.25")
+    learning.declare(parser)
+
+
+def _rates(text: str) -> list[float]:
+    return list(dict.fromkeys(above_zero(part.strip()) for part in text.split(",")))
+
+
+def _staleness(text: str) -> int | None:
+    return None if text == "none" else not_negative(text)
+
+
+def _straggler(text: str) -> tuple[float, float]:
+    """Parse seconds, and a share of steps."""
+    seconds, _, share = text.partition(",")
+    try:
+        value = float(share)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value <= 1:
+        raise ArgumentTypeError(f"{text!r}: expected a time and a share of the steps, as "
+                                f"30ms,0.25")
+    return checked(parse_time)(seconds), value
+
+
+def complete(options: Namespace) -> Namespace:
+    """Give the options that depend on others their defaults.
+
+    Raises:
+        ConfigError: No steps are left to be measured, or the outer steps' options do not fit.
+    """
+    if options.steps <= options.settled:
+        raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
+                          f"not measured")
+    if options.fragments > options.every or options.delay >= options.every:
+        raise ConfigError(f"--fragments {options.fragments} --delay {options.delay}: expected at "
+                          f"most --every {options.every} fragments, and a shorter delay")
+    if options.validate_every is None:
+        options.validate_every = max(1, options.steps // 20)
+    # Between two looks at the loss, nobody waits for anybody but the method itself.
+    options.stretch = options.steps
+    options.learning_rates = options.learning_rates or _RATES[options.optimizer]
+    return options
+
+
+def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Train with all methods; yield after each training, after the last one all of them.
+
+    Raises:
+        MissingDependencyError: There is no PyTorch.
+        ConfigError: A method needs a background thread, and MPI allows none.
+        WrongAnswerError: A method's parameters differ between ranks in the end.
+
+    Collective: yes. Blocking: yes.
+    """
+    world.everywhere(refuse_missing_torch)
+    from . import torch_training
+    _refuse_without_a_thread(world, options)
+    task = torch_training.task(world, options)
+    world.warm_up()
+    traffic, found = Traffic(world), list[Measurement]()
+    for name in options.methods:
+        learning.rehearse(world, _begun(
+            world, options, learning.narrow(task), name, 0, options.learning_rates[0]))
+    for seed, rate_index, name in _trainings(options):
+        rate = _best(found, name) if rate_index is None else options.learning_rates[rate_index]
+        found.append(_train(world, options, task, traffic, name, seed, rate))
+        torch_training.free()
+        yield found if len(found) == _cases(options) else []
+
+
+def _refuse_without_a_thread(world: World, options: Namespace) -> None:
+    asked = [name for name in options.methods if name in _NEED_A_THREAD]
+    if asked and world.comm.config.progress == "inline":
+        raise ConfigError(
+            f"{' and '.join(asked)}: without a background thread (thread level "
+            f"{world.thread_level}, or MPIRING_PROGRESS=inline) a rank that waits for others to "
+            f"be timed would answer nobody; leave them out with --methods")
+
+
+def _trainings(options: Namespace) -> list[tuple[int, int | None, str]]:
+    """Return seed, number of the rate, None for the best one, and method of each training."""
+    first, *others = options.seeds
+    grid = [(first, number, name) for number in range(len(options.learning_rates))
+            for name in options.methods if name != ALONE or number == 0]
+    return grid + [(seed, None, name) for seed in others
+                   for name in options.methods if name != ALONE]
+
+
+def _cases(options: Namespace) -> int:
+    return len(_trainings(options))
+
+
+def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int, rate: float,
+           pause: Callable[[], object] = lambda: None) -> "Training":
+    from . import torch_training, torch_ways
+    way = METHODS[name](torch_ways, options)
+    rule = torch_ways.Rule(options.optimizer, rate)
+    return torch_training.Training(task, world, options.batch, seed,
+                                   lambda module: way(module, world.comm, rule), pause)
+
+
+def _train(world: World, options: Namespace, task: "Task", traffic: Traffic, name: str, seed: int,
+           rate: float) -> Measurement:
+    training = _begun(world, options, task, name, seed, rate, _pauses(world, options, seed))
+    readings = learning.learn(world, options, training, traffic, name, seed)
+    return Measurement({
+        "method": name, "settings": training.settings, "parameters": task.parameters,
+        "seed": seed, "batch": options.batch, "optimizer": options.optimizer,
+        "learning_rate": rate, "straggler": options.straggler,
+        "thread_level": world.thread_level}, readings)
+
+
+def _pauses(world: World, options: Namespace, seed: int) -> Callable[[], object]:
+    """Return what sleeps in some steps of this rank, the same ones with each method."""
+    if options.straggler is None:
+        return lambda: None
+    seconds, share = options.straggler
+    dice = np.random.default_rng([seed, world.rank, world.size])
+    return lambda: time.sleep(seconds if dice.random() < share else 0.0)
+
+
+def _best(found: Sequence[Measurement], name: str) -> float:
+    """Return the learning rate with which a method has come to the lowest loss, with one seed."""
+    first = [training for training in found if training.labels["method"] == name
+             and training.labels["seed"] == found[0].labels["seed"]]
+    best = min(first, key=_end)
+    return float(best.labels["learning_rate"])
+
+
+def _end(training: Measurement) -> float:
+    bits = training.readings["bits"]
+    return bits[-1] if bits and math.isfinite(bits[-1]) else math.inf
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each method at its best learning rate, with the losses at all of them."""
+    trainings: dict[str, list[Measurement]] = {}
+    for name in dict.fromkeys(training.labels["method"] for training in found):
+        best = _best(found, name)
+        trainings[name] = [training for training in found if training.labels["method"] == name
+                           and training.labels["learning_rate"] == best]
+    dense = trainings.get(DENSE, [])
+    curve = curves.curve_of(dense) if dense else curves.Curve()
+    target = options.target_loss or curves.default_target(curve)
+    return [{
+        **{key: value for key, value in mine[0].labels.items() if key != "seed"},
+        "seeds": len(mine),
+        **_speeds(mine, trainings, about, options),
+        "fewer_bytes": curves.ratio(curves.reading(dense, "sent_bytes"),
+                                    curves.reading(mine, "sent_bytes")),
+        "wire_ratio": curves.ratio(curves.reading(dense, "host_bytes"),
+                                   curves.reading(mine, "host_bytes")),
+        "sent_bytes_per_step": curves.reading(mine, "sent_bytes"),
+        "host_bytes_per_step": curves.reading(mine, "host_bytes"),
+        **curves.accuracy(mine, curve, target),
+        **_grid(found, name),
+    } for name, mine in trainings.items()]
+
+
+def _speeds(mine: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
+            about: Environment, options: Namespace) -> Row:
+    """Return the means of settled steps, in which some talk and others do not."""
+    def mean_s(its: Sequence[Measurement]) -> float:
+        seconds = [value for training in its
+                   for value in training.readings["step"][options.settled:]]
+        return curves.mean(seconds) if seconds else math.nan
+
+    exposed_s, step_s = curves.reading(mine, "exposed_s"), mean_s(mine)
+    return {
+        "steps": min(len(training.readings["step"]) for training in mine),
+        "training_s": curves.mean([sum(training.readings["step"]) for training in mine]),
+        "step_ms": step_s * 1e3,
+        "samples_per_s": about["ranks"] * mine[0].labels["batch"] / step_s,
+        "speedup": mean_s(trainings.get(DENSE, [])) / step_s,
+        "over_alone": step_s / mean_s(trainings.get(ALONE, [])),
+        "exposed_ms": exposed_s * 1e3, "exposed_percent": 100 * exposed_s / step_s}
+
+
+def _grid(found: Sequence[Measurement], name: str) -> Row:
+    """Return the learning rates that were tried, with seeds and losses at the end."""
+    tried = [training for training in found
+             if training.labels["method"] == name and training.readings["bits"]]
+    return {"grid_rates": [training.labels["learning_rate"] for training in tried],
+            "grid_seeds": [training.labels["seed"] for training in tried],
+            "grid_bits": [training.readings["bits"][-1] for training in tried]}
+
+
+_COLUMNS = [
+    Column("method", -9), Column("learning_rate", 6, 1, "rate"), Column("steps", 5, 1),
+    Column("step_ms", 8, 4), Column("samples_per_s", 9, 4, "samples/s"),
+    Column("speedup", 7, 3, "× dense"), Column("over_alone", 6, 3, "/alone"),
+    Column("exposed_ms", 10, 3), Column("exposed_percent", 9, 3, "exposed %"),
+    Column("fewer_bytes", 6, 3, "bytes"), Column("wire_ratio", 7, 3, "on wire"),
+    Column("bits_per_byte", 9, 4, "bits/byte"), Column("bits_over_dense", 8, 2, "- dense"),
+    Column("spread_of_seeds", 6, 2, "spread"), Column("target_bits", 6, 4, "target"),
+    Column("seconds_to_target", 9, 4, "reached s"), Column("times_faster", 6, 3, "faster")]
+LOCAL = Benchmark("local", _cases, measure, rows, _COLUMNS)

@@ -1,0 +1,141 @@
+"""Trains a PyTorch module on several ranks that do not wait for each other."""
+
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..asynchronous import ParameterServer
+from ..communicator import Communicator
+from ..errors import ConfigError, GradientError
+from ..optim.optimizer import Model, Optimizer
+from ..record.statistics import Statistics
+from ..training.gradients import refuse_different
+from .data_parallel import refuse_untrainable
+from .devices import described
+from .states import broadcast_parameters
+from .tensors import tensor_of
+from .threads import share_cores
+
+
+class AsyncDataParallel(nn.Module):
+    """A module that all ranks train, each at its own pace; see mpiring.asynchronous.
+
+        model = AsyncDataParallel(model, comm, optimizer=partial(AdamW, lr=1e-3), staleness=4)
+        for x, y in batches:
+            loss_of(model(x), y).backward()
+            model.step()                        # in the place of optimizer.step()
+        model.close()                           # all ranks have the same weights
+
+    `step` pushes this rank's gradients to the owners of slices, lets go of them (`p.grad` is None
+    afterwards), and pulls the newest weights into the parameters. Buffers (BatchNorm's statistics)
+    are each rank's own; rank 0's are copied to all at the start and by `close`.
+
+    Args:
+        module: The same on every rank, with parameters in host memory. Those that need no gradient
+            are broadcast from rank 0 at the start only.
+        comm, staleness, damped: See ParameterServer.
+        optimizer: The same: one of mpiring.optim, not of torch.optim.
+
+    Attributes:
+        module: The module.
+        server: The ParameterServer: `server.state_dict()` saves weights and optimizer.
+
+    Raises: as ParameterServer.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, *,
+                 optimizer: Callable[[Model], Optimizer], staleness: int | None = 4,
+                 damped: bool = True) -> None:
+        super().__init__()
+        refuse_untrainable(module, comm)
+        self.module, self._comm = module, comm
+        share_cores(comm)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        parts = dict(module.named_parameters()) | dict(module.named_buffers())
+        refuse_different(comm, "parameter or buffer", [
+            f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
+            for name, x in parts.items()])
+        if not trained:
+            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
+        broadcast_parameters(parts.values(), comm)
+        self.server = ParameterServer(trained, comm, optimizer=optimizer, staleness=staleness,
+                                      damped=damped)
+        self._gradients = [(p, tensor_of(self.server.grads[name]), p.data_ptr())
+                           for name, p in trained.items()]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+    def step(self) -> bool:
+        """Push the gradients, pull the weights; return whether gradients were finite.
+
+        A parameter that has no gradient counts as one whose gradient is zero.
+
+        Raises:
+            GradientError: No parameter has a gradient.
+            ConfigError: Parameters lie elsewhere than at first.
+            StallError: As `ParameterServer.pull`.
+
+        Collective: no. Blocking: yes.
+        """
+        if all(p.grad is None for p, _, _ in self._gradients):
+            raise GradientError(f"rank {self._comm.rank}: step() without gradients; call backward()"
+                                f" before each step()")
+        if any(p.data_ptr() != address for p, _, address in self._gradients):
+            raise ConfigError(f"rank {self._comm.rank}: parameters were moved or replaced; wrap "
+                              f"the module after that")
+        for p, gradient, _ in self._gradients:
+            if p.grad is None:
+                gradient.zero_()
+            else:
+                gradient.copy_(p.grad.to_dense() if p.grad.is_sparse else p.grad)
+            p.grad = None
+        return self.server.step()
+
+    @property
+    def statistics(self) -> Statistics:
+        """Costs of this rank's pushes and pulls so far."""
+        return self.server.statistics
+
+    def close(self) -> None:
+        """Wait until all ranks have finished; all have the same weights and buffers then.
+
+        Collective: yes. Blocking: yes, for as long as others train.
+        """
+        if not self.server.closed:
+            self.server.close()
+            broadcast_parameters(self.module.buffers(), self._comm)
+
+    def __enter__(self) -> "AsyncDataParallel":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
+    # The interface of the bare module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, with the weights that this rank has pulled last."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: the next `step` would replace what was loaded.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError("weights are the owners' here; load the module before it is wrapped, or "
+                          "model.server.load_state_dict(...) what its state_dict() has returned")

@@ -1,0 +1,237 @@
+"""Tests the parameter server on real MPI; its clocks are tests/asynchronous's."""
+
+import functools
+import logging
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mpiring
+from mpiring import BufferMismatchError, ClosedError, ConfigError, StallError
+from mpiring.asynchronous import ParameterServer
+from mpiring.memory.sliced import whole
+from mpiring.numpy import DataParallel
+from mpiring.optim import LAMB, LARS, SGD, AdamW
+
+pytestmark = pytest.mark.mpi
+
+SHAPES = {"w1": (37, 11), "b1": (11,), "scale": (), "w2": (301,), "w3": (40, 5), "b3": (1,)}
+DTYPES = {"w2": np.float64, "w3": ml_dtypes.bfloat16, "b3": np.float64}
+
+
+def model(rank=0):
+    return {name: np.random.default_rng([rank, *name.encode()]).standard_normal(shape).astype(
+        DTYPES.get(name, np.float32)).reshape(shape) for name, shape in SHAPES.items()}
+
+
+def gradients(rank, step):
+    return {name: np.asarray(np.random.default_rng([rank, step, *name.encode()]).standard_normal(
+        shape), DTYPES.get(name, np.float32)) for name, shape in SHAPES.items()}
+
+
+def bits(arrays):
+    return {name: np.asarray(x).tobytes() for name, x in arrays.items()}
+
+
+def is_same_on_all_ranks(comm, arrays):
+    return len({tuple(sorted(its.items())) for its in comm.allgather_object(bits(arrays))}) == 1
+
+
+METHODS = {
+    "SGD": SGD,
+    "Nesterov": functools.partial(SGD, momentum=0.9, nesterov=True, weight_decay=0.1,
+                                  no_decay=("b*",), groups={"w1": {"lr": 0.3}}),
+    "AdamW": functools.partial(AdamW, lr=lambda step: 0.1 / (1 + step), groups={"b3": {"eps": 1}}),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_without_staleness_it_is_synchronous_training(comm, method):
+    runs = []
+    for _ in range(2):
+        # Rank 0's weights count.
+        with ParameterServer(model(comm.rank), comm, optimizer=method, staleness=0) as server:
+            for step in range(4):
+                for name, x in gradients(comm.rank, step).items():
+                    server.grads[name][...] = x
+                assert server.step()
+                assert server.clock == step + 1 and server.clocks[comm.rank] >= step + 1
+                assert is_same_on_all_ranks(comm, server.params)
+        runs.append(server.params)
+    assert bits(runs[0]) == bits(runs[1])
+    dp = DataParallel(model(comm.rank), comm)
+    optimizer = method(dp)
+    for step in range(4):
+        for name, x in gradients(comm.rank, step).items():
+            dp.grads[name][...] = x
+            dp.ready(name)
+        optimizer.step()
+    for name, x in dp.params.items():
+        tolerance = 0.05 if name == "w3" else 1e-5
+        np.testing.assert_allclose(runs[0][name].astype("f8"), x.astype("f8"), tolerance, tolerance)
+
+
+@pytest.mark.parametrize("staleness", [0, 3, None])
+def test_every_push_counts_once_however_many_a_rank_makes(comm, staleness, caplog):
+    params = {"w": np.zeros((5, 7), np.float32), "b": np.zeros(100)}
+    steps = [3 + 4 * (rank % 2) for rank in range(comm.size)]
+    with caplog.at_level(logging.WARNING), ParameterServer(
+            params, comm, optimizer=functools.partial(SGD, lr=1.0), staleness=staleness,
+            damped=False) as server:
+        for step in range(steps[comm.rank]):
+            g = {name: np.full_like(x, comm.rank + 1) for name, x in params.items()}
+            if step == 1 and comm.rank == comm.size - 1:
+                g["b"][3] = np.nan
+            assert server.step(g) == np.isfinite(g["b"][3])
+            if staleness is None and np.isfinite(g["b"][3]):
+                server.push(g)
+        assert server.refused == (comm.rank == comm.size - 1)
+        assert server.statistics.operations >= 2 * steps[comm.rank]
+        assert (server.statistics.bytes_sent > 0) == (comm.size > 1)
+        server.finish()
+        with pytest.raises(ClosedError, match=f"rank {comm.rank}: push.. after finish"):
+            server.push(g)
+    refused = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert len(refused) == server.refused
+    assert all("NaN or Inf in the gradients of b" in text for text in refused)
+    pushes = [[rank + 1 for rank in range(comm.size) if step < steps[rank]
+               and (step != 1 or rank != comm.size - 1)] for step in range(max(steps))]
+    if staleness == 0:
+        # One rank's is the whole clock's where others are void.
+        expected = sum(np.mean(its) for its in pushes if its)
+    else:
+        expected = sum(map(sum, pushes)) * (2 if staleness is None else 1)
+    for x in params.values():
+        np.testing.assert_allclose(x, -expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["whole", "sliced"])
+def test_resume_is_bit_equal(comm, kind):
+    method = functools.partial(AdamW, lr=0.1)
+
+    def train(server, comm, first, last):
+        for step in range(first, last):
+            server.step(gradients(comm.rank, step))
+
+    with ParameterServer(model(), comm, optimizer=method, staleness=0) as server:
+        train(server, comm, 0, 3)
+        state = server.state_dict() if kind == "whole" else server.sharded_state_dict()
+        train(server, comm, 3, 5)
+    if kind == "sliced":
+        # As a checkpoint does.
+        parts = comm.allgather_object(state)
+        state = {**state, "tensors": {name: {
+            vector: x.merged([part["tensors"][name][vector] for part in parts[:comm.rank]
+                              + parts[comm.rank + 1:]])
+            for vector, x in its.items()} for name, its in state["tensors"].items()}}
+    with ParameterServer(model(rank=7), comm, optimizer=method, staleness=0) as resumed:
+        resumed.load_state_dict(state)
+        train(resumed, comm, 3, 5)
+        with pytest.raises(ConfigError, match="rank 0: the state of AdamW lacks"):
+            resumed.load_state_dict({**state, "tensors": {}})
+    assert bits(resumed.params) == bits(server.params)
+    # Another number of ranks.
+    with comm.split(comm.rank) as alone, ParameterServer(
+            model(), alone, optimizer=method, staleness=0) as other:
+        other.load_state_dict(state)
+        found = other.state_dict()
+    assert found["steps"] == 3
+    for name, its in whole(state["tensors"]).items():
+        assert bits(its) == bits(found["tensors"][name])
+
+
+def test_mistakes(comm):
+    good = {"optimizer": SGD, "staleness": 1}
+    for wrong, text in [
+            ({"optimizer": LAMB}, "cannot update a slice alone: it takes norms"),
+            ({"optimizer": LARS}, "cannot update a slice alone"),
+            ({"optimizer": functools.partial(SGD, max_norm=1.0)}, "without max_norm"),
+            ({"optimizer": functools.partial(SGD, sharded=True)}, "or sharded=True"),
+            ({"optimizer": "SGD"}, "pass what makes one, as mpiring.optim.SGD"),
+            ({"optimizer": functools.partial(SGD, rate=1)}, "cannot be made of a model alone"),
+            ({"optimizer": functools.partial(SGD, groups={"x*": {}})}, "no parameter has such a"),
+            ({"staleness": -1}, "staleness=-1: expected a whole number of at least 0"),
+            ({"staleness": 0.5}, "staleness=0.5")]:
+        with pytest.raises(ConfigError, match=text):
+            ParameterServer(model(), comm, **{**good, **wrong})
+    for params, text in [({}, "pass a dict of the model's arrays"),
+                         ({1: np.ones(3)}, "names must be strings"),
+                         ({"n": np.ones(3, int)}, "it is int64, which has no gradient"),
+                         ({"l": [1.0]}, "it is list; expected a NumPy array")]:
+        with pytest.raises(ConfigError, match=text):
+            ParameterServer(params, comm, **good)
+    with ParameterServer(model(), comm, **good) as server:
+        with pytest.raises(ConfigError, match="differ by w1; push one of each"):
+            server.push({name: x for name, x in gradients(0, 0).items() if name != "w1"})
+        with pytest.raises(ConfigError, match=r"gradient of 'b1' is float32 \(1,\); expected"):
+            server.push(gradients(0, 0) | {"b1": np.ones(1, np.float32)})
+        assert server.clock == 0
+    with pytest.raises(ClosedError, match="this ParameterServer is closed"):
+        server.state_dict()
+    if comm.size > 1:
+        odd = comm.rank == comm.size - 1
+        with pytest.raises(ConfigError, match="ParameterServer has staleness=2, but on rank 0"):
+            ParameterServer(model(), comm, optimizer=SGD, staleness=1 + odd)
+        with pytest.raises(ConfigError, match="SGD has lr of 'w1'=0.5, but on rank 0"):
+            ParameterServer(model(), comm, optimizer=functools.partial(SGD, lr=0.5 if odd else 1))
+        with pytest.raises(BufferMismatchError, match=f"rank {comm.size - 1}: parameter 0 is w1"):
+            ParameterServer({"w1": np.ones(3 + odd)}, comm, optimizer=SGD)
+
+
+def test_states_of_ranks_at_different_clocks(comm):
+    with ParameterServer({"w": np.zeros(3)}, comm, optimizer=SGD, staleness=None) as server:
+        for _ in range(comm.rank):
+            server.push({"w": np.ones(3)})
+        assert server.state_dict()["steps"] == sum(range(comm.size))
+    if comm.size > 1:
+        with ParameterServer({"w": np.zeros(3)}, comm, optimizer=SGD, staleness=0) as server:
+            if comm.rank:
+                server.push({"w": np.ones(3)})
+            with pytest.raises(ConfigError, match=r"pushed \[0, 1.* ask for the state after the"):
+                server.state_dict()
+            if not comm.rank:
+                server.push({"w": np.ones(3)})
+            assert server.pull()["w"][0] == np.float64(-1e-3)
+
+
+def test_no_thread(comm):
+    """Waiting calls serve where nothing runs in the background."""
+    with mpiring.init(config=mpiring.Config(progress="inline")) as inline:
+        for staleness in (0, 1):
+            with ParameterServer(model(), inline, optimizer=SGD, staleness=staleness) as server:
+                for step in range(3):
+                    server.step(gradients(inline.rank, step))
+            assert is_same_on_all_ranks(comm, server.params)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_rank_that_stays_behind_is_named(comm, staleness):
+    if comm.size == 1:
+        pytest.skip("nobody is behind")
+    late = comm.size - 1
+    with mpiring.init(config=mpiring.Config(stall_timeout_s=1.0)) as impatient, ParameterServer(
+            model(), impatient, optimizer=SGD, staleness=staleness) as server:
+        server.step(gradients(comm.rank, 0))
+        if comm.rank != late:
+            server.push(gradients(comm.rank, 1))
+            with pytest.raises(StallError) as caught:
+                for step in range(2, 5):
+                    server.pull()
+                    server.push(gradients(comm.rank, step))
+            assert str(caught.value).startswith(
+                f"rank {comm.rank} waits at clock {2 + staleness}\n"
+                f"  rank {late} is behind: it has pushed 1 times, and staleness={staleness} "
+                f"wants 2\n"), str(caught.value)
+            assert f"\n  rank {late} waits for no message" in str(caught.value)
+        # It only was late.
+        comm.barrier()
+        if comm.rank == late:
+            for step in range(1, 3):
+                server.push(gradients(comm.rank, step))
+        elif staleness == 0:
+            server.push(gradients(comm.rank, 2))
+        server.pull()
+        server.finish()
+        comm.barrier()
+    assert is_same_on_all_ranks(comm, server.params)
