@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
+from ..arguments import refuse_other_state
 from ..errors import ConfigError
 from ..memory.sliced import Sliced
 from .elementwise import elementwise_state
@@ -151,10 +152,23 @@ class ClassUpdates:
                 f"rank {self._layout.comm.rank}: the state is of groups with "
                 f"{[len(group['params']) for group in groups]} parameters, but this optimizer's "
                 f"have {list(map(len, self._names))}; make the same groups")
+        refuse_other_state(state_dict, ["state"], f"of {self._class.__name__}")
         numbers = chain.from_iterable(group["params"] for group in groups)
-        self._cut({name: state_dict["state"][number]
-                   for name, number in zip(chain.from_iterable(self._names), numbers)
-                   if number in state_dict["state"]}, _settings(groups))
+        states = {name: state_dict["state"][number]
+                  for name, number in zip(chain.from_iterable(self._names), numbers)
+                  if number in state_dict["state"]}
+        self._refuse_unknown(states)
+        self._cut(states, _settings(groups))
+
+    def _refuse_unknown(self, states: States) -> None:
+        """Raise ConfigError for state with elements of which the class knows nothing."""
+        for name, its in states.items():
+            for key, x in its.items():
+                if key not in self._elementwise and getattr(x, "shape", None):
+                    raise ConfigError(
+                        f"rank {self._layout.comm.rank}: the state of {name} has {key!r}, which "
+                        f"{self._class.__name__} with these settings has not; load what an "
+                        f"optimizer of this class has returned")
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

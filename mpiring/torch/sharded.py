@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ..arguments import number
+from ..arguments import number, refuse_other_state
 from ..errors import ConfigError, GradientError
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
@@ -337,10 +337,11 @@ class Sharded(torch.optim.Optimizer):
         At any number of ranks; of `sharded_state_dict`, the slices of all ranks that have saved.
 
         Raises:
-            ConfigError: It is of other groups or parameters, or slices are missing.
+            ConfigError: It is of other groups, parameters or classes, or slices are missing.
 
         Collective: no, but on all ranks.
         """
+        refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
         state_dict = dict(state_dict)
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict

@@ -560,7 +560,12 @@ def test_mistakes_are_explained(comm):
     optimizer = adamw(model)
     train(model, optimizer, comm, [0])
     saved = optimizer.sharded_state_dict()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain, with_momentum = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9)
+                            for one in (model, Odd()))
+    for p in with_momentum.param_groups[0]["params"]:
+        p.grad = torch.ones_like(p)
+    with_momentum.step()
+    of_sgd = with_momentum.state_dict()
     loss_of(model, comm, 0).backward()
     for mistake, error, told in (
             (lambda: adamw(model), mpiring.ConfigError, "has a Sharded optimizer already"),
@@ -582,6 +587,11 @@ def test_mistakes_are_explained(comm):
             (lambda: model.join().__enter__(), mpiring.ConfigError, "join.. with a Sharded opt"),
             (lambda: optimizer.load_state_dict(torch.optim.SGD([torch.ones(1)]).state_dict()),
              mpiring.ConfigError, r"with \[1\] parameters, but this optimizer's have \[5\]"),
+            (lambda: optimizer.load_state_dict(None), mpiring.ConfigError, "is a NoneType: pass"),
+            (lambda: optimizer.load_state_dict(model.state_dict()), mpiring.ConfigError,
+             "the state of a Sharded optimizer lacks param_groups: pass what"),
+            (lambda: optimizer.load_state_dict(of_sgd), mpiring.ConfigError,
+             "the state of scale has 'momentum_buffer', which AdamW|first.weight has 'momentum_"),
             (lambda: torch.optim.AdamW(model.parameters()).load_state_dict(saved),
              mpiring.ConfigError, r"in slices, for what takes whole ones; .*mpiring.torch.whole"),
     ):
@@ -613,6 +623,14 @@ def test_another_optimizer_after_it(comm):
     for one in plain, model:
         train(one, torch.optim.SGD(one.parameters(), lr=0.1), comm, range(2))
     assert_same(model.parameters(), plain.parameters())
+    # No forward pass has seen it.
+    model.module.first.requires_grad_(False)
+    last = adamw(model, params=[p for p in model.parameters() if p.requires_grad])
+    train(model, last, comm, range(2))
+    model.module.first.requires_grad_(True)
+    with pytest.raises(mpiring.ConfigError, match="first.bias, first.weight: trained, but in no"):
+        loss_of(model, comm, 0).backward()
+    last.close()
     train(model, adamw(model), comm, range(2))
     assert_equal_on_all(model, comm)
     with pytest.raises(mpiring.GradientError, match="without new gradients"):
