@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 TRAIN = ROOT / "examples" / "train_numpy.py"
 COMPARE = ROOT / "examples" / "compare_optimizers.py"
+TRAIN_ASYNC = ROOT / "examples" / "train_async.py"
 TRAIN_TORCH = ROOT / "examples" / "train_torch.py"
 
 
@@ -46,6 +47,17 @@ def test_any_number_of_ranks_learns_the_same_weights(tmp_path):
     for ranks in (2, 3):
         for name, alone in weights[1].items():
             np.testing.assert_allclose(weights[ranks][name], alone, rtol=1e-4, atol=2e-6)
+
+
+def test_ranks_that_wait_for_nobody_learn_as_well():
+    def accuracy(*options):
+        ended = launch(2, TRAIN_ASYNC, "--epochs", "4", *options)
+        assert ended.status == 0, ended.output
+        return float(re.search(r"test accuracy (\S+)%", ended.output)[1])
+
+    together = accuracy("--way", "synchronous")
+    assert accuracy("--staleness", "0") == together > 90
+    assert accuracy("--way", "pairs", "--straggler", "2,0.25") > 90
 
 
 def test_on_a_gpu_it_learns_the_same(tmp_path):

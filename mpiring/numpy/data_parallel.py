@@ -45,7 +45,8 @@ class DataParallel:
             in the same order on every rank.
         comm: The ranks to average over.
         bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
-            shorter, to be sent early.
+            shorter, to be sent early. By default 25 MiB on one node; between nodes 4 MiB, or
+            128 KiB for each where that is more, up to 25 MiB.
         reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
             names or patterns to several; a plain mean by default.
         deterministic: Do not reorder gradients after the first step, so that two runs have equal
@@ -68,7 +69,7 @@ class DataParallel:
     """
 
     def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
-                 bucket_bytes: int = 25 << 20, reducer: Wish = None,
+                 bucket_bytes: int | None = None, reducer: Wish = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         refuse_other_than_communicators(comm)
         tensors, device = share(params, comm)

@@ -34,7 +34,7 @@ class Settings:
         deferred: Gradients arrive in `wait`, not at the end of backward.
     """
 
-    bucket_bytes: int
+    bucket_bytes: int | None
     reducer: Wish
     deterministic: bool
     order: Sequence[str] | None

@@ -55,7 +55,8 @@ class DataParallel(nn.Module):
             GPU, where gradients stay.
         comm: The ranks to average over.
         bucket_bytes: Gradients are fused into messages of about this many bytes; the first are
-            shorter, to be sent early.
+            shorter, to be sent early. By default 25 MiB on one node; between nodes 4 MiB, or
+            128 KiB for each where that is more, up to 25 MiB.
         reducer: How gradients become their mean: one of `mpiring.reducers`, or a mapping from
             names or patterns to several; a plain mean by default.
         find_unused_parameters: Allow backward passes that do not reach all parameters, on any
@@ -82,10 +83,11 @@ class DataParallel(nn.Module):
     parameters were frozen, thawed or replaced. Blocking: yes.
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator, *, bucket_bytes: int = 25 << 20,
-                 reducer: Wish = None, find_unused_parameters: bool = False,
-                 broadcast_buffers: bool = True, deterministic: bool = False,
-                 defer_wait: bool = False, order: Sequence[str] | None = None) -> None:
+    def __init__(self, module: nn.Module, comm: Communicator, *,
+                 bucket_bytes: int | None = None, reducer: Wish = None,
+                 find_unused_parameters: bool = False, broadcast_buffers: bool = True,
+                 deterministic: bool = False, defer_wait: bool = False,
+                 order: Sequence[str] | None = None) -> None:
         super().__init__()
         refuse_untrainable(module, comm)
         self.module = module

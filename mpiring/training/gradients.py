@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..buckets.bucket import Bucket, TensorSpec
+from ..buckets.bucket import Bucket, TensorSpec, usual_bytes
 from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
@@ -27,7 +27,7 @@ from .nonfinite import NonFinite
 class Gradients(Averager):
     """An Averager of gradients.
 
-    Args: see Averager.
+    Args: see Averager. `bucket_bytes=None`: as `usual_bytes` says.
 
     Attributes:
         nonfinite: Whose own gradients held NaN or Inf.
@@ -38,13 +38,15 @@ class Gradients(Averager):
     noun, holder, cycle = "gradient", "grads", "backward pass"
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
-                 bucket_bytes: int, reducer: Wish, deterministic: bool,
+                 bucket_bytes: int | None, reducer: Wish, deterministic: bool,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
                  mark: Callable[[], Event] | None = None) -> None:
         self.nonfinite, self.tally = NonFinite(comm), Tally(comm)
         self.statistics = Statistics()
         self._optimizer: weakref.ref[object] | None = None
+        if bucket_bytes is None:
+            bucket_bytes = usual_bytes(len(comm.memory_groups))
         super().__init__(tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
                          deterministic=deterministic, order=order, steps=steps, moved=moved,
                          device=device, mark=mark, submit=self.tally.submit)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpiring import ConfigError
-from mpiring.buckets.bucket import FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan
+from mpiring.buckets.bucket import FIRST_BUCKET_BYTES, Bucket, TensorSpec, plan, usual_bytes
 from mpiring.gpu.base import await_event
 from mpiring.gpu.device import Device
 from mpiring.memory.arrays import CACHE_LINE_BYTES
@@ -72,6 +72,11 @@ def test_the_first_and_the_last_buckets_are_short():
     assert [len(bucket.tensors) for bucket in buckets] == [4, 8, 12, 8, 4, 4]
     assert [len(bucket.tensors) for bucket in plan(specs(*[quarter] * 8), FIRST_BUCKET_BYTES // 2)
             ] == [2] * 4
+
+
+def test_buckets_are_usually_short_between_a_few_nodes():
+    found = [usual_bytes(nodes) >> 20 for nodes in (1, 2, 32, 64, 128, 200, 1000)]
+    assert found == [25, 4, 4, 8, 16, 25, 25]
 
 
 def test_planning_looks_at_each_tensor_a_few_times_only(monkeypatch):

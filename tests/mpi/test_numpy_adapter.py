@@ -125,7 +125,7 @@ def test_empty_models_and_buckets_are_refused(comm):
             DataParallel(params, comm)
     with pytest.raises(mpiring.ConfigError, match=r"mpiring.Communicator\(comm\)"):
         DataParallel(model(0), MPI.COMM_WORLD)
-    for bucket_bytes in (0, None, 1e6):
+    for bucket_bytes in (0, "4M", 1e6):
         with pytest.raises(mpiring.ConfigError, match="bucket_bytes=.*whole number of at least 1"):
             DataParallel(model(0), comm, bucket_bytes=bucket_bytes)
     with pytest.raises(mpiring.ConfigError, match="names must be strings"):

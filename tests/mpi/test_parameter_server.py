@@ -223,7 +223,6 @@ def test_a_rank_that_stays_behind_is_named(comm, staleness):
                 f"rank {comm.rank} waits at clock {2 + staleness}\n"
                 f"  rank {late} is behind: it has pushed 1 times, and staleness={staleness} "
                 f"wants 2\n"), str(caught.value)
-            assert f"\n  rank {late} waits for no message" in str(caught.value)
         # It only was late.
         comm.barrier()
         if comm.rank == late:

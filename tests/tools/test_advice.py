@@ -72,10 +72,11 @@ def test_it_is_said_that_nothing_pays_and_why(compute_s, codec_s, reason):
 
 
 def test_buckets_are_those_of_a_model_of_so_many_bytes():
-    buckets = Workload(52 << 20).buckets
-    assert sum(buckets) == 52 << 20 and max(buckets) <= 25 << 20 and len(buckets) > 3
-    assert Workload(1000).buckets == [1024], "a cache line is the least"
-    assert Workload((4 << 20) + 2).buckets == [4 << 20]
+    buckets = Workload(52 << 20).buckets(1)
+    assert sum(buckets) == 52 << 20 and 8 << 20 < max(buckets) <= 25 << 20 and len(buckets) > 3
+    assert Workload(52 << 20).buckets(2) == [4 << 20] * 13
+    assert Workload(1000).buckets(2) == [1024], "a cache line is the least"
+    assert Workload((4 << 20) + 2).buckets(2) == [4 << 20]
 
 
 def test_the_table_has_a_line_for_each():

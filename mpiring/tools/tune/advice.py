@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...buckets.bucket import Bucket, BucketPlan, TensorSpec, plan
+from ...buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
 from ...communicator import Communicator
 from ...errors import ConfigError
 from ...operations.agreement import Call
@@ -22,8 +22,6 @@ from ..units import size_text
 BACKWARD_SHARE = 2 / 3
 # Predictions are no more precise than this, so smaller savings are not recommended.
 _WORTHWHILE = 0.1
-# DataParallel's default.
-_BUCKET_BYTES = 25 << 20
 # The sample: bytes of gradients for each rank of a node; a call to warm up, then calls until
 # their number or their time is enough.
 _SAMPLE_BYTES = 4 << 20
@@ -69,14 +67,13 @@ class Workload:
         """Bytes of a matrix."""
         return 4 * math.prod(self.matrix)
 
-    @property
-    def buckets(self) -> list[int]:
-        """The bytes of each bucket that DataParallel makes of the gradients."""
+    def buckets(self, nodes: int) -> list[int]:
+        """Return the bytes of each bucket that DataParallel makes of the gradients by default."""
         whole, rest = divmod(self.nbytes, self.tensor_bytes)
         tensors = self.tensors(whole)
         if rest >= 4 or not whole:
             tensors.append(TensorSpec("rest", (max(1, rest // 4),), np.dtype(np.float32)))
-        return [4 * bucket.size for bucket in plan(tensors, _BUCKET_BYTES)]
+        return [4 * bucket.size for bucket in plan(tensors, usual_bytes(nodes))]
 
     def tensors(self, count: int) -> list[TensorSpec]:
         """Return so many matrices."""
@@ -241,7 +238,7 @@ def advise(comm: Communicator, model: Model, work: Workload) -> str:
         methods.append(Method(
             name, loss, max(taken.sent) / sample.nbytes,
             max(by_node) / sample.nbytes / node_bytes, taken.codec_s / sample.nbytes))
-    buckets = work.buckets
+    buckets = work.buckets(len(nodes))
     return report(work, predict(dense, wire, buckets),
                   [predict(method, wire, buckets) for method in methods])
 
