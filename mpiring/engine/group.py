@@ -78,8 +78,8 @@ class Group:
         self._equip()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
-        self._watch = StallWatch(
-            self.rank, self.size, Mailbox(self._transport), config, self.recorder)
+        self._post = Mailbox(self._transport)
+        self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder)
         self._lane = self._engine.join(self._watch.look)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
@@ -346,6 +346,7 @@ class Group:
         self._forget()
         if self._messages is not None:
             self._messages.free()
+        self._post.close()
         self._transport.free()
 
     def survivors(self) -> "Survivors":

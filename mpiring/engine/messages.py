@@ -90,7 +90,7 @@ class Messages:
         self.config = config
         self.watch = MessageWatch(transport.rank, transport.size, post, self, engine.recorder)
         self.lane = engine.join(self.watch.look, math.inf)
-        self._transport = transport
+        self._transport, self._post = transport, post
         self._engine = engine
         # The numbers of two ranks' messages have nothing to do with each other.
         self._name = f"messages of rank {engine.recorder.rank}"
@@ -187,6 +187,7 @@ class Messages:
 
     def free(self) -> None:
         """Give the communicator back to MPI; collective."""
+        self._post.close()
         self._transport.free()
 
 

@@ -284,6 +284,8 @@ class Mailbox:
         self._comm = transport.comm
         self._rank = transport.rank
         self._leaving: deque[tuple[MPI.Request, bytes]] = deque()
+        # By rank.
+        self._sent, self._received = np.zeros((2, transport.size), np.int64)
 
     def post(self, dest: int, message: bytes) -> None:
         """Send a message, without waiting for anybody.
@@ -295,6 +297,7 @@ class Mailbox:
         try:
             request = self._comm.Isend([message, MPI.BYTE], dest, _CONTROL_TAG)
             self._leaving.append((request, message))
+            self._sent[dest] += 1
             while self._leaving and self._leaving[0][0].Test():
                 self._leaving.popleft()
         except MPI.Exception as exc:
@@ -314,9 +317,27 @@ class Mailbox:
                 content = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 message.Recv([content, MPI.BYTE])
                 arrived.append((status.Get_source(), bytes(content)))
+                self._received[status.Get_source()] += 1
         except MPI.Exception as exc:
             raise failure(f"rank {self._rank}: looking for other ranks", exc) from exc
         return arrived
+
+    def close(self) -> None:
+        """Receive what is on its way, late answers for instance: MPI frees nothing before.
+
+        Nothing may be sent afterwards.
+
+        Raises: as `post`.
+
+        Collective: yes. Blocking: yes.
+        """
+        due = np.empty_like(self._sent)
+        try:
+            self._comm.Alltoall(self._sent, due)
+        except MPI.Exception as exc:
+            raise failure(f"rank {self._rank}: counting notes", exc) from exc
+        while (self._received < due).any():
+            self.poll()
 
 
 class MpiNode:
