@@ -11,10 +11,8 @@ from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..optim.optimizer import Model, Optimizer
 from ..record.statistics import Statistics
-from ..training.gradients import refuse_different
 from .data_parallel import refuse_untrainable
-from .devices import described
-from .states import broadcast_parameters
+from .states import broadcast_parameters, trained_alike
 from .tensors import tensor_of
 from .threads import share_cores
 
@@ -54,14 +52,7 @@ class AsyncDataParallel(nn.Module):
         refuse_untrainable(module, comm)
         self.module, self._comm = module, comm
         share_cores(comm)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        parts = dict(module.named_parameters()) | dict(module.named_buffers())
-        refuse_different(comm, "parameter or buffer", [
-            f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
-            for name, x in parts.items()])
-        if not trained:
-            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
-        broadcast_parameters(parts.values(), comm)
+        trained = trained_alike(module, comm)
         self.server = ParameterServer(trained, comm, optimizer=optimizer, staleness=staleness,
                                       damped=damped)
         self._gradients = [(p, tensor_of(self.server.grads[name]), p.data_ptr())

@@ -14,10 +14,9 @@ from ..gpu.base import await_event
 from ..memory.tensors import numpy_dtype
 from ..optim import outer
 from ..text import first_few
-from ..training.gradients import refuse_different
 from .data_parallel import Buffers, DataParallel, refuse_untrainable
-from .devices import described, gpu_of, marker_of, selector_of
-from .states import broadcast_parameters
+from .devices import gpu_of, marker_of, selector_of
+from .states import trained_alike
 from .tensors import seen_as_tensor
 from .threads import share_cores
 
@@ -43,14 +42,7 @@ class Parameters:
         refuse_untrainable(module, comm)
         if module is model:
             share_cores(comm)
-        parts = dict(module.named_parameters()) | dict(module.named_buffers())
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        refuse_different(comm, "parameter or buffer", [
-            f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
-            for name, x in parts.items()])
-        if not trained:
-            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
-        broadcast_parameters(parts.values(), comm)
+        trained = trained_alike(module, comm)
         self._comm, self._buffers = comm, Buffers(module, comm, copied=True)
         self.tensors = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
                         for name, p in trained.items()]

@@ -4,10 +4,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..memory.nests import mapped
+from ..training.gradients import refuse_different
+from .devices import described
 
 # Short tensors are fused, since each broadcast costs the latency of a message.
 _FUSED_BYTES = 1 << 20
@@ -43,6 +46,26 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
             _broadcast(fused, comm, root)
     # On all ranks alike, however they were written.
     torch.autograd.graph.increment_version(tensors)
+
+
+def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
+    """Copy rank 0's parameters and buffers to all ranks; return the parameters that are trained.
+
+    Raises:
+        BufferMismatchError: The modules differ between ranks, or what of them is trained.
+        ConfigError: Nothing is trained.
+
+    Collective: yes. Blocking: yes.
+    """
+    parts = dict(module.named_parameters()) | dict(module.named_buffers())
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    refuse_different(comm, "parameter or buffer", [
+        f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
+        for name, x in parts.items()])
+    if not trained:
+        raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
+    broadcast_parameters(parts.values(), comm)
+    return trained
 
 
 def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -126,7 +126,7 @@ def test_async_data_parallel_is_a_data_parallel_with_another_step(comm):
 
 def test_a_partner_that_does_not_answer_is_named(comm):
     if comm.size == 1:
-        pytest.skip("there is no partner")
+        pytest.skip(reason="there is no partner")
     params = {"w": np.full(3, float(comm.rank))}
     with mpiring.init(config=mpiring.Config(stall_timeout_s=1.0)) as impatient, PairAveraging(
             params, impatient, seed=3, delay=1) as pairs:

@@ -208,8 +208,10 @@ def test_no_thread(comm):
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_rank_that_stays_behind_is_named(comm, staleness):
-    if comm.size == 1 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        pytest.skip("nobody is behind; or no thread serves while it waits elsewhere")
+    if comm.size == 1:
+        pytest.skip(reason="there is no other rank")
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        pytest.skip(reason="without a thread, a rank that waits elsewhere serves nobody")
     late = comm.size - 1
     with mpiring.init(config=mpiring.Config(stall_timeout_s=1.0)) as impatient, ParameterServer(
             model(), impatient, optimizer=SGD, staleness=staleness) as server:
