@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from .arguments import whole_number
-from .errors import ConfigError, MissingDependencyError
-from .gpu.arrays import gpu_index
-from .gpu.carriers import ArrayCarrier, Carrier, TensorCarrier, torch_cuda
-from .memory.arrays import dtype_name
-from .memory.nests import mapped
-from .memory.tensors import is_tensor
+from ..arguments import whole_number
+from ..errors import ConfigError, MissingDependencyError
+from ..gpu.arrays import gpu_index
+from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier, torch_cuda
+from ..memory.arrays import dtype_name
+from ..memory.nests import mapped
+from ..memory.tensors import is_tensor
 
 
 def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2) -> "Prefetched":
@@ -159,7 +159,7 @@ def _carrier(kind: type[Carrier], index: int) -> Carrier:
     """Return a carrier to a GPU; raises MissingDependencyError."""
     if kind is TensorCarrier:
         return TensorCarrier(index)
-    from .gpu import cuda
+    from ..gpu import cuda
     return ArrayCarrier(cuda.device(index))
 
 
@@ -179,7 +179,7 @@ def _current_gpu() -> int:
             return int(torch_cuda().current_device())
         except MissingDependencyError as error:
             problem = error
-    from .gpu import cuda
+    from ..gpu import cuda
     try:
         return int(cuda.cupy().cuda.runtime.getDevice())
     except MissingDependencyError as error:
