@@ -3,7 +3,7 @@
 import argparse
 
 from .. import files, plot
-from . import allreduce, codecs, local, overlap, prefetch, reducers, steps, updates
+from . import allreduce, batches, codecs, local, overlap, prefetch, reducers, steps, updates
 
 _DESCRIPTION = """\
 Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
@@ -26,6 +26,8 @@ _BENCHMARKS = {
                  "what compressing gradients saves and costs in training (PyTorch)"),
     "local": (local.declare,
               "what talking less often, or not waiting, saves and costs in training (PyTorch)"),
+    "batches": (batches.declare,
+                "what samples of different lengths cost, by ways to share them (PyTorch)"),
     "prefetch": (prefetch.declare, "what it costs that data comes from the host (PyTorch)"),
     "codecs": (codecs.declare,
                "how fast gradients are encoded, on one core or a GPU; needs no MPI"),

@@ -26,24 +26,26 @@ class Transformer(nn.Module):
 
     Args:
         width: Of its vectors; a multiple of 64, the width of an attention head.
+        longest: It reads at most so many bytes.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, longest: int = TEXT_LENGTH) -> None:
         super().__init__()
         self.embedding = nn.Embedding(_BYTE_VALUES, width)
-        self.position = nn.Parameter(torch.zeros(TEXT_LENGTH, width))
+        self.position = nn.Parameter(torch.zeros(longest, width))
         layer = nn.TransformerEncoderLayer(
             width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.body = nn.TransformerEncoder(
             layer, _LAYERS, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, _BYTE_VALUES)
-        mask = nn.Transformer.generate_square_subsequent_mask(TEXT_LENGTH)
+        mask = nn.Transformer.generate_square_subsequent_mask(longest)
         self.register_buffer("mask", mask, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return logits for each byte of each text."""
-        x = self.embedding(x) + self.position
-        return self.head(self.body(x, mask=self.mask, is_causal=True))
+        length = x.shape[1]
+        x = self.embedding(x) + self.position[:length]
+        return self.head(self.body(x, mask=self.mask[:length, :length], is_causal=True))
 
 
 def perceptron(width: int) -> nn.Module:

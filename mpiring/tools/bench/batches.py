@@ -1,0 +1,163 @@
+"""Measures training on samples of different lengths, by ways to share them among ranks."""
+
+import random
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..arguments import checked, names, positive
+from ..files import Environment, Row
+from ..table import Column
+from ..units import parse_count
+from . import gradients, peers, timing
+from .benchmark import Benchmark, run
+from .functions import functions
+from .options import declare_turns
+from .results import Measurement, beside
+from .sampling import APART, EQUAL, OURS, PADDED, SAMPLINGS, TOGETHER
+from .world import World
+
+if TYPE_CHECKING:
+    from .torch_padding import Training
+
+_DESCRIPTION = f"""\
+Trains a transformer over bytes on the functions of Python's standard library, of which each is
+a sample and each byte a token, and counts the real tokens per second. Each rank pads its samples
+to its longest one. All ways have as many samples in a step, on average.
+
+  {EQUAL:20}   the same text in pieces of the mean length: no padding, nobody waits
+  {PADDED:20}   PyTorch's, --samples of each rank, by chance
+  {APART:20}   --samples of each rank, of similar length, ranks for themselves
+  {TOGETHER:20}   the same, of similar length on all ranks
+  {OURS:20}   mpiring.data.TokenBatches, of equally many tokens
+
+  idle %     share of the step that ranks wait for each other and for the allreduce, on average
+  + idle %   the same, beyond that with equal lengths
+  largest    tokens of a rank's largest batch, with padding: what memory must be there for"""
+NAMES = {"equal": EQUAL, "distributed": PADDED, "apart": APART, "together": TOGETHER,
+         "tokens": OURS}
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.description = _DESCRIPTION
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.add_argument("--ways", type=names(tuple(NAMES)), default=list(NAMES), metavar="A,B",
+                        help=f"of {', '.join(NAMES)}; default: all")
+    parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",
+                        help="about how many the transformer has; default: 1M")
+    parser.add_argument("--samples", type=positive, default=16,
+                        help="per rank and step, on average; default: 16")
+    parser.add_argument("--longest", type=positive, default=1024, metavar="TOKENS",
+                        help="longer functions are cut; default: 1024")
+    parser.add_argument("--functions", type=positive, metavar="N",
+                        help="train on the first N only; default: all")
+    parser.add_argument("--calls", type=positive, default=2, help="steps per round; default: 2")
+    declare_turns(parser)
+    parser.set_defaults(action=partial(run, BATCHES))
+
+
+def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Train in all ways in each round; the last round yields them all.
+
+    Raises:
+        MissingDependencyError: There is no PyTorch.
+        ConfigError: There is no text.
+        WrongAnswerError: A model's parameters differ between ranks in the end.
+
+    Collective: yes. Blocking: yes.
+    """
+    world.everywhere(peers.refuse_missing_torch)
+    trainings = _trainings(world, options)
+    readings: dict[str, timing.Readings] = {name: {} for name in trainings}
+    dice = random.Random(options.seed)
+    for count in range(options.rounds):
+        if count:
+            yield []
+        for name in dice.sample(list(trainings), len(trainings)):
+            for kind, values in _round(world, options, trainings[name]).items():
+                readings[name].setdefault(kind, []).extend(values)
+    gradients.check_parameters(
+        world, {name: training.parameters() for name, training in trainings.items()})
+    labels = {"samples": options.samples, "longest": options.longest,
+              "thread_level": world.thread_level}
+    yield [Measurement({**labels, "parameters": training.parameter_count, "contender": name},
+                       readings[name]) for name, training in trainings.items()]
+
+
+def _trainings(world: World, options: Namespace) -> "dict[str, Training]":
+    """Read the text, and make the trainings, by way."""
+    import numpy as np
+
+    from ...torch import share_cores
+    from . import torch_padding
+    share_cores(world.comm)
+    found: list[bytes] = []
+    world.everywhere(lambda: found.extend(
+        functions(options.functions) if world.rank == 0 else ()))
+    texts = torch_padding.texts_of(world.raw.bcast(found, root=0), options.longest)
+    world.warm_up()
+    trainings = {}
+    for name in map(NAMES.__getitem__, options.ways):
+        samples = torch_padding.equally_long(texts) if name == EQUAL else texts
+        lengths = np.array(list(map(len, samples)))
+        trainings[name] = torch_padding.Training(
+            world, options, samples, SAMPLINGS[name](world, options, lengths))
+    return trainings
+
+
+def _round(world: World, options: Namespace, training: "Training") -> dict[str, list[float]]:
+    """Return readings of some steps, after one that is not timed."""
+    from .torch_padding import Count
+    training.step()
+    training.count, before_s = Count(), world.comm.statistics.exposed_s
+    seconds = timing.timed(world, training.step, options.calls)
+    count, exposed_s = training.count, world.comm.statistics.exposed_s - before_s
+    ranks = world.raw.allgather((count, exposed_s))
+    return {"step": seconds,
+            "samples": [sum(one.samples for one, _ in ranks)],
+            "tokens": [sum(one.tokens for one, _ in ranks)],
+            "padded": [sum(one.padded for one, _ in ranks)],
+            "most": [max(one.most for one, _ in ranks)],
+            "exposed_s": [sum(seconds for _, seconds in ranks) / len(ranks)]}
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each way."""
+    table = []
+    for measurement, case in beside(found, "thread_level"):
+        totals = _totals(measurement)
+        steps = len(measurement.readings["step"])
+        rate = totals["tokens"] / totals["step"]
+        idle, padded = _idle(measurement), case.get(PADDED)
+        table.append({
+            **measurement.labels, **timing.summary(measurement.readings["step"]),
+            "samples_per_step": totals["samples"] / steps,
+            "tokens_per_step": totals["tokens"] / steps,
+            "padding_percent": 100 * (1 - totals["tokens"] / totals["padded"]),
+            "largest": max(measurement.readings["most"]), "tokens_per_s": rate,
+            "over_distributed": (None if padded is None else
+                                 rate * _totals(padded)["step"] / _totals(padded)["tokens"]),
+            "idle_percent": 100 * idle,
+            "idle_beyond_equal": 100 * (idle - _idle(case[EQUAL])) if EQUAL in case else None})
+    return table
+
+
+def _totals(measurement: Measurement) -> dict[str, float]:
+    return {kind: sum(values) for kind, values in measurement.readings.items()}
+
+
+def _idle(measurement: Measurement) -> float:
+    totals = _totals(measurement)
+    return totals["exposed_s"] / totals["step"]
+
+
+_COLUMNS = [
+    Column("contender", -20, title="batches"), Column("thread_level", -10, title="threads"),
+    Column("steps", 5, 1), Column("samples_per_step", 8, 3, "samples"),
+    Column("tokens_per_step", 7, 4, "tokens"), Column("padding_percent", 9, 3, "padding %"),
+    Column("largest", 7, 4), Column("median_ms", 9, 4), Column("tokens_per_s", 8, 4, "tokens/s"),
+    Column("over_distributed", 14, 3, "× Distributed"), Column("idle_percent", 6, 2, "idle %"),
+    Column("idle_beyond_equal", 8, 2, "+ idle %")]
+BATCHES = Benchmark("batches", lambda options: int(options.rounds), measure, rows, _COLUMNS)
