@@ -1,4 +1,4 @@
-"""Data for training: batches that are copied to where they are used while earlier ones are."""
+"""Data for training: batches that are made ready while earlier ones are used."""
 
 from .prefetched import prefetch
 

@@ -120,6 +120,11 @@ class Recorder:
         if self.trace is not None:
             self.trace.waited(flight, began_s, ended_s)
 
+    def waited_for_data(self, began_s: float, ended_s: float) -> None:
+        """Note from when to when the program waited for its next batch."""
+        if self.trace is not None:
+            self.trace.waited_for_data(began_s, ended_s)
+
     def end_step(self, ready_s: float = 0.0, waited_s: float = 0.0,
                  tokens: float | None = None) -> None:
         """Note that a training step ends now and the next one begins.
