@@ -90,14 +90,11 @@ class Averaging:
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
                  comm: Communicator, weighing: Weighing, settings: Settings, *,
                  completed: Callable[[], None], steps: int) -> None:
-        self.active, self.under_way = True, False
-        self._weighing = weighing
+        self.active, self.under_way, self._weighing = True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
-        self.comm = comm
-        self._settings = settings
-        self._completed = completed
+        self.comm, self._settings, self._completed = comm, settings, completed
         self._unused: list[str] = []
         # Per parameter, whether this rank has a gradient at the end of backward.
         self._has = np.empty(0, bool)
