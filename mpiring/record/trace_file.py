@@ -107,9 +107,9 @@ class TraceFile:
         self._add(self._data, began_s, ended_s, threading.get_ident())
 
     def step(self, number: int, began_s: float, ready_s: float, waited_s: float,
-             ended_s: float) -> None:
+             ended_s: float, tokens: float | None) -> None:
         """Record a training step; see Recorder.end_step."""
-        self._add(self._step, number, began_s, ready_s, waited_s, ended_s)
+        self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens)
 
     def save(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
         """Write the last operations to a file beside the trace, and return its name.
@@ -269,8 +269,10 @@ class TraceFile:
         return lane, _named(self._rank, lane, f"waits of thread {lane}")
 
     def _step(self, number: int, began_s: float, ready_s: float, waited_s: float,
-              ended_s: float) -> list[Event]:
-        step = self._slice(STEPS, f"step {number}", "step", began_s, ended_s, step=number)
+              ended_s: float, tokens: float | None) -> list[Event]:
+        weighed = {} if tokens is None else {"tokens": tokens}
+        step = self._slice(
+            STEPS, f"step {number}", "step", began_s, ended_s, step=number, **weighed)
         if not began_s < ready_s < waited_s:
             return [step]
         return [step, self._slice(STEPS, "gradients become ready", "ready", ready_s, waited_s)]
