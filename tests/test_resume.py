@@ -62,7 +62,7 @@ def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
 def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path):
     """Batches that were fetched, but not trained on, are drawn again."""
     torch = needed("torch")
-    options = [PROGRAMS / "fetching_ahead.py", TORCH, "--width", 32, "--layers", 1, "--context",
+    options = [PROGRAMS / "slow_steps.py", TORCH, "--width", 32, "--layers", 1, "--context",
                32, "--batch", 6, "--steps", 40, "--report", 15, "--reducer", "powersgd", "--save"]
     each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
     ended = launch(2, *options, tmp_path / "whole.pt", **each_rank_a_node)

@@ -1,58 +1,69 @@
-"""Copies batches of data to a GPU while earlier ones are used."""
+"""Draws batches of data, and copies them to a GPU, while earlier ones are used."""
 
-import functools
-import queue
+import copy
 import sys
-import threading
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, cast
 
 import numpy as np
 
 from ..arguments import whole_number
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, MissingDependencyError
 from ..gpu.arrays import gpu_index
 from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier, torch_cuda
 from ..memory.arrays import dtype_name
 from ..memory.nests import mapped
 from ..memory.tensors import is_tensor
+from .ahead import Ahead
+
+# Returns a batch, where it is to be used.
+Arrive = Callable[[], Any]
 
 
-def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2) -> "Prefetched":
-    """Iterate over a loader's batches on a GPU, each copied there while earlier ones are used.
+def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
+             comm: Communicator | None = None) -> "Prefetched":
+    """Iterate over a loader's batches, each made ready while earlier ones are used.
 
         for images, labels in mpiring.data.prefetch(loader, "cuda"):
             ...
 
-    A thread draws batches from the loader, copies their arrays into pinned memory, and has the
-    GPU fetch them on a stream of its own. The loader is therefore `depth` batches ahead of
-    training (`DistributedSampler.state_dict` takes `seen`).
+    A thread draws batches from the loader. For a GPU, it copies their arrays into pinned memory,
+    and has the GPU fetch them on a stream of its own; for the CPU, it leaves them as they are. The
+    loader is therefore `depth` batches ahead of training, or one more: what is to be saved in a
+    checkpoint is `state_dict()` of what is returned, not of the loader.
 
-    NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors; in C's order, row
-    after row. Whatever else is in a batch stays what it is.
+    On a GPU, NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors; in C's
+    order, row after row. Whatever else is in a batch stays what it is.
 
     Use batches on the stream that is current when they are drawn. Arrays live as long as you keep
     them; those of a batch share memory, so that one keeps the memory of all.
 
     Args:
-        loader: Any iterable. Its batches are arrays, or nests of dicts, lists and tuples.
+        loader: Any iterable. Its batches are arrays, or nests of dicts, lists and tuples. For the
+            CPU, it must not write again to those that it has yielded.
         device: "cuda" for the GPU that is current now, "cuda:1" for a certain one (also as a
-            torch.device); "cpu" leaves batches as they are, and starts no thread.
-        depth: How many batches are fetched ahead.
+            torch.device); "cpu" for none.
+        depth: How many batches are drawn ahead.
+        comm: Where there is a trace (`MPIRING_TRACE`), of which communicator: the time that the
+            program waits for batches is written to it.
 
     Returns:
-        An iterable, with a length if the loader has one. Each iteration is one of the loader;
-        its exceptions are raised after the batches before them.
+        An iterable, with a length if the loader has one, and a state. Each iteration is one of the
+        loader; its exceptions are raised after the batches before them. An iteration that is left
+        early waits for the batch that is being loaded, but no longer than 5 s.
 
     Raises:
-        ConfigError: There is no such device.
+        ConfigError: There is no such device, or `comm` is no communicator.
         MissingDependencyError: There is no CuPy (for PyTorch's tensors: no CUDA), or no GPU;
             also from the iteration.
 
     Collective: no.
     """
     whole_number("depth", depth, 1)
-    return Prefetched(loader, _index_of(device), depth)
+    if comm is not None:
+        refuse_other_than_communicators(comm)
+    return Prefetched(loader, _index_of(device), depth, comm)
 
 
 class Prefetched:
@@ -61,56 +72,96 @@ class Prefetched:
     Args:
         loader: Any iterable.
         index: Of the GPU; None for the CPU.
-        depth: How many batches are fetched ahead.
+        depth: How many batches are drawn ahead.
+        comm: Whose trace tells of waits for batches, or None.
     """
 
-    def __init__(self, loader: Iterable[Any], index: int | None, depth: int) -> None:
+    def __init__(self, loader: Iterable[Any], index: int | None, depth: int,
+                 comm: Communicator | None = None) -> None:
         self._loader, self._index, self._depth = loader, index, depth
+        self._waited = None if comm is None else comm.recorder.waited_for_data
         self._carriers: dict[type[Carrier], Carrier] = {}
+        # The loader's, as of the last batch that was yielded; None where it is not ahead.
+        self._state: Any = None
+        # The thread of an iteration that was left.
+        self._left: Ahead[tuple[Arrive, Any]] | None = None
 
     def __len__(self) -> int:
         return len(cast(Any, self._loader))
 
     def __iter__(self) -> Generator[Any, None, None]:
-        if self._index is None:
-            return (batch for batch in self._loader)
-        return self._ahead()
-
-    def _ahead(self) -> Generator[Any, None, None]:
         """Yield batches; the thread ends with the generator, however that ends."""
-        ready: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        room, stop = threading.Semaphore(self._depth), threading.Event()
-        thread = threading.Thread(target=self._load, args=(ready, room, stop), daemon=True,
-                                  name="mpiring prefetch")
-        thread.start()
+        if self._left is not None:
+            # The loader may not be drawn from twice at once.
+            self._left.join()
+        if self._has_state() and self._state is None:
+            self._state = self._loader_state()
+        # map keeps no reference to a batch: its memory is free once its user drops it.
+        ahead = Ahead(map(self._drawn, self._loader), self._depth, self._waited)
         try:
-            while (arrive := ready.get()) is not None:
-                room.release()
-                # No reference to a batch stays here: its memory is free once its user drops it.
-                yield arrive()
-                del arrive
+            yield from map(self._received, ahead)
+            self._state = None
         finally:
-            stop.set()
-            room.release()
-            thread.join()
+            self._left = None if ahead.close() else ahead
 
-    def _load(self, ready: "queue.SimpleQueue[Callable[[], Any] | None]",
-              room: threading.Semaphore, stop: threading.Event) -> None:
-        """Send batches until the loader is empty, or the iteration has ended."""
-        try:
-            batches = iter(self._loader)
-            while room.acquire() and not stop.is_set():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    break
-                ready.put(self._sent(batch))
-                del batch
-        except BaseException as error:
-            ready.put(functools.partial(_raise, error))
-        ready.put(None)
+    def state_dict(self) -> Any:
+        """Return the loader's state as of the last batch that was yielded.
 
-    def _sent(self, batch: Any) -> Callable[[], Any]:
+        Batches that were drawn ahead do not count: they come again. Save it after training on
+        that batch.
+
+        Returns:
+            A copy of what the loader's own `state_dict()` has returned.
+
+        Raises:
+            ConfigError: The loader has no such method.
+
+        Collective: no. Blocking: no.
+        """
+        self._refuse_stateless()
+        return copy.deepcopy(self._state) if self._state is not None else self._loader_state()
+
+    def load_state_dict(self, state: Any) -> None:
+        """Have the next iteration resume where `state_dict` was called.
+
+        Args:
+            state: Passed to the loader's own `load_state_dict()`.
+
+        Raises:
+            ConfigError: The loader has no such method.
+
+        Collective: no, but for what the loader does.
+        """
+        self._refuse_stateless()
+        cast(Any, self._loader).load_state_dict(state)
+        self._state = None
+
+    def _has_state(self) -> bool:
+        return hasattr(self._loader, "state_dict") and hasattr(self._loader, "load_state_dict")
+
+    def _refuse_stateless(self) -> None:
+        if not self._has_state():
+            raise ConfigError(
+                f"the loader, a {type(self._loader).__name__}, has no state_dict() and "
+                f"load_state_dict(): prefetch one that has, as torchdata's StatefulDataLoader or "
+                f"TokenBatches, or save the sampler's: sampler.state_dict(seen=...)")
+
+    def _loader_state(self) -> Any:
+        # The loader may return the same object again and again, and go on to change it.
+        return copy.deepcopy(cast(Any, self._loader).state_dict())
+
+    def _drawn(self, batch: Any) -> tuple[Arrive, Any]:
+        """Send a batch; return how to receive it, and the loader's state."""
+        arrive = _as_it_is(batch) if self._index is None else self._sent(batch)
+        return arrive, self._loader_state() if self._has_state() else None
+
+    def _received(self, drawn: tuple[Arrive, Any]) -> Any:
+        arrive, state = drawn
+        batch = arrive()
+        self._state = state
+        return batch
+
+    def _sent(self, batch: Any) -> Arrive:
         """Send the arrays of a batch; return a function that returns it with their copies."""
         kinds: list[type[Carrier] | None] = []
         sent: dict[type[Carrier], list[Any]] = {}
@@ -139,6 +190,10 @@ class Prefetched:
         if kind not in self._carriers:
             self._carriers[kind] = _carrier(kind, cast(int, self._index))
         return self._carriers[kind]
+
+
+def _as_it_is(batch: Any) -> Arrive:
+    return lambda: batch
 
 
 def _kind_of(leaf: object) -> type[Carrier] | None:
@@ -184,7 +239,3 @@ def _current_gpu() -> int:
         return int(cuda.cupy().cuda.runtime.getDevice())
     except MissingDependencyError as error:
         raise problem or error
-
-
-def _raise(error: BaseException) -> None:
-    raise error

@@ -13,8 +13,9 @@ from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..gpu.arrays import is_on_gpu, vector_of
 from ..gpu.device import Device
-from ..memory.arrays import COMPLEX, FLOATING, Array, dtype_name
+from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, Array, dtype_name
 from ..memory.digest import bytes_of
+from ..memory.reduction import quietly
 from ..memory.tensors import is_tensor
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish
@@ -100,7 +101,37 @@ class DataParallel:
         Collective: yes, over a step. Blocking: no.
         """
         self.gradients.nonfinite.report()
+        factor = self.gradients.weighing.factor
+        if factor != 1 and name in self.grads and self.gradients.expects(name):
+            _multiply(self.grads[name], factor)
         self.gradients.ready(name)
+
+    def weigh(self, tokens: float) -> None:
+        """Let this rank count in this step as much as it has tokens, or samples.
+
+        For ranks whose batches are of different lengths: the mean over ranks becomes the mean over
+        all their tokens, as one rank with all of them would get it.
+
+            dp.weigh(mask.sum())
+            loss_gradient = mask * dloss / max(mask.sum(), 1)    # of the mean over this rank's own
+            ...    # dp.grads, dp.ready, dp.wait
+
+        Gradients must be means over this rank's own tokens; those of a rank with 0 count as zeros,
+        whatever is in `grads`: even NaN, the mean of nothing. It has to mark them ready, as ever.
+        Over several batches per step, give the tokens of all of them, and divide by these.
+
+        Args:
+            tokens: A finite number from 0; of this rank and this step. If all ranks have 0, the
+                means are 0.
+
+        Raises:
+            ConfigError: Not such a number.
+            GradientError: A second call in one step, or one after the first `ready`.
+            BufferMismatchError: In `ready` or `wait`: other ranks did not call this.
+
+        Collective: yes. Blocking: no.
+        """
+        self.gradients.weighing.begin(tokens)
 
     def wait(self) -> None:
         """Return when every gradient in `grads` is the mean over ranks.
@@ -276,6 +307,16 @@ def spec_of(name: str, array: NDArray[Any]) -> TensorSpec:
         raise ConfigError(
             f"parameter {name!r} is {kind}, which has no gradient; leave it out of params")
     return TensorSpec(name, array.shape, array.dtype)
+
+
+def _multiply(gradient: Array, factor: float) -> None:
+    """Multiply a gradient, in place; by 0 also what is NaN."""
+    if factor == 0:
+        gradient[...] = 0
+    else:
+        # NumPy would round the factor to 16 bits, too.
+        precise = np.float32(factor) if dtype_name(gradient.dtype) in SIXTEEN_BIT else factor
+        quietly(np.multiply, gradient, precise, gradient)
 
 
 def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Replicated]:

@@ -120,16 +120,23 @@ class Recorder:
         if self.trace is not None:
             self.trace.waited(flight, began_s, ended_s)
 
-    def end_step(self, ready_s: float = 0.0, waited_s: float = 0.0) -> None:
+    def waited_for_data(self, began_s: float, ended_s: float) -> None:
+        """Note from when to when the program waited for its next batch."""
+        if self.trace is not None:
+            self.trace.waited_for_data(began_s, ended_s)
+
+    def end_step(self, ready_s: float = 0.0, waited_s: float = 0.0,
+                 tokens: float | None = None) -> None:
         """Note that a training step ends now and the next one begins.
 
         Args:
             ready_s: When its first gradient became ready; 0 if that is unknown.
             waited_s: When all were ready, and the wait for their means began.
+            tokens: How many this rank had in the step; None if that is unknown.
         """
         now = time.monotonic()
         if self.trace is not None and self._steps:
-            self.trace.step(self._steps, self._step_ended_s, ready_s, waited_s, now)
+            self.trace.step(self._steps, self._step_ended_s, ready_s, waited_s, now, tokens)
         self._steps += 1
         self._step_ended_s = now
 

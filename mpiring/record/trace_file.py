@@ -102,10 +102,14 @@ class TraceFile:
         """Record from when to when a caller waited for an operation."""
         self._add(self._wait, flight, began_s, ended_s, threading.get_ident())
 
+    def waited_for_data(self, began_s: float, ended_s: float) -> None:
+        """Record from when to when the program waited for its next batch."""
+        self._add(self._data, began_s, ended_s, threading.get_ident())
+
     def step(self, number: int, began_s: float, ready_s: float, waited_s: float,
-             ended_s: float) -> None:
+             ended_s: float, tokens: float | None) -> None:
         """Record a training step; see Recorder.end_step."""
-        self._add(self._step, number, began_s, ready_s, waited_s, ended_s)
+        self._add(self._step, number, began_s, ready_s, waited_s, ended_s, tokens)
 
     def save(self, lines: Sequence[str], unfinished: Sequence[Flight]) -> str:
         """Write the last operations to a file beside the trace, and return its name.
@@ -248,17 +252,27 @@ class TraceFile:
         return lane, _named(self._rank, lane, f"operations {len(self._lane_ends)}")
 
     def _wait(self, flight: Flight, began_s: float, ended_s: float, thread: int) -> list[Event]:
-        events: list[Event] = []
-        if thread not in self._threads:
-            self._threads[thread] = lane = PROGRAM + len(self._threads)
-            events = _named(self._rank, lane, f"waits of thread {lane}")
+        lane, events = self._thread_lane(thread)
         return [*events, self._slice(
-            self._threads[thread], f"wait for {_short(flight)}", "wait", began_s, ended_s,
+            lane, f"wait for {_short(flight)}", "wait", began_s, ended_s,
             sequence=flight.sequence, group=flight.group)]
 
+    def _data(self, began_s: float, ended_s: float, thread: int) -> list[Event]:
+        lane, events = self._thread_lane(thread)
+        return [*events, self._slice(lane, "wait for data", "data", began_s, ended_s)]
+
+    def _thread_lane(self, thread: int) -> tuple[int, list[Event]]:
+        """Return the lane of a thread of the program, and the events that name a new one."""
+        if thread in self._threads:
+            return self._threads[thread], []
+        self._threads[thread] = lane = PROGRAM + len(self._threads)
+        return lane, _named(self._rank, lane, f"waits of thread {lane}")
+
     def _step(self, number: int, began_s: float, ready_s: float, waited_s: float,
-              ended_s: float) -> list[Event]:
-        step = self._slice(STEPS, f"step {number}", "step", began_s, ended_s, step=number)
+              ended_s: float, tokens: float | None) -> list[Event]:
+        weighed = {} if tokens is None else {"tokens": tokens}
+        step = self._slice(
+            STEPS, f"step {number}", "step", began_s, ended_s, step=number, **weighed)
         if not began_s < ready_s < waited_s:
             return [step]
         return [step, self._slice(STEPS, "gradients become ready", "ready", ready_s, waited_s)]

@@ -17,6 +17,7 @@ from ..errors import ConfigError, GradientError
 from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
+from ..training.weighing import Weighing
 from .devices import gpu_of, marker_of, selector_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
@@ -71,13 +72,13 @@ class Averaging:
         parameters: By name, in the same order on every rank; at least one, all on one device.
         sparse: Those of them whose gradients are sparse.
         comm: The ranks to average over.
+        weighing: Weighs this rank's gradients.
         settings: How gradients are averaged.
         completed: Called when all gradients of a step have arrived.
         steps: How many were complete before.
 
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
-        weight: Factor of this rank's gradients in the mean.
         under_way: Whether gradients have not arrived yet.
         stand_ins: By name, the parameters' gradients where an owner has the means.
         comm: The ranks.
@@ -87,15 +88,13 @@ class Averaging:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], sparse: set[Parameter],
-                 comm: Communicator, settings: Settings, *, completed: Callable[[], None],
-                 steps: int) -> None:
-        self.active, self.weight, self.under_way = True, 1.0, False
+                 comm: Communicator, weighing: Weighing, settings: Settings, *,
+                 completed: Callable[[], None], steps: int) -> None:
+        self.active, self.under_way, self._weighing = True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
-        self.comm = comm
-        self._settings = settings
-        self._completed = completed
+        self.comm, self._settings, self._completed = comm, settings, completed
         self._unused: list[str] = []
         # Per parameter, whether this rank has a gradient at the end of backward.
         self._has = np.empty(0, bool)
@@ -112,7 +111,8 @@ class Averaging:
             self.gradients = Gradients(
                 specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
                 deterministic=settings.deterministic, order=settings.order, moved=self._move,
-                steps=steps, device=gpu_of(first), mark=marker_of(first))
+                steps=steps, device=gpu_of(first), mark=marker_of(first),
+                weighing=weighing)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)
@@ -238,21 +238,28 @@ class Averaging:
             self._ready(name)
 
     def _put(self, name: str, p: Parameter) -> None:
-        """Replace a gradient by its view, with the same value; write zeros where there is none."""
+        """Replace a gradient by its view, weighed if it is to be averaged; or write zeros."""
         view = self._views[name]
-        if p.grad is None:
+        weight = self._weighing.factor if self.active else 1.0
+        if p.grad is None or weight == 0:
             view.zero_()
+            p.grad = None if p.grad is None else view
         elif p.grad is not view:
             if p.grad.layout is not torch.strided:
                 raise GradientError(
                     f"rank {self.comm.rank}: the gradient of {name} is {p.grad.layout}; only "
                     f"those of Embedding and EmbeddingBag may be sparse")
-            view.copy_(p.grad)
+            if weight == 1:
+                view.copy_(p.grad)
+            else:
+                torch.mul(p.grad, weight, out=view)
             p.grad = view
+        elif weight != 1:
+            view.mul_(weight)
 
     def _ready(self, name: str) -> None:
         if name not in self._dense:
-            self._sparse.ready(name, self.weight)
+            self._sparse.ready(name, self._weighing.factor)
             return
         if not self.gradients.expects(name):
             raise GradientError(
@@ -260,8 +267,6 @@ class Averaging:
                 f"step: a layer used in several segments of checkpoint(…, use_reentrant=True) "
                 f"needs use_reentrant=False; and after an exception in backward no step can "
                 f"follow: other ranks may have gone on; start again from a checkpoint")
-        if self.weight != 1:
-            self._views[name].mul_(self.weight)
         with self._select_gpu():
             self.gradients.ready(name)
 

@@ -17,6 +17,7 @@ from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import refuse_different
 from ..training.replicas import Replicas
+from ..training.weighing import Weighing
 from .averaging import Averaging, Owner, Settings
 from .devices import DEVICE_TYPES, described
 from .guarded import without_waiting
@@ -101,6 +102,7 @@ class DataParallel(nn.Module):
             weakref.WeakKeyDictionary())
         self._replicas = Replicas(
             comm, functools.partial(replicated_parts, module, self._stepped, self._watched))
+        self._weighing = Weighing(comm)
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs = True
@@ -126,7 +128,6 @@ class DataParallel(nn.Module):
         outputs = self.module(*args, **kwargs)
         if self._averaging is not None:
             self._averaging.active = self._syncs
-            self._averaging.weight = 1.0 if self._uneven is None else self._uneven.weight
             self._averaging.watch(outputs)
         return outputs
 
@@ -151,6 +152,39 @@ class DataParallel(nn.Module):
         finally:
             self._syncs = before
 
+    def weigh(self, tokens: float | torch.Tensor) -> None:
+        """Let this rank count in this step as much as it has tokens, or samples.
+
+        For ranks whose batches are of different lengths: the mean over ranks becomes the mean over
+        all their tokens, as one rank with all of them would get it.
+
+            model.weigh(tokens)
+            loss = cross_entropy(model(x), y, reduction="sum") / max(tokens, 1)
+            loss.backward()
+
+        The loss must be the mean over this rank's own tokens. To add up several passes in
+        `no_sync()`, give the tokens of all of them, and divide each one's sum by these.
+
+        The gradients of a rank with 0 tokens count as zeros, whatever they are, even NaN, the mean
+        of nothing; forward and backward it has to run all the same. Where the model cannot run
+        on an empty batch (BatchNorm cannot), let it run on any other sample.
+
+        Args:
+            tokens: A finite number from 0, or a tensor of one (on a GPU, that waits for it); of
+                this rank and this step. If all ranks have 0, the means are 0.
+
+        Raises:
+            ConfigError: Not such a number.
+            GradientError: A second call in one step, or one that comes too late: after a gradient
+                was complete in a pass that averages, or in `join()` after the model was called.
+            BufferMismatchError: In backward: other ranks did not call this.
+
+        Collective: yes. Blocking: no; with `defer_wait`, while the last step's gradients arrive.
+        """
+        self.synchronize()
+        plain = tokens.item() if isinstance(tokens, torch.Tensor) and not tokens.dim() else tokens
+        self._weighing.begin(plain, sums=self._uneven is None)
+
     @contextmanager
     def join(self) -> Iterator[None]:
         """Train on different numbers of batches per rank, of different numbers of samples.
@@ -161,7 +195,8 @@ class DataParallel(nn.Module):
 
         A rank without batches takes part in steps, with nothing, until all have finished. The mean
         is over samples: a rank's gradient, a mean over its batch, weighs as much as the batch is
-        long (dimension 0 of the first tensor that `forward` takes). Afterwards all ranks have the
+        long (dimension 0 of the first tensor that `forward` takes), or as `weigh` says, if it is
+        called before the model. Afterwards all ranks have the
         parameters and buffers of a rank that finished last, and, unless they never took a step,
         the state of its optimizers; schedulers have made as many steps as their rank had batches.
 
@@ -175,7 +210,7 @@ class DataParallel(nn.Module):
                 f"rank {self._comm.rank}: join() with a Sharded optimizer: a rank without batches "
                 f"would have to update its slices, too; give all ranks as many batches, or use a "
                 f"plain optimizer")
-        self._uneven = uneven = Uneven(self._comm)
+        self._uneven = uneven = Uneven(self._comm, self._weighing)
         # Ranks that have finished take no optimizer steps.
         self._replicas.paused = True
         try:
@@ -188,6 +223,7 @@ class DataParallel(nn.Module):
             broadcast_parameters(self.module.buffers(), self._comm, root=uneven.root)
         finally:
             self._uneven = None
+            self._weighing.end_step()
             self._shared_buffers.root = 0
             self._replicas.paused = False
 
@@ -348,7 +384,7 @@ class DataParallel(nn.Module):
             self._shared_buffers.copy()
         if parameters:
             self._averaging = Averaging(
-                parameters, sparse_parameters(self.module), self._comm,
+                parameters, sparse_parameters(self.module), self._comm, self._weighing,
                 self._settings, steps=steps,
                 completed=functools.partial(_end_step, self._shared_buffers, self._replicas))
             if self._owner is not None:

@@ -6,7 +6,13 @@ from typing import Any
 import numpy as np
 
 from ..communicator import Communicator
+from ..errors import GradientError
+from ..text import ranges
+from ..training.weighing import Weighing
 from .tensors import tensors_in
+
+# What a rank counts in a step.
+_NO_BATCH, _SAMPLES, _TOKENS = range(3)
 
 
 class Uneven:
@@ -14,17 +20,16 @@ class Uneven:
 
     Args:
         comm: The ranks.
+        weighing: Told in each step how much this rank's gradients weigh. Where it was told their
+            tokens, these count; else samples do.
 
     Attributes:
         root: The lowest rank that had a batch in the last step.
-        weight: Factor of this rank's gradient, so that the mean over ranks is the mean over
-            samples.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, weighing: Weighing) -> None:
         self.root = 0
-        self.weight = 1.0
-        self._comm = comm
+        self._comm, self._weighing = comm, weighing
         self._samples = 0
 
     def arrive(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, syncs: bool) -> None:
@@ -34,33 +39,46 @@ class Uneven:
             args, kwargs: Of the model; dimension 0 of the first tensor counts samples.
             syncs: Whether gradients are averaged in this step, not only accumulated.
 
+        Raises:
+            GradientError: Some ranks gave tokens, and others did not.
+
         Collective: yes, if `syncs`. Blocking: yes.
         """
         first = next(tensors_in((args, kwargs)), None)
         self._samples += 1 if first is None or first.dim() == 0 else len(first)
         if syncs:
-            total = self._count(self._samples)
-            self.weight = self._samples * self._comm.size / max(total, 1)
+            tokens = self._weighing.tokens
+            self._count(_SAMPLES if tokens is None else _TOKENS,
+                        self._samples if tokens is None else tokens)
             self._samples = 0
 
     def others_continue(self) -> bool:
         """Return whether another rank still has a batch; begin a step with nothing.
 
+        Raises:
+            GradientError: Some ranks gave tokens, and others did not.
+
         Collective: yes. Blocking: yes.
         """
-        root, self.weight = self.root, 0.0
-        self._count(None)
+        root = self.root
+        self._count(_NO_BATCH, 0)
         if self.root == self._comm.size:
             self.root = root
             return False
         return True
 
-    def _count(self, samples: int | None) -> int:
-        """Return the samples of all ranks, and set `root`; None where this rank has no batch."""
-        mine = np.zeros(self._comm.size + 1, np.int64)
-        if samples is not None:
-            mine[self._comm.rank], mine[-1] = 1, samples
-        self._comm.allreduce(mine)
-        active = np.flatnonzero(mine[:-1])
+    def _count(self, unit: int, mine: float) -> None:
+        """Weigh this rank by its share in what all ranks count, and set `root`."""
+        # The unit of each rank, and the sum of what they count: exact below 2**53.
+        counts = np.zeros(self._comm.size + 1)
+        counts[self._comm.rank], counts[-1] = unit, mine
+        self._comm.allreduce(counts)
+        weighed, others = (np.flatnonzero(counts[:-1] == each) for each in (_TOKENS, _SAMPLES))
+        if weighed.size and others.size:
+            raise GradientError(
+                f"rank {self._comm.rank}: in join(), rank {ranges(weighed.tolist())} called "
+                f"weigh(tokens) for this step, but rank {ranges(others.tolist())} did not; call it "
+                f"before the model, on all ranks that have a batch, or on none")
+        active = np.flatnonzero(counts[:-1])
         self.root = int(active[0]) if active.size else self._comm.size
-        return int(mine[-1])
+        self._weighing.use(mine, counts[-1])

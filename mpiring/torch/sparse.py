@@ -91,7 +91,7 @@ class SparseGradients:
 
         Args:
             name: Of the parameter.
-            weight: Factor of this rank's gradient.
+            weight: Factor of this rank's gradient; with 0 it counts as none.
 
         Raises:
             GradientError: The gradient is dense.
@@ -112,7 +112,8 @@ class SparseGradients:
         handles = []
         self.finite, self.nonfinite = True, []
         for name, p in self._parameters.items():
-            mine = _nothing_like(p) if p.grad is None else p.grad * self._weights[name]
+            weight = self._weights[name]
+            mine = _nothing_like(p) if p.grad is None or weight == 0 else p.grad * weight
             if not _is_finite(mine):
                 self.nonfinite.append(name)
             call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)

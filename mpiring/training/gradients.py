@@ -22,17 +22,20 @@ from ..reducers.exchange import Cost
 from ..transport.base import Schedule, T
 from .averager import Averager
 from .nonfinite import NonFinite
+from .weighing import Weighing
 
 
 class Gradients(Averager):
     """An Averager of gradients.
 
     Args: see Averager. `bucket_bytes=None`: as `usual_bytes` says.
+        weighing: That of earlier buckets.
 
     Attributes:
         nonfinite: Whose own gradients held NaN or Inf.
         statistics: What the operations of the last complete step cost; no others.
         tally: Counts those of a step. (Gradients that lie elsewhere may belong to it as well.)
+        weighing: The factor by which gradients are to be multiplied before they are ready.
     """
 
     noun, holder, cycle = "gradient", "grads", "backward pass"
@@ -41,9 +44,9 @@ class Gradients(Averager):
                  bucket_bytes: int | None, reducer: Wish, deterministic: bool,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
-                 mark: Callable[[], Event] | None = None) -> None:
+                 mark: Callable[[], Event] | None = None, weighing: Weighing | None = None) -> None:
         self.nonfinite, self.tally = NonFinite(comm), Tally(comm)
-        self.statistics = Statistics()
+        self.statistics, self.weighing = Statistics(), weighing or Weighing(comm)
         self._optimizer: weakref.ref[object] | None = None
         if bucket_bytes is None:
             bucket_bytes = usual_bytes(len(comm.memory_groups))
@@ -75,7 +78,7 @@ class Gradients(Averager):
             self.tally.take(), dense_bytes=self._dense_bytes, encode_s=cost.encode_s,
             wire_s=cost.wire_s, decode_s=cost.decode_s)
         self._end_step(finite)
-        self._comm.recorder.end_step(self._began_s, waited_s)
+        self._comm.recorder.end_step(self._began_s, waited_s, self.weighing.end_step())
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
         """Let one optimizer update the tensors.

@@ -1,16 +1,25 @@
 """Tests that batches come to a device in order, whole, and early; on a simulated GPU."""
 
 import collections
+import gc
+import json
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
+import types
+import weakref
 
 import numpy as np
 import pytest
 import simulated_gpu
-from launching import needed
+from launching import PROGRAMS, ROOT, SOON_S, environment, finish, needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.data import prefetch
+from mpiring.data import ahead, prefetch
+from mpiring.data.prefetched import Prefetched
 from mpiring.gpu import carriers
 
 Pair = collections.namedtuple("Pair", "images labels")
@@ -20,6 +29,18 @@ Pair = collections.namedtuple("Pair", "images labels")
 def gpu(monkeypatch):
     """Let arrays of a simulated GPU be taken for CuPy's."""
     return simulated_gpu.installed(monkeypatch)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    """Return each kind of device in turn: what comes of threads holds for both."""
+    if request.param == "cuda":
+        request.getfixturevalue("gpu")
+    return request.param
+
+
+def host(x):
+    return x if isinstance(x, np.ndarray) else x.get()
 
 
 def batches(count, shape=(40, 5)):
@@ -33,12 +54,12 @@ def fetchers():
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_batches_come_whole_and_in_order(gpu, depth):
+def test_batches_come_whole_and_in_order(device, depth):
     wanted = list(batches(30))
     found = 0
-    for (images, labels), right in zip(prefetch(wanted, "cuda", depth=depth), wanted, strict=True):
-        assert np.array_equal(images.get(), right[0]) and images.dtype == np.float32
-        assert np.array_equal(labels.get(), right[1]) and labels.shape == (40,)
+    for (images, labels), right in zip(prefetch(wanted, device, depth=depth), wanted, strict=True):
+        assert np.array_equal(host(images), right[0]) and images.dtype == np.float32
+        assert np.array_equal(host(labels), right[1]) and labels.shape == (40,)
         found += 1
     assert found == 30 and not fetchers()
 
@@ -96,7 +117,7 @@ def test_any_nest_goes_and_all_else_passes(gpu):
     assert list(prefetch([], "cuda")) == []
 
 
-def test_the_loader_runs_ahead_so_far_and_no_further(gpu):
+def test_the_loader_runs_ahead_so_far_and_no_further(device):
     drawn, asked = [], threading.Semaphore(0)
 
     def loader():
@@ -105,7 +126,7 @@ def test_the_loader_runs_ahead_so_far_and_no_further(gpu):
             asked.release()
             yield np.zeros(number)
 
-    fetched = iter(prefetch(loader(), "cuda", depth=3))
+    fetched = iter(prefetch(loader(), device, depth=3))
     assert next(fetched).shape == (0,)
     for _ in range(4):
         assert asked.acquire(timeout=10)
@@ -114,29 +135,29 @@ def test_the_loader_runs_ahead_so_far_and_no_further(gpu):
     assert not fetchers() and drawn == [0, 1, 2, 3]
 
 
-def test_an_error_comes_at_its_place(gpu):
+def test_an_error_comes_at_its_place(device):
     def loader():
         yield from batches(2)
         raise OSError("the disk is gone")
 
     found = []
     with pytest.raises(OSError, match="the disk is gone"):
-        for batch in prefetch(loader(), "cuda", depth=4):
+        for batch in prefetch(loader(), device, depth=4):
             found.append(batch)
     assert len(found) == 2 and not fetchers()
 
 
-def test_it_can_be_left_early_and_begun_again(gpu):
-    fetched = prefetch(list(batches(20)), "cuda")
+def test_it_can_be_left_early_and_begun_again(device):
+    fetched = prefetch(list(batches(20)), device)
     for _ in range(3):
         for number, (images, _) in enumerate(fetched):
             if number == 4:
                 break
         assert not fetchers()
-        assert np.array_equal(images.get(), list(batches(5))[4][0])
+        assert np.array_equal(host(images), list(batches(5))[4][0])
     one, other = iter(fetched), iter(fetched)
     for (left, _), (right, _) in zip(one, other, strict=True):
-        assert np.array_equal(left.get(), right.get())
+        assert np.array_equal(host(left), host(right))
     assert not fetchers()
 
 
@@ -146,10 +167,133 @@ def test_length_is_the_loaders():
         len(prefetch(iter([1]), "cpu"))
 
 
-def test_on_the_cpu_batches_pass():
+def test_on_the_cpu_batches_pass_and_are_not_kept():
     wanted = list(batches(3))
     assert all(x is y for x, y in zip(prefetch(wanted, "cpu"), wanted, strict=True))
     assert not fetchers()
+    alive = []
+    for x in prefetch((np.ones(number) for number in range(1, 5)), "cpu", depth=1):
+        alive.append(weakref.ref(x))
+        del x
+        gc.collect()
+        assert alive[-1]() is None
+
+
+class Numbers:
+    """Yields numbers, and resumes; as StatefulDataLoader, it changes the state it has returned."""
+
+    def __init__(self, count=20):
+        self.count, self.state = count, {"epoch": 0, "drawn": 0}
+
+    def __iter__(self):
+        while self.state["drawn"] < self.count:
+            self.state["drawn"] += 1
+            yield 100 * self.state["epoch"] + self.state["drawn"]
+        self.state.update(epoch=self.state["epoch"] + 1, drawn=0)
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = json.loads(json.dumps(state))
+
+
+@pytest.mark.parametrize("stop", [1, 7, 19, 20])
+def test_the_state_is_that_of_the_last_batch_whatever_was_drawn_ahead(stop):
+    fetched = prefetch(Numbers(), "cpu", depth=3)
+    assert fetched.state_dict() == {"epoch": 0, "drawn": 0}
+    states = []
+    for number in fetched:
+        time.sleep(0.001)   # the thread may be any number of batches ahead
+        assert fetched.state_dict() == {"epoch": 0, "drawn": number}
+        states.append(fetched.state_dict())
+        if number == stop:
+            break
+    assert fetched.state_dict() == states[-1] == {"epoch": 0, "drawn": stop}
+    states[-1]["drawn"] = "changed"
+    resumed = prefetch(Numbers(), "cpu")
+    resumed.load_state_dict(fetched.state_dict())
+    assert list(resumed) == list(range(stop + 1, 21))
+    assert resumed.state_dict() == {"epoch": 1, "drawn": 0}, "the epoch is over"
+    assert list(resumed) == list(range(101, 121))
+    fetched.load_state_dict({"epoch": 3, "drawn": 18})
+    assert fetched.state_dict() == {"epoch": 3, "drawn": 18} and list(fetched) == [319, 320]
+
+
+def test_an_iteration_that_yields_nothing_leaves_the_state():
+    class Broken(Numbers):
+        def __iter__(self):
+            self.state["drawn"] += 5
+            raise OSError("the disk is gone")
+            yield
+
+    fetched = prefetch(Broken(), "cpu")
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(fetched)
+    assert fetched.state_dict() == {"epoch": 0, "drawn": 0}
+
+
+def test_a_loader_without_a_state_is_refused():
+    fetched = prefetch([1, 2], "cpu")
+    for call in (fetched.state_dict, lambda: fetched.load_state_dict({})):
+        with pytest.raises(ConfigError, match=r"a list, has no state_dict.*seen="):
+            call()
+
+
+def test_an_iteration_can_be_left_while_the_loader_is_busy(monkeypatch, caplog):
+    """After 5 s it is left alone; the next iteration begins when it has ended."""
+    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.1)
+    go_on, begun = threading.Event(), []
+
+    class Stream:
+        def __iter__(self):
+            begun.append(len(fetchers()))
+            yield 1
+            go_on.wait(SOON_S)
+            yield 2
+
+    fetched = prefetch(Stream(), "cpu")
+    began_s = time.monotonic()
+    for number in fetched:
+        break
+    assert number == 1 and time.monotonic() - began_s < SOON_S / 2
+    assert "the loader has not returned for 0.1 s" in caplog.text and len(fetchers()) == 1
+    threading.Timer(0.05, go_on.set).start()
+    assert list(fetched) == [1, 2] and begun == [1, 1] and not fetchers()
+
+
+def test_ctrl_c_passes_while_the_loader_hangs():
+    """It may be so late: by SOON_S, which the start of Python takes on a busy machine."""
+    job = subprocess.Popen(
+        [sys.executable, PROGRAMS / "hanging_loader.py"], stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.STDOUT, cwd=ROOT, env=environment(), start_new_session=True)
+    try:
+        assert job.stdout.readline() == "the loader hangs\n"
+        began_s = time.monotonic()
+        os.kill(job.pid, signal.SIGINT)
+    finally:
+        ended = finish(job, SOON_S)
+    assert ended.output == "Ctrl-C has come\n" and ended.status == 0
+    assert time.monotonic() - began_s < SOON_S
+
+
+def test_waits_for_batches_are_recorded():
+    """Each is at least as long as the loader makes it, and ends before the batch is used."""
+    waits = []
+    comm = types.SimpleNamespace(recorder=types.SimpleNamespace(
+        waited_for_data=lambda began_s, ended_s: waits.append((began_s, ended_s))))
+
+    def loader():
+        for number in range(3):
+            time.sleep(0.05)
+            yield number
+
+    used = [time.monotonic() for _ in Prefetched(loader(), None, 1, comm)]
+    assert len(waits) == 4, "also for the end"
+    assert waits[0][1] - waits[0][0] >= 0.04
+    assert all(began <= ended <= at for (began, ended), at in zip(waits, used))
+    with pytest.raises(ConfigError, match="Communicator"):
+        prefetch([], "cpu", comm=comm)
 
 
 def test_what_cannot_work_is_told(monkeypatch, gpu):

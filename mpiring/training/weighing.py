@@ -1,0 +1,103 @@
+"""Weighs ranks by their tokens, so that the mean over ranks is the mean over all tokens."""
+
+from typing import Any
+
+import numpy as np
+
+from ..arguments import number
+from ..communicator import Communicator
+from ..engine.handle import Handle
+from ..errors import GradientError
+from ..operations.agreement import Call
+
+# From here on, float64 does not hold all whole numbers.
+_MOST_TOKENS = 2**53
+
+
+class Weighing:
+    """The factor of this rank's gradients in the mean over ranks, step by step.
+
+    A rank that has n of all N tokens of a step, and the mean gradient of its own, counts as
+    n * size / N. All ranks' tokens are summed in the background.
+
+    Args:
+        comm: The ranks.
+
+    Attributes:
+        tokens: Of this rank, in the present step; None if `begin` was not called.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.tokens: float | None = None
+        self._comm = comm
+        self._factor = 1.0
+        # Whether gradients of the present step have been weighed.
+        self._is_used = False
+        self._total = np.empty(1)
+        self._handle: Handle[None] | None = None
+
+    def begin(self, tokens: Any, *, sums: bool = True) -> None:
+        """Note how many tokens this rank's gradients of the present step are a mean over.
+
+        Args:
+            tokens: A finite number from 0.
+            sums: Sum those of all ranks; else `use` has to be called.
+
+        Raises:
+            ConfigError: Not such a number.
+            GradientError: This was called already in this step, or comes too late.
+
+        Collective: yes, if `sums`. Blocking: no.
+        """
+        tokens = number(f"rank {self._comm.rank}: weigh(tokens): tokens", tokens,
+                        lambda x: 0 <= x <= _MOST_TOKENS, "a number from 0 to 2**53")
+        if self.tokens is not None:
+            raise GradientError(
+                f"rank {self._comm.rank}: weigh({tokens:.15g}) after weigh({self.tokens:.15g}) in "
+                f"one step; call it once per step, with the tokens of all its batches, before "
+                f"gradients are complete: after that it counts for the next step")
+        if self._is_used:
+            raise GradientError(
+                f"rank {self._comm.rank}: weigh({tokens:.15g}) comes too late: gradients of this "
+                f"step were complete before; call it before backward(), or the first ready(), and "
+                f"in join() before the model")
+        self.tokens = tokens
+        if sums:
+            total = self._total = np.array([tokens])
+            self._handle = self._comm.submit(
+                Call("weigh(tokens)", nbytes=total.nbytes),
+                lambda collectives: collectives.allreduce(total, op="sum", algorithm="auto"))
+
+    @property
+    def factor(self) -> float:
+        """Factor of this rank's gradients in the present step, to be asked for when one is there.
+
+        0 where they count as zeros, whatever they hold: a mean over no tokens is NaN.
+
+        Collective: no. Blocking: where the ranks' tokens are not summed yet.
+        """
+        self._is_used = True
+        if self._handle is not None:
+            self._handle.wait()
+            self._handle = None
+            self.use(self.tokens or 0, self._total[0])
+        return self._factor
+
+    def use(self, mine: float, total: float) -> None:
+        """Weigh this rank's gradients of the present step.
+
+        Args:
+            mine: What they are a mean over.
+            total: The sum of that over all ranks; if 0, the mean is 0.
+        """
+        self._is_used = True
+        self._factor = mine * self._comm.size / total if total else 0.0
+
+    def end_step(self) -> float | None:
+        """Weigh all ranks alike from now on; return `tokens` of the step that ends.
+
+        Collective: no. Blocking: no.
+        """
+        tokens, self.tokens = self.tokens, None
+        self._factor, self._is_used = 1.0, False
+        return tokens

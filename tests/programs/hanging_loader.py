@@ -1,0 +1,22 @@
+"""Waits for a loader that never returns, until Ctrl-C; also leaves an iteration that goes on."""
+
+import itertools
+import threading
+
+from mpiring.data import prefetch
+
+
+def hangs():
+    yield 1
+    print("the loader hangs", flush=True)
+    threading.Event().wait()
+
+
+# Alive until Python is torn down.
+unfinished = iter(prefetch(itertools.count(), "cpu"))
+next(unfinished)
+try:
+    for batch in prefetch(hangs(), "cpu"):
+        pass
+except KeyboardInterrupt:
+    print("Ctrl-C has come")
