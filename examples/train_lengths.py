@@ -235,8 +235,8 @@ began, tokens = time.perf_counter(), 0
 with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as stopping, \
         Progress("training", args.steps, shown=comm.rank == 0, done=step,
                  metrics=args.metrics) as progress:
-    progress.say(f"{len(train):,} functions in {len(batches)} batches: padding "
-                 f"{batches.padding:.1%}, imbalance {batches.imbalance:.1%}")
+    progress.say(f"{len(train):,} functions in {len(batches)} batches: imbalance of ranks "
+                 f"{batches.imbalance:.1%}, padding, where there is any, {batches.padding:.1%}")
     while step < args.steps and not stopping.reason:
         seen = 0                                # batches of this iteration: the rest of an epoch
         loader = (learner.batch_of([train[i] for i in mine]) for mine in batches)

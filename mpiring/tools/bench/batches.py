@@ -47,13 +47,13 @@ def declare(parser: ArgumentParser) -> None:
                         help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--parameters", type=checked(parse_count), default=1_000_000, metavar="N",
                         help="about how many the transformer has; default: 1M")
-    parser.add_argument("--samples", type=positive, default=16,
-                        help="per rank and step, on average; default: 16")
+    parser.add_argument("--samples", type=positive, default=8,
+                        help="per rank and step, on average; default: 8")
     parser.add_argument("--longest", type=positive, default=1024, metavar="TOKENS",
                         help="longer functions are cut; default: 1024")
     parser.add_argument("--functions", type=positive, metavar="N",
                         help="train on the first N only; default: all")
-    parser.add_argument("--calls", type=positive, default=2, help="steps per round; default: 2")
+    parser.add_argument("--calls", type=positive, default=3, help="steps per round; default: 3")
     declare_turns(parser)
     parser.set_defaults(action=partial(run, BATCHES))
 
@@ -104,22 +104,21 @@ def _trainings(world: World, options: Namespace) -> "dict[str, Training]":
         lengths = np.array(list(map(len, samples)))
         trainings[name] = torch_padding.Training(
             world, options, samples, SAMPLINGS[name](world, options, lengths))
+        trainings[name].rehearse()
     return trainings
 
 
 def _round(world: World, options: Namespace, training: "Training") -> dict[str, list[float]]:
-    """Return readings of some steps, after one that is not timed."""
-    from .torch_padding import Count
-    training.step()
-    training.count, before_s = Count(), world.comm.statistics.exposed_s
+    """Return readings of some steps."""
+    before_s = world.comm.statistics.exposed_s
     seconds = timing.timed(world, training.step, options.calls)
-    count, exposed_s = training.count, world.comm.statistics.exposed_s - before_s
-    ranks = world.raw.allgather((count, exposed_s))
+    exposed_s = world.comm.statistics.exposed_s - before_s
+    ranks = world.raw.allgather((training.taken(), exposed_s))
     return {"step": seconds,
-            "samples": [sum(one.samples for one, _ in ranks)],
-            "tokens": [sum(one.tokens for one, _ in ranks)],
-            "padded": [sum(one.padded for one, _ in ranks)],
-            "most": [max(one.most for one, _ in ranks)],
+            "samples": [sum(count.samples for count, _ in ranks)],
+            "tokens": [sum(count.tokens for count, _ in ranks)],
+            "padded": [sum(count.padded for count, _ in ranks)],
+            "most": [max(count.most for count, _ in ranks)],
             "exposed_s": [sum(seconds for _, seconds in ranks) / len(ranks)]}
 
 

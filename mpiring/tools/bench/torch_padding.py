@@ -53,14 +53,25 @@ class Training:
         torch.manual_seed(0)
         self._bare = Transformer(width_for("transformer", options.parameters), options.longest)
         self._way = Averaged(self._bare, world.comm, _RULE)
-        self.count = Count()
+        self._count = Count()
 
     def step(self) -> None:
         """Take one step.
 
         Collective: yes. Blocking: yes.
         """
-        texts = [self._texts[number] for number in next(self._samples)]
+        self._learn([self._texts[number] for number in next(self._samples)])
+
+    def rehearse(self) -> None:
+        """Take two small steps: the first one builds the buckets anew, the second is used to it.
+
+        Collective: yes. Blocking: yes.
+        """
+        for _ in range(2):
+            self._learn([self._texts[0][:1]])
+        self.taken()
+
+    def _learn(self, texts: list[torch.Tensor]) -> None:
         tokens = sum(map(len, texts))
         # Where there is nothing, the model reads a byte all the same; that does not count.
         targets = pad_sequence(texts or [torch.tensor([_NOTHING])], batch_first=True,
@@ -75,10 +86,15 @@ class Training:
         self._way.step()
 
     def _note(self, samples: int, tokens: int, padded: int) -> None:
-        self.count.samples += samples
-        self.count.tokens += tokens
-        self.count.padded += padded
-        self.count.most = max(self.count.most, padded)
+        self._count.samples += samples
+        self._count.tokens += tokens
+        self._count.padded += padded
+        self._count.most = max(self._count.most, padded)
+
+    def taken(self) -> Count:
+        """Return what batches have had since this was called last."""
+        count, self._count = self._count, Count()
+        return count
 
     @property
     def parameter_count(self) -> int:
