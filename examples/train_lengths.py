@@ -93,20 +93,21 @@ if args.framework == "torch":
             return nn.functional.pad(targets.clamp(min=0), (1, -1)), targets
 
         def bits_of(self, batch):
-            """Return the bits of a batch, and its bytes."""
+            """Return the bits that it takes to tell the bytes of a batch."""
             before, targets = batch
-            bits = cross_entropy(self.model(before).flatten(0, 1), targets.flatten(),
+            return cross_entropy(self.model(before).flatten(0, 1), targets.flatten(),
                                  reduction="sum") / math.log(2)
-            return bits, int((targets >= 0).sum())
+
+        def tokens_of(self, batch):
+            return int((batch[1] >= 0).sum())
 
         def step(self, batch):
-            """Learn from a batch, and return how many tokens it has."""
-            self.optimizer.zero_grad()
-            bits, tokens = self.bits_of(batch)
+            """Learn from a batch."""
+            tokens = self.tokens_of(batch)
             self.model.weigh(tokens)            # the mean over ranks is the mean over all tokens
-            (bits / max(1, tokens)).backward()
+            self.optimizer.zero_grad()
+            (self.bits_of(batch) / max(1, tokens)).backward()
             self.optimizer.step()
-            return tokens
 
         def state_dict(self):
             return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -155,13 +156,16 @@ else:
             return x, hidden, hidden @ params["w2"] + params["b2"]
 
         def bits_of(self, batch):
-            """Return the bits of a batch, and its bytes."""
+            """Return the bits that it takes to tell the bytes of a batch."""
             before, targets = batch
             probabilities = softmax(self.forward(before)[-1])
-            return -np.log2(probabilities[np.arange(len(targets)), targets]).sum(), len(targets)
+            return -np.log2(probabilities[np.arange(len(targets)), targets]).sum()
+
+        def tokens_of(self, batch):
+            return len(batch[1])
 
         def step(self, batch):
-            """Learn from a batch, and return how many tokens it has."""
+            """Learn from a batch."""
             before, targets = batch
             self.dp.weigh(len(targets))         # the mean over ranks is the mean over all tokens
             x, hidden, scores = self.forward(before)
@@ -178,7 +182,6 @@ else:
             np.add.at(self.dp.grads["byte"], before.ravel(), error)
             self.dp.ready("byte")
             self.optimizer.step()
-            return len(targets)
 
         def ready(self, name, gradient):
             self.dp.grads[name][...] = gradient
@@ -225,10 +228,10 @@ def save():
 def validate():
     """Return the bits per byte of functions that are not trained on; ranks share the work."""
     with learner.evaluating():
-        found = [learner.bits_of(learner.batch_of(held_out[i:i + 8]))
-                 for i in range(0, len(held_out), 8)]
-    bits, nbytes = comm.allreduce(np.array(found, dtype=float).reshape(-1, 2).sum(axis=0))
-    return bits / nbytes
+        bits = sum(float(learner.bits_of(learner.batch_of(held_out[i:i + 8])))
+                   for i in range(0, len(held_out), 8))
+    total = comm.allreduce(np.array([bits, sum(map(len, held_out))]))
+    return total[0] / total[1]
 
 
 began, tokens = time.perf_counter(), 0
@@ -241,7 +244,8 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
         seen = 0                                # batches of this iteration: the rest of an epoch
         loader = (learner.batch_of([train[i] for i in mine]) for mine in batches)
         for batch in prefetch(loader, "cpu", comm=comm):
-            tokens += learner.step(batch)
+            learner.step(batch)
+            tokens += learner.tokens_of(batch)
             step, seen = step + 1, seen + 1
             progress.step()
             if step % args.report == 0 or step == args.steps:

@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 TRAIN = ROOT / "examples" / "train_numpy.py"
 COMPARE = ROOT / "examples" / "compare_optimizers.py"
 TRAIN_ASYNC = ROOT / "examples" / "train_async.py"
+TRAIN_LENGTHS = ROOT / "examples" / "train_lengths.py"
 TRAIN_TORCH = ROOT / "examples" / "train_torch.py"
 
 
@@ -115,6 +116,25 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
     checkpoint = "--checkpoint", tmp_path / "last.pt"
     assert train(2, 8, *checkpoint) == whole[:2]
     assert train(3, 12, *checkpoint) == whole[2:]
+
+
+@pytest.mark.parametrize(("framework", "ranks"), [("numpy", (1, 2, 3)), ("torch", (1, 2, 1))])
+def test_of_unequal_lengths_any_number_of_ranks_learns_the_same(tmp_path, framework, ranks):
+    """Also after a stop in the midst of the second epoch, with batches drawn ahead."""
+    installed(framework)
+    small = ("--framework", framework, "--modules", 12, "--tokens", 4096, "--longest", 256,
+             "--width", 32, "--report", 6)
+
+    def train(ranks, steps, *options):
+        ended = launch(ranks, TRAIN_LENGTHS, "--steps", steps, *small, *options)
+        assert ended.status == 0, ended.output
+        return re.findall(r"held out (\d\.\d{3}) bits per byte", ended.output)
+
+    whole = train(ranks[0], 18)
+    assert len(whole) == 3 and float(whole[-1]) < 6.5 < float(whole[0]) < 8
+    checkpoint = "--checkpoint", tmp_path / "run"
+    assert train(ranks[1], 12, *checkpoint) == whole[:2]
+    assert train(ranks[2], 18, *checkpoint) == whole[2:]
 
 
 def test_optimizers_are_compared_alike_on_any_number_of_ranks(tmp_path):

@@ -26,6 +26,8 @@ REDUCERS = ("reducers", "--parameters", "60K", "--batch", "1", "--steps", "4", "
 LOCAL = ("local", "--parameters", "60K", "--batch", "1", "--steps", "4", "--every", "2",
          "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3",
          "--straggler", "1ms,0.5", "--learning-rates", "1e-3,3e-3", "--seeds", "1,2")
+BATCHES = ("batches", "--functions", "200", "--parameters", "60K", "--samples", "4", "--longest",
+           "64", "--rounds", "2", "--calls", "2")
 EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
               "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
               "placement", "variables"}
@@ -131,7 +133,7 @@ def test_steps(tmp_path):
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_steps_and_prefetching_with_pytorch(tmp_path):
+def test_steps_prefetching_and_batches_with_pytorch(tmp_path):
     installed("matplotlib"), installed("torch")
     ended = in_turn(2, (
         *TORCH, "--models", "mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
@@ -140,8 +142,9 @@ def test_steps_and_prefetching_with_pytorch(tmp_path):
         tmp_path / "sharded.json"), (
         "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch", "2",
         "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
-        tmp_path / "prefetch.png"))
-    assert ended.output.count("ended with status 0") == 6, ended.output
+        tmp_path / "prefetch.png"), (*BATCHES, "--json", tmp_path / "batches.json"))
+    assert ended.output.count("ended with status 0") == 8, ended.output
+    check_batches(json.loads((tmp_path / "batches.json").read_text())["rows"])
     dense, sharded = (json.loads((tmp_path / name).read_text())["rows"]
                       for name in ("out.json", "sharded.json"))
     for rows, formula, *more in (dense, 16), (sharded, 32, "ZeRO", "FSDP2"):
@@ -172,6 +175,20 @@ def test_steps_and_prefetching_with_pytorch(tmp_path):
         assert row["steps"] == 6 and row["median_ms"] > 0
         assert row["over_resident"] == 1 or row["contender"] != "data on the device"
     assert (tmp_path / "prefetch.png").stat().st_size > 10_000
+
+
+def check_batches(rows):
+    found = {row["contender"]: row for row in rows}
+    assert list(found) == ["equal lengths", "DistributedSampler", "buckets of a rank",
+                           "buckets of all ranks", "TokenBatches"]
+    equal, padded, *_, ours = found.values()
+    assert equal["padding_percent"] == equal["idle_beyond_equal"] == 0
+    assert padded["over_distributed"] == 1 and padded["padding_percent"] > 5
+    assert ours["padding_percent"] < padded["padding_percent"]
+    for row in rows:
+        assert row["steps"] == 4 and row["tokens_per_s"] > 0 and 0 < row["idle_percent"] < 100
+        assert row["samples_per_step"] == 8 or row is ours
+        assert row["tokens_per_step"] <= 2 * row["largest"] <= 2 * 4 * 64 or row is ours
 
 
 @pytest.mark.launch
