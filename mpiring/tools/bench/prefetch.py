@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...data import prefetch
+from ...errors import ConfigError
 from ..arguments import above_zero, names, positive
 from ..files import Environment, Row
 from ..table import Column
@@ -38,16 +39,24 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--loader", type=above_zero, metavar="SHARE",
                         help="have the loader work for so much of a step's time on each batch; "
                              "default: it does nothing")
-    parser.add_argument("--work", type=names(loaders.WORK), default=["zlib"], metavar="A,B",
+    parser.add_argument("--work", type=names(loaders.WORK), metavar="A,B",
                         help=f"of the loader, of {', '.join(loaders.WORK)}; python holds the "
                              f"interpreter's lock; default: zlib")
     declare_turns(parser)
-    parser.set_defaults(action=partial(run, PREFETCH))
+    parser.set_defaults(action=_run)
 
 
-def _loads(options: Namespace) -> list[str]:
-    """Return the kinds of work that are measured; "-" where the loader does nothing."""
-    return options.work if options.loader else ["-"]
+def _run(options: Namespace) -> int:
+    """Settle what the loader does, and measure.
+
+    Raises:
+        ConfigError: The work is named, but not how long it is to take.
+    """
+    if options.work and not options.loader:
+        raise ConfigError("--work needs --loader SHARE: so much of a step's time, as 0.8")
+    # Where it does nothing, "-".
+    options.work = (options.work or ["zlib"]) if options.loader else ["-"]
+    return run(PREFETCH, options)
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -70,7 +79,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                   "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
                   "calls": options.calls, "device": str(device.torch),
                   "thread_level": world.thread_level}
-        for load in _loads(options):
+        for load in options.work:
             work = _work(world, options, load, training, device)
             alone_s = [timing.by_clock(work) for _ in range(_TRIALS)]
             with_loader = iter(prefetch(loaders.worked_for(itertools.cycle(batches), work),
@@ -129,6 +138,6 @@ _COLUMNS = [
     Column("over_resident", 10, 4, "/on device")]
 PREFETCH = Benchmark(
     "prefetch",
-    lambda options: (len(options.models) * len(options.parameters) * len(_loads(options))
+    lambda options: (len(options.models) * len(options.parameters) * len(options.work)
                      * int(options.rounds)),
     measure, rows, _COLUMNS)
