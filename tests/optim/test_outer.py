@@ -86,7 +86,7 @@ METHODS = {
     "fragments": (DiLoCo, streaming_diloco, {
         "every": 5, "lr": 0.7, "momentum": 0.9, "fragments": 3}),
     "streaming": (DiLoCo, streaming_diloco, {
-        "every": 5, "lr": 0.4, "momentum": 0.8, "fragments": 4, "delay": 3, "alpha": 0.5}),
+        "every": 5, "lr": 0.4, "momentum": 0.8, "fragments": 4, "delay": 3, "alpha": 0.25}),
     "overwritten": (DiLoCo, streaming_diloco, {
         "every": 3, "lr": 0.4, "momentum": 0.9, "fragments": 3, "delay": 1, "alpha": 0.0}),
 }
