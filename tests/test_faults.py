@@ -68,6 +68,27 @@ def test_a_rank_that_takes_no_steps_is_named():
     assert "rank 3 has NOT CALLED it" in ended.output
 
 
+# What the two others say of the last of three ranks.
+@pytest.mark.any_mpi
+@pytest.mark.parametrize(("fault", "of_server"), [
+    ("killed", "no weights from rank 2"),
+    ("stopped", "rank 2 is behind: it has pushed 3 times, and staleness=0 wants 4")])
+def test_a_rank_that_breaks_where_nobody_takes_steps_in_common(fault, of_server):
+    ended = launch(3, PROGRAMS / "loose_fault.py", fault, **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < 3 * 3 + SOON_S
+    found = re.findall(r"^(\w+), rank ([01]), after ([\d.]+) s: (.*)$", ended.output, re.M)
+    for way, text, whoever in [
+            ("server", of_server, all), ("server", "rank 2 does not answer", all),
+            # Of two that wait for each other, one waits for the last rank.
+            ("pairs", "exchange with rank 2 in round", any),
+            ("pairs", "rank 2 does not answer", any),
+            ("diloco", "in inner step 4 (every=4, fragment 0)", all),
+            ("diloco", "rank 2 does not answer", all)]:
+        assert {way} <= {its for its, *_ in found}, ended.output
+        assert whoever(text in error for its, _, _, error in found if its == way), ended.output
+    assert all(float(took_s) < 3 + SOON_S for _, _, took_s, _ in found)
+
+
 @pytest.mark.any_mpi
 def test_a_missing_gradient_bucket_is_named():
     ended = launch(2, PROGRAMS / "missing_bucket.py", **IMPATIENT)

@@ -1,5 +1,6 @@
-"""Data for training: batches that are made ready while earlier ones are used."""
+"""Data for training: balanced batches, and batches made ready while earlier ones are used."""
 
 from .prefetched import prefetch
+from .token_batches import TokenBatches
 
-__all__ = ["prefetch"]
+__all__ = ["TokenBatches", "prefetch"]

@@ -1,13 +1,15 @@
-"""Trains for some steps, in which the last rank computes the longest; then ends as it is told."""
+"""Trains for some steps, in which the last rank waits for its data; then ends as it is told."""
 
 import os
 import signal
 import sys
+import threading
 import time
 
 import numpy as np
 
 import mpiring
+from mpiring.data import prefetch
 from mpiring.numpy import DataParallel
 
 end = sys.argv[1]
@@ -15,12 +17,26 @@ comm = mpiring.init()
 last = comm.rank == comm.size - 1
 dp = DataParallel({f"w{i}": np.ones((100, 300), np.float32) for i in range(4)}, comm,
                   bucket_bytes=100_000)
+asked = threading.Event()
+
+
+def loader():
+    for step in range(12):
+        asked.wait()
+        asked.clear()
+        time.sleep(0.02 * last)
+        yield step
+
+
+batches = iter(prefetch(loader(), "cpu", depth=1, comm=comm))
 for step in range(12):
+    dp.weigh(15 + 5 * last)
     for name in ("w3", "w2", "w1", "w0"):
         time.sleep(0.005)
         dp.grads[name][...] = step
         dp.ready(name)
-    time.sleep(0.02 * last)
+    asked.set()
+    next(batches)
     # The last rank has a second bucket, and the others wait for it.
     comm.allreduce(np.ones(10))
     dp.wait()

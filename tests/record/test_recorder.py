@@ -149,12 +149,15 @@ def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_pat
     for sequence, (began, ended) in enumerate([(0, 3), (1, 4), (3.5, 5)]):
         flight = flown(sequence, called_s=t + began - 0.5, started_s=t + began)
         recorder.ended(flight, t + ended)
+    recorder.waited_for_data(t + 5, t + 5.5)
     recorder.waited(flight, t + 4, t + 5)
     recorder.end_step()
     recorder.end_step(time.monotonic(), time.monotonic(), 640)
     recorder.end_step()
     trace.close(together=True)
     events = [event for event in events_of(tmp_path) if event["ph"] == "X"]
+    (data,) = [event for event in events if event["cat"] == "data"]
+    assert data["tid"] == PROGRAM and data["dur"] == pytest.approx(5e5, abs=1)
     operations = [event for event in events if event["cat"] == "operation"]
     assert [event["tid"] - OPERATIONS for event in operations] == [0, 1, 0]
     assert [event["dur"] for event in operations] == pytest.approx([3e6, 3e6, 1.5e6], abs=1)

@@ -1,6 +1,7 @@
 """Tests that traces of all ranks are joined on one clock, and where the time of a step is seen."""
 
 import json
+import math
 import re
 
 import pytest
@@ -8,8 +9,9 @@ from launching import PROGRAMS, launch, needed
 
 from mpiring.__main__ import main
 from mpiring.tools.trace.budget import (
-    Activity, Operation, Step, Wait, budget_of, last_calls, typical, union)
+    Activity, LastCall, Operation, Step, Wait, budgets_of, last_calls, mean, typical, union)
 from mpiring.tools.trace.files import open_job
+from mpiring.tools.trace.lateness import Lateness
 
 TRACED = PROGRAMS / "traced.py"
 
@@ -84,21 +86,26 @@ def test_a_budget_adds_up():
     operations = [Operation(100, 400, 0, "a", "ring", 8, ("", 1)),
                   Operation(300, 900, 1, "b", "ring", 8, ("", 2))]
     waits = [Wait(600, 900, ("", 2)), Wait(1500, 1600, ("", 3))]
-    activity = Activity(0, [Step(1, 0, 1000), Step(2, 1000, 2000)], waits, operations)
-    first = budget_of(activity, activity.steps[:1], {("", 2): 700.0, ("", 3): 0.0})
+    steps = [Step(1, 0, 1000, 30), Step(2, 1000, 2000, 40)]
+    activity = Activity(0, steps, waits, operations, data=[(950, 1050), (350, 450)])
+    called = {("", 2): LastCall(700.0, 1), ("", 3): LastCall(0.0, 0)}
+    first = budgets_of(activity, steps[:1], called)[1]
     assert vars(first) == pytest.approx(
-        {"step": 1.0, "compute": 0.7, "exposed": 0.2, "idle": 0.1, "hidden": 0.5})
-    assert first.hidden_percent == pytest.approx(62.5)
-    both = budget_of(activity, activity.steps, {("", 2): 5000.0})
-    assert vars(both) == pytest.approx(
-        {"step": 1.0, "compute": 0.8, "exposed": 0.05, "idle": 0.15, "hidden": 0.25})
+        {"step": 1.0, "compute": 0.55, "data": 0.15, "exposed": 0.2, "idle": 0.1, "hidden": 0.4,
+         "tokens": 30})
+    assert first.hidden_percent == pytest.approx(100 * 4 / 7)
+    both = budgets_of(activity, steps, {("", 2): LastCall(5000.0, 1)})
+    assert list(both) == [1, 2]
+    assert vars(mean(list(both.values()))) == pytest.approx(
+        {"step": 1.0, "compute": 0.7, "data": 0.1, "exposed": 0.05, "idle": 0.15, "hidden": 0.2,
+         "tokens": 35})
 
 
 def test_the_last_rank_to_call_is_waited_for(tmp_path):
     for rank, queued in ((0, 50), (1, 10)):
         written(tmp_path, piece("operation", 100, 200, sequence=4, group="", queued_us=queued),
                 rank=rank, size=2, drift=0)
-    assert last_calls(open_job(str(tmp_path), None)) == {("", 4): 90.0}
+    assert last_calls(open_job(str(tmp_path), None)) == {("", 4): (90.0, 1)}
 
 
 def test_steps_that_hold_something_else_are_left_out():
@@ -106,6 +113,73 @@ def test_steps_that_hold_something_else_are_left_out():
     assert [step.number for step in typical(steps)] == [1, 2, 4]
     assert [step.number for step in typical(steps[:1])] == [0]
     assert union([(5, 6), (0, 2), (1, 3), (7, 7)]) == [(0, 3), (5, 6)]
+
+
+def told(*ranks):
+    """Return what is said of ranks, each a list of steps: (compute, data, tokens), in ms.
+
+    In each step all wait for the last one, from 0 ms on, at the step's only operation.
+    """
+    lengths = [max(compute + data for compute, data, _ in step) for step in zip(*ranks)]
+    began = [1e3 * sum(lengths[:number]) for number in range(len(lengths))]
+    last_called = {}
+    for number, step in enumerate(zip(*ranks)):
+        at = [compute + data for compute, data, _ in step]
+        last_called["", number] = LastCall(began[number] + 1e3 * max(at), at.index(max(at)))
+    lateness = Lateness(last_called)
+    for rank, mine in enumerate(ranks):
+        activity = Activity(rank)
+        for number, (compute, data, tokens) in enumerate(mine):
+            start, end = began[number], began[number] + 1e3 * lengths[number]
+            activity.steps.append(Step(number, start, end, tokens))
+            activity.data.append((start, start + 1e3 * data))
+            activity.waits.append(Wait(start + 1e3 * (compute + data), end, ("", number)))
+        lateness.add(activity, activity.steps,
+                     budgets_of(activity, activity.steps, last_called))
+    return list(lateness.sentences())
+
+
+def test_nothing_is_told_of_even_ranks():
+    even = [(100, 0, math.nan)] * 8
+    assert told(even) == told(even, even, even) == []
+    assert told(even, [(104, 0, math.nan)] * 8) == [], "too little"
+    assert told(even, *[[(100 + 4 * (number % 3 == rank), 4, 50) for number in range(8)]
+                        for rank in range(3)]) == []
+
+
+def test_who_is_waited_for_is_told_and_why():
+    even = [(100, 0, math.nan)] * 8
+    assert told(even, even, [(80, 45, math.nan)] * 8) == [
+        "rank 2 waits for its data, 36 % of its step",
+        "others wait for rank 2, 20 % of their step: it waits for its data (45.0 ms; the mean is "
+        "15.0 ms)"]
+    assert told([(60, 40, 5)] * 8, [(60, 40, 5)] * 8) == [
+        "ranks 0-1 wait for their data, 40 % of their step, rank 0 the longest, 40 %"]
+    assert told(even, [(150, 0, math.nan)] * 8) == [
+        "others wait for rank 1, 33 % of their step: it computes longer (150 ms; the mean is 125 "
+        "ms); model.weigh(tokens) would show whether its batches are longer"]
+    of_100 = [(100, 0, 100)] * 8
+    assert told(of_100, [(150, 0, 150)] * 8) == [
+        "others wait for rank 1, 33 % of their step: it has longer batches (150 tokens; the mean "
+        "is 125), which mpiring.data.TokenBatches would even out"]
+    assert told(of_100, [(150, 0, 100)] * 8) == [
+        "others wait for rank 1, 33 % of their step: it computes longer, also per token (1.20 "
+        "times the mean)"]
+
+
+def test_ranks_that_are_late_in_turn_are_not_named():
+    for ranks in (2, 4):
+        turns = [[(160 if number % ranks == rank else 100,) * 3 for number in range(8)]
+                 for rank in range(ranks)]
+        turns = [[(compute, 0, tokens) for compute, _, tokens in mine] for mine in turns]
+        share, mean_tokens = {2: (19, 130), 4: (28, 115)}[ranks]
+        assert told(*turns) == [
+            f"ranks wait for one another in turn, {share} % of their step: each time for one that "
+            f"has longer batches (160 tokens; the mean is {mean_tokens}), which "
+            f"mpiring.data.TokenBatches would even out"]
+    turns[0] = [(250, 0, 250)] * 8
+    (first,) = told(*turns)
+    assert first.startswith("others wait for rank 0, 54 % of their step: it has longer batches")
 
 
 @pytest.mark.launch
@@ -129,14 +203,19 @@ def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
             for compute in computes)]
         assert len(hidden) >= 8, "buckets are reduced while the program computes"
         assert sum(event["cat"] == "step" for event in mine) == 11
+        assert sum(event["name"] == "wait for data" for event in mine) == 12
     capsys.readouterr()
     assert main(["trace", "report", str(tmp_path), "--plot", str(tmp_path / "a.png")]) == 0
     said = capsys.readouterr().out
     rows = {row[0]: [float(cell) for cell in row[1:]] for row in map(
         str.split, said.splitlines()) if row and re.fullmatch(r"\d|mean", row[0])}
-    for steps, step, compute, exposed, idle, *_ in rows.values():
-        assert steps >= 8 and step == pytest.approx(compute + exposed + idle, rel=0.01)
-    assert rows["0"][4] > 10 > rows["1"][4], "rank 0 waits for the other one"
+    for steps, step, compute, data, exposed, idle, *_ in rows.values():
+        assert steps >= 8 and step == pytest.approx(compute + data + exposed + idle, rel=0.01)
+    assert [rows[name][-1] for name in ("0", "1", "mean")] == [15, 20, 17.5]
+    assert rows["1"][3] > 19 and rows["0"][5] > 10 > rows["1"][5], "rank 0 waits for the other one"
+    assert re.search(r"^rank 1 waits for its data, \d+ % of its step$", said, re.MULTILINE)
+    assert re.search(r"^others wait for rank 1, \d+ % of their step: it waits for its data \(",
+                     said, re.MULTILINE)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -80,7 +80,8 @@ def learn(world: World, options: Namespace, training: "Training", traffic: Traff
     """Train to the end, or to the time limit, and check that ranks agree; return the readings.
 
     Steps between two barriers have their mean as their time; to it belongs what it takes to show
-    the parameters, in the last of them, and to make all ranks agree at the end.
+    the parameters, in the last of them, and to make all ranks agree at the end. `exposed_s` counts
+    what was waited for in steps alone, not for a look, nor at the end.
 
     Raises:
         WrongAnswerError: Parameters differ between ranks.
@@ -89,16 +90,18 @@ def learn(world: World, options: Namespace, training: "Training", traffic: Traff
     """
     readings: dict[str, list[float]] = {"step": [], "validated": [], "bits": [], "sent": []}
     seconds, limit = readings["step"], options.time_limit or float("inf")
-    before, is_over = Statistics(), False
+    before, exposed_s, is_over = Statistics(), 0.0, False
     # All ranks know the slowest rank's time, and so stop at the same step.
     while not is_over:
         done = len(seconds)
         if done == options.settled:
             traffic.begin()
-            before = training.statistics
+            before, exposed_s = training.statistics, 0.0
         count = _next_stop(done, options) - done
         done += count
+        exposed_s -= training.statistics.exposed_s
         took_s = _timed(world, partial(training.steps, count))
+        exposed_s += training.statistics.exposed_s
         is_over = done == options.steps or sum(seconds) + took_s >= limit
         if is_over:
             took_s += _timed(world, training.finish)
@@ -109,7 +112,7 @@ def learn(world: World, options: Namespace, training: "Training", traffic: Traff
     if name != ALONE:
         check_parameters(world, {name: training.parameters()})
         if done > options.settled:
-            cost = training.statistics - before
+            cost = replace(training.statistics - before, exposed_s=exposed_s)
             readings |= _costs(world, cost, done - options.settled, traffic.end(cost.bytes_sent))
     if done < options.steps and world.rank == 0:
         _log.warning("%s, seed %d: stopped after %d of %d steps by --time-limit %g", name, seed,

@@ -47,7 +47,7 @@ of the ranks' mean, which they take then, and with server the mean over ranks, e
 predicts a share of the texts with the weights that it has pulled last. Ranks wait for each
 other before each look at the loss. In the end all have the same parameters, or it has failed.
 
-  exposed  time of a step in which the slowest rank waited for others
+  exposed  time of a step in which the slowest rank waited for others; without looks and the end
   bytes    those that dense sends in a step / those that this one sends; on wire: the same, by
            the hosts' own counters
   reached s  training until the target loss          faster  dense's time until then / this one's"""

@@ -1,10 +1,11 @@
-"""Finds where the time of training steps goes: compute, exposed, idle, hidden."""
+"""Finds where the time of training steps goes: compute, data, exposed, idle, hidden."""
 
 import bisect
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...record.trace_file import OPERATIONS
 from .files import JobTrace, RankTrace
@@ -15,6 +16,13 @@ _LONG = 2.0
 # A communicator's name, and the number of an operation there.
 Key = tuple[str, int]
 Span = tuple[float, float]
+
+
+class LastCall(NamedTuple):
+    """When the last rank called an operation, in microseconds, and which it was."""
+
+    at: float
+    rank: int
 
 
 @dataclass(frozen=True)
@@ -50,11 +58,13 @@ class Step:
 
     Attributes:
         began, ended: In microseconds.
+        tokens: How many the rank had in it; NaN if that is unknown.
     """
 
     number: int
     began: float
     ended: float
+    tokens: float = math.nan
 
     @property
     def length(self) -> float:
@@ -68,6 +78,7 @@ class Activity:
 
     Attributes:
         ready: Times from the first to the last ready gradient of a step.
+        data: Times in which the program waits for its next batch.
     """
 
     rank: int
@@ -75,6 +86,7 @@ class Activity:
     waits: list[Wait] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     ready: list[Span] = field(default_factory=list)
+    data: list[Span] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -82,18 +94,22 @@ class Budget:
     """Where the time of a step goes, in milliseconds.
 
     Attributes:
-        step: All of it: compute, exposed and idle.
+        step: All of it: compute, data, exposed and idle.
         compute: The program does not wait.
+        data: It waits for its next batch.
         exposed: It waits for communication.
         idle: It waits for a rank that has not called the operation yet.
         hidden: The part of compute with operations under way.
+        tokens: How many the rank has in a step; NaN if that is unknown.
     """
 
     step: float
     compute: float
+    data: float
     exposed: float
     idle: float
     hidden: float
+    tokens: float = math.nan
 
     @property
     def hidden_percent(self) -> float:
@@ -111,9 +127,11 @@ def activity_of(trace: RankTrace) -> Activity:
         began = event.get("ts", 0.0)
         ended = began + event.get("dur", 0.0)
         if category == "step":
-            found.steps.append(Step(args["step"], began, ended))
+            found.steps.append(Step(args["step"], began, ended, args.get("tokens", math.nan)))
         elif category == "ready":
             found.ready.append((began, ended))
+        elif category == "data":
+            found.data.append((began, ended))
         elif category == "wait":
             found.waits.append(Wait(began, ended, _key(args)))
         elif category == "operation":
@@ -136,15 +154,16 @@ def _key(args: Mapping[str, Any]) -> Key:
     return args["group"], args["sequence"]
 
 
-def last_calls(job: JobTrace) -> dict[Key, float]:
-    """Return when the last rank called each operation, in microseconds."""
-    found: dict[Key, float] = {}
+def last_calls(job: JobTrace) -> dict[Key, LastCall]:
+    """Return which rank was the last to call each operation, and when."""
+    found: dict[Key, LastCall] = {}
     for trace in job.ranks:
         for event in trace.events():
             if event.get("cat") == "operation":
                 key = _key(event["args"])
                 called = float(event["ts"]) - float(event["args"]["queued_us"])
-                found[key] = max(called, found.get(key, called))
+                if key not in found or called > found[key].at:
+                    found[key] = LastCall(called, trace.rank)
     return found
 
 
@@ -155,30 +174,35 @@ def typical(steps: Sequence[Step]) -> list[Step]:
     return [step for step in warm if step.length <= limit]
 
 
-def is_in(steps: Sequence[Step], at: float) -> bool:
-    """Return whether a time, in microseconds, is within any of these steps, which are in order."""
+def step_at(steps: Sequence[Step], at: float) -> Step | None:
+    """Return the step, of these that are in order, in which a time in microseconds is."""
     i = bisect.bisect(steps, at, key=lambda step: step.began) - 1
-    return i >= 0 and at < steps[i].ended
+    return steps[i] if i >= 0 and at < steps[i].ended else None
 
 
-def budget_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[Key, float],
-              ) -> Budget:
-    """Return the mean budget of these steps of a rank."""
+def budgets_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[Key, LastCall],
+               ) -> dict[int, Budget]:
+    """Return the budget of each of these steps of a rank, by the step's number."""
+    data = union(activity.data)
     waiting = union((wait.began, wait.ended) for wait in activity.waits)
     idle = union(idle_part(wait, last_called) for wait in activity.waits)
     under_way = union((operation.began, operation.ended) for operation in activity.operations)
-    either = union([*waiting, *under_way])
-    parts = []
+    stopped = union([*waiting, *data])
+    either = union([*stopped, *under_way])
+    found = {}
     for step in steps:
-        waited, idled, busy, all_ = (
-            _within(spans, step) for spans in (waiting, idle, under_way, either))
-        parts.append((step.length, step.length - waited, waited - idled, idled, all_ - waited))
-    return Budget(*(fmean(values) / 1e3 for values in zip(*parts)))
+        waited, idled, stood, all_ = (
+            _within(spans, step) / 1e3 for spans in (waiting, idle, stopped, either))
+        length = step.length / 1e3
+        found[step.number] = Budget(length, length - stood, stood - waited, waited - idled, idled,
+                                    all_ - stood, step.tokens)
+    return found
 
 
-def idle_part(wait: Wait, last_called: Mapping[Key, float]) -> Span:
+def idle_part(wait: Wait, last_called: Mapping[Key, LastCall]) -> Span:
     """Return the beginning of a wait, until the last rank has called the operation."""
-    return wait.began, max(wait.began, min(wait.ended, last_called.get(wait.key, wait.began)))
+    last = last_called.get(wait.key)
+    return wait.began, max(wait.began, min(wait.ended, last.at if last else wait.began))
 
 
 def mean(budgets: Sequence[Budget]) -> Budget:

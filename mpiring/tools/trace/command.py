@@ -12,10 +12,12 @@ Looks at what the ranks of a job did. The job wrote it to a folder:
 `merge` joins the traces of all ranks, on one clock, into a file for
 https://ui.perfetto.dev; `report` prints where the time of a step goes. A step ends when
 DataParallel has all its gradients. It is made up of
-  compute   the program does not wait for mpiring: forward, backward, optimizer, data
+  compute   the program does not wait: forward, backward, optimizer
+  data      it waits for a batch of mpiring.data.prefetch(..., comm=comm)
   exposed   it waits for communication
   idle      it waits for another rank, which has not called the operation yet
-and hidden is the time within compute in which operations are under way."""
+and hidden is the time within compute in which operations are under way. Below stands which ranks
+wait for their data, and which the others wait for, and why, where it is 5 % of a step or more."""
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

@@ -42,7 +42,7 @@ def _with_compute(rank: RankTrace) -> Iterator[Event]:
     """Yield a rank's events, and a "compute" event between each two waits of its program."""
     free = None
     for event in rank.events():
-        if event.get("cat") == "wait" and event["tid"] == PROGRAM:
+        if event.get("cat") in ("wait", "data") and event["tid"] == PROGRAM:
             if free is not None and event["ts"] > free:
                 yield {"name": "compute", "cat": "compute", "ph": "X", "pid": rank.rank,
                        "tid": PROGRAM, "ts": free, "dur": round(event["ts"] - free, 3)}

@@ -4,7 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..picture import name_bars, picture
-from .budget import Activity, Budget, Key, Operation, Span, Step, Wait, idle_part, union
+from .budget import (
+    Activity, Budget, Key, LastCall, Operation, Span, Step, Wait, idle_part, union,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 MOST_RANKS = 4
 
 _COMPUTE, _BEHIND, _EXPOSED, _IDLE = "#c8c8c8", "#0072B2", "#D55E00", "#E69F00"
+_DATA = "#882255"
 _READY = "#8c8c8c"
 _OPERATIONS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
 _BAR_INCHES, _LANE_INCHES, _FRAME_INCHES = 0.24, 0.3, 1.1
@@ -22,7 +25,7 @@ _LETTER = 0.011
 
 
 def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Sequence[Activity],
-         step: int, last_called: Mapping[Key, float]) -> None:
+         step: int, last_called: Mapping[Key, LastCall]) -> None:
     """Write a picture: a bar for each rank's budget, and a step of the first ranks over time.
 
     Args:
@@ -46,10 +49,12 @@ def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Seq
 def _bars(axes: "Axes", budgets: Mapping[int, Budget]) -> None:
     """Draw where the time of a step goes on each rank."""
     rows, left = range(len(budgets)), [0.0] * len(budgets)
+    data = [budget.data for budget in budgets.values()]
     parts = {
         "compute": (_COMPUTE, [budget.compute - budget.hidden for budget in budgets.values()]),
         "compute, with communication hidden behind it": (
             _BEHIND, [budget.hidden for budget in budgets.values()]),
+        **({"waiting for data": (_DATA, data)} if any(data) else {}),
         "exposed communication": (_EXPOSED, [budget.exposed for budget in budgets.values()]),
         "idle: another rank is not there yet": (
             _IDLE, [budget.idle for budget in budgets.values()])}
@@ -67,12 +72,14 @@ class _Timeline:
         lanes: The names of its lanes, "program" first.
     """
 
-    def __init__(self, activity: Activity, number: int, last_called: Mapping[Key, float]) -> None:
+    def __init__(self, activity: Activity, number: int,
+                 last_called: Mapping[Key, LastCall]) -> None:
         self.rank = activity.rank
         self.step = next((step for step in activity.steps if step.number == number), None)
         step = self.step or Step(number, 0.0, 0.0)
         self.waits = [(wait.began, wait.ended) for wait in activity.waits if _is_in(step, wait)]
         self.idle = [idle_part(wait, last_called) for wait in activity.waits if _is_in(step, wait)]
+        self.data = [span for span in activity.data if _is_in(step, span)]
         self.ready = [span for span in activity.ready if step.began <= span[0] < step.ended]
         self.operations = [span for span in activity.operations if _is_in(step, span)]
         used = sorted({operation.lane for operation in self.operations})
@@ -80,8 +87,9 @@ class _Timeline:
         self.lanes = [f"rank {self.rank}: program", *(f"operations {lane + 1}" for lane in used)]
 
 
-def _is_in(step: Step, span: Wait | Operation) -> bool:
-    return span.began < step.ended and span.ended > step.began
+def _is_in(step: Step, span: Wait | Operation | Span) -> bool:
+    began, ended = span if isinstance(span, tuple) else (span.began, span.ended)
+    return began < step.ended and ended > step.began
 
 
 def _lanes(axes: "Axes", timelines: Sequence[_Timeline], number: int) -> None:
@@ -116,8 +124,8 @@ def _program(axes: "Axes", timeline: _Timeline, row: int, zero: float) -> None:
     """Draw a rank's compute, and over it the times of waiting."""
     if timeline.step is not None:
         _bar(axes, row, (timeline.step.began, timeline.step.ended), zero, _COMPUTE)
-    for spans, colour in ((timeline.ready, _READY), (union(timeline.waits), _EXPOSED),
-                          (union(timeline.idle), _IDLE)):
+    for spans, colour in ((timeline.ready, _READY), (timeline.data, _DATA),
+                          (union(timeline.waits), _EXPOSED), (union(timeline.idle), _IDLE)):
         for span in spans:
             _bar(axes, row, span, zero, colour)
 

@@ -13,16 +13,18 @@ from ..table import Column
 from ..units import size_text
 from . import picture
 from .budget import (
-    Activity, Budget, Key, Operation, Step, Wait, activity_of, budget_of, idle_part, is_in,
-    last_calls, mean, typical,
+    Activity, Budget, Key, LastCall, Operation, Step, Wait, activity_of, budgets_of, idle_part,
+    last_calls, mean, step_at, typical,
 )
 from .files import JobTrace, open_job
+from .lateness import Lateness
 
 _BUDGET = [
     Column("rank", -5), Column("steps", 6), Column("step", 9, 4, "step ms"),
-    Column("compute", 11, 4, "compute ms"), Column("exposed", 11, 3, "exposed ms"),
+    Column("compute", 11, 4, "compute ms"), Column("data", 8, 3, "data ms"),
+    Column("exposed", 11, 3, "exposed ms"),
     Column("idle", 8, 3, "idle ms"), Column("hidden", 10, 3, "hidden ms"),
-    Column("hidden_percent", 9, 3, "hidden %")]
+    Column("hidden_percent", 9, 3, "hidden %"), Column("tokens", 9, 4)]
 _OPERATIONS = [
     Column("name", -24, title="operation"), Column("algorithm", -13),
     Column("size", 9), Column("count", 7), Column("took", 9, 3, "took ms"),
@@ -48,6 +50,7 @@ def run(options: Namespace) -> int:
         refuse_undrawable(options.plot)
     warn(job)
     last_called = last_calls(job)
+    lateness = Lateness(last_called)
     budgets: dict[int, Budget] = {}
     counts: dict[int, int] = {}
     kinds: _Kinds = {}
@@ -58,7 +61,9 @@ def run(options: Namespace) -> int:
         if not activity.steps:
             raise ConfigError(f"{trace.path}: nothing has happened in it")
         steps = typical(activity.steps)
-        budgets[trace.rank] = budget_of(activity, steps, last_called)
+        by_step = budgets_of(activity, steps, last_called)
+        lateness.add(activity, steps, by_step)
+        budgets[trace.rank] = mean(list(by_step.values()))
         counts[trace.rank] = len(steps)
         _add(kinds, activity, steps, last_called)
         if not drawn:
@@ -67,6 +72,8 @@ def run(options: Namespace) -> int:
             drawn.append(activity)
     print(f"# {job.caption}")
     _print_budgets(budgets, counts)
+    for sentence in lateness.sentences():
+        print(sentence)
     _print_operations(kinds, sum(counts.values()))
     if options.plot:
         picture.draw(options.plot, job.caption, budgets, drawn, number, last_called)
@@ -91,19 +98,19 @@ def _chosen(wanted: int | None, activity: Activity, steps: Sequence[Step]) -> in
 
 
 def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
-         last_called: Mapping[Key, float]) -> None:
+         last_called: Mapping[Key, LastCall]) -> None:
     """Add the costs of a rank's operations in some steps."""
     waits: dict[Key, list[Wait]] = {}
     for wait in activity.waits:
         waits.setdefault(wait.key, []).append(wait)
     for operation in activity.operations:
-        if is_in(steps, operation.began):
+        if step_at(steps, operation.began):
             kind = operation.name, operation.algorithm, operation.nbytes
             kinds.setdefault(kind, []).append(
                 _costs(operation, waits.get(operation.key, []), last_called))
 
 
-def _costs(operation: Operation, waits: Sequence[Wait], last_called: Mapping[Key, float],
+def _costs(operation: Operation, waits: Sequence[Wait], last_called: Mapping[Key, LastCall],
            ) -> tuple[float, float, float]:
     """Return how long an operation took, was exposed, and was waited for in idleness."""
     idle = waited = 0.0
@@ -117,17 +124,19 @@ def _costs(operation: Operation, waits: Sequence[Wait], last_called: Mapping[Key
 def _print_budgets(budgets: Mapping[int, Budget], counts: Mapping[int, int]) -> None:
     """Print a line for each rank, of many those that compute the longest, and their mean."""
     shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MOST_RANKS:]
-    print(table.head(_BUDGET))
+    known = any(budget.tokens == budget.tokens for budget in budgets.values())
+    columns = [column for column in _BUDGET if column.key != "tokens" or known]
+
+    def line(rank: str, steps: float, budget: Budget) -> str:
+        return table.line({"rank": rank, "steps": f"{steps:.0f}", **vars(budget),
+                           "hidden_percent": budget.hidden_percent}, columns)
+
+    print(table.head(columns))
     for rank in sorted(shown):
-        print(_line(str(rank), counts[rank], budgets[rank]))
-    print(_line("mean", fmean(counts.values()), mean(list(budgets.values()))))
+        print(line(str(rank), counts[rank], budgets[rank]))
+    print(line("mean", fmean(counts.values()), mean(list(budgets.values()))))
     if len(budgets) > len(shown):
         print(f"(the {len(shown)} of {len(budgets)} ranks that compute the longest)")
-
-
-def _line(rank: str, steps: float, budget: Budget) -> str:
-    return table.line({"rank": rank, "steps": f"{steps:.0f}", **vars(budget),
-                       "hidden_percent": budget.hidden_percent}, _BUDGET)
 
 
 def _print_operations(kinds: _Kinds, steps: int) -> None:

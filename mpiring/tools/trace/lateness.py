@@ -1,0 +1,148 @@
+"""Tells which ranks wait for their data, which ones the others wait for, and why."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
+from statistics import fmean
+
+from ...text import ranks_text
+from ..table import significant
+from .budget import Activity, Budget, Key, LastCall, Step, idle_part, mean, step_at
+
+# Less of a step is not worth a sentence.
+_WORTH = 0.05
+# A rank is named if it keeps others waiting for so many times as long as the mean rank does. Else
+# ranks are waited for in turn.
+_STANDS_OUT = 1.3
+# So many ranks are named.
+_MOST = 3
+
+# Milliseconds that all others together wait for a rank in a step; by rank and number of the step.
+_Waited = dict[tuple[int, int], float]
+
+
+class Lateness:
+    """Who was late for the operations of a job's steps.
+
+    Args:
+        last_called: The last call of each operation.
+    """
+
+    def __init__(self, last_called: Mapping[Key, LastCall]) -> None:
+        self._last_called = last_called
+        self._budgets: dict[int, Mapping[int, Budget]] = {}
+        self._waited: _Waited = defaultdict(float)
+
+    def add(self, activity: Activity, steps: Sequence[Step], budgets: Mapping[int, Budget],
+            ) -> None:
+        """Add a rank.
+
+        Args:
+            activity: The rank's.
+            steps: Those that count.
+            budgets: Theirs, by number.
+        """
+        self._budgets[activity.rank] = budgets
+        for wait in activity.waits:
+            step, last = step_at(steps, wait.began), self._last_called.get(wait.key)
+            if step and last:
+                began, ended = idle_part(wait, self._last_called)
+                self._waited[last.rank, step.number] += (ended - began) / 1e3
+
+    def sentences(self) -> Iterator[str]:
+        """Yield what is worth knowing; nothing where ranks are even."""
+        means = {rank: mean(list(budgets.values())) for rank, budgets in self._budgets.items()}
+        yield from _waits_for_data(means)
+        if len(means) < 2:
+            return
+        # The shares of all ranks' time that are spent waiting for each rank.
+        all_ms = sum(mine.step for budgets in self._budgets.values() for mine in budgets.values())
+        shares = dict.fromkeys(means, 0.0)
+        for (rank, _), waited_ms in self._waited.items():
+            shares[rank] += waited_ms / all_ms
+        limit = _STANDS_OUT * fmean(shares.values())
+        named = [rank for rank in sorted(shares, key=lambda rank: -shares[rank])[:_MOST]
+                 if shares[rank] >= limit and _of_others(shares[rank], len(means)) >= _WORTH]
+        for rank in named:
+            share = _of_others(shares[rank], len(means))
+            yield (f"others wait for rank {rank}, {100 * share:.0f} % of their step"
+                   f"{self._reason([rank], ': it {}')}")
+        rest = [rank for rank in shares if rank not in named]
+        share = sum(shares[rank] for rank in rest)
+        if share >= _WORTH:
+            yield (f"ranks wait for {'others' if named else 'one another'} in turn, "
+                   f"{100 * share:.0f} % of their step"
+                   f"{self._reason(rest, ': each time for one that {}')}")
+
+    def _reason(self, ranks: Sequence[int], clause: str) -> str:
+        """Return why these ranks were late when they were, or nothing if that is not seen.
+
+        Args:
+            clause: Around the reason.
+        """
+        own, usual, weights = [], [], []
+        means: dict[int, Budget] = {}
+        for (rank, number), waited_ms in self._waited.items():
+            mine = self._budgets.get(rank, {}).get(number)
+            if rank in ranks and mine is not None and waited_ms:
+                if number not in means:
+                    means[number] = mean([budgets[number] for budgets in self._budgets.values()
+                                          if number in budgets])
+                own.append(mine)
+                usual.append(means[number])
+                weights.append(waited_ms)
+        if not weights:
+            return ""
+        reason = _difference(_weighed(own, weights), _weighed(usual, weights))
+        return clause.format(reason) if reason else ""
+
+
+def _waits_for_data(means: Mapping[int, Budget]) -> Iterator[str]:
+    """Yield a sentence about the ranks that wait for their data."""
+    shares = {rank: budget.data / budget.step for rank, budget in means.items()
+              if budget.data >= _WORTH * budget.step}
+    if shares:
+        longest = max(shares, key=lambda rank: shares[rank])
+        more = f", rank {longest} the longest, {100 * shares[longest]:.0f} %"
+        verb, whose = ("wait", "their") if len(shares) > 1 else ("waits", "its")
+        yield (f"{ranks_text(list(shares))} {verb} for {whose} data, "
+               f"{100 * fmean(shares.values()):.0f} % of {whose} step{more * (len(shares) > 1)}")
+
+
+def _of_others(share: float, size: int) -> float:
+    """Return a share of all ranks' time as one of the time of all but one."""
+    return share * size / (size - 1)
+
+
+def _weighed(budgets: Sequence[Budget], weights: Sequence[float]) -> Budget:
+    """Return the weighted mean of budgets."""
+    total = sum(weights)
+    return Budget(*(sum(weight * value for weight, value in zip(weights, values)) / total
+                    for values in zip(*map(astuple, budgets))))
+
+
+def _difference(own: Budget, usual: Budget) -> str:
+    """Return what a late rank does that others do not, as a clause; "" if nothing is seen."""
+    known = usual.tokens > 0
+    # Of the milliseconds by which it computes longer, those that its additional tokens take.
+    long = usual.compute * (own.tokens / usual.tokens - 1) if known else 0.0
+    slow = own.compute - usual.compute - max(0.0, long)
+    data = own.data - usual.data
+    most = max(data, long, slow)
+    if most <= 0 or math.isnan(most):
+        return ""
+    if most == data:
+        return f"waits for its data ({_ms(own.data)}; the mean is {_ms(usual.data)})"
+    if most == long:
+        return (f"has longer batches ({own.tokens:,.0f} tokens; the mean is {usual.tokens:,.0f}), "
+                f"which mpiring.data.TokenBatches would even out")
+    if known and own.tokens:
+        ratio = own.compute / own.tokens / (usual.compute / usual.tokens)
+        return f"computes longer, also per token ({ratio:.2f} times the mean)"
+    return (f"computes longer ({_ms(own.compute)}; the mean is {_ms(usual.compute)})"
+            + "; model.weigh(tokens) would show whether its batches are longer" * (not known))
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{significant(milliseconds, 3)} ms"

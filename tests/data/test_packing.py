@@ -1,0 +1,113 @@
+"""Tests that batches are within their budget, even and complete, and shares near the best."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpiring.data.packing import Budget, cuts, plan, shares
+from mpiring.memory.digest import digest
+
+LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=300)
+
+
+def best_of_all(lengths, size):
+    """Return the load of the heaviest rank where it is lightest."""
+    # The first sample's rank has no name.
+    return min(max(sum(length for length, rank in zip(lengths, (0, *ranks), strict=True)
+                       if rank == heaviest) for heaviest in range(size))
+               for ranks in itertools.product(range(size), repeat=len(lengths) - 1))
+
+
+@settings(deadline=None, max_examples=60)
+@given(lengths=st.lists(st.integers(1, 40), min_size=1, max_size=7), size=st.integers(1, 3))
+def test_the_heaviest_rank_is_within_grahams_bound(lengths, size):
+    load = max(sum(lengths[i] for i in share) for share in shares(lengths, size))
+    assert load * 3 * size <= best_of_all(lengths, size) * (4 * size - 1)
+
+
+def test_grahams_bound_is_reached():
+    """His own example: twice 2p - 1 to p + 1, and a third p."""
+    for size in range(2, 8):
+        lengths = [*range(2 * size - 1, size, -1)] * 2 + [size] * 3
+        load = max(sum(lengths[i] for i in share) for share in shares(lengths, size))
+        assert load == 4 * size - 1 and sum(lengths) == 3 * size * size
+
+
+@given(lengths=st.lists(st.integers(1, 1000), max_size=80), size=st.integers(1, 20))
+def test_shares_have_each_sample_once_longest_first(lengths, size):
+    found = shares(lengths, size)
+    assert sorted(itertools.chain(*found)) == list(range(len(lengths))) and len(found) == size
+    for share in found:
+        assert all(lengths[a] >= lengths[b] for a, b in itertools.pairwise(share))
+    assert len(lengths) < size or all(found)
+
+
+def test_equal_samples_come_in_their_order():
+    assert shares([5] * 5, 2) == [[0, 2, 4], [1, 3]]
+    assert shares([], 2) == [[], []]
+
+
+@given(lengths=LENGTHS, tokens=st.integers(60, 2000))
+def test_batches_are_within_their_budget_and_none_is_tiny(lengths, tokens):
+    lengths.sort(reverse=True)
+    bounds = cuts(list(itertools.accumulate(lengths)), tokens)
+    assert bounds[0] == 0 and bounds[-1] == len(lengths)
+    sums = [sum(lengths[a:b]) for a, b in itertools.pairwise(bounds)]
+    assert all(0 < total <= tokens for total in sums) and sum(sums) == sum(lengths)
+    if sum(lengths) > tokens:
+        assert min(sums) >= 7 / 8 * (tokens / 2 - lengths[0])
+    else:
+        assert len(sums) == 1
+
+
+def test_a_batch_has_a_number_of_samples_that_ranks_can_share():
+    bounds = cuts(list(itertools.accumulate([100] * 4000)), 2799)
+    counts = np.diff(bounds)
+    assert np.mean(counts == 24) > 0.9 and np.all(counts % 2 == 0) and counts.min() > 10
+
+
+@settings(deadline=None, max_examples=40)
+@given(lengths=LENGTHS, tokens=st.integers(60, 500), seed=st.integers(0, 2**31 - 1),
+       shuffled=st.booleans())
+def test_a_plan_has_each_sample_once(lengths, tokens, seed, shuffled):
+    lengths = np.array(lengths, np.uint8)
+    samples = np.arange(0, len(lengths), 2, dtype=np.int32)
+    found = plan(lengths, samples.copy(), Budget(tokens, 50, 1),
+                 np.random.RandomState(seed) if shuffled else None)
+    assert sorted(found.order) == samples.tolist()
+    seen = []
+    for index in range(len(found)):
+        batch, counted = found.batch(index)
+        assert counted == [min(int(lengths[i]), 50) for i in batch] == sorted(counted)[::-1]
+        assert 0 < sum(counted) <= tokens
+        seen += batch
+    assert seen == found.order.tolist()
+
+
+def test_batches_are_of_similar_lengths_and_in_no_order(random=np.random.default_rng(0)):
+    lengths = np.minimum(random.exponential(200, 30_000).astype(np.int64) + 1, 1000)
+    found = plan(lengths, np.arange(30_000), Budget(8000, None, 64), np.random.RandomState(1))
+    padding, imbalance = found.waste(4)
+    assert padding < 0.03 and imbalance < 0.03
+    means = [np.mean(found.batch(index)[1]) for index in range(len(found))]
+    assert abs(np.corrcoef(means, range(len(found)))[0, 1]) < 0.1
+    assert lengths.sum() / len(found) > 0.9 * 8000
+
+
+@pytest.mark.parametrize("n", [0, 1, 4095, 8191, 8192])
+def test_windows_of_any_size(n):
+    found = plan(np.full(n, 7), np.arange(n), Budget(70, None, 1), np.random.RandomState(0))
+    assert sorted(found.order) == list(range(n))
+    assert np.all(np.diff(found.bounds) <= 10) and np.diff(found.bounds).sum() == n
+
+
+def test_an_order_is_the_same_for_ever():
+    """States that were saved count on it."""
+    lengths = np.random.RandomState(0).geometric(0.01, 20_000)
+    found = plan(lengths, np.arange(20_000, dtype=np.int32), Budget(4000, 500, 8),
+                 np.random.RandomState(np.random.MT19937(np.random.SeedSequence([1, 2, 0]))))
+    order = found.order.astype("<i4"), found.bounds.astype("<i8")
+    assert digest(order) == 11552057022355953732
