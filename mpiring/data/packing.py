@@ -1,5 +1,6 @@
 """Packs samples into batches of a token budget, and shares a batch among ranks."""
 
+import functools
 import heapq
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -131,22 +132,24 @@ def cuts(ends: Sequence[int], tokens: int) -> list[int]:
     Returns:
         Where batches begin, and how many samples there are.
     """
-    bounds, begin, before, n = [0], 0, 0, len(ends)
-    while begin < n:
+    bounds, begin, before = [0], 0, 0
+    while begin < len(ends):
         left = ends[-1] - before
-        even = left / -(-left // tokens)
-        end = max(begin + 1, bisect_right(ends, before + even, begin))
-        if end < n:
-            # Now and then one more is nearer to even.
-            if ends[end] - before <= tokens and ends[end] + ends[end - 1] < 2 * (before + even):
-                end += 1
-            if end < n:
-                end = begin + _divisible(end - begin)
+        even = before + left // -(-left // tokens)
+        end = bisect_right(ends, even, begin)
+        if end == begin:
+            end += 1    # One sample alone is more.
+        elif end < len(ends) and (ends[end] + ends[end - 1] < 2 * even
+                                  and ends[end] - before <= tokens):
+            end += 1    # One more is nearer to even.
+        if end < len(ends):
+            end = begin + _divisible(end - begin)
         bounds.append(end)
         begin, before = end, ends[end - 1]
     return bounds
 
 
+@functools.lru_cache(10_000)
 def _divisible(count: int) -> int:
     """Return the number not much below `count` that the highest power of two divides."""
     power = 1

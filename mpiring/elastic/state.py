@@ -21,7 +21,8 @@ class State:
 
     An attribute is a number, a text, an array (of NumPy, CuPy or PyTorch), a dict, list or
     tuple of those, or an object with `state_dict` and `load_state_dict`, such as a PyTorch
-    module, optimizer or scheduler.
+    module, optimizer or scheduler; not one that communicates, of which the state is kept instead:
+    `state.outer = outer.state_dict()`.
 
     Args:
         comm: The ranks.
@@ -139,11 +140,20 @@ class _Saved:
 def _committed(name: str, value: Any, old: Any) -> Any:
     try:
         if hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            _refuse_communicating(value)
             memory = old.state if isinstance(old, _Saved) else None
             return _Saved(value, copied(value.state_dict(), memory))
         return copied(value, old)
     except ConfigError as error:
         raise ConfigError(f"attribute {name!r} of the state: {error}") from error
+
+
+def _refuse_communicating(value: Any) -> None:
+    """Raise ConfigError where an object could not be restored without a rank that has died."""
+    if any(isinstance(held, Communicator) for held in getattr(value, "__dict__", {}).values()):
+        whose = type(value).__name__
+        raise ConfigError(f"a {whose} communicates, with ranks of which one may die; keep what its "
+                          f"state_dict() returns instead, and make another {whose} in train()")
 
 
 def restored(committed: Any, present: Any) -> Any:

@@ -47,8 +47,9 @@ def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> 
 def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Group rows by the title of their panel."""
     if benchmark in ("steps", "prefetch") and all("model" in row for row in rows):
-        return _grouped(rows, lambda row: f"{row['model']}, {row['parameters'] / 1e6:.1f} M "
-                                          f"parameters")
+        return _grouped(rows, lambda row: ", ".join([
+            row["model"], f"{row['parameters'] / 1e6:.1f} M parameters",
+            *[f"loader: {row.get('loader')}"] * (row.get("loader", "-") != "-")]))
     if benchmark in ("reducers", "local"):
         # What has no loss has fewer seeds.
         seeds = count(max(row["seeds"] for row in rows), "seed")

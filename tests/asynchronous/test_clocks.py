@@ -59,10 +59,11 @@ def train(p, steps, staleness, seed, *, reads=True):
             void = (clock + rank) % VOID_EVERY == 0
             yield from self.push(net, clock, None if void else gradients)
             if reads:
-                before = [list(owner.clocks) for owner in owners]
                 yield from self.pull(net, clock, weights)
                 assert not self.unanswered
-                seen.append((clock, before, [list(slices[0]) for slices in weights]))
+                seen.append((clock, [list(slices[0]) for slices in weights]))
+                # As they were at one time, whatever is pushed while they travel.
+                assert all(total == sum(counts) for counts, total in weights)
         yield from self.finish(net, steps[rank])
         return seen
 
@@ -81,11 +82,12 @@ def pushes(rank, clock):
 @pytest.mark.parametrize("staleness", [0, 1, 4, None])
 @pytest.mark.parametrize("p", [1, 2, 5])
 def test_nobody_reads_what_is_too_old_or_runs_too_far_ahead(p, staleness):
+    oldest = False
     for seed in range(12):
         steps = [random.Random(seed * p + rank).choice([9, 9, 4, 1]) for rank in range(p)]
         owners, seen = train(p, steps, staleness, seed)
         for rank in range(p):
-            for clock, before, slices in seen[rank]:
+            for clock, slices in seen[rank]:
                 for counts in slices:
                     # Everybody sees what it has pushed itself.
                     assert counts[rank] == pushes(rank, clock)
@@ -95,6 +97,8 @@ def test_nobody_reads_what_is_too_old_or_runs_too_far_ahead(p, staleness):
                         least = min(max(clock - staleness, 0), steps[other])
                         most = min(clock + staleness + 1, steps[other])
                         assert pushes(other, least) <= counts[other] <= pushes(other, most)
+                        if clock >= staleness and other != rank:
+                            oldest |= counts[other] < pushes(other, min(least + 1, steps[other]))
                         if staleness == 0:
                             assert counts[other] == pushes(other, min(clock, steps[other]))
         for owner in owners:
@@ -103,6 +107,11 @@ def test_nobody_reads_what_is_too_old_or_runs_too_far_ahead(p, staleness):
             assert list(owner.store.weights[0]) == expected
             assert owner.store.weights[1] == sum(expected)
             assert owner.clocks == steps and all(owner.finished)
+            # Those that are void are no updates.
+            assert len(owner.store.together) == owner.updates and all(owner.store.together)
+            assert staleness == 0 or owner.updates == sum(expected)
+    # Nobody waits for more than that.
+    assert oldest == (p > 1 and staleness is not None)
 
 
 def test_pushes_of_a_clock_are_applied_together_and_in_order():

@@ -1,55 +1,13 @@
 """Tests that each sample comes once per epoch, on any number of ranks, however often resumed."""
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ranks import LENGTHS, Comm, counts, drawn, on_ranks
 
 from mpiring import ConfigError
-from mpiring.data import TokenBatches
-
-LENGTHS = np.random.default_rng(3).integers(1, 400, 5000)
-
-
-class Comm:
-    """A rank among others that pass the same, but for what a test says."""
-
-    def __init__(self, rank=0, size=1, others=None):
-        self.rank, self.size, self._others = rank, size, others or {}
-
-    def allgather_object(self, mine):
-        return [{**mine, **self._others} if rank != self.rank else mine
-                for rank in range(self.size)]
-
-
-def on_ranks(size, lengths=LENGTHS, state=None, **options):
-    """Return the batches of every rank."""
-    ranks = [TokenBatches(lengths, Comm(rank, size), **{"tokens": 6000, **options})
-             for rank in range(size)]
-    for one in ranks:
-        if state is not None:
-            one.load_state_dict(json.loads(json.dumps(state)))
-    return ranks
-
-
-def drawn(ranks, batches=None):
-    """Return the batches of all ranks together, as sets; at most so many."""
-    found = []
-    for shares in zip(*ranks, strict=True):
-        together = [sample for share in shares for sample in share]
-        assert all(type(sample) is int for sample in together)
-        assert len(set(together)) == len(together)
-        found.append(frozenset(together))
-        if len(found) == batches:
-            break
-    return found
-
-
-def counts(batches, n=len(LENGTHS)):
-    """Return how often each sample was drawn."""
-    return np.bincount([sample for batch in batches for sample in batch], minlength=n)
+from mpiring.data import TokenBatches, prefetch
 
 
 @settings(deadline=None, max_examples=30)
@@ -315,3 +273,18 @@ def test_no_more_were_seen_than_were_drawn(seen):
     drawn([batches], 5)
     with pytest.raises(ConfigError, match=f"in this iteration\\)={seen}: .* from 0 to 5"):
         batches.state_dict(seen=seen)
+
+
+def test_with_prefetch_ahead_an_epoch_goes_on_exactly():
+    whole = drawn(on_ranks(1))
+    first = [prefetch(one, "cpu", depth=3) for one in on_ranks(2)]
+    assert len(first[0]) == len(whole)
+    assert drawn(first, 9) == whole[:9]
+    state = first[0].state_dict()
+    assert first[1].state_dict() == state
+    assert drawn(on_ranks(3, state=state)) == whole[9:]
+    # Those that go on themselves do so from where they were left.
+    for one in first:
+        one.load_state_dict(state)
+    assert drawn(first) == whole[9:]
+    assert first[0].state_dict()["epoch"] == 1

@@ -8,6 +8,7 @@ import pytest
 from launching import needed
 
 from mpiring import ConfigError
+from mpiring.communicator import Communicator
 from mpiring.elastic.state import Commits, copied, restored
 
 Pair = namedtuple("Pair", "a b")
@@ -55,6 +56,19 @@ def test_an_array_that_cannot_be_written_is_replaced():
 def test_what_cannot_be_copied_is_refused_by_name(value):
     with pytest.raises(ConfigError, match="attribute 'odd' of the state: a .* cannot be copied"):
         Commits().add({"odd": value})
+
+
+def test_what_communicates_is_refused_by_name():
+    """To load its state, all ranks would be needed, also those that have died."""
+    class Outer:
+        state_dict = load_state_dict = None
+
+    odd = Outer()
+    Commits().add({"odd": np.ones(1)})
+    odd.comm = Communicator.__new__(Communicator)
+    with pytest.raises(ConfigError, match="'odd' of the state: a Outer communicates, with ranks of "
+                                          "which one may die; keep what its state_dict.. returns"):
+        Commits().add({"odd": odd})
 
 
 class Ranks:

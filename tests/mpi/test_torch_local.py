@@ -75,6 +75,16 @@ def test_as_with_arrays(comm, settings, dtype):
             params[name] -= np.asarray(change, params[name].dtype)
         outer.step()
         other.step()
+    # Each rank has another end.
+    for its in (outer, other):
+        with its.join():
+            for step in range(2 + 3 * comm.rank):
+                for name, p in trained.items():
+                    if its is outer:
+                        p.data.sub_(0.125 * (1 + comm.rank))
+                    else:
+                        params[name] -= np.asarray(0.125 * (1 + comm.rank), params[name].dtype)
+                its.step()
     tolerance = {"float32": 1e-5, "bfloat16": 3e-2}[dtype]
     for name, p in trained.items():
         np.testing.assert_allclose(p.detach().float().numpy(), params[name].astype("f4"),
@@ -115,6 +125,27 @@ def test_bit_by_bit_from_a_checkpoint(comm, sharded):
     with outer.join():
         take_steps(model, optimizer, outer, range(11, 15 + comm.rank), comm.rank)
     assert same_on_all_ranks(comm, model) and (model.frozen == Net().frozen).all()
+
+
+def test_inner_steps_that_a_grad_scaler_skips(comm):
+    """They are one rank's own, and count; its scale is, too."""
+    model = nn.Linear(3, 2)
+    outer = DiLoCo(model, comm, every=4, delay=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for step in range(6):
+        optimizer.zero_grad()
+        overflows = step in (1, 3) and comm.rank == comm.size - 1
+        loss = model(torch.ones(5, 3)).square().mean() * (torch.inf if overflows else 1)
+        before = model.weight.detach().clone()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, model.weight) == overflows
+        outer.step()
+    assert scaler.get_scale() == (1.0 if comm.rank == comm.size - 1 else 4.0)
+    outer.synchronize()
+    assert same_on_all_ranks(comm, model) and model.weight.isfinite().all()
 
 
 def test_mistakes_of_local_training_are_named(comm):

@@ -4,6 +4,8 @@ Each rank takes steps of plain SGD of its own; sharded or not, on 1 to 4 ranks, 
 and bfloat16, with tensors of one element, without dimensions or elements, and of prime sizes.
 """
 
+import copy
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -39,7 +41,8 @@ def take_step(params, step, rank):
         w -= w.dtype.type(INNER_LR) * gradient(w, name, step, rank)
 
 
-# Papers: the weights of all ranks after each step, in float64.
+# Papers: the weights of all ranks after so many steps, the global ones, and those after a last
+# synchronisation; in float64.
 
 def local_sgd(size, steps, *, every, start=0):
     """Stich 2019, algorithm 1; post-local: Lin et al. 2020, equation 3."""
@@ -50,7 +53,7 @@ def local_sgd(size, steps, *, every, start=0):
         if t <= start or t % every == 0:
             mean = {name: np.mean([x[name] for x in workers], axis=0) for name in SHAPES}
             workers = [{name: np.array(x) for name, x in mean.items()} for _ in range(size)]
-    return workers, None
+    return workers, None, {name: np.mean([x[name] for x in workers], axis=0) for name in SHAPES}
 
 
 def streaming_diloco(size, steps, *, every, lr, momentum, fragments=1, delay=0, alpha=0.0):
@@ -60,23 +63,37 @@ def streaming_diloco(size, steps, *, every, lr, momentum, fragments=1, delay=0, 
     workers = [{name: x.copy() for name, x in model("f8").items()} for _ in range(size)]
     theta = {name: x.copy() for name, x in model("f8").items()}
     v = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    sent = {}
+    sent, since = {}, {}
+
+    def send(t, names):
+        for name in names:
+            sent[name] = np.mean([theta[name] - x[name] for x in workers], axis=0)
+            since[name] = t
+
+    def arrive(names, alpha):
+        for name in names:
+            delta = sent.pop(name)
+            v[name] = momentum * v[name] + delta
+            theta[name] = theta[name] - lr * (delta + momentum * v[name])
+            for x in workers:
+                x[name] = np.array(alpha * x[name] + (1 - alpha) * theta[name])
+
     for t in range(1, steps + 1):
         for m, x in enumerate(workers):
             take_step(x, t, m)
         for p, names in enumerate(parts):
             t_p = (p + 1) * every // fragments
             if (t - t_p) % every == 0:
-                for name in names:
-                    sent[name] = np.mean([theta[name] - x[name] for x in workers], axis=0)
+                send(t, names)
             if t >= t_p + delay and (t - t_p - delay) % every == 0:
-                for name in names:
-                    delta = sent.pop(name)
-                    v[name] = momentum * v[name] + delta
-                    theta[name] = theta[name] - lr * (delta + momentum * v[name])
-                    for x in workers:
-                        x[name] = np.array(alpha * x[name] + (1 - alpha) * theta[name])
-    return workers, theta
+                arrive(names, alpha)
+    at_last = copy.deepcopy((workers, theta))
+    # Not in the paper: what is under way arrives; then all that has changed, at once, unmixed.
+    arrive(list(sent), alpha)
+    changed = [name for name in theta if since.get(name) != steps]
+    send(steps, changed)
+    arrive(changed, 0.0)
+    return *at_last, theta
 
 
 METHODS = {
@@ -86,7 +103,7 @@ METHODS = {
     "fragments": (DiLoCo, streaming_diloco, {
         "every": 5, "lr": 0.7, "momentum": 0.9, "fragments": 3}),
     "streaming": (DiLoCo, streaming_diloco, {
-        "every": 5, "lr": 0.4, "momentum": 0.8, "fragments": 4, "delay": 3, "alpha": 0.5}),
+        "every": 5, "lr": 0.4, "momentum": 0.8, "fragments": 4, "delay": 3, "alpha": 0.25}),
     "overwritten": (DiLoCo, streaming_diloco, {
         "every": 3, "lr": 0.4, "momentum": 0.9, "fragments": 3, "delay": 1, "alpha": 0.0}),
 }
@@ -113,19 +130,23 @@ def equal(one, other):
 @pytest.mark.parametrize("name", METHODS)
 def test_as_the_paper_has_it(name, dtype):
     make, paper, settings = METHODS[name]
-    steps = 17
     for size in range(1, 5) if dtype == "float32" else [3]:
-        workers, theta = paper(size, steps, **settings)
+        early, *_ = paper(size, 5, **settings)
+        workers, theta, end = paper(size, 17, **settings)
         for sharded in (False, True):
             def program(comm):
                 params = model(DTYPES[dtype]) if comm.rank == 0 else {
                     name: np.zeros(shape, DTYPES[dtype]) for name, shape in SHAPES.items()}
                 outer = make(params, comm, **settings, sharded=sharded, bucket_bytes=500)
-                train(outer, params, range(1, steps + 1), comm.rank)
+                train(outer, params, range(1, 6), comm.rank)
+                close(params, early[comm.rank], dtype)
+                train(outer, params, range(6, 18), comm.rank)
                 local = {name: x.copy() for name, x in params.items()}
                 with outer.global_parameters():
                     shown = {name: x.copy() for name, x in params.items()}
                 assert all((x == local[name]).all() for name, x in params.items())
+                outer.synchronize()
+                close(params, end, dtype)
                 return local, shown
 
             results = on_ranks(size, program, TrainingComm)
@@ -295,6 +316,8 @@ def test_settings_that_cannot_work_are_refused():
                 ({"every": 2, "reducer": {"x*": Int8()}}, "'x.'.: no parameter has such a name")):
             with pytest.raises(mpiring.ConfigError, match=text):
                 DiLoCo(model(), comm, **settings)
+        assert DiLoCo(model(), comm, every=2).alpha == 0
+        assert DiLoCo(model(), comm, every=2, delay=1).alpha == 0.5
         with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has every=3"):
             DiLoCo(model(), comm, every=2 + comm.rank)
         with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has class='D"):
@@ -369,6 +392,11 @@ def test_synchronize_takes_one_outer_step_for_what_has_changed():
         first = {name: x.copy() for name, x in params.items()}
         outer.synchronize()
         assert equal(first, params) and outer.steps == 8
+        again = model()
+        resumed = DiLoCo(again, comm, **STREAMING)
+        resumed.load_state_dict(outer.state_dict())
+        resumed.synchronize()
+        assert equal(first, again)
         with outer.global_parameters():
             assert equal(first, params)
             with pytest.raises(mpiring.GradientError, match="within global_parameters.., which w"):

@@ -1,6 +1,6 @@
 """Trains two PyTorch models, of whose ranks two die, and checks them against one process.
 
-One has a Sharded optimizer, which is made anew after a death.
+One has a Sharded optimizer, which is made anew after a death; so is DiLoCo, of a third one.
 """
 
 import os
@@ -12,7 +12,7 @@ from torch import nn
 
 import mpiring
 from mpiring import elastic
-from mpiring.torch import DataParallel, DistributedSampler, Sharded
+from mpiring.torch import DataParallel, DiLoCo, DistributedSampler, Sharded
 
 STEPS, SAMPLES = 24, 2
 DEATHS = {3: 7, 0: 15} if "die" in sys.argv else {}    # of ranks, at steps
@@ -38,6 +38,12 @@ def train(state):
     sharded = Sharded(torch.optim.AdamW, other, lr=0.05, weights="node", overlap=True)
     if state.slices:
         sharded.load_state_dict(state.slices)
+    # A fragment is under way at every death.
+    outer = DiLoCo(state.local, comm, every=2, fragments=2, delay=1)
+    if state.outer:
+        outer.load_state_dict(state.outer)
+        for name, p in state.local.named_parameters():
+            assert (p.detach().numpy() == state.outer["parameters"][name]).all()
     sampler = DistributedSampler(DATA, comm, seed=1)
     sampler.load_state_dict(state.sampler or sampler.state_dict())
     indices = iter(sampler)
@@ -52,12 +58,19 @@ def train(state):
         state.optimizer.step()
         loss_of(other, mine).backward()
         sharded.step()
+        for p in state.local.parameters():
+            p.data.lerp_(torch.full_like(p, 1.0 + MINE), 0.1)
+        outer.step()
         state.drawn = [*state.drawn, comm.allgather_object(mine)]
         state.step += 1
         state.sampler = sampler.state_dict()
         if state.step % 2 == 0:
-            state.slices = sharded.state_dict()
+            state.slices, state.outer = sharded.state_dict(), outer.state_dict()
             state.commit()
+    assert outer.steps == STEPS
+    outer.synchronize()
+    assert len({p.sum().item() for one in comm.allgather_object(state.local)
+                for p in [*one.parameters()][:1]}) == 1
 
 
 def reference(drawn):
@@ -76,7 +89,7 @@ MINE = comm.rank
 torch.manual_seed(MINE)
 model, optimizer = build()
 state = elastic.State(comm, model=model, optimizer=optimizer, other=build()[0], slices={},
-                      sampler={}, drawn=[])
+                      local=build()[0], outer={}, sampler={}, drawn=[])
 elastic.run(train, state)
 seen = [index for shares in state.drawn for share in shares for index in share]
 assert len(state.drawn) == STEPS and len(set(seen)) == len(seen), seen

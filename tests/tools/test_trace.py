@@ -211,6 +211,7 @@ def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
         str.split, said.splitlines()) if row and re.fullmatch(r"\d|mean", row[0])}
     for steps, step, compute, data, exposed, idle, *_ in rows.values():
         assert steps >= 8 and step == pytest.approx(compute + data + exposed + idle, rel=0.01)
+    assert [rows[name][-1] for name in ("0", "1", "mean")] == [15, 20, 17.5]
     assert rows["1"][3] > 19 and rows["0"][5] > 10 > rows["1"][5], "rank 0 waits for the other one"
     assert re.search(r"^rank 1 waits for its data, \d+ % of its step$", said, re.MULTILINE)
     assert re.search(r"^others wait for rank 1, \d+ % of their step: it waits for its data \(",

@@ -1,23 +1,32 @@
-"""Measures the cost of fetching the data of PyTorch's training steps from the host."""
+"""Measures the cost of loading the data of PyTorch's training steps, and bringing it there."""
 
 import itertools
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ...data import prefetch
-from ..arguments import positive
+from ...errors import ConfigError
+from ..arguments import above_zero, names, positive
 from ..files import Environment, Row
 from ..table import Column
-from . import peers, timing
+from . import loaders, peers, timing
 from .benchmark import Benchmark, run
 from .options import declare_device, declare_models, declare_turns
 from .results import Measurement, beside
 from .world import World
 
+if TYPE_CHECKING:
+    from . import torch_models
+
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
+LOADED = "loaded in the step"
 # Different batches, which the loader repeats.
 _BATCHES = 8
+# Steps that are timed to find out how long the loader is to take.
+_TRIALS = 8
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -28,8 +37,31 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--calls", type=positive, default=20, help="steps per round; default: 20")
     parser.add_argument("--depth", type=positive, default=2,
                         help="batches that are fetched ahead; default: 2")
+    parser.add_argument("--loader", type=above_zero, metavar="SHARE",
+                        help="have the loader work for so much of a step's time on each batch; "
+                             "default: it does nothing")
+    parser.add_argument("--work", type=names(loaders.WORK), metavar="A,B",
+                        help=f"of the loader, of {', '.join(loaders.WORK)}; python holds the "
+                             f"interpreter's lock; default: zlib")
+    parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
+                        help="after which threads pass on the interpreter's lock; default: "
+                             "Python's own, 0.005")
     declare_turns(parser)
-    parser.set_defaults(action=partial(run, PREFETCH))
+    parser.set_defaults(action=_run)
+
+
+def _run(options: Namespace) -> int:
+    """Settle what the loader does, and measure.
+
+    Raises:
+        ConfigError: The work is named, but not how long it is to take.
+    """
+    if options.work and not options.loader:
+        raise ConfigError("--work needs --loader SHARE: so much of a step's time, as 0.8")
+    sys.setswitchinterval(options.switch_interval or sys.getswitchinterval())
+    # Where it does nothing, "-".
+    options.work = (options.work or ["zlib"]) if options.loader else ["-"]
+    return run(PREFETCH, options)
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
@@ -48,22 +80,46 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
             torch_contenders.alone(), kind, torch_models.width_for(kind, parameters),
             options.batch, world.rank, device, torch_contenders.RECIPES["sgd"])
         batches = [training.host_batch(number) for number in range(_BATCHES)]
-        with_loader = iter(prefetch(itertools.cycle(batches), device.torch, depth=options.depth))
-        copied = itertools.cycle(batches)
-        actions: dict[str, timing.Action] = {
-            RESIDENT: training.step,
-            PREFETCHED: lambda: training.learn(*next(with_loader)),
-            COPIED: lambda: training.learn(*(x.to(device.torch) for x in next(copied)))}
-        readings = yield from timing.in_turns(
-            world, options, {name: {"step": action} for name, action in actions.items()},
-            stopwatch=device.stopwatch)
-        with_loader.close()
         labels = {"model": kind, "parameters": training.parameter_count, "batch": training.batch,
                   "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
                   "calls": options.calls, "device": str(device.torch),
+                  "switch_interval_s": sys.getswitchinterval(),
                   "thread_level": world.thread_level}
-        yield [Measurement({**labels, "contender": name}, found)
-               for name, found in readings.items()]
+        for load in options.work:
+            work = _work(world, options, load, training, device)
+            alone_s = [timing.by_clock(work) for _ in range(_TRIALS)]
+            with_loader = iter(prefetch(loaders.worked_for(itertools.cycle(batches), work),
+                                        device.torch, depth=options.depth))
+            copied = loaders.worked_for(itertools.cycle(batches), work)
+            actions: dict[str, timing.Action] = {
+                RESIDENT: training.step,
+                PREFETCHED: partial(_learn_next, training, with_loader),
+                LOADED if options.loader else COPIED: partial(_learn_next, training, (
+                    [x.to(device.torch) for x in batch] for batch in copied))}
+            readings = yield from timing.in_turns(
+                world, options, {name: {"step": action} for name, action in actions.items()},
+                stopwatch=device.stopwatch)
+            with_loader.close()
+            yield [Measurement({**labels, "loader": load, "contender": name},
+                               {**found, "loader": alone_s})
+                   for name, found in readings.items()]
+
+
+def _learn_next(training: "torch_models.Training", batches: Iterator[Any]) -> None:
+    training.learn(*next(batches))
+
+
+def _work(world: World, options: Namespace, load: str, training: "torch_models.Training",
+          device: "torch_models.Device") -> timing.Action:
+    """Return what the loader does for a batch.
+
+    Collective: yes. Blocking: yes.
+    """
+    if load == "-":
+        return lambda: None
+    training.step()
+    step_s = timing.timed(world, training.step, _TRIALS, stopwatch=device.stopwatch)
+    return loaders.work_for(load, options.loader * timing.median(step_s))
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
@@ -72,20 +128,22 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     Ratios are medians over rounds, whose readings are close in time.
     """
     table = []
-    for measurement, case in beside(found, "model", "parameters", "thread_level"):
+    for measurement, case in beside(found, "model", "parameters", "loader", "thread_level"):
         labels, seconds = measurement.labels, measurement.readings["step"]
         ratio = timing.over(seconds, case[RESIDENT].readings["step"], labels["calls"])
-        table.append({**labels, **timing.summary(seconds), "over_resident": ratio,
-                      "efficiency_percent": 100 / ratio})
+        table.append({**labels, **timing.summary(seconds),
+                      "loader_ms": timing.median(measurement.readings["loader"]) * 1e3,
+                      "over_resident": ratio, "efficiency_percent": 100 / ratio})
     return table
 
 
 _COLUMNS = [
     Column("model", -11), Column("parameters", 10), Column("batch_bytes", 11),
-    Column("contender", -22, title="data"), Column("thread_level", -10, title="threads"),
-    Column("median_ms", 9, 4), Column("p95_ms", 8, 4),
+    Column("loader", -6), Column("loader_ms", 9, 3), Column("contender", -22, title="data"),
+    Column("thread_level", -10, title="threads"), Column("median_ms", 9, 4), Column("p95_ms", 8, 4),
     Column("over_resident", 10, 4, "/on device")]
 PREFETCH = Benchmark(
     "prefetch",
-    lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
+    lambda options: (len(options.models) * len(options.parameters) * len(options.work)
+                     * int(options.rounds)),
     measure, rows, _COLUMNS)

@@ -142,8 +142,11 @@ def test_steps_prefetching_and_batches_with_pytorch(tmp_path):
         tmp_path / "sharded.json"), (
         "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch", "2",
         "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
-        tmp_path / "prefetch.png"), (*BATCHES, "--json", tmp_path / "batches.json"))
-    assert ended.output.count("ended with status 0") == 8, ended.output
+        tmp_path / "prefetch.png"), (
+        "prefetch", "--models", "mlp", "--parameters", "60K", "--calls", "2", "--rounds", "1",
+        "--loader", "2", "--work", "sleep,zlib,numpy,python", "--json", tmp_path / "loaders.json",
+        "--plot", tmp_path / "loaders.png"), (*BATCHES, "--json", tmp_path / "batches.json"))
+    assert ended.output.count("ended with status 0") == 10, ended.output
     check_batches(json.loads((tmp_path / "batches.json").read_text())["rows"])
     dense, sharded = (json.loads((tmp_path / name).read_text())["rows"]
                       for name in ("out.json", "sharded.json"))
@@ -175,6 +178,10 @@ def test_steps_prefetching_and_batches_with_pytorch(tmp_path):
         assert row["steps"] == 6 and row["median_ms"] > 0
         assert row["over_resident"] == 1 or row["contender"] != "data on the device"
     assert (tmp_path / "prefetch.png").stat().st_size > 10_000
+    rows = json.loads((tmp_path / "loaders.json").read_text())["rows"]
+    assert [row["loader"] for row in rows[::3]] == ["sleep", "zlib", "numpy", "python"]
+    assert all(row["steps"] == 2 and row["loader_ms"] > 0 for row in rows)
+    assert (tmp_path / "loaders.png").stat().st_size > 10_000
 
 
 def check_batches(rows):

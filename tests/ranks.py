@@ -1,0 +1,48 @@
+"""Draws from the TokenBatches of all ranks of a job, in one process and without MPI."""
+
+import json
+
+import numpy as np
+
+from mpiring.data import TokenBatches
+
+LENGTHS = np.random.default_rng(3).integers(1, 400, 5000)
+
+
+class Comm:
+    """A rank among others that pass the same, but for what a test says."""
+
+    def __init__(self, rank=0, size=1, others=None):
+        self.rank, self.size, self._others = rank, size, others or {}
+
+    def allgather_object(self, mine):
+        return [{**mine, **self._others} if rank != self.rank else mine
+                for rank in range(self.size)]
+
+
+def on_ranks(size, lengths=LENGTHS, state=None, **options):
+    """Return the batches of every rank."""
+    ranks = [TokenBatches(lengths, Comm(rank, size), **{"tokens": 6000, **options})
+             for rank in range(size)]
+    for one in ranks:
+        if state is not None:
+            one.load_state_dict(json.loads(json.dumps(state)))
+    return ranks
+
+
+def drawn(ranks, batches=None):
+    """Return the batches of all ranks together, as sets; at most so many."""
+    found = []
+    for shares in zip(*ranks, strict=True):
+        together = [sample for share in shares for sample in share]
+        assert all(type(sample) is int for sample in together)
+        assert len(set(together)) == len(together)
+        found.append(frozenset(together))
+        if len(found) == batches:
+            break
+    return found
+
+
+def counts(batches, n=len(LENGTHS)):
+    """Return how often each sample was drawn."""
+    return np.bincount([sample for batch in batches for sample in batch], minlength=n)
