@@ -131,7 +131,7 @@ def test_of_unequal_lengths_any_number_of_ranks_learns_the_same(tmp_path, framew
         return re.findall(r"held out (\d\.\d{3}) bits per byte", ended.output)
 
     whole = train(ranks[0], 18)
-    assert len(whole) == 3 and float(whole[-1]) < 6.5 < float(whole[0]) < 8
+    assert len(whole) == 3 and float(whole[-1]) + 0.8 < float(whole[0]) < 8
     checkpoint = "--checkpoint", tmp_path / "run"
     assert train(ranks[1], 12, *checkpoint) == whole[:2]
     assert train(ranks[2], 18, *checkpoint) == whole[2:]

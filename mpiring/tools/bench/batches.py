@@ -128,16 +128,14 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     for measurement, case in beside(found, "thread_level"):
         totals = _totals(measurement)
         steps = len(measurement.readings["step"])
-        rate = totals["tokens"] / totals["step"]
-        idle, padded = _idle(measurement), case.get(PADDED)
+        rate, idle = _rate(measurement), _idle(measurement)
         table.append({
             **measurement.labels, **timing.summary(measurement.readings["step"]),
             "samples_per_step": totals["samples"] / steps,
             "tokens_per_step": totals["tokens"] / steps,
             "padding_percent": 100 * (1 - totals["tokens"] / totals["padded"]),
             "largest": max(measurement.readings["most"]), "tokens_per_s": rate,
-            "over_distributed": (None if padded is None else
-                                 rate * _totals(padded)["step"] / _totals(padded)["tokens"]),
+            "over_distributed": rate / _rate(case[PADDED]) if PADDED in case else None,
             "idle_percent": 100 * idle,
             "idle_beyond_equal": 100 * (idle - _idle(case[EQUAL])) if EQUAL in case else None})
     return table
@@ -145,6 +143,11 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
 
 def _totals(measurement: Measurement) -> dict[str, float]:
     return {kind: sum(values) for kind, values in measurement.readings.items()}
+
+
+def _rate(measurement: Measurement) -> float:
+    totals = _totals(measurement)
+    return totals["tokens"] / totals["step"]
 
 
 def _idle(measurement: Measurement) -> float:
