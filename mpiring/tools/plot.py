@@ -157,6 +157,21 @@ def _share(row: Row) -> str:
     return text if hidden != hidden else f"{text}, {hidden:.0f} % hidden"
 
 
+def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw tokens per second, and what of tokens and time is lost."""
+    positions, names = range(len(rows)), [row["contender"] for row in rows]
+    axes[0].barh(positions, [row["tokens_per_s"] for row in rows], color=[
+        COLOURS[0] if name == "TokenBatches" else GREY for name in names])
+    axes[0].set_xlabel("real tokens per second")
+    for i, what in enumerate(("padding", "idle")):
+        axes[1].barh([position + 0.4 * i - 0.2 for position in positions],
+                     [row[f"{what}_percent"] for row in rows], 0.4, color=COLOURS[i], label=what)
+    axes[1].set_xlabel("% of tokens, % of a step")
+    axes[1].legend()
+    for panel in axes:
+        name_bars(panel, names)
+
+
 def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and efficiency over the number of nodes, a curve per algorithm."""
     names = list(dict.fromkeys(row["algorithm"] for row in rows))
@@ -208,5 +223,5 @@ def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> N
 
 
 _DRAW = {"allreduce": _curves, "overlap": _overlap_bars, "steps": _step_bars,
-         "prefetch": _step_bars,
+         "prefetch": _step_bars, "batches": _batch_bars,
          "simulate": _scaling, "reducers": _learning, "local": _learning}

@@ -6,6 +6,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from ...errors import ConfigError
 from ..arguments import checked, names, positive
 from ..files import Environment, Row
 from ..table import Column
@@ -63,7 +66,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Raises:
         MissingDependencyError: There is no PyTorch.
-        ConfigError: There is no text.
+        ConfigError: There is no text, or too little of it.
         WrongAnswerError: A model's parameters differ between ranks in the end.
 
     Collective: yes. Blocking: yes.
@@ -88,8 +91,6 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 def _trainings(world: World, options: Namespace) -> "dict[str, Training]":
     """Read the text, and make the trainings, by way."""
-    import numpy as np
-
     from ...torch import share_cores
     from . import torch_padding
     share_cores(world.comm)
@@ -102,6 +103,9 @@ def _trainings(world: World, options: Namespace) -> "dict[str, Training]":
     for name in map(NAMES.__getitem__, options.ways):
         samples = torch_padding.equally_long(texts) if name == EQUAL else texts
         lengths = np.array(list(map(len, samples)))
+        if len(lengths) < options.samples * world.size:
+            raise ConfigError(f"--samples {options.samples}: {len(lengths)} functions make no "
+                              f"batch for {world.size} ranks; use more functions, or fewer samples")
         trainings[name] = torch_padding.Training(
             world, options, samples, SAMPLINGS[name](world, options, lengths))
         trainings[name].rehearse()

@@ -145,8 +145,10 @@ def test_steps_prefetching_and_batches_with_pytorch(tmp_path):
         tmp_path / "prefetch.png"), (
         "prefetch", "--models", "mlp", "--parameters", "60K", "--calls", "2", "--rounds", "1",
         "--loader", "2", "--work", "sleep,zlib,numpy,python", "--json", tmp_path / "loaders.json",
-        "--plot", tmp_path / "loaders.png"), (*BATCHES, "--json", tmp_path / "batches.json"))
+        "--plot", tmp_path / "loaders.png"), (
+        *BATCHES, "--json", tmp_path / "batches.json", "--plot", tmp_path / "batches.png"))
     assert ended.output.count("ended with status 0") == 10, ended.output
+    assert (tmp_path / "batches.png").stat().st_size > 10_000
     check_batches(json.loads((tmp_path / "batches.json").read_text())["rows"])
     dense, sharded = (json.loads((tmp_path / name).read_text())["rows"]
                       for name in ("out.json", "sharded.json"))
