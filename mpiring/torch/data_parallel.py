@@ -177,7 +177,7 @@ class DataParallel(Wrapper):
             ConfigError: Not such a number.
             GradientError: A second call in one step, or one that comes too late: after a gradient
                 was complete in a pass that averages, or in `join()` after the model was called.
-            BufferMismatchError: In backward: other ranks did not call this.
+            BufferMismatchError: Other ranks did not call this; here, or in backward.
 
         Collective: yes. Blocking: no; with `defer_wait`, while the last step's gradients arrive.
         """

@@ -152,7 +152,8 @@ def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_pat
     recorder.waited_for_data(t + 5, t + 5.5)
     recorder.waited(flight, t + 4, t + 5)
     recorder.end_step()
-    recorder.end_step(time.monotonic(), time.monotonic())
+    recorder.end_step(time.monotonic(), time.monotonic(), 640)
+    recorder.end_step()
     trace.close(together=True)
     events = [event for event in events_of(tmp_path) if event["ph"] == "X"]
     (data,) = [event for event in events if event["cat"] == "data"]
@@ -165,8 +166,9 @@ def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_pat
         "algorithm": "ring", "complete": True, "queued_us": pytest.approx(5e5, abs=1)}
     (wait,) = [event for event in events if event["cat"] == "wait"]
     assert wait["tid"] == PROGRAM and wait["name"] == "wait for bucket 3"
-    (step,) = [event for event in events if event["cat"] == "step"]
+    step, other = [event for event in events if event["cat"] == "step"]
     assert step["tid"] == STEPS and step["name"] == "step 1", "the first one has no beginning"
+    assert step["args"] == {"step": 1, "tokens": 640} and other["args"] == {"step": 2}
 
 
 def test_memory_is_bounded(tmp_path, trace, monkeypatch):
