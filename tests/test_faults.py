@@ -22,6 +22,7 @@ MISMATCHES = {
     "order": ["called broadcast", "called allreduce"],
     "leaves early": ["called close", "called allreduce"],
     "background": ["sum of float32 (999999,)", "sum of float32 (1000000,)"],
+    "weights": ["called weigh(tokens)", "called reduce Mean() of float32 (1008,) in step 0"],
     "out of step": ["in inner step 6 (every=4, fragment 0)", "in inner step 7 (every=4, frag"],
 }
 

@@ -127,7 +127,7 @@ class DataParallel:
         Raises:
             ConfigError: Not such a number.
             GradientError: A second call in one step, or one after the first `ready`.
-            BufferMismatchError: In `ready` or `wait`: other ranks did not call this.
+            BufferMismatchError: Other ranks did not call this; here, in `ready` or in `wait`.
 
         Collective: yes. Blocking: no.
         """

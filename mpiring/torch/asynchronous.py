@@ -15,9 +15,10 @@ from .data_parallel import refuse_untrainable
 from .states import broadcast_parameters, trained_alike
 from .tensors import tensor_of
 from .threads import share_cores
+from .wrapper import Wrapper
 
 
-class AsyncDataParallel(nn.Module):
+class AsyncDataParallel(Wrapper):
     """A module that all ranks train, each at its own pace; see mpiring.asynchronous.
 
         model = AsyncDataParallel(model, comm, optimizer=partial(AdamW, lr=1e-3), staleness=4)
@@ -48,9 +49,9 @@ class AsyncDataParallel(nn.Module):
     def __init__(self, module: nn.Module, comm: Communicator, *,
                  optimizer: Callable[[Model], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
-        super().__init__()
         refuse_untrainable(module, comm)
-        self.module, self._comm = module, comm
+        super().__init__(module)
+        self._comm = comm
         share_cores(comm)
         trained = trained_alike(module, comm)
         self.server = ParameterServer(trained, comm, optimizer=optimizer, staleness=staleness,
@@ -109,18 +110,6 @@ class AsyncDataParallel(nn.Module):
                  trace: TracebackType | None) -> None:
         if error is None:
             self.close()
-
-    # The interface of the bare module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, with the weights that this rank has pulled last."""
-        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the next `step` would replace what was loaded.

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,9 +27,10 @@ from .sparse import sparse_parameters
 from .states import broadcast_parameters
 from .tensors import tensors_in
 from .threads import share_cores
+from .wrapper import Wrapper
 
 
-class DataParallel(nn.Module):
+class DataParallel(Wrapper):
     """A module that is trained on all ranks at once, each on its own share of the data.
 
         model = mpiring.torch.DataParallel(model, comm)
@@ -89,9 +90,8 @@ class DataParallel(nn.Module):
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True,
                  deterministic: bool = False, defer_wait: bool = False,
                  order: Sequence[str] | None = None) -> None:
-        super().__init__()
         refuse_untrainable(module, comm)
-        self.module = module
+        super().__init__(module)
         self._comm = comm
         self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
         self._settings = Settings(bucket_bytes, reducer, deterministic, order,
@@ -177,7 +177,7 @@ class DataParallel(nn.Module):
             ConfigError: Not such a number.
             GradientError: A second call in one step, or one that comes too late: after a gradient
                 was complete in a pass that averages, or in `join()` after the model was called.
-            BufferMismatchError: In backward: other ranks did not call this.
+            BufferMismatchError: Other ranks did not call this; here, or in backward.
 
         Collective: yes. Blocking: no; with `defer_wait`, while the last step's gradients arrive.
         """
@@ -393,26 +393,9 @@ class DataParallel(nn.Module):
             self._settings = replace(self._settings, order=None)
         self._trained = trained
 
-    # The interface of the bare module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, under the names that the bare module has."""
-        return self.module.state_dict(*args, **kwargs)
-
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load what this `state_dict`, or that of the bare module, has returned; on every rank."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ConfigError(
-            "a DataParallel cannot be pickled or copied: it holds MPI's memory; save "
-            "model.state_dict(), or pickle model.module")
 
 
 def _as_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
@@ -463,8 +446,9 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
-    if isinstance(module, DataParallel):
-        raise ConfigError(f"rank {comm.rank}: the module is wrapped already")
+    if isinstance(module, Wrapper):
+        raise ConfigError(f"rank {comm.rank}: the module is wrapped already, by "
+                          f"{type(module).__name__}; pass module.module")
     _refuse_several_devices(dict(module.named_parameters()), comm)
     for name, p in module.named_parameters():
         if isinstance(p, nn.parameter.UninitializedParameter):

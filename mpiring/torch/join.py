@@ -7,7 +7,7 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..errors import GradientError
-from ..text import ranges
+from ..text import ranks_text
 from ..training.weighing import Weighing
 from .tensors import tensors_in
 
@@ -75,10 +75,11 @@ class Uneven:
         self._comm.allreduce(counts)
         weighed, others = (np.flatnonzero(counts[:-1] == each) for each in (_TOKENS, _SAMPLES))
         if weighed.size and others.size:
+            with_tokens, without = (ranks_text(ranks.tolist()) for ranks in (weighed, others))
             raise GradientError(
-                f"rank {self._comm.rank}: in join(), rank {ranges(weighed.tolist())} called "
-                f"weigh(tokens) for this step, but rank {ranges(others.tolist())} did not; call it "
-                f"before the model, on all ranks that have a batch, or on none")
+                f"rank {self._comm.rank}: in join(), {with_tokens} called weigh(tokens) for this "
+                f"step, but {without} did not; call it before the model, on all ranks that have a "
+                f"batch, or on none")
         active = np.flatnonzero(counts[:-1])
         self.root = int(active[0]) if active.size else self._comm.size
         self._weighing.use(mine, counts[-1])

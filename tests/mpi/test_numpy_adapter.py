@@ -1,5 +1,6 @@
 """Tests DataParallel for NumPy models on real MPI, at any number of ranks."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -130,6 +131,78 @@ def test_empty_models_and_buckets_are_refused(comm):
             DataParallel(model(0), comm, bucket_bytes=bucket_bytes)
     with pytest.raises(mpiring.ConfigError, match="names must be strings"):
         DataParallel({0: np.zeros(3)}, comm)
+
+
+def some(comm, number, rank=None):
+    """Return samples of a rank, or of all; some ranks have none in a step."""
+    if rank is None:
+        return np.concatenate([some(comm, number, rank) for rank in range(comm.size)])
+    n = 9 if comm.size == 1 else (2 * rank + number) % (comm.size + 2)
+    return np.random.default_rng([number, rank]).random(n) + 1
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [
+    (np.float32, 1e-6), (np.float64, 1e-12), (np.complex64, 1e-6), (np.float16, 4e-3),
+    (ml_dtypes.bfloat16, 3e-2)])
+def test_ranks_weigh_as_much_as_they_have(comm, dtype, rtol):
+    """Also where that is nothing, whose mean is NaN; and not in the next step."""
+    dp = DataParallel(model(0, dtype), comm, bucket_bytes=500)
+    for number in range(2 * comm.size + 2):
+        mine, every = some(comm, number, comm.rank), some(comm, number)
+        dp.weigh(np.int32(mine.size) if number % 2 else mine.size)
+        # The user's own settings have no say.
+        with np.errstate(all="raise"):
+            for name in SHAPES:
+                dp.grads[name][...] = mine.mean() if mine.size else np.nan
+                dp.ready(name)
+            dp.wait()
+        for grad in dp.grads.values():
+            np.testing.assert_allclose(grad.astype(complex), every.mean(), rtol=rtol)
+        step(dp, comm, number + 1, list(SHAPES))
+
+
+def test_weighed_gradients_are_accumulated_and_may_all_be_nothing(comm):
+    dp = DataParallel(model(0), comm)
+    dp.weigh(2 * comm.rank + 2)
+    for number in (1, 2):
+        for name in SHAPES:
+            # Of as many samples as this rank has the number.
+            dp.grads[name][...] += (comm.rank + 1) * number / (2 * comm.rank + 2)
+            if number == 2:
+                dp.ready(name)
+    dp.wait()
+    for grad in dp.grads.values():
+        np.testing.assert_allclose(grad, 1.5, rtol=1e-6)
+    dp.weigh(0)
+    for name in SHAPES:
+        dp.grads[name][...] = np.inf
+        dp.ready(name)
+    dp.wait()
+    assert dp.finite and not any(grad.any() for grad in dp.grads.values())
+
+
+def test_wrong_weights_are_refused(comm):
+    dp = DataParallel(model(0), comm)
+    for wrong in (-1, np.nan, np.inf, "5", None, True, np.ones(2), 1j):
+        with pytest.raises(mpiring.ConfigError, match=(
+                rf"rank {comm.rank}: weigh\(tokens\): tokens=.*a number from 0 to 2")):
+            dp.weigh(wrong)
+    dp.weigh(3)
+    with pytest.raises(mpiring.GradientError, match=r"weigh\(2.5\) after weigh\(3\) in one step"):
+        dp.weigh(2.5)
+    step(dp, comm, 1, list(SHAPES))
+    dp.grads["w1"][...] = 1
+    dp.ready("w1")
+    with pytest.raises(mpiring.GradientError, match=r"weigh\(3\) comes too late"):
+        dp.weigh(3)
+    for name in ("b1", "w2", "b2", "scale"):
+        dp.ready(name)
+    dp.wait()
+    dp.weigh(3)
+    for wrong in ("w3", 3):
+        with pytest.raises(mpiring.GradientError, match="there is no gradient"):
+            dp.ready(wrong)
+    step(dp, comm, 1, list(SHAPES))
 
 
 def test_a_reducer_that_sends_nothing(comm):

@@ -1,6 +1,8 @@
 """Tests the PyTorch wrapper of the parameter server, and pair averaging of modules, on real MPI."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 from launching import needed
@@ -78,6 +80,15 @@ def test_frozen_parameters_and_mistakes(comm):
     plain[0].weight.requires_grad_(False)
     with tmpiring.AsyncDataParallel(plain, comm, optimizer=SGD) as model:
         assert "0.weight" not in model.server.params
+        # As the bare module.
+        assert model.state_dict().keys() == module(1).state_dict().keys()
+        assert model.append == model.module.append
+        for copying in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(ConfigError, match="AsyncDataParallel cannot be pickled or copied"):
+                copying(model)
+        for make in (tmpiring.DataParallel, functools.partial(tmpiring.LocalSGD, every=2)):
+            with pytest.raises(ConfigError, match="is wrapped already, by AsyncDataParallel; pass"):
+                make(model, comm)
         before = plain[0].weight.clone()
         loss_of(model, batch(0, 0)).backward()
         model.step()

@@ -65,6 +65,22 @@ def test_the_training_is_that_of_weights_on_each_rank(comm, dtype, overlap):
     assert_equal_on_all(node[0], comm)
 
 
+@pytest.mark.parametrize(("weights", "overlap"), [("rank", True), ("node", False), ("node", True)])
+def test_ranks_weigh_as_much_as_they_have_tokens(comm, weights, overlap):
+    """As if the loss were scaled; a rank that has none may have the loss NaN."""
+    plain, model = (DataParallel(Net(), comm, bucket_bytes=400) for _ in range(2))
+    scaled = plain, torch.optim.SGD(plain.parameters(), 0.1)
+    optimizer = Sharded(torch.optim.SGD, model, lr=0.1, weights=weights, overlap=overlap)
+    for step in range(5):
+        tokens = [(2 * rank + step) % 3 + (rank == step % comm.size) for rank in range(comm.size)]
+        mine = tokens[comm.rank]
+        train(*scaled, comm, [step], factor=mine * comm.size / sum(tokens))
+        model.weigh(mine)
+        train(model, optimizer, comm, [step], factor=1 if mine else float("nan"))
+        assert model.finite
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())
+
+
 def test_a_node_has_one_copy(comm):
     model, optimizer = sharded(comm, "node")
     train(model, optimizer, comm, range(3))

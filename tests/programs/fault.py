@@ -78,6 +78,12 @@ elif fault == "drift":
         for name in params:
             dp.ready(name)
         dp.wait()
+elif fault == "weights":
+    dp = DataParallel({"w": x}, comm)
+    if odd:
+        dp.weigh(3)
+    dp.ready("w")
+    dp.wait()
 elif fault in ("out of step", "no steps"):
     outer = DiLoCo({"w": x}, comm, every=4, delay=2)
     for step in range(7 - odd):

@@ -665,6 +665,168 @@ def inputs_can_be_uneven():
         torch.testing.assert_close(mine, theirs)
 
 
+def tokens_of(rank, number):
+    """Return how many samples a rank has in a step; some rank has none."""
+    return 4 if p == 1 else (3 * rank + 2 * number) % (p + 2)
+
+
+def weighed_loss(model, rank, number, width=6):
+    """Return the mean over a rank's own samples: NaN where there are none."""
+    x, y = batch(100 * number + rank, 11)
+    n = tokens_of(rank, number)
+    return ((model(x[:n, :width]).float() - y[:n]) ** 2).sum(1).mean()
+
+
+def of_all(bare, number):
+    """Return the gradients of one rank that has the samples of all."""
+    n = sum(tokens_of(rank, number) for rank in range(p))
+    total = sum(weighed_loss(bare, rank, number) * tokens_of(rank, number) / n
+                for rank in range(p) if tokens_of(rank, number))
+    return torch.autograd.grad(total, list(bare.parameters()))
+
+
+@ability
+def ranks_can_weigh_as_much_as_they_have():
+    assert p == 1 or {tokens_of(rank, number) for rank in range(p) for number in range(4)} >= {0, 3}
+    for settings in ({}, {"defer_wait": True}, {"find_unused_parameters": True}):
+        model = DataParallel(net(), comm, bucket_bytes=64, **settings)
+        for number in range(4):
+            model.zero_grad(set_to_none=number % 2 == 0)
+            n = tokens_of(r, number)
+            model.weigh(torch.tensor(n) if number == 1 else n)
+            loss = weighed_loss(model, r, number)
+            assert loss.isnan() == (n == 0)
+            loss.backward()
+            model.synchronize()
+            check(model, of_all(net(), number))
+        # That was for one step.
+        model.zero_grad()
+        loss_of(model, r).backward()
+        model.synchronize()
+        check(model, expected())
+        # If nobody has anything, the mean is nothing.
+        model.weigh(0)
+        (loss_of(model, r) * torch.inf).backward()
+        model.synchronize()
+        assert model.finite and not any(q.grad.any() for q in model.parameters())
+
+
+@ability
+def weighed_gradients_can_be_accumulated():
+    """Each is of all the step's samples, of which it has some."""
+    model = DataParallel(net(), comm)
+    for number in range(4):
+        model.zero_grad()
+        n = tokens_of(r, number)
+        model.weigh(n)
+        x, y = batch(100 * number + r, 11)
+        with model.no_sync():
+            ((model(x[:1]) - y[:1]) ** 2 * (n > 0)).sum().div(n or torch.nan).backward()
+        ((model(x[1:n]) - y[1:n]) ** 2).sum().div(n).backward()
+        check(model, of_all(net(), number))
+
+
+@ability
+def weighed_gradients_can_be_of_any_dtype():
+    torch.manual_seed(2)
+    wide = nn.Linear(6, 2, dtype=torch.complex64)
+    for bare, tolerance in ((Mixed(), 3e-2), (wide, 1e-5)):
+        model = DataParallel(copy.deepcopy(bare), comm)
+        for number in range(3):
+            model.zero_grad()
+            n = [tokens_of(rank, number) for rank in range(p)]
+            model.weigh(n[r])
+            out = model(batch(r)[0].to(next(bare.parameters()).dtype))
+            (out.abs().sum() * (1 if n[r] else torch.nan)).backward()
+            total = sum(bare(batch(rank)[0].to(next(bare.parameters()).dtype)).abs().sum()
+                        * n[rank] / sum(n) for rank in range(p))
+            gradients = torch.autograd.grad(total, list(bare.parameters()))
+            for mine, theirs in zip(model.parameters(), gradients, strict=True):
+                torch.testing.assert_close(mine.grad, theirs, rtol=tolerance, atol=tolerance)
+
+
+@ability
+def sparse_gradients_are_weighed():
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 2))
+    model = DataParallel(copy.deepcopy(bare), comm)
+    for number in range(3):
+        model.zero_grad()
+        n = [tokens_of(rank, number) for rank in range(p)]
+        model.weigh(n[r])
+        (model(torch.arange(3) + r).sum() * (1 if n[r] else torch.nan)).backward()
+        total = sum(bare(torch.arange(3) + rank).sum() * n[rank] / sum(n) for rank in range(p))
+        gradients = torch.autograd.grad(total, list(bare.parameters()))
+        for mine, theirs in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(*(g.to_dense() if g.is_sparse else g
+                                         for g in (mine.grad, theirs)))
+        assert model.finite and model.nonfinite == {}
+
+
+@ability
+def uneven_inputs_can_be_weighed():
+    """By tokens instead of samples, with as many messages."""
+    model, operations = DataParallel(net(), comm, bucket_bytes=64), []
+    # Buckets are built anew after the first step.
+    loss_of(model, r).backward()
+    for weighs in (True, False):
+        before = comm.statistics.operations
+        with model.join():
+            for number in range(2 + r):
+                model.zero_grad()
+                if weighs:
+                    model.weigh(tokens_of(r, number))
+                    weighed_loss(model, r, number).backward()
+                else:
+                    loss_of(model, r).backward()
+                if weighs and number < 2:
+                    check(model, of_all(net(), number))
+        operations.append(comm.statistics.operations - before)
+    assert operations[0] == operations[1]
+    with model.join():
+        x, _ = batch(r)
+        model.weigh(3)
+        out = model(x)
+        fails(lambda: model.weigh(3), mpiring.GradientError, "weigh(3) after weigh(3) in one step")
+        out.sum().backward()
+        out = model(x)
+        fails(lambda: model.weigh(3), mpiring.GradientError, "in join() before the model")
+        out.sum().backward()
+
+
+@ability
+def wrong_weights_are_refused():
+    model = DataParallel(net(), comm)
+    for wrong in (-1, torch.nan, torch.inf, "5", None, True, torch.ones(2), torch.tensor(True)):
+        fails(lambda wrong=wrong: model.weigh(wrong), mpiring.ConfigError,
+              f"rank {r}: weigh(tokens): tokens=", "a number from 0 to 2**53")
+    texts = []
+
+    def late(q):
+        fails(lambda: model.weigh(3), mpiring.GradientError, "comes too late", "before backward()")
+        texts.append(q.shape)
+
+    hook = model.module[0].weight.register_post_accumulate_grad_hook(late)
+    loss_of(model, r).backward()
+    hook.remove()
+    assert len(texts) == 1
+    # After backward it is for the next step.
+    model.weigh(3)
+    fails(lambda: model.weigh(2.5), mpiring.GradientError, "weigh(2.5) after weigh(3) in one step")
+    loss_of(model, r).backward()
+    if p == 1:
+        return
+    fails(lambda: train_unlike(model), mpiring.GradientError, "in join()",
+          f"rank 0 called weigh(tokens) for this step, but rank{'s 1-2' if p == 3 else ' 1'} did")
+
+
+def train_unlike(model):
+    with model.join():
+        if r == 0:
+            model.weigh(1)
+        loss_of(model, r)
+
+
 @ability
 def states_are_those_of_the_bare_module():
     model, bare = DataParallel(net(), comm), net()

@@ -69,14 +69,15 @@ class Run:
             "scaler": self.scaler.state_dict(), "step": self.step,
             "reducers": [one.state_dict() for one in self.each]})
 
-    def train(self, steps, spoil_at=None):
+    def train(self, steps, spoil_at=None, weigh=lambda model, step, loss: loss):
         for _ in range(steps):
             x, y = batch(self.step)
             self.step += 1
             if self.step == spoil_at and comm.rank == comm.size - 1:
                 x[0, 0] = torch.nan
             self.optimizer.zero_grad()
-            self.scaler.scale((self.model(x) - y).square().mean()).backward()
+            loss = weigh(self.model, self.step, (self.model(x) - y).square().mean())
+            self.scaler.scale(loss).backward()
             assert self.model.finite == (self.step != spoil_at)
             before = self.scaler.get_scale()
             self.scaler.step(self.optimizer)
@@ -129,6 +130,20 @@ def frozen_layers_come_back(name, make):
         assert len(set(comm.allgather_object(run.weights()))) == 1
 
 
+def tokens_are_weighed_before_they_are_compressed(name, make):
+    """In turn, one rank has all tokens; factors are powers of two, which rounds nothing."""
+    def weigh(model, step, loss):
+        has = step % comm.size == comm.rank
+        model.weigh(7 * has)
+        return loss if has else loss * torch.nan
+
+    weighed, scaled = Run(make), Run(make)
+    weighed.train(6, weigh=weigh)
+    scaled.train(6, weigh=lambda model, step, loss: loss * comm.size * (
+        step % comm.size == comm.rank))
+    assert weighed.weights() == scaled.weights()
+
+
 def a_nan_in_a_sparse_gradient_is_skipped_too(name, make):
     if name == "mixed":
         return
@@ -153,7 +168,7 @@ def a_nan_in_a_sparse_gradient_is_skipped_too(name, make):
 
 for what in (replicas_learn_and_are_equal, a_nan_on_one_rank_is_skipped_by_all,
              a_nan_in_a_sparse_gradient_is_skipped_too, a_run_goes_on_bit_by_bit,
-             frozen_layers_come_back):
+             frozen_layers_come_back, tokens_are_weighed_before_they_are_compressed):
     for name, make in MAKERS.items():
         what(name, make)
     if comm.rank == 0:

@@ -30,6 +30,7 @@ def loader():
 
 batches = iter(prefetch(loader(), "cpu", depth=1, comm=comm))
 for step in range(12):
+    dp.weigh(15 + 5 * last)
     for name in ("w3", "w2", "w1", "w0"):
         time.sleep(0.005)
         dp.grads[name][...] = step

@@ -149,11 +149,15 @@ def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_pat
     for sequence, (began, ended) in enumerate([(0, 3), (1, 4), (3.5, 5)]):
         flight = flown(sequence, called_s=t + began - 0.5, started_s=t + began)
         recorder.ended(flight, t + ended)
+    recorder.waited_for_data(t + 5, t + 5.5)
     recorder.waited(flight, t + 4, t + 5)
     recorder.end_step()
-    recorder.end_step(time.monotonic(), time.monotonic())
+    recorder.end_step(time.monotonic(), time.monotonic(), 640)
+    recorder.end_step()
     trace.close(together=True)
     events = [event for event in events_of(tmp_path) if event["ph"] == "X"]
+    (data,) = [event for event in events if event["cat"] == "data"]
+    assert data["tid"] == PROGRAM and data["dur"] == pytest.approx(5e5, abs=1)
     operations = [event for event in events if event["cat"] == "operation"]
     assert [event["tid"] - OPERATIONS for event in operations] == [0, 1, 0]
     assert [event["dur"] for event in operations] == pytest.approx([3e6, 3e6, 1.5e6], abs=1)
@@ -162,15 +166,16 @@ def test_a_trace_has_steps_waits_and_a_lane_for_each_operation_under_way(tmp_pat
         "algorithm": "ring", "complete": True, "queued_us": pytest.approx(5e5, abs=1)}
     (wait,) = [event for event in events if event["cat"] == "wait"]
     assert wait["tid"] == PROGRAM and wait["name"] == "wait for bucket 3"
-    (step,) = [event for event in events if event["cat"] == "step"]
+    step, other = [event for event in events if event["cat"] == "step"]
     assert step["tid"] == STEPS and step["name"] == "step 1", "the first one has no beginning"
+    assert step["args"] == {"step": 1, "tokens": 640} and other["args"] == {"step": 2}
 
 
 def test_memory_is_bounded(tmp_path, trace, monkeypatch):
     monkeypatch.setattr(chrome, "_MOST_EVENTS", 10)
     with trace._lock:     # as if the disk were slow
         for number in range(30):
-            trace.step(number, 0, 0, 0, 1)
+            trace.step(number, 0, 0, 0, 1, None)
         assert len(trace._events) <= 10
     trace.close(together=True)
     (left_out,) = [event for event in events_of(tmp_path) if event["name"] == "left out"]
@@ -187,7 +192,7 @@ def test_a_trace_that_cannot_go_on_says_so_once(tmp_path, trace, monkeypatch, ca
     else:
         monkeypatch.setattr(chrome, "_MOST_BYTES", 1000)
     for number in range(20):
-        trace.step(number, 0, 0, 0, 1)
+        trace.step(number, 0, 0, 0, 1, None)
         trace.flush()
     monkeypatch.undo()
     (record,) = caplog.records
@@ -201,6 +206,6 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         opened = TraceFile(Alone(), str(tmp_path / "file"), 0)
     assert "1 of 1 ranks cannot write a trace to" in caplog.text and "rank 0" in caplog.text
-    opened.step(1, 0, 0, 0, 1)
+    opened.step(1, 0, 0, 0, 1, None)
     assert opened.save(["a line"], []) == ""
     opened.close(together=True)

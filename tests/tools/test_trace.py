@@ -177,6 +177,10 @@ def test_ranks_that_are_late_in_turn_are_not_named():
             f"ranks wait for one another in turn, {share} % of their step: each time for one that "
             f"has longer batches (160 tokens; the mean is {mean_tokens}), which "
             f"mpiring.data.TokenBatches would even out"]
+    by_chance = [0, 1, 2, 3, 1, 1, 2, 0, 3, 1, 2, 1, 0, 1]
+    (sentence,) = told(*[[(160 if rank == late else 100, 0, math.nan) for late in by_chance]
+                         for rank in range(4)])
+    assert sentence.startswith("ranks wait for one another in turn"), "rank 1 in 6 of 14 steps"
     turns[0] = [(250, 0, 250)] * 8
     (first,) = told(*turns)
     assert first.startswith("others wait for rank 0, 54 % of their step: it has longer batches")
@@ -211,6 +215,7 @@ def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
         str.split, said.splitlines()) if row and re.fullmatch(r"\d|mean", row[0])}
     for steps, step, compute, data, exposed, idle, *_ in rows.values():
         assert steps >= 8 and step == pytest.approx(compute + data + exposed + idle, rel=0.01)
+    assert [rows[name][-1] for name in ("0", "1", "mean")] == [15, 20, 17.5]
     assert rows["1"][3] > 19 and rows["0"][5] > 10 > rows["1"][5], "rank 0 waits for the other one"
     assert re.search(r"^rank 1 waits for its data, \d+ % of its step$", said, re.MULTILINE)
     assert re.search(r"^others wait for rank 1, \d+ % of their step: it waits for its data \(",

@@ -39,7 +39,7 @@ def test_reducers():
     assert re.findall(r"holds: (\w+)", ended.output) == [
         "replicas_learn_and_are_equal", "a_nan_on_one_rank_is_skipped_by_all",
         "a_nan_in_a_sparse_gradient_is_skipped_too", "a_run_goes_on_bit_by_bit",
-        "frozen_layers_come_back"]
+        "frozen_layers_come_back", "tokens_are_weighed_before_they_are_compressed"]
 
 
 def test_misuse_is_loud_and_lifetimes_end():

@@ -1,6 +1,7 @@
 """Measures the cost of loading the data of PyTorch's training steps, and bringing it there."""
 
 import itertools
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -42,6 +43,9 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--work", type=names(loaders.WORK), metavar="A,B",
                         help=f"of the loader, of {', '.join(loaders.WORK)}; python holds the "
                              f"interpreter's lock; default: zlib")
+    parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
+                        help="after which threads pass on the interpreter's lock; default: "
+                             "Python's own, 0.005")
     declare_turns(parser)
     parser.set_defaults(action=_run)
 
@@ -54,6 +58,7 @@ def _run(options: Namespace) -> int:
     """
     if options.work and not options.loader:
         raise ConfigError("--work needs --loader SHARE: so much of a step's time, as 0.8")
+    sys.setswitchinterval(options.switch_interval or sys.getswitchinterval())
     # Where it does nothing, "-".
     options.work = (options.work or ["zlib"]) if options.loader else ["-"]
     return run(PREFETCH, options)
@@ -78,6 +83,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         labels = {"model": kind, "parameters": training.parameter_count, "batch": training.batch,
                   "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
                   "calls": options.calls, "device": str(device.torch),
+                  "switch_interval_s": sys.getswitchinterval(),
                   "thread_level": world.thread_level}
         for load in options.work:
             work = _work(world, options, load, training, device)
