@@ -164,7 +164,7 @@ with Stopping(comm, time_limit_s=args.time_limit, checkpoints=checkpoints) as st
     while step < args.steps and not stopping.reason:
         sampler.set_epoch(epoch)
         seen = 0                                # by this rank, since it began to draw
-        for sequences in prefetch(loader, device):
+        for sequences in prefetch(loader, device, comm=comm):
             loss = train(sequences)
             step += 1
             seen += len(sequences)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+from data_campaign import one_training
 from launching import PROGRAMS, ROOT, environment, finish, launch, mpiexec, needed, start
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
@@ -76,6 +78,14 @@ def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path)
     whole, stopped = (torch.load(tmp_path / f"{name}.pt") for name in ("whole", "stopped"))
     assert list(whole) == list(stopped)
     assert all(torch.equal(x, stopped[name]) for name, x in whole.items())
+
+
+def test_killed_at_any_moment_other_ranks_train_on_each_sample_once(tmp_path):
+    """With batches drawn ahead, and then by another budget; data_campaign.py does more of it."""
+    needed("torch")
+    jobs = [(2, "prefetch", 4000, 4), (1, "workers, prefetch", 9000, 2), (3, "prefetch", 4000, 9)]
+    kills, ended = one_training(tmp_path, jobs, random.Random(0))
+    assert kills == 2 and ended.status == 0 and "each of 6000 once" in ended.output, ended.output
 
 
 def test_a_rank_killed_while_it_writes_costs_that_checkpoint_only(tmp_path):

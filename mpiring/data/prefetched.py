@@ -34,8 +34,8 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
     checkpoint is `state_dict()` of what is returned, not of the loader.
 
     Work in Python itself, unlike NumPy's or PyTorch's, holds the interpreter's lock: where loading
-    is made of it, each operation of training waits for up to 5 ms. Use DataLoader's workers, or
-    sys.setswitchinterval(0.0002).
+    is made of it, each operation of training waits for up to 5 ms. DataLoader's workers avoid that;
+    sys.setswitchinterval(0.0002) shortens it.
 
     On a GPU, NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors; in C's
     order, row after row. Whatever else is in a batch stays what it is.

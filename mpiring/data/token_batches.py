@@ -59,12 +59,13 @@ class TokenBatches:
     An iteration has the batches of an epoch; once it has come to its end, the next one has those of
     the next epoch. One that was broken off begins again where it had begun, since what draws ahead
     of training, as workers do, has drawn more than was trained on; to go on after the last batch
-    that was drawn, `load_state_dict(state_dict())`.
+    that was drawn, `load_state_dict(state_dict())`. Ranks have to break off, and to save and load
+    states, at the same batch: this is not compared.
 
-    Ranks differ by at most a sample in what they get of a batch, more or less, and all take part
-    in every batch. Only where a batch has fewer samples than there are ranks, some get an empty
-    list (and `model.weigh(0)`, which counts nothing of theirs); so it is with samples longer than
-    `tokens / comm.size`. In windows of few samples it may be with shorter ones, too.
+    All ranks take part in every batch. Of those with about as many samples as ranks some get more
+    than others (see `imbalance`), and of those with fewer some get an empty list (and
+    `model.weigh(0)`, which counts nothing of theirs): so it is with samples longer than
+    `tokens / comm.size`. The load is even where `tokens` is `4 * comm.size` times the longest.
 
     Args:
         lengths: Of all samples, in tokens: a sequence or a vector of whole numbers of at least 1,
@@ -86,10 +87,12 @@ class TokenBatches:
         ConfigError: A length is not such a number; a sample is longer than `tokens`; ranks differ
             in lengths or settings, or a setting is wrong.
 
-    Planning an epoch takes some 0.1 s per million samples, at its first batch, and 10 to 20 bytes
-    per sample meanwhile.
+    Planning an epoch, at its first batch, takes some 0.1 s per million samples, and with lengths
+    and order up to 20 bytes per sample; a half of that stays.
 
     Collective: yes; iterations and all the rest are not. Blocking: yes.
+
+    Source: shares are by LPT; see `packing.shares`.
     """
 
     def __init__(self, lengths: Sequence[int] | Array, comm: Communicator, *, tokens: int,

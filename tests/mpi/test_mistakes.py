@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring import ConfigError, elastic
+from mpiring.data import TokenBatches
 from mpiring.numpy import Checkpoints, DataParallel, LossScaler, MasterWeights
 from mpiring.reducers import Mean, TopK
 from mpiring.resilience import Stopping, set_random_state
@@ -164,3 +165,19 @@ def test_reducers_that_are_loaded_with_anything(comm):
     for state, told in ((3, "is a int"), (None, "is a NoneType"), ({}, "lacks edition")):
         with pytest.raises(ConfigError, match=f"the state of TopK.* {told}"):
             TopK().load_state_dict(state)
+
+
+def test_token_batches_of_ranks_that_differ(comm):
+    if comm.size > 1:
+        for name, lengths, options in (
+                ("tokens", [5, 6], {"tokens": 20 + comm.rank}),
+                ("longest", [5, 6], {"tokens": 20, "longest": 6 + comm.rank}),
+                ("seed", [5, 6], {"tokens": 20, "seed": comm.rank}),
+                ("digest of lengths", [5, 6 + comm.rank], {"tokens": 20})):
+            told = f"rank {comm.rank}: TokenBatches has {name}=.*, but rank . has {name}=.*; give"
+            with pytest.raises(ConfigError, match=told):
+                TokenBatches(lengths, comm, **options)
+    batches = TokenBatches(range(1, 500), comm, tokens=1000)
+    everybodys = comm.allgather_object([*batches])
+    assert sorted(i for mine in everybodys for batch in mine for i in batch) == [*range(499)]
+    assert comm.allgather_object(batches.state_dict()) == [batches.state_dict()] * comm.size

@@ -177,6 +177,10 @@ def test_ranks_that_are_late_in_turn_are_not_named():
             f"ranks wait for one another in turn, {share} % of their step: each time for one that "
             f"has longer batches (160 tokens; the mean is {mean_tokens}), which "
             f"mpiring.data.TokenBatches would even out"]
+    by_chance = [0, 1, 2, 3, 1, 1, 2, 0, 3, 1, 2, 1, 0, 1]
+    (sentence,) = told(*[[(160 if rank == late else 100, 0, math.nan) for late in by_chance]
+                         for rank in range(4)])
+    assert sentence.startswith("ranks wait for one another in turn"), "rank 1 in 6 of 14 steps"
     turns[0] = [(250, 0, 250)] * 8
     (first,) = told(*turns)
     assert first.startswith("others wait for rank 0, 54 % of their step: it has longer batches")

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import astuple
 from statistics import fmean
 
@@ -12,9 +12,9 @@ from .budget import Activity, Budget, Key, LastCall, Step, idle_part, mean, step
 
 # Less of a step is not worth a sentence.
 _WORTH = 0.05
-# A rank is named if it keeps others waiting for so many times as long as the mean rank does. Else
-# ranks are waited for in turn.
-_STANDS_OUT = 1.3
+# Ranks are waited for in turn, unless one makes others wait for so many times as long as the mean
+# rank does, and for longer than by chance: by so many standard deviations, or for so much of all.
+_STANDS_OUT, _DEVIATIONS, _MOSTLY = 1.5, 2.0, 0.75
 # So many ranks are named.
 _MOST = 3
 
@@ -61,21 +61,22 @@ class Lateness:
         shares = dict.fromkeys(means, 0.0)
         for (rank, _), waited_ms in self._waited.items():
             shares[rank] += waited_ms / all_ms
-        limit = _STANDS_OUT * fmean(shares.values())
+        limit = sum(shares.values()) * _in_turn(
+            len(means), max(len(budgets) for budgets in self._budgets.values()))
         named = [rank for rank in sorted(shares, key=lambda rank: -shares[rank])[:_MOST]
                  if shares[rank] >= limit and _of_others(shares[rank], len(means)) >= _WORTH]
         for rank in named:
             share = _of_others(shares[rank], len(means))
             yield (f"others wait for rank {rank}, {100 * share:.0f} % of their step"
-                   f"{self._reason([rank], ': it {}')}")
-        rest = [rank for rank in shares if rank not in named]
+                   f"{self._reason({rank}, ': it {}')}")
+        rest = shares.keys() - named
         share = sum(shares[rank] for rank in rest)
         if share >= _WORTH:
             yield (f"ranks wait for {'others' if named else 'one another'} in turn, "
                    f"{100 * share:.0f} % of their step"
                    f"{self._reason(rest, ': each time for one that {}')}")
 
-    def _reason(self, ranks: Sequence[int], clause: str) -> str:
+    def _reason(self, ranks: Set[int], clause: str) -> str:
         """Return why these ranks were late when they were, or nothing if that is not seen.
 
         Args:
@@ -108,6 +109,13 @@ def _waits_for_data(means: Mapping[int, Budget]) -> Iterator[str]:
         verb, whose = ("wait", "their") if len(shares) > 1 else ("waits", "its")
         yield (f"{ranks_text(list(shares))} {verb} for {whose} data, "
                f"{100 * fmean(shares.values()):.0f} % of {whose} step{more * (len(shares) > 1)}")
+
+
+def _in_turn(size: int, steps: int) -> float:
+    """Return up to which share of the others' waiting a rank is one that is waited for in turn."""
+    mean_share = 1 / size
+    deviation = math.sqrt(mean_share * (1 - mean_share) / steps)
+    return max(_STANDS_OUT * mean_share, min(_MOSTLY, mean_share + _DEVIATIONS * deviation))
 
 
 def _of_others(share: float, size: int) -> float:

@@ -1,0 +1,85 @@
+"""Kills trainings at random moments, lets other numbers of ranks go on, and counts every sample.
+
+    python tests/data_campaign.py --kills 20
+
+By hand: it takes some minutes, and torchdata for one of the sources.
+"""
+
+import argparse
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from launching import PROGRAMS, finish, start
+
+# In turns; torchdata's loader saves a state of its own, which the others cannot load.
+SOURCES = [["plain", "prefetch", "workers", "workers, prefetch"], ["torchdata, prefetch"]]
+LIMIT_S = 110
+
+
+def steps(folder):
+    """Return how many steps were made, by all jobs together."""
+    log = folder / "log"
+    return log.read_text().count("\n") if log.exists() else 0
+
+
+def killed(job, folder, ranks, after, rng):
+    """Kill one rank of a job, or all, after so many steps; return False if it ends before."""
+    deadline, before = time.monotonic() + LIMIT_S, steps(folder)
+    while steps(folder) < before + after:
+        if job.poll() is not None or time.monotonic() > deadline:
+            return False
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.01))
+    victims = range(ranks) if rng.random() < 0.5 else [rng.randrange(ranks)]
+    try:
+        for rank in victims:
+            os.kill(int((folder / f"pid{rank}").read_text()), signal.SIGKILL)
+    except ProcessLookupError:
+        return False    # It was at its end.
+    return True
+
+
+def any_job(sources, rng):
+    """Return ranks, source, tokens of a batch, and steps from one checkpoint to the next."""
+    return rng.randint(1, 3), rng.choice(sources), rng.choice([4000, 4000, 9000]), rng.randint(1, 6)
+
+
+def one_training(folder, jobs, rng):
+    """Run jobs in turn, each killed but the last; return the kills, and how the last one ended."""
+    for kills, (ranks, *options) in enumerate(jobs):
+        print(f"{ranks} ranks, {', '.join(map(str, options))}", flush=True)
+        job = start(ranks, PROGRAMS / "data_training.py", folder, *options)
+        last = kills == len(jobs) - 1
+        dying = not last and killed(job, folder, ranks, rng.randint(1, 60), rng)
+        ended = finish(job, LIMIT_S)
+        if not dying:
+            return kills, ended
+
+
+def main():
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--without-torchdata", action="store_true")
+    args = parser.parse_args()
+    rng, kills, trainings, exact = random.Random(args.seed), 0, 0, 0
+    while kills < args.kills:
+        sources = SOURCES[(trainings % 3 == 2) and not args.without_torchdata]
+        with tempfile.TemporaryDirectory() as name:
+            wanted = min(rng.randint(1, 4), args.kills - kills)
+            done, ended = one_training(
+                Path(name), [any_job(sources, rng) for _ in range(wanted + 1)], rng)
+        kills, trainings = kills + done, trainings + 1
+        right = ended.status == 0 and "once" in ended.output
+        exact += done * right
+        print(f"{done} kills, {ended.output[-3000:].strip()}", flush=True)
+    print(f"{exact} of {kills} kills, in {trainings} trainings, lost and repeated no sample")
+
+
+if __name__ == "__main__":
+    main()
