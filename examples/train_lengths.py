@@ -151,7 +151,7 @@ else:
         def forward(self, before):
             """Return both layers' inputs, and the scores of each next byte."""
             params = self.params
-            x = params["byte"][before].reshape(len(before), -1)
+            x = params["byte"][before].reshape(len(before), len(params["w1"]))
             hidden = np.maximum(x @ params["w1"] + params["b1"], 0)
             return x, hidden, hidden @ params["w2"] + params["b2"]
 
