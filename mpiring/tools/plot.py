@@ -56,10 +56,11 @@ def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
         return _grouped(rows, lambda row: (
             f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, {seeds}"
         ))
-    if benchmark != "allreduce":
+    if benchmark not in ("allreduce", "latency"):
         return {"": list(rows)}
     memory = {"empty": "comm.empty", "private": "private memory"}
-    return _grouped(rows, lambda row: f"{row['dtype']}, {memory[row['buffer']]}")
+    key = "dtype" if benchmark == "allreduce" else "test"
+    return _grouped(rows, lambda row: f"{row[key]}, {memory[row['buffer']]}")
 
 
 def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list[Row]]:
@@ -71,6 +72,21 @@ def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list
 
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time and bus bandwidth over size, a curve per contender."""
+    _over_size(axes, rows, "median_us", "busbw_GBps")
+    _limit(axes, rows)
+    axes[0].set_ylabel("time of an allreduce (µs, median)")
+    axes[1].set_ylabel("bus bandwidth (GB/s)")
+
+
+def _latencies(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw time over size, and MPI's own over it, a curve per contender."""
+    _over_size(axes, rows, "median_us", "native_over_this")
+    axes[0].set_ylabel("time (µs, median of rounds)")
+    axes[1].set_ylabel("time of MPI's own / this")
+
+
+def _over_size(axes: "Sequence[Axes]", rows: Sequence[Row], *keys: str) -> None:
+    """Draw a value per panel over size, a curve per contender and thread level."""
     curves: dict[tuple[str, str], list[Row]] = {}
     for row in sorted(rows, key=lambda row: int(row["bytes"])):
         if row["contender"] not in LIMITS and row["median_us"] == row["median_us"]:
@@ -85,14 +101,11 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
             "linestyle": ("-", ":")[levels.index(level) % 2],
             "linewidth": 2.2 if name == "mpiring auto" else 1.2}
         sizes = [row["bytes"] for row in members]
-        axes[0].loglog(sizes, [row["median_us"] for row in members], **look)
-        axes[1].loglog(sizes, [row["busbw_GBps"] for row in members], **look)
-    _limit(axes, rows)
+        for panel, key in zip(axes, keys):
+            panel.loglog(sizes, [row[key] for row in members], **look)
     for panel in axes:
         panel.set_xlabel("array size")
         _label_sizes(panel, sorted({row["bytes"] for row in rows}))
-    axes[0].set_ylabel("time of an allreduce (µs, median)")
-    axes[1].set_ylabel("bus bandwidth (GB/s)")
 
 
 def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -222,6 +235,6 @@ def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> N
         panel.set_xscale("log")
 
 
-_DRAW = {"allreduce": _curves, "overlap": _overlap_bars, "steps": _step_bars,
+_DRAW = {"allreduce": _curves, "latency": _latencies, "overlap": _overlap_bars, "steps": _step_bars,
          "prefetch": _step_bars, "batches": _batch_bars,
          "simulate": _scaling, "reducers": _learning, "local": _learning}

@@ -12,7 +12,7 @@ from mpiring.__main__ import main
 
 def spoil_sums():
     """On the last rank, spoil one element."""
-    from mpiring.tools.bench import allreduce, overlap, steps
+    from mpiring.tools.bench import allreduce, latency, overlap, steps
     from mpiring.tools.bench.contenders import Contender, chosen, mpi
 
     def with_a_wrong_one(world, *asked):
@@ -29,7 +29,7 @@ def spoil_sums():
         return [*chosen(world, *asked), Contender(
             "wrong", blocking, lambda x: lambda call=blocking(x): call)]
 
-    for module in (allreduce, overlap, steps):
+    for module in (allreduce, latency, overlap, steps):
         module.chosen = with_a_wrong_one
 
 

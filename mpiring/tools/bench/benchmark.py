@@ -30,13 +30,15 @@ class Benchmark:
         measure: Measures together with all ranks, and yields the measurements that are complete.
         rows: Makes a table's rows out of measurements.
         columns: Of the table; "thread_level" is shown only where there are several.
+        lines: Returns rows as lines, of a benchmark whose results are no table of `columns`.
     """
 
     name: str
     cases: Callable[[Namespace], int]
     measure: Callable[[World, Namespace], Iterator[list[Measurement]]]
     rows: Callable[[Sequence[Measurement], Environment, Namespace], list[Row]]
-    columns: Sequence[Column]
+    columns: Sequence[Column] = ()
+    lines: Callable[[Sequence[Row]], list[str]] | None = None
 
 
 def run(benchmark: Benchmark, options: Namespace) -> int:
@@ -108,6 +110,7 @@ class _Reporter:
     def __init__(self, benchmark: Benchmark, options: Namespace, *, several_levels: bool = False,
                  shown: bool = True) -> None:
         self._name, self._is_part = benchmark.name, bool(options.part)
+        self._lines = benchmark.lines or self._of_table
         self._columns = [column for column in benchmark.columns
                          if several_levels or column.key != "thread_level"]
         self._progress = Progress(
@@ -117,14 +120,17 @@ class _Reporter:
         """Print the lines above the table."""
         if not self._is_part:
             self._progress.say(table.about(self._name, about))
-            self._progress.say(table.head(self._columns))
+            if self._columns:
+                self._progress.say(table.head(self._columns))
 
     def case(self, rows: Sequence[Row]) -> None:
         """Print the rows of a case."""
-        lines = [jobs.BEAT] if self._is_part else [table.line(row, self._columns) for row in rows]
-        for line in lines:
+        for line in [jobs.BEAT] if self._is_part else self._lines(rows):
             self._progress.say(line)
         self._progress.step()
+
+    def _of_table(self, rows: Sequence[Row]) -> list[str]:
+        return [table.line(row, self._columns) for row in rows]
 
     def failed(self, error: WrongAnswerError) -> None:
         """Print that the benchmark has failed."""

@@ -3,7 +3,9 @@
 import argparse
 
 from .. import files, plot
-from . import allreduce, batches, codecs, local, overlap, prefetch, reducers, steps, updates
+from . import (
+    allreduce, batches, codecs, latency, local, overlap, prefetch, reducers, steps, updates,
+)
 
 _DESCRIPTION = """\
 Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
@@ -13,13 +15,16 @@ Under a launcher the benchmark measures in that job:
 Without one it starts jobs of its own, at one or several thread levels of MPI:
   python -m mpiring bench allreduce --ranks 4
 
-Before each timed call stands a barrier; a call's time is that of its slowest rank.
+Before each timed call stands a barrier; a call's time is that of its slowest rank
+(but latency counts as the OSU micro-benchmarks do, and has an option for barriers).
 Contenders use the same arrays and take turns in random order, in several rounds.
 A result that is not the sum ends the benchmark with exit status 1."""
 
 # Each benchmark is a file, which declares its own options, and a row.
 _BENCHMARKS = {
     "allreduce": (allreduce.declare, "time blocking allreduces, size by size"),
+    "latency": (latency.declare,
+                "time short collectives, in the tables of the OSU micro-benchmarks"),
     "overlap": (overlap.declare, "how much communication hides behind computation"),
     "steps": (steps.declare, "time the training steps of a NumPy or PyTorch model"),
     "reducers": (reducers.declare,

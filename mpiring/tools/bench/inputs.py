@@ -137,10 +137,24 @@ def check(world: World, x: Array, contender: str) -> None:
     """
     if is_on_gpu(x):
         x = cast(Any, x).get()
-    index = first_wrong(x, world.size)
+    refuse_wrong(world, x, first_wrong(x, world.size), contender, "the sum")
+
+
+def refuse_wrong(world: World, x: Array, index: int | None, contender: str, right: str) -> None:
+    """Raise on all ranks if on any of them a contender's result is wrong.
+
+    Args:
+        index: Of this rank's first wrong element; None if all are right.
+        right: What it should be.
+
+    Raises:
+        WrongAnswerError: Names the contender, and the first rank and element that are wrong.
+
+    Collective: yes. Blocking: yes.
+    """
     report = "" if index is None else (
         f"{contender} on rank {world.rank}: element {index} of {x.size} {x.dtype.name} is "
-        f"{x[index]}, which is not the sum")
+        f"{x[index]}, which is not {right}")
     wrong = [text for text in world.raw.allgather(report) if text]
     if wrong:
         raise WrongAnswerError(wrong[0])

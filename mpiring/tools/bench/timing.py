@@ -1,18 +1,19 @@
 """Times calls, and summarises their seconds."""
 
+import contextlib
 import gc
 import math
 import random
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ...gpu.base import Event
 
 # Calls per case and round, at least and at most.
-_FEWEST, _MOST = 2, 200
+_FEWEST, MOST_CALLS = 2, 200
 Action = Callable[[], object]
 # Returns the seconds that an action takes.
 Stopwatch = Callable[[Action], float]
@@ -58,18 +59,55 @@ def timed(ranks: Ranks, action: Action, calls: int, *,
     Collective: yes. Blocking: yes.
     """
     seconds = []
-    collects = gc.isenabled()
-    gc.disable()
-    try:
+    with _no_collector():
         for call in range(calls):
             if call % every == 0:
                 prepare()
             ranks.barrier()
             seconds.append(stopwatch(action))
+    return ranks.slowest(seconds)
+
+
+def mean_seconds(ranks: Ranks, action: Action, calls: int, *, barrier: bool,
+                 prepare: Action = lambda: None, every: int) -> float:
+    """Return the mean seconds of several calls on this rank.
+
+    Args:
+        action: The call.
+        barrier: Before each call stands MPI's barrier, which is not timed; else only before the
+            first of every `every` calls, which follow back to back.
+        prepare: Called before the first of every `every` calls, and not timed.
+
+    Collective: yes. Blocking: yes.
+    """
+    seconds = 0.0
+    with _no_collector():
+        for start in range(0, calls, every):
+            prepare()
+            these = range(min(every, calls - start))
+            if barrier:
+                for _ in these:
+                    ranks.barrier()
+                    seconds += by_clock(action)
+                continue
+            ranks.barrier()
+            began = time.perf_counter()
+            for _ in these:
+                action()
+            seconds += time.perf_counter() - began
+    return seconds / calls
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """Keep the garbage collector off."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collects:
             gc.enable()
-    return ranks.slowest(seconds)
 
 
 def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[str, Action]],
@@ -102,7 +140,7 @@ def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[st
 
 def calls_within(budget_s: float, call_s: float) -> int:
     """Return how many calls fit into a budget, within limits."""
-    return min(_MOST, max(_FEWEST, int(budget_s / max(call_s, 1e-9))))
+    return min(MOST_CALLS, max(_FEWEST, int(budget_s / max(call_s, 1e-9))))
 
 
 def median(values: Sequence[float]) -> float:

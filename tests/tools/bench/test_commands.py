@@ -17,6 +17,7 @@ from mpiring.tools.bench import contenders, inputs, jobs, local, reducers
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
+LATENCY = ("latency", "--sizes", "4,12K", "--calls", "20", "--rounds", "2")
 OVERLAP = ("overlap", "--size", "100K", "--bucket", "40K", "--ratio", "1", *COMMON)
 STEPS = ("steps", "--width", "32", "--batch", "4", "--calls", "1", *COMMON)
 TORCH = ("steps", "--framework", "torch", "--parameters", "60K", "--batch", "2", "--calls", "1",
@@ -115,10 +116,15 @@ def test_overlap(tmp_path, level):
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_steps(tmp_path):
+def test_steps_and_latencies(tmp_path):
     installed("matplotlib")
-    ended = bench(3, *STEPS, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png")
-    assert ended.status == 0, ended.output
+    ended = in_turn(
+        3, (*STEPS, "--json", tmp_path / "out.json", "--plot", tmp_path / "out.png"),
+        (*LATENCY, "--barrier", "--tests", "allreduce", "--buffers", "private"),
+        (*LATENCY, "--json", tmp_path / "latency.json", "--plot", tmp_path / "latency.png"))
+    assert ended.output.count("ended with status 0") == 9, ended.output
+    check_latencies(json.loads((tmp_path / "latency.json").read_text())["rows"], ended.output)
+    assert (tmp_path / "latency.png").stat().st_size > 10_000
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["contender"] for row in rows] == [
         "compute only", "mpiring DataParallel", "MPI_Allreduce after backward",
@@ -129,6 +135,22 @@ def test_steps(tmp_path):
     assert (tmp_path / "out.png").stat().st_size > 10_000
     again = bench(1, "plot", tmp_path / "out.json", tmp_path / "again.png")
     assert again.status == 0 and (tmp_path / "again.png").stat().st_size > 10_000
+
+
+def check_latencies(rows, output):
+    assert {row["test"] for row in rows} == {"allreduce", "iallreduce", "allgather"}
+    assert len(rows) == 3 * 2 * 2 * 2 and not any(row["barrier"] for row in rows)
+    for row in rows:
+        assert row["iterations"] == {4: 40, 12288: 4}[row["bytes"]]
+        assert 0 < row["min_us"] <= row["avg_us"] <= row["max_us"] and row["median_us"] > 0
+        assert row["native_over_this"] == 1 or row["contender"] == "mpiring auto"
+        assert ("overlap_percent" in row) == (row["test"] == "iallreduce")
+    # As the OSU micro-benchmarks print them with -f.
+    head = "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
+    assert output.count(head) == 2 + 2 * 4
+    assert len(re.findall(r"^4 {9}( +\d+\.\d\d){3} +40$", output, re.MULTILINE)) == 2 + 2 * 4
+    assert len(re.findall(r"^12288 {5}( +\d+\.\d\d){7}$", output, re.MULTILINE)) == 4
+    assert output.count("a barrier before each call") == 2
 
 
 @pytest.mark.launch
@@ -308,16 +330,18 @@ def test_what_is_wrong_fails_the_benchmark(tmp_path):
     installed("torch")
     later = (*TORCH, "--models", "mlp")
     reducing = (*REDUCERS, "--reducers", "alone,dense,bf16", "--time-limit", "1e-9")
-    ended = in_turn(2, ALLREDUCE, OVERLAP, STEPS, TORCH, later, reducing,
+    latencies = [(*LATENCY, "--tests", test) for test in ("allreduce", "iallreduce")]
+    ended = in_turn(2, ALLREDUCE, *latencies, OVERLAP, STEPS, TORCH, later, reducing,
                     (*LOCAL, "--json", tmp_path / "out.json"), wrong=True,
                     MPIRING_SHARED_MEMORY="0")
     assert ended.status == 0, ended.output
     statuses = re.findall(r"^(\w+) ended with status 1$", ended.output, re.MULTILINE)
-    names = ["allreduce", "overlap", "steps", "steps", "steps", "reducers"]
+    names = ["allreduce", "latency", "latency", "overlap", "steps", "steps", "steps", "reducers"]
     assert sorted(statuses) == sorted(2 * names), ended.output
     told = re.findall(r"^FAILED: (.*)", ended.output, re.MULTILINE)
     patterns = [
         r"wrong on rank 1: element 1 of 2 float32 is .*, which is not the sum",
+        *2 * [r"wrong on rank 1: element 0 of 1 float32 is .*, which is not the sum"],
         r"wrong on rank 1: element \d+ of \d+ float32 is .*, which is not the sum",
         r"wrong after backward on rank 1: the gradients .*b2.* are not the means over ranks",
         r"wrong on rank 1: the gradients .*bias.* are not the means over ranks",

@@ -12,7 +12,7 @@ from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
 from mpiring.tools import plot
 from mpiring.tools.bench import (
-    allreduce, contenders, local, overlap, reducers, results, steps, torch_steps, wire,
+    allreduce, contenders, latency, local, overlap, reducers, results, steps, torch_steps, wire,
 )
 from mpiring.tools.bench.contenders import NATIVE
 from mpiring.tools.bench.results import Measurement
@@ -249,7 +249,50 @@ def test_readings_of_several_jobs_are_pooled():
     assert pooled[1].readings["call"] == [1e-3, 7e-3]
 
 
+def of_latency(contender, seconds, test="allreduce", level="multiple", **others):
+    """Take one call in each of two rounds on two ranks."""
+    labels = {"test": test, "bytes": 4, "buffer": "empty", "calls": 10, "barrier": False,
+              "thread_level": level, "contender": contender}
+    return Measurement(labels, {"call": seconds, **others})
+
+
+LATENCIES = [
+    of_latency("mpiring auto", [2e-6, 4e-6, 4e-6, 8e-6]),
+    of_latency("mpiring auto", [8e-6] * 4, "iallreduce", init=[1e-6] * 4, compute=[8e-6] * 4,
+               wait=[3e-6] * 4),
+    of_latency("MPI_Iallreduce", [6e-6] * 4, "iallreduce", init=[1e-6] * 4, compute=[6e-6] * 4,
+               wait=[5e-6] * 4),
+    of_latency("MPI_Allreduce", [9e-6] * 4),
+    of_latency("MPI_Allreduce", [9e-6] * 4, level="serialized")]
+
+
+def test_latencies_as_osu_counts_and_prints_them():
+    """The mean of each rank's calls, and of these the mean, the least and the most."""
+    rows = latency.rows(LATENCIES, {**ABOUT, "ranks": 2}, OPTIONS)
+    assert [row["contender"] for row in rows] == [
+        "MPI_Allreduce", "MPI_Allreduce", "mpiring auto", "MPI_Iallreduce", "mpiring auto"]
+    ours, hidden = rows[2], rows[4]
+    assert [ours[key] for key in ("avg_us", "min_us", "max_us", "iterations")] == pytest.approx(
+        [4.5, 3, 6, 20])
+    assert ours["median_us"] == pytest.approx(4.5) and ours["native_over_this"] == pytest.approx(2)
+    assert hidden["overlap_percent"] == pytest.approx(50) and "init_us" not in ours
+    lines = latency.LATENCY.lines(rows)
+    assert ("# Allreduce Latency Test as osu_allreduce's: mpiring auto, comm.empty, "
+            "threads multiple, back to back") in lines
+    assert lines[lines.index("") + 2:lines.index("") + 5] == [
+        "# Datatype: MPI_FLOAT.",
+        "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations",
+        "4                       9.00              9.00              9.00          20"]
+    assert lines[-2:] == [
+        "# Size           Overall(us)       Compute(us)    Coll. Init(us)      MPI_Test(us)      "
+        "MPI_Wait(us)    Pure Comm.(us)        Overlap(%)",
+        "4                      12.00              8.00              1.00              0.00      "
+        "        3.00              8.00             50.00"]
+
+
 def rows_of(benchmark):
+    if benchmark == "latency":
+        return latency.rows(LATENCIES[:1] + LATENCIES[3:], {**ABOUT, "ranks": 2}, OPTIONS)
     if benchmark == "allreduce":
         found = [*FOUND, *(of_allreduce(name, [1e-3, 2e-3], nbytes=8)
                            for name in ("mpiring auto", "MPI_Allreduce"))]
@@ -269,7 +312,7 @@ def rows_of(benchmark):
 
 
 @pytest.mark.parametrize("benchmark", [
-    "allreduce", "overlap", "steps", "torch steps", "reducers", "local"])
+    "allreduce", "latency", "overlap", "steps", "torch steps", "reducers", "local"])
 def test_pictures(tmp_path, benchmark):
     needed("matplotlib")
     path = tmp_path / "result.png"

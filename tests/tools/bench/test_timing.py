@@ -2,10 +2,11 @@
 
 import gc
 import math
+from types import SimpleNamespace
 
 import pytest
 
-from mpiring.tools.bench import overlap
+from mpiring.tools.bench import overlap, timing
 from mpiring.tools.bench.timing import calls_within, median, overlap_percentage, p95, timed
 
 
@@ -39,6 +40,22 @@ def test_each_call_comes_after_a_barrier_and_the_slowest_rank_counts():
     assert ranks.log == ["prepare", *pair, "prepare", *pair, "prepare", *pair[:2]]
     assert len(seconds) == 5 and all(10 < value < 11 for value in seconds)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("barrier", "log"), [
+    (False, "prepare barrier call call prepare barrier call"),
+    (True, "prepare barrier call barrier call prepare barrier call")])
+def test_the_mean_of_calls_back_to_back_or_after_barriers(barrier, log, monkeypatch):
+    ranks, now_s = Ranks(), [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
+
+    def action(name, seconds):
+        ranks.log.append(name)
+        now_s[0] += seconds
+
+    found = timing.mean_seconds(ranks, lambda: action("call", 3), 3, barrier=barrier,
+                                prepare=lambda: action("prepare", 100), every=2)
+    assert found == 3 and " ".join(ranks.log) == log
 
 
 def test_garbage_collection_comes_back_after_an_error():

@@ -1,0 +1,318 @@
+"""Times short collectives as the OSU micro-benchmarks do, and prints their tables."""
+
+import itertools
+import random
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...memory.arrays import Array, chunks_of
+from ..arguments import checked, names, positive
+from ..files import Environment, Row
+from ..units import parse_sizes, size_text
+from . import inputs, timing
+from .allreduce import BUFFERS, OnHost
+from .benchmark import Benchmark, run
+from .contenders import NATIVE, Call, chosen
+from .jobs import LEVELS
+from .options import declare_turns
+from .overlap import calibrated
+from .results import Measurement
+from .world import World
+
+_DTYPE = np.dtype(np.float32)
+# As OSU's, calls above this size are a tenth, and a tenth of all is made before and not counted.
+_LARGE_BYTES = 8192
+_CALLS, _LARGE_SHARE, _WARM_SHARE = 200, 10, 10
+_CALLS_BEFORE_COMPUTE = 10
+# Some 2 µs of work that releases Python's lock.
+_UNIT_NUMBERS = 1024
+_MEMORY = {"empty": "comm.empty", "private": "private memory"}
+_TITLES = {"allreduce": "Allreduce", "iallreduce": "Non-blocking Allreduce",
+           "allgather": "Allgather"}
+# osu_util.h
+_SIZE_WIDTH, _FIELD_WIDTH, _COUNT_WIDTH = 10, 18, 12
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--tests", type=names(tuple(_TITLES)), default=list(_TITLES),
+                        metavar="A,B", help=f"of {', '.join(_TITLES)}; default: all")
+    parser.add_argument("--sizes", type=checked(parse_sizes), default=parse_sizes("4..1M"),
+                        help="of each rank's contribution: a list, 8,1K,64K, or a range in "
+                             "factors of 4; default: 4..1M")
+    parser.add_argument("--buffers", type=names(BUFFERS), default=list(BUFFERS), metavar="A,B",
+                        help="empty (comm.empty) or private (numpy.empty); default: both")
+    parser.add_argument("--barrier", action="store_true",
+                        help="MPI's barrier before each call, as in osu_allreduce; by default "
+                             "calls follow back to back")
+    parser.add_argument("--calls", type=positive, default=_CALLS,
+                        help=f"in each round, a tenth above 8 KiB; default: {_CALLS}")
+    declare_turns(parser, LEVELS)
+    parser.set_defaults(action=lambda options: run(LATENCY, options))
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A contender's calls on an array, which were checked.
+
+    Attributes:
+        contender: Its name.
+        call: Does all of a collective.
+        start: Begins it, and returns what waits; None for what is blocking.
+        prepare: Called before the first of every `every` calls.
+    """
+
+    contender: str
+    call: Call
+    start: Callable[[], Call] | None
+    prepare: Call
+    every: int
+
+    def seconds(self, world: World, calls: int, barrier: bool, call: Call | None = None) -> float:
+        """Return the mean seconds of a call on this rank.
+
+        Collective: yes. Blocking: yes.
+        """
+        return timing.mean_seconds(world, call or self.call, calls, barrier=barrier,
+                                   prepare=self.prepare, every=self.every)
+
+
+def _lengths(options: Namespace) -> list[int]:
+    return sorted({max(1, nbytes // _DTYPE.itemsize) for nbytes in options.sizes})
+
+
+def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Measure MPI's own calls and ours; yields a test's results after its last size.
+
+    Collective: yes. Blocking: yes.
+    """
+    dice, where, lengths = random.Random(options.seed), OnHost(world), _lengths(options)
+    for test, buffer in itertools.product(options.tests, options.buffers):
+        found: list[Measurement] = []
+        for length in lengths:
+            subjects = _SUBJECTS[test](world, lambda n: where.array(buffer, n, _DTYPE), length)
+            nbytes = length * _DTYPE.itemsize
+            calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
+            labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
+                      "barrier": options.barrier, "thread_level": world.thread_level}
+            readings = _in_rounds(world, subjects, calls, options, dice)
+            found += [Measurement({**labels, "contender": name}, its)
+                      for name, its in readings.items()]
+            yield found if length == lengths[-1] else []
+
+
+def _summed(world: World, array: Callable[[int], Array], length: int,
+            nonblocking: bool) -> list[_Subject]:
+    """Return the subjects of an allreduce.
+
+    Raises:
+        WrongAnswerError: A contender's result is not the sum.
+
+    Collective: yes. Blocking: yes.
+    """
+    x = array(length)
+    every = max(1, inputs.series_length(x.dtype, world.size) - 1)
+    subjects = []
+    for contender in chosen(world, ["mpiring", "mpi"], ["auto"]):
+        name, start = contender.name, contender.starting(x) if nonblocking else None
+        if nonblocking and name == NATIVE:
+            name = "MPI_Iallreduce"
+        call = contender.blocking(x) if start is None else _to_end(start)
+        inputs.fill(x, world.rank, world.size)
+        call()
+        inputs.check(world, x, name)
+
+        def prepare(call: Call = call) -> None:
+            inputs.fill(x, world.rank, world.size)
+            call()
+
+        subjects.append(_Subject(name, call, start, prepare, every))
+    return subjects
+
+
+def _to_end(start: Callable[[], Call]) -> Call:
+    return lambda: start()()
+
+
+def _gathered(world: World, array: Callable[[int], Array], length: int) -> list[_Subject]:
+    """Return the subjects of an allgather, in which each rank contributes `length` numbers.
+
+    Raises:
+        WrongAnswerError: A contender's result is not what the ranks have contributed.
+
+    Collective: yes. Blocking: yes.
+    """
+    x = array(world.size * length)
+    right = np.empty_like(x)
+    for rank, chunk in enumerate(chunks_of(right, world.size)):
+        inputs.fill(chunk, rank, world.size)
+    own = slice(world.rank * length, (world.rank + 1) * length)
+    calls: dict[str, Call] = {
+        "MPI_Allgather": lambda: world.raw.Allgather(world.mpi.IN_PLACE, x),
+        "mpiring auto": lambda: world.comm.allgather(x)}
+    for name, call in calls.items():
+        x[...] = 0
+        x[own] = right[own]
+        call()
+        wrong = np.flatnonzero(x != right)
+        inputs.refuse_wrong(world, x, int(wrong[0]) if wrong.size else None, name,
+                            "what the ranks have contributed")
+    return [_Subject(name, call, None, call, timing.MOST_CALLS) for name, call in calls.items()]
+
+
+_SUBJECTS: dict[str, Callable[..., list[_Subject]]] = {
+    "allreduce": partial(_summed, nonblocking=False),
+    "iallreduce": partial(_summed, nonblocking=True),
+    "allgather": _gathered}
+
+
+def _in_rounds(world: World, subjects: Sequence[_Subject], calls: int, options: Namespace,
+               dice: random.Random) -> dict[str, timing.Readings]:
+    """Return the mean seconds of each subject's calls: per round, those of all ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    actions = {subject: _actions(world, subject, options.barrier) for subject in subjects}
+    readings: dict[str, timing.Readings] = {subject.contender: {} for subject in subjects}
+    for _ in range(options.rounds):
+        for subject in dice.sample(list(subjects), len(subjects)):
+            action = actions[subject]
+            action(max(1, calls // _WARM_SHARE))
+            for every_rank in world.raw.allgather(action(calls)):
+                for kind, seconds in every_rank.items():
+                    readings[subject.contender].setdefault(kind, []).append(seconds)
+    return readings
+
+
+def _actions(world: World, subject: _Subject,
+             barrier: bool) -> Callable[[int], dict[str, float]]:
+    """Return what times so many calls; of a nonblocking one, alone and behind compute.
+
+    Collective: yes. Blocking: yes.
+    """
+    def alone(calls: int) -> dict[str, float]:
+        return {"call": subject.seconds(world, calls, barrier)}
+
+    start = subject.start
+    if start is None:
+        return alone
+    numbers, roots = np.ones(_UNIT_NUMBERS), np.empty(_UNIT_NUMBERS)
+    # As long as the collective takes alone, as in osu_iallreduce.
+    compute = calibrated(world, lambda: np.sqrt(numbers, out=roots),
+                         world.slowest([alone(_CALLS_BEFORE_COMPUTE)["call"]])[0])
+    spent = dict.fromkeys(("init", "compute", "wait"), 0.0)
+
+    def together() -> None:
+        waits: list[Call] = []
+        steps = (lambda: waits.append(start()), compute, lambda: waits[0]())
+        for kind, step in zip(spent, steps):
+            spent[kind] += timing.by_clock(step)
+
+    def both(calls: int) -> dict[str, float]:
+        found = alone(calls)
+        spent.update(dict.fromkeys(spent, 0.0))
+        subject.seconds(world, calls, barrier, together)
+        return found | {kind: seconds / calls for kind, seconds in spent.items()}
+
+    return both
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each measurement, test after test, compared with MPI's own call.
+
+    At several thread levels that is the faster of MPI's calls.
+    """
+    order = {test: number for number, test in enumerate(_TITLES)}
+    found = sorted(found, key=lambda measurement: (
+        order[measurement.labels["test"]], measurement.labels["buffer"],
+        measurement.labels["contender"], measurement.labels["thread_level"],
+        measurement.labels["bytes"]))
+    p = about["ranks"]
+    native: dict[tuple[Any, ...], float] = {}
+    for measurement in found:
+        if measurement.labels["contender"].startswith("MPI_"):
+            median = timing.median(_of_rounds(measurement, p))
+            case = _case(measurement)
+            native[case] = min(median, native.get(case, median))
+    return [_row(measurement, p, native[_case(measurement)]) for measurement in found]
+
+
+def _case(measurement: Measurement) -> tuple[Any, ...]:
+    return tuple(measurement.labels[key] for key in ("test", "buffer", "bytes"))
+
+
+def _of_rounds(measurement: Measurement, p: int) -> list[float]:
+    """Return the mean over the ranks of a call's time, in seconds, for each round."""
+    seconds = measurement.readings["call"]
+    return [sum(seconds[start:start + p]) / p for start in range(0, len(seconds), p)]
+
+
+def _row(measurement: Measurement, p: int, native_s: float) -> Row:
+    labels, readings = measurement.labels, measurement.readings
+
+    def of_ranks(kind: str) -> list[float]:
+        values = readings[kind]
+        return [sum(values[rank::p]) / len(values[rank::p]) * 1e6 for rank in range(p)]
+
+    alone, median = of_ranks("call"), timing.median(_of_rounds(measurement, p))
+    row: Row = {
+        "size": size_text(labels["bytes"]), **labels,
+        "iterations": labels["calls"] * len(readings["call"]) // p,
+        "avg_us": sum(alone) / p, "min_us": min(alone), "max_us": max(alone),
+        "median_us": median * 1e6, "native_over_this": native_s / median}
+    if "init" in readings:
+        init, compute, wait = (sum(of_ranks(kind)) / p for kind in ("init", "compute", "wait"))
+        row |= {"overall_us": init + compute + wait, "compute_us": compute, "init_us": init,
+                # The compute is one piece, without a test in between, as by default in OSU's.
+                "test_us": 0.0, "wait_us": wait,
+                "overlap_percent": timing.overlap_percentage(
+                    compute, row["avg_us"], init + compute + wait)}
+    return row
+
+
+def _tables(rows: Sequence[Row]) -> list[str]:
+    """Return rows as tables in the format of the OSU micro-benchmarks, with their option -f."""
+    def subject(row: Row) -> tuple[Any, ...]:
+        return tuple(row[key] for key in ("test", "contender", "buffer", "thread_level", "barrier"))
+
+    lines = []
+    for (test, contender, buffer, level, barrier), members in itertools.groupby(rows, subject):
+        lines += [
+            "", f"# {_TITLES[test]} Latency Test as osu_{test}'s: {contender}, {_MEMORY[buffer]}, "
+            f"threads {level}, {'a barrier before each call' if barrier else 'back to back'}"]
+        lines += (_nonblocking_table if test == "iallreduce" else _blocking_table)(list(members))
+    return lines
+
+
+def _blocking_table(rows: Sequence[Row]) -> list[str]:
+    titles = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
+    return [
+        "# Datatype: MPI_FLOAT.",
+        _line("# Size", titles) + f"{'Iterations':>{_COUNT_WIDTH}}",
+        *(_line(row["bytes"], [f"{row[key]:.2f}" for key in ("avg_us", "min_us", "max_us")])
+          + f"{row['iterations']:>{_COUNT_WIDTH}}" for row in rows)]
+
+
+def _nonblocking_table(rows: Sequence[Row]) -> list[str]:
+    columns = {
+        "overall_us": "Overall(us)", "compute_us": "Compute(us)", "init_us": "Coll. Init(us)",
+        "test_us": "MPI_Test(us)", "wait_us": "MPI_Wait(us)", "avg_us": "Pure Comm.(us)",
+        "overlap_percent": "Overlap(%)"}
+    return [
+        "# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", "", "# Datatype: MPI_FLOAT.",
+        _line("# Size", list(columns.values())),
+        *(_line(row["bytes"], [f"{row[key]:.2f}" for key in columns]) for row in rows)]
+
+
+def _line(size: str | int, fields: Sequence[str]) -> str:
+    return f"{size:<{_SIZE_WIDTH}}" + "".join(f"{field:>{_FIELD_WIDTH}}" for field in fields)
+
+
+LATENCY = Benchmark(
+    "latency", lambda options: len(options.tests) * len(options.buffers) * len(_lengths(options)),
+    measure, rows, lines=_tables)
