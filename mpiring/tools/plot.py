@@ -80,6 +80,9 @@ def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
 
 def _latencies(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw time over size, and MPI's own over it, a curve per contender."""
+    # One legend serves the panels of all collectives.
+    rows = [{**row, "contender": "MPI's own"} if row["contender"].startswith("MPI_") else row
+            for row in rows]
     _over_size(axes, rows, "median_us", "native_over_this")
     axes[0].set_ylabel("time (µs, median of rounds)")
     axes[1].set_ylabel("time of MPI's own / this")

@@ -28,7 +28,7 @@ _DTYPE = np.dtype(np.float32)
 # As OSU's, calls above this size are a tenth, and a tenth of all is made before and not counted.
 _LARGE_BYTES = 8192
 _CALLS, _LARGE_SHARE, _WARM_SHARE = 200, 10, 10
-_CALLS_BEFORE_COMPUTE = 10
+_CALLS_BEFORE_COMPUTE = 20
 # Some 2 µs of work that releases Python's lock.
 _UNIT_NUMBERS = 1024
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
@@ -201,6 +201,8 @@ def _actions(world: World, subject: _Subject,
     start = subject.start
     if start is None:
         return alone
+    # The first calls take longer.
+    alone(_CALLS_BEFORE_COMPUTE)
     numbers, roots = np.ones(_UNIT_NUMBERS), np.empty(_UNIT_NUMBERS)
     # As long as the collective takes alone, as in osu_iallreduce.
     compute = calibrated(world, lambda: np.sqrt(numbers, out=roots),
