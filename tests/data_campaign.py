@@ -79,6 +79,7 @@ def main():
         exact += done * right
         print(f"{done} kills, {ended.output[-3000:].strip()}", flush=True)
     print(f"{exact} of {kills} kills, in {trainings} trainings, lost and repeated no sample")
+    raise SystemExit(exact < kills)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class _Iteration:
         epoch, history: As TokenBatches has them.
         plan, first: The batches of all ranks, and with which one the iteration begins.
         drawn: How many batches were drawn from it.
-        over: All were drawn, and the end was seen.
+        over: All were drawn, and the next iteration is of the next epoch.
     """
 
     epoch: int
@@ -34,6 +34,9 @@ class _Iteration:
     first: int
     drawn: int = 0
     over: bool = False
+
+    def __len__(self) -> int:
+        return len(self.plan) - self.first
 
     def position_after(self, batches: int) -> tuple[int, list[list[Any]]]:
         """Return the epoch and its history once so many batches are done."""
@@ -54,10 +57,12 @@ class TokenBatches:
                 model.weigh(sum(lengths[i] for i in mine))
                 ...
 
-    It is also a `batch_sampler` of PyTorch's DataLoader and of torchdata's StatefulDataLoader.
+    It is also a `batch_sampler` of PyTorch's DataLoader and of torchdata's StatefulDataLoader. What
+    shares a loader among ranks by itself must not: leave it out of Accelerate's `prepare`, and pass
+    Lightning's Trainer `use_distributed_sampler=False`.
 
-    An iteration has the batches of an epoch; once it has come to its end, the next one has those of
-    the next epoch. One that was broken off begins again where it had begun, since what draws ahead
+    An iteration has the batches of an epoch; once all were drawn, the next one has those of the
+    next epoch. One that was broken off begins again where it had begun, since what draws ahead
     of training, as workers do, has drawn more than was trained on; to go on after the last batch
     that was drawn, `load_state_dict(state_dict())`. Ranks have to break off, and to save and load
     states, at the same batch: this is not compared.
@@ -138,9 +143,20 @@ class TokenBatches:
             ConfigError: The epoch is not a whole number from 0.
         """
         epoch = whole_number("epoch", epoch, 0)
+        self._leave_behind()
         if epoch != self._epoch:
             self._iteration = None
             self._begin(epoch)
+
+    def _leave_behind(self) -> None:
+        """Move on from an iteration whose batches were all drawn.
+
+        Who knows how many there are, as Lightning does, never asks for the end.
+        """
+        now = self._iteration
+        if now is not None and not now.over and now.drawn == len(now):
+            now.over = True
+            self._begin(now.epoch + 1)
 
     def _begin(self, epoch: int, history: list[list[Any]] | None = None,
                planned: Plan | None = None) -> None:
@@ -163,20 +179,31 @@ class TokenBatches:
         """
         now = self._iteration
         if now is not None and not now.over:
-            return len(now.plan) - now.first
+            return len(now)
         return len(self._planned()) - self._first()
 
+    @property
+    def batch_size(self) -> NoReturn:
+        """None: raises ConfigError, for what asks means to share batches that are shared already.
+
+        Accelerate's `prepare` would give each rank some of its batches, and lose the others.
+        """
+        raise ConfigError(
+            f"rank {self._comm.rank}: TokenBatches has no batch_size: batches differ in it, and "
+            f"are this rank's share already; leave the loader out of Accelerate's prepare()")
+
     def __iter__(self) -> Iterator[list[int]]:
+        self._leave_behind()
         batches = self._planned()
         now = self._iteration = _Iteration(self._epoch, self._history, batches, self._first())
         for index in range(now.first, len(batches)):
             # Before it is given away: who is behind says so by `seen`.
             now.drawn += 1
             yield batches.shares(index, self._comm.size)[self._comm.rank]
-        now.over = True
         # Unless set_epoch or load_state_dict have come in between, or a later iteration.
         if self._iteration is now:
-            self._begin(now.epoch + 1)
+            self._leave_behind()
+        now.over = True
 
     def _planned(self) -> Plan:
         """Return the plan that the next iteration goes by."""

@@ -316,7 +316,10 @@ def _multiply(gradient: Array, factor: float) -> None:
     else:
         # NumPy would round the factor to 16 bits, too.
         precise = np.float32(factor) if dtype_name(gradient.dtype) in SIXTEEN_BIT else factor
-        quietly(np.multiply, gradient, precise, gradient)
+        if is_on_gpu(gradient):
+            np.multiply(gradient, precise, out=gradient)
+        else:
+            quietly(np.multiply, gradient, precise, gradient)
 
 
 def _parts(params: Mapping[str, Array], watched: dict[str, Any]) -> Iterator[Replicated]:

@@ -128,6 +128,27 @@ def test_the_end_of_an_epoch_is_the_end_of_one_iteration():
     assert drawn([resumed]) == [] and resumed.epoch == 1
 
 
+def test_who_never_asks_for_the_end_comes_to_the_next_epoch_all_the_same():
+    """As Lightning, which counts batches by len()."""
+    (batches,) = on_ranks(1)
+    epochs = []
+    for _ in range(3):
+        iteration = iter(batches)
+        epochs.append([next(iteration) for _ in range(len(batches))])
+    (others,) = on_ranks(1)
+    assert epochs == [[*others], [*others], [*others]] and epochs[0] != epochs[1]
+    assert batches.epoch == 2 and others.epoch == 3
+    # Unless it was broken off before: then it begins again.
+    next(iter(batches))
+    assert [*batches] == [*others]
+    # The same epoch again is one to go back to.
+    iteration = iter(batches)
+    for _ in range(len(batches)):
+        next(iteration)
+    batches.set_epoch(4)
+    assert [*batches] == [*others] and next(iteration, None) is None and batches.epoch == 5
+
+
 def test_an_old_iteration_moves_nothing():
     (batches,) = on_ranks(1)
     old = iter(batches)
@@ -262,6 +283,12 @@ def test_states_of_other_batches_are_refused():
         # Nothing has changed.
         assert batches.state_dict() == good
     batches.load_state_dict(good)
+
+
+def test_who_would_share_the_batches_once_more_is_refused():
+    (batches,) = on_ranks(1)
+    with pytest.raises(ConfigError, match="no batch_size.*leave the loader out of Accelerate"):
+        getattr(batches, "batch_size", None)
 
 
 @pytest.mark.parametrize("seen", [-1, 6, 2.5, True])
