@@ -170,7 +170,7 @@ def test_the_lab_command_has_real_options():
 def test_the_bench_commands_have_real_options():
     found = [line.split() for line in lines() if " bench " in line]
     assert {words[words.index("bench") + 1] for words in found} == {
-        "allreduce", "overlap", "steps", "reducers", "codecs", "prefetch"}
+        "allreduce", "latency", "overlap", "steps", "reducers", "codecs", "prefetch"}
     for words in found:
         if "lab" in words:
             words = parse(words[words.index("lab"):]).command
