@@ -119,14 +119,33 @@ class TokenBatches:
         self._begin(0)
 
     def _agree(self) -> None:
-        mine = {"samples": len(self._lengths), "digest of lengths": self._digest,
-                **vars(self._budget), "seed": self._seed, "shuffle": self._shuffle}
-        for rank, theirs in enumerate(self._comm.allgather_object(mine)):
+        mine: dict[str, Any] = {
+            "samples": len(self._lengths), "digest of lengths": self._digest,
+            **vars(self._budget), "seed": self._seed, "shuffle": self._shuffle}
+        everybody = self._comm.allgather_object(mine)
+        if (len({its["samples"] for its in everybody}) == 1
+                < len({its["digest of lengths"] for its in everybody})):
+            # On all ranks, since all see the same.
+            sample = self._first_unlike()
+            found = self._comm.allgather_object(int(self._lengths[sample]))
+            for its, length in zip(everybody, found):
+                its[f"lengths[{sample}]"] = length
+            mine = everybody[self._comm.rank]
+        for rank, theirs in enumerate(everybody):
             if theirs != mine:
                 raise ConfigError(
                     f"rank {self._comm.rank}: TokenBatches has {_differences(mine, theirs)}, but "
                     f"rank {rank} has {_differences(theirs, mine)}; give every rank the same "
                     f"lengths, in the same order, and the same settings")
+
+    def _first_unlike(self) -> int:
+        """Return the first sample whose length is another one on some rank than on rank 0.
+
+        Collective: yes. Blocking: yes.
+        """
+        unlike = self._comm.broadcast_object(self._lengths, root=0) != self._lengths
+        first = int(unlike.argmax()) if unlike.any() else len(unlike)
+        return min(self._comm.allgather_object(first))
 
     @property
     def epoch(self) -> int:

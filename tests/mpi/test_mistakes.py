@@ -173,7 +173,10 @@ def test_token_batches_of_ranks_that_differ(comm):
                 ("tokens", [5, 6], {"tokens": 20 + comm.rank}),
                 ("longest", [5, 6], {"tokens": 20, "longest": 6 + comm.rank}),
                 ("seed", [5, 6], {"tokens": 20, "seed": comm.rank}),
-                ("digest of lengths", [5, 6 + comm.rank], {"tokens": 20})):
+                # 300 takes two bytes.
+                (r"digest of lengths=\w+, lengths\[1\]", [300, 6 + comm.rank, 8], {"tokens": 400}),
+                (r"digest of lengths=\w+, lengths\[0\]", [400 if comm.rank else 1, 7],
+                 {"tokens": 400})):
             told = f"rank {comm.rank}: TokenBatches has {name}=.*, but rank . has {name}=.*; give"
             with pytest.raises(ConfigError, match=told):
                 TokenBatches(lengths, comm, **options)
