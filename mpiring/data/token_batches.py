@@ -25,7 +25,6 @@ class _Iteration:
         epoch, history: As TokenBatches has them.
         plan, first: The batches of all ranks, and with which one the iteration begins.
         drawn: How many batches were drawn from it.
-        over: All were drawn, and the next iteration is of the next epoch.
     """
 
     epoch: int
@@ -33,7 +32,6 @@ class _Iteration:
     plan: Plan
     first: int
     drawn: int = 0
-    over: bool = False
 
     def __len__(self) -> int:
         return len(self.plan) - self.first
@@ -172,10 +170,14 @@ class TokenBatches:
 
         Who knows how many there are, as Lightning does, never asks for the end.
         """
-        now = self._iteration
-        if now is not None and not now.over and now.drawn == len(now):
-            now.over = True
+        now = self._under_way()
+        if now is not None and now.drawn == len(now):
             self._begin(now.epoch + 1)
+
+    def _under_way(self) -> _Iteration | None:
+        """Return the last iteration, unless it was left behind."""
+        now = self._iteration
+        return now if now is not None and now.epoch == self._epoch else None
 
     def _begin(self, epoch: int, history: list[list[Any]] | None = None,
                planned: Plan | None = None) -> None:
@@ -196,8 +198,8 @@ class TokenBatches:
 
         Epochs may differ by some.
         """
-        now = self._iteration
-        if now is not None and not now.over:
+        now = self._under_way()
+        if now is not None:
             return len(now)
         return len(self._planned()) - self._first()
 
@@ -222,7 +224,6 @@ class TokenBatches:
         # Unless set_epoch or load_state_dict have come in between, or a later iteration.
         if self._iteration is now:
             self._leave_behind()
-        now.over = True
 
     def _planned(self) -> Plan:
         """Return the plan that the next iteration goes by."""
@@ -292,7 +293,7 @@ class TokenBatches:
         if seen is not None:
             seen = whole_number("seen (batches drawn in this iteration)", seen, 0,
                                 now.drawn if now is not None else 0)
-        if now is None or now.over and seen is None:
+        if now is None or seen is None and self._under_way() is None:
             epoch, history = self._epoch, self._history
         else:
             epoch, history = now.position_after(now.drawn if seen is None else seen)
