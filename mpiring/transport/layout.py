@@ -4,8 +4,8 @@ Offsets are in words of 8 bytes (int64). Everything here is a number: a compiled
 addresses and adds offsets to them.
 
 A round is one operation in which all ranks of a node meet in its memory. Operation s uses area
-`s % AREAS` of every rank's segment, in stages, each of which may be run by another form (Python's or
-a compiled one), in another thread:
+`s % AREAS` of every rank's segment, in stages, each of which may be run by another form (Python's
+or a compiled one), in another thread:
 
 1. Number: take LEDGER_SEQUENCE, and add 1 to it.
 2. Wait until every rank's flag in the area, one's own among them, is at least
@@ -30,8 +30,8 @@ from .base import HEADER_BYTES, LANES
 AREAS: Final = 4
 SLOT_BYTES: Final = 512 << 10
 NOTE_WORDS: Final = 8
-# Of a lane: its flag on a cache line of its own, and two notes, used in turn: barrier number c of an
-# operation leaves its note in the one of parity `c & 1`.
+# Of a lane: its flag on a cache line of its own, and two notes, used in turn: barrier number c of
+# an operation leaves its note in the one of parity `c & 1`.
 NOTE_WORD: Final = 8
 LANE_WORDS: Final = NOTE_WORD + 2 * NOTE_WORDS
 # An area begins with the flag of lane 0; beside it, in the same cache line:
@@ -107,9 +107,10 @@ NOTHING, BEGUN, PUBLISHED, COMBINED = range(4)
 # where it is, with a single try at each meeting.
 BEGIN, PUBLISH, GO_ON, LOOK = range(4)
 
-# What `run` returns. DONE: complete, and the stage is NOTHING again (with PUBLISH: it is published).
-# LATE: another rank is; go on from the stage. GATED: not begun, the stage was not NOTHING or the gate
-# is closed: take the ordinary path. DISAGREE: published, and another rank's call is another one.
+# What `run` returns. DONE: complete, and the stage is NOTHING again (with PUBLISH: it is
+# published). LATE: another rank is; go on from the stage. GATED: not begun, the stage was not
+# NOTHING or the gate is closed: take the ordinary path. DISAGREE: published, and another rank's
+# call is another one.
 DONE, LATE, GATED, DISAGREE = range(4)
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from .base import Array, Schedule
+from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
-    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, HEADER_BYTES, HEADER_WORD, LANE_WORDS,
-    NOTE_WORD, NOTE_WORDS, SLOT_BYTES, SLOT_WORD)
+    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, HEADER_WORD, LANE_WORDS, NOTE_WORD,
+    NOTE_WORDS, SLOT_BYTES, SLOT_WORD)
 
 # x86 reorders neither stores nor loads among themselves; ARM and POWER do.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
