@@ -24,6 +24,7 @@ from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
 from ..transport.base import Schedule, T, Task
+from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE
 from .engine import Engine, give_way
 from .handle import Handle
 from .messages import Messages
@@ -77,13 +78,18 @@ class Group:
         self.recorder = self._engine.recorder
         self.closed = False
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._sequence = 0
+        self._ledger = group.sharing.ledger
+        self._words = self._ledger.words
         self._equip()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
         self._post = Mailbox(self._transport)
-        self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder)
+        self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
+                                 self._ledger)
         self._lane = self._engine.join(self._watch.look)
+        self._engine.guard(self._ledger)
+        if self.recorder.trace is not None:
+            self._ledger.close(GATE_TRACED)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
         atexit.register(self._close_at_exit)
@@ -138,7 +144,7 @@ class Group:
         """
         flight, schedule = self._called(call, build)
         try:
-            self._sequence += 1
+            self._words[LEDGER_SEQUENCE] += 1
             handle = Handle(self._lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
@@ -163,7 +169,7 @@ class Group:
         flight, schedule = self._called(call, build)
         task = Task(schedule)
         try:
-            self._sequence += 1
+            self._words[LEDGER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
                 handle = Handle(self._lane, flight, task, patient=patient)
                 self._watch.enter(handle)
@@ -209,7 +215,7 @@ class Group:
         signal whose handler raises may take an operation from one rank unnoticed.
         """
         self.check_open()
-        sequence, sharing = self._sequence, self.sharing
+        sequence, sharing = self._words[LEDGER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
         collectives = Collectives(self._resources, node, sequence)
@@ -238,8 +244,9 @@ class Group:
     def statistics(self) -> Statistics:
         """What this group's operations have cost so far."""
         lane = self._lane
-        return Statistics(lane.operations, self._transport.bytes_sent,
-                          lane.communication_s, lane.exposed_s)
+        rounds, rounds_s = self._ledger.rounds, self._ledger.rounds_s
+        return Statistics(lane.operations + rounds, self._transport.bytes_sent,
+                          lane.communication_s + rounds_s, lane.exposed_s + rounds_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.
@@ -320,6 +327,7 @@ class Group:
         return self._engine.threaded
 
     def _leave_engine(self) -> None:
+        self._ledger.close(GATE_CLOSED)
         if forks.in_fork:
             # Copies of locks may be held for ever, by threads that a fork does not have.
             return
@@ -374,6 +382,7 @@ class Group:
 
         Collective: no. Blocking: no.
         """
+        self._ledger.close(GATE_CLOSED)
         if self._is_beyond_closing:
             return
         self._equip()
