@@ -5,7 +5,6 @@ core that computation needs, so the engine's thread sleeps, longer the more rare
 moves, and steps aside during a wait: the waiting caller tests without pause.
 """
 
-import os
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ from ..record.ledger import Ledger
 from ..record.recorder import Recorder
 from ..transport.base import T, Task
 from ..transport.layout import GATE_FAILED
+from ..transport.rounds import give_way
 from .handle import Action, Handle, Lane
 
 # The thread tests several times before it sleeps: between hosts, one test moved at most some
@@ -42,8 +42,6 @@ _LATE_S = 0.01
 # How long a failure in the background waits for the main thread to notice it, so that the
 # traceback shows the user's line; after that the thread ends the job.
 _GRACE_S = 2.0
-
-give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Pause:

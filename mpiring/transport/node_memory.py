@@ -46,8 +46,6 @@ class NodeMemory:
         self.positions = [position for position in range(len(ranks)) if position != rank]
         self._slots: dict[tuple[int, np.dtype[Any], int | None], Sequence[Array]] = {}
         self.written: list[bytes] = [b""] * AREAS
-        self._lock = threading.Lock()
-        self._lock.acquire()
 
     def node(self, sequence: int, header: bytes, digest: int) -> "SharedNode":
         """Return the meeting place of operation number `sequence`, see base.Node.
@@ -73,10 +71,13 @@ class NodeMemory:
     def fence(self) -> None:
         """Let no access to memory move across this line, where the processor would do that.
 
-        Giving a lock away and taking it again forbids it on each.
+        Giving a lock away and taking it again forbids it on each. Not always the same lock: rounds
+        pass here in one thread, and other operations in another.
         """
-        self._lock.release()
-        self._lock.acquire()
+        lock = threading.Lock()
+        lock.acquire()
+        lock.release()
+        lock.acquire()
 
 
 class SharedNode:
