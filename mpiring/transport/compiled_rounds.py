@@ -10,10 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from ..memory import machine
-from ..memory.arrays import SIXTEEN_BIT, Array, data_address, dtype_name
+from ..memory.arrays import SIXTEEN_BIT, Array, data_address
 from .base import HEADER_BYTES
 from .layout import (
     AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
@@ -61,13 +60,13 @@ class CompiledRound:
         return self._plain(GO_ON, x) if status == OTHERWISE else status
 
 
-def code(op: str, dtype: DTypeLike, ranks: int, *, compiles: bool) -> machine.Code | None:
+def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.Code | None:
     """Return the code of rounds for an op on a dtype, among some ranks; None where there is none.
 
     Args:
+        name: Of the dtype.
         compiles: Compile it if need be, for a second or two; else only what is on disk is taken.
     """
-    name = dtype_name(dtype)
     # See `_adding`: more vectors of 16 bits would be rounded on the way.
     if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None

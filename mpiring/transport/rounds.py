@@ -8,13 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from ..memory.arrays import dtype_name
 from ..memory.reduction import OPS, reduction
+from . import compiled_rounds
 from .base import HEADER_BYTES, Array
 from .layout import (
-    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, GATED, GO_ON,
-    HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS,
-    LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING, RING_WORDS,
-    ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY,
+    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD,
+    GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
+    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING,
+    RING_WORDS, ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY,
     ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_OP, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE,
     ROUND_SPINS, ROUND_STAGE, ROUND_YIELDS, round_words)
 from .node_memory import REORDERS, NodeMemory
@@ -46,6 +48,7 @@ class Round:
         identity: What stands for the call in the ledger.
         header, digest: Of the call, as for NodeMemory.node.
         op, dtype, n: Of the vectors.
+        compiled: Run it in compiled code, if there is some for the op and the dtype.
 
     Attributes:
         words: See layout; `round_words` of them.
@@ -56,7 +59,7 @@ class Round:
     """
 
     def __init__(self, memory: NodeMemory, identity: int, header: bytes, digest: int, op: str,
-                 dtype: "np.dtype[Any]", n: int) -> None:
+                 dtype: "np.dtype[Any]", n: int, *, compiled: bool) -> None:
         ranks = len(memory.ranks)
         self.memory, self.header, self.digest = memory, header, digest
         self.dtype, self.n = dtype, n
@@ -67,6 +70,9 @@ class Round:
         words[ROUND_LENGTH], words[ROUND_NBYTES] = n, n * dtype.itemsize
         words[ROUND_OP], words[ROUND_DIVISOR] = OPS.index(op), ranks if op == "mean" else 1
         self.run: Run = _Plain(self).run
+        code = compiled and compiled_rounds.code(op, dtype_name(dtype), ranks)
+        if code:
+            self.run = compiled_rounds.CompiledRound(self, code, self.run).run
 
     def address(self) -> int:
         """Complete the words for compiled code, and return where they lie."""
@@ -135,6 +141,7 @@ class _Plain:
                     return False
         slot[...] = x
         mine[flag + DIGEST_WORD] = self._digest
+        mine[flag + FORM_WORD] = 0
         if self._ledger[written] != self._identity:
             self._write_header(flag)
             self._ledger[written] = self._identity

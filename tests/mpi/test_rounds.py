@@ -32,6 +32,10 @@ def left(comm):
     comm._group._transport.free()
 
 
+# Where there is compiled code, see test_real_mpi.
+HAS_CODE = bool(mpiring.Config().tuning_folder)
+
+
 def rounds(comm):
     return comm._group.sharing.ledger.rounds
 
@@ -73,6 +77,10 @@ def test_rounds_run_where_they_may_and_count(some):
         assert before <= rounds(some) <= before + 5
         some.dump_flight(last=5, file=(text := io.StringIO()))
         assert text.getvalue().count("allreduce max of float64 (10,), algorithm auto, 80 b") == 5
+    if some._short is not None:
+        some.allreduce(np.ones(10))
+        forms = {a.run.__qualname__ for a, _ in some._short._rounds.values()}
+        assert ("CompiledRound.run" in forms) == (HAS_CODE and config == "auto")
 
 
 def test_nothing_about_an_array_is_kept(some):
@@ -171,8 +179,9 @@ def test_ranks_that_disagree(how):
     left(comm)
 
 
-def test_a_missing_call():
-    comm = opened(rounds="python", stall_timeout_s=0.5, stall_warning_s=0)
+@pytest.mark.parametrize("how", ["python", "auto"])
+def test_a_missing_call(how):
+    comm = opened(rounds=how, stall_timeout_s=0.5, stall_warning_s=0)
     x = np.ones(3, np.float32)
     for _ in range(3):
         comm.allreduce(x)
