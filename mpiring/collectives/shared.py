@@ -97,7 +97,7 @@ def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[
 
     Collective: yes. Blocking: no (a schedule).
     """
-    combine.everywhere(slices, node.rank)
+    combine.combine(slices, *slices)
     yield (node.barrier(),)
 
 
@@ -115,20 +115,28 @@ def staged(node: Node, x: Array, combine: Combine,
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots = [chunks_of(slot, 2) for slot in node.slots(x.dtype)]
-    step = min(slots[0][0].size, piece_bytes // x.itemsize)
-    pieces = [x[start:start + step] for start in range(0, x.size, step)]
+    p, r = node.size, node.rank
+    halves = [chunks_of(slot, 2) for slot in node.slots(x.dtype)]
+    step = min(halves[0][0].size, piece_bytes // x.itemsize)
+    # Per piece, its slices, and per rank where they lie in that rank's slot.
+    pieces = [(chunks_of(piece, p), [chunks_of(half[j % 2][:piece.size], p) for half in halves])
+              for j, piece in enumerate(x[start:start + step] for start in range(0, x.size, step))]
     for j in range(len(pieces) + 1):
         if j < len(pieces):
-            slots[node.rank][j % 2][:pieces[j].size] = pieces[j]
+            piece, slots = pieces[j]
+            for s in range(p):
+                if s != r:
+                    copy_to(slots[r][s], piece[s])
         if j > 0:
-            last = pieces[j - 1]
-            slices = [slice_of(halves[(j - 1) % 2][:last.size], node.rank, node.size)
-                      for halves in slots]
-            combine.everywhere(slices, node.rank)
+            piece, slots = pieces[j - 1]
+            sources = [slot[r] for slot in slots]
+            sources[r] = piece[r]
+            combine.combine(sources, piece[r], slots[r][r])
         yield (node.barrier(),)
         if j > 0:
-            last[...] = slots[node.rank][(j - 1) % 2][:last.size]
+            for s in range(p):
+                if s != r:
+                    copy_to(piece[s], slots[s][s])
 
 
 def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,

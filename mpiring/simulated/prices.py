@@ -86,15 +86,8 @@ class NoCombine:
     def finish(self, chunk: Array) -> None:
         """Do nothing."""
 
-    def combine(self, sources: Sequence[Array], out: Array) -> None:
+    def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Do nothing."""
-
-    def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
-        """Combine into the vector of `rank`, and copy that to the others."""
-        self.combine(vectors, vectors[rank])
-        for x in vectors:
-            if x is not vectors[rank]:
-                np.copyto(x, vectors[rank])
 
 
 class Worker(Protocol):
