@@ -42,7 +42,8 @@ class Config:
             exchange messages, as if each had a node of its own.
         tuning: Before the first allreduce between nodes, measure which algorithm is the fastest
             for which size, or take what an earlier job has saved.
-        tuning_folder: Where rank 0 saves what was measured or tried; "" saves nothing.
+        tuning_folder: Where rank 0 saves what was measured or tried, and every rank what numba has
+            compiled; "" saves nothing.
         progress: "thread" advances operations in the background, "inline" only inside mpiring's
             calls; "auto" takes the thread where MPI allows it.
         operations_in_flight: How many nonblocking operations advance at a time; later ones queue.

@@ -10,7 +10,9 @@ from ..collectives.native import Turns
 from ..config import Config
 from ..errors import ClosedError
 from ..launch import forks
+from ..launch.cache import folder_of
 from ..launch.start import load_mpi
+from ..memory.machine import save_in
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
 from ..operations.algorithms import candidates
@@ -65,6 +67,7 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
+        save_in(folder_of(config.tuning_folder))
         group = opened(mpi_comm, config, engine)
         from ..transport.mpi import Mailbox, before_finalize
         self.config, self.sharing = config, group.sharing

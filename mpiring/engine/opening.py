@@ -13,7 +13,8 @@ from ..operations.windows import mapped
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
 from ..transport.base import run_to_end
-from ..transport.node_memory import NODE_MEMORY_BYTES, NodeMemory
+from ..transport.layout import NODE_MEMORY_BYTES
+from ..transport.node_memory import NodeMemory
 from .engine import Engine
 
 if TYPE_CHECKING:
