@@ -16,8 +16,9 @@ from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 # Vectors are combined block by block where they are three or more, or where the result is stored
 # several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
 BLOCK_BYTES = 256 << 10
-# From here on, vectors are added by compiled code where there is numba. Measured.
-_LONG_BYTES = 32 << 10
+# From here on, vectors are added by compiled code where there is numba; NumPy takes as long for
+# one sum of two. Measured.
+_LONG_BYTES = 128 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
     "sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
@@ -151,15 +152,12 @@ class Reduction:
         divisor, out = self._divisor, outs[0]
         if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
             return
-        if self.is_long(out.nbytes) and len(sources) > 1:
-            summed = sums.combiner(out.dtype)
-            if summed is not None and summed(sources, divisor, outs):
+        p, q = len(sources), len(outs)
+        if self._sums and out.nbytes >= _LONG_BYTES and p > 1 and p + q > 3:
+            add = sums.combiner(out.dtype)
+            if add is not None and add(sources, divisor, outs):
                 return
         self._quietly(sources, divisor, outs)
-
-    def is_long(self, nbytes: int) -> bool:
-        """Return whether `combine` would add vectors of so many bytes by compiled code."""
-        return self._sums and nbytes >= _LONG_BYTES
 
     def _quietly(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         n, step = outs[0].size, self._block

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from . import compiled
+from . import machine
 from .arrays import Array
 
-Summed = Callable[[Sequence[Array], float, Sequence[Array]], bool]
+Sum = Callable[[Sequence[Array], float, Sequence[Array]], bool]
 
-# Numbers that are summed at a time: with those of four vectors they stay in the level-1 cache.
+# Numbers that are added at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK = 1024
 
 
@@ -22,39 +22,42 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self.total = ctypes.create_string_buffer(_BLOCK * 8)
+        self.address = ctypes.addressof(self.total)
 
 
 _scratch = _Scratch()
 
 
 @functools.lru_cache
-def combiner(dtype: np.dtype[Any]) -> Summed | None:
+def combiner(dtype: np.dtype[Any]) -> Sum | None:
     """Return a function that adds vectors; None where numba is missing.
 
     It takes at least two vectors, what their sum is divided by, and the vectors that are to hold
     the result, each of which may be one of the former. The bits are NumPy's, added from left to
-    right, but for payloads of NaN. It returns False, and does nothing, where the memory of a
-    vector cannot be taken as it is.
+    right, but for payloads of NaN. It returns False, and has done nothing, if a vector's numbers
+    do not lie at multiples of their size.
 
     Args:
         dtype: float32 or float64.
     """
-    x = dtype.name
-    found = compiled.loop(f"sums of {x}", _sum, f"{x}** intp intp {x} {x}* {x}** intp")
-    return None if found is None else _caller(found, dtype)
+    name = dtype.name
+    signature = f"{name}** intp intp {name} {name}* {name}** intp"
+    code = machine.code(f"sums of {name}", _alone, signature, _sum)
+    return None if code is None else _caller(code.call, dtype.itemsize)
 
 
-def _caller(sums: Callable[..., None], dtype: np.dtype[Any]) -> Summed:
-    itemsize, scalar = dtype.itemsize, dtype.type
+def _alone(intrinsics: Any, function: Callable[..., None]) -> Callable[..., None]:
+    return function
 
+
+def _caller(add: Callable[..., None], itemsize: int) -> Sum:
     def combine(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool:
-        addresses = [*map(_address, sources), *map(_address, outs)]
-        if any(address % itemsize for address in addresses):
-            return False
         p, q = len(sources), len(outs)
+        addresses = [_address(x) for x in (*sources, *outs)]
+        if any([address % itemsize for address in addresses]):
+            return False
         pointers = (ctypes.c_void_p * (p + q))(*addresses)
-        sums(pointers, p, outs[0].size, divisor, _scratch.total,
-             ctypes.byref(pointers, p * ctypes.sizeof(ctypes.c_void_p)), q)
+        add(pointers, p, outs[0].size, divisor, _scratch.address, ctypes.byref(pointers, p * 8), q)
         return True
 
     return combine
@@ -62,8 +65,8 @@ def _caller(sums: Callable[..., None], dtype: np.dtype[Any]) -> Summed:
 
 def _address(x: Array) -> int:
     try:
-        # NumPy's own x.ctypes.data takes ten times as long.
-        return ctypes.addressof(ctypes.c_char.from_buffer(x))
+        # In a fifth of the time of NumPy's own x.ctypes.data.
+        return ctypes.addressof(ctypes.c_char.from_buffer(x.data))
     except TypeError:
         # Not to be written to.
         return int(x.ctypes.data)
