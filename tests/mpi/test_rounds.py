@@ -77,8 +77,9 @@ def test_rounds_run_where_they_may_and_count(some):
         assert before <= rounds(some) <= before + 5
         some.dump_flight(last=5, file=(text := io.StringIO()))
         assert text.getvalue().count("allreduce max of float64 (10,), algorithm auto, 80 b") == 5
-    if some._short is not None:
+    for _ in range(2):
         some.allreduce(np.ones(10))
+    if some._short is not None:
         forms = {a.run.__qualname__ for a, _ in some._short._rounds.values()}
         assert ("CompiledRound.run" in forms) == (HAS_CODE and config == "auto")
 
