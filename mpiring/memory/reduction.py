@@ -169,9 +169,9 @@ class Reduction:
 
         def combine(out: Array) -> None:
             run = _thread.quiet.run
-            run(function, a, b, out)
+            run(function, a, b, out=out)
             if divides:
-                run(np.divide, out, divisor, out)
+                run(np.divide, out, divisor, out=out)
 
         return combine
 
