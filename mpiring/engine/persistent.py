@@ -4,9 +4,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic
 
 from ..errors import ConfigError
+from ..memory.arrays import dtype_name
 from ..operations.agreement import Call
+from ..transport import compiled_rounds
 from ..transport.base import T
 from .handle import Handle
+from .short import compile_rounds
 
 if TYPE_CHECKING:
     from .group import Build, Group
@@ -40,6 +43,8 @@ class Persistent(Generic[T]):
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
         self._short, self._round = group.short, None
+        if vector is not None and op in compiled_rounds.OPS:
+            compile_rounds(group, [dtype_name(vector.dtype)])
         if self._short is not None and vector is not None:
             self._round = self._short.round(call, vector, op)
 

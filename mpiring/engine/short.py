@@ -35,7 +35,8 @@ def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> No
     Collective: yes. Blocking: yes, for a second or two per dtype the first time.
     """
     memory = group.sharing.memory
-    if memory is None or len(group.sharing.memory_groups) > 1:
+    dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
+    if memory is None or len(group.sharing.memory_groups) > 1 or not dtypes:
         return
     # The first one saves it for the others.
     for turn in (memory.rank == 0, memory.rank > 0):
