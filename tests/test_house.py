@@ -26,6 +26,7 @@ LAYERS = [
     ["operations"],
     ["record"],
     ["engine"],
+    ["objects", "persistent"],
     ["communicator"],
     ["gpus", "reducers", "resilience", "data"],
     ["training"],

@@ -6,6 +6,7 @@ number s uses area s modulo their count once no rank is in the area's previous o
 
 import platform
 import threading
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,8 @@ import numpy as np
 
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
-    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, HEADER_WORD, LANE_WORDS, NOTE_WORD,
-    NOTE_WORDS, SLOT_BYTES, SLOT_WORD)
+    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, HEADER_WORD, LANE_WORDS,
+    LEDGER_WRITTEN, NOTE_WORD, NOTE_WORDS, SLOT_BYTES, SLOT_WORD)
 
 # x86 reorders neither stores nor loads among themselves; ARM and POWER do.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
@@ -30,20 +31,21 @@ class NodeMemory:
         segments: Per rank of the node, NODE_MEMORY_BYTES bytes, zero at first.
         rank: This rank, among them.
         ranks: Their ranks in the communicator, for messages.
+        ledger: The group's words, of which LEDGER_WRITTEN are kept here; see layout.
     """
 
-    def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int],
+                 ledger: "array[int]") -> None:
         self.segments = segments
         self.rank = rank
         self.ranks = ranks
+        self.ledger = ledger
         self.words = [segment.data.cast("q") for segment in segments]
         self.texts = [segment.data for segment in segments]
         self.others = [words for position, words in enumerate(self.words) if position != rank]
         self.positions = [position for position in range(len(ranks)) if position != rank]
         self._slots: dict[tuple[int, np.dtype[Any], int | None], Sequence[Array]] = {}
         self.written: list[bytes] = [b""] * AREAS
-        self._lock = threading.Lock()
-        self._lock.acquire()
 
     def node(self, sequence: int, header: bytes, digest: int) -> "SharedNode":
         """Return the meeting place of operation number `sequence`, see base.Node.
@@ -69,10 +71,13 @@ class NodeMemory:
     def fence(self) -> None:
         """Let no access to memory move across this line, where the processor would do that.
 
-        Giving a lock away and taking it again forbids it on each.
+        Giving a lock away and taking it again forbids it on each. Not always the same lock: rounds
+        pass here in one thread, and other operations in another.
         """
-        self._lock.release()
-        self._lock.acquire()
+        lock = threading.Lock()
+        lock.acquire()
+        lock.release()
+        lock.acquire()
 
 
 class SharedNode:
@@ -169,8 +174,9 @@ class SharedNode:
         memory.words[self.rank][self._area + DIGEST_WORD] = self._digest
         # A program that makes the same calls again and again finds its header there already.
         area = self._sequence % AREAS
-        if memory.written[area] is not self._header:
-            memory.written[area] = self._header
+        ledger, written = memory.ledger, LEDGER_WRITTEN + area
+        if ledger[written] or memory.written[area] is not self._header:
+            ledger[written], memory.written[area] = 0, self._header
             start = (self._area + HEADER_WORD) * 8
             memory.texts[self.rank][start:start + HEADER_BYTES] = self._header
 
