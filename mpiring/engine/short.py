@@ -1,14 +1,17 @@
 """Runs a group's short calls as rounds, in the caller's thread; what is late goes to the engine."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..memory.arrays import Array
 from ..operations.agreement import Call
+from ..transport import compiled_rounds
 from ..transport.base import T
 from ..transport.layout import (
-    AREAS, BEGIN, DISAGREE, GATE_STARTED, GATED, GO_ON, LATE, PUBLISH, ROUND_STAGE)
+    AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
+    ROUND_STAGE)
 from ..transport.rounds import Round
 from .handle import Handle
 from .started import StartedRound
@@ -21,8 +24,33 @@ _MOST_CALLS = 256
 # So many of a kind may be started at once.
 _MOST_STARTED = AREAS - 1
 _Key = tuple[str, np.dtype[Any], tuple[int, ...]]
+COMPILED_EARLY = ("float32", "float64", "int64")
 # What rounds do to the bit: every rank combines all vectors, see collectives.shared.
 _ALGORITHM = "eager"
+
+
+def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> None:
+    """Compile what runs short sums and means, unless it is on disk; without numba, do nothing.
+
+    Args:
+        group: Does nothing either unless its ranks share one memory.
+        dtypes: Their names, the same on all ranks.
+
+    Collective: yes. Blocking: yes, for a second or two per dtype the first time.
+    """
+    memory = group.sharing.memory
+    dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
+    if memory is None or len(group.sharing.memory_groups) > 1 or not dtypes:
+        return
+    # The first one saves it for the others.
+    for turn in (memory.rank == 0, memory.rank > 0):
+        if turn and group.config.rounds == "auto":
+            for name in dtypes:
+                compiled_rounds.code("sum", name, group.size, compiles=True)
+        group.run(Call("barrier", "(while short sums are compiled)"),
+                  lambda collectives: collectives.barrier())
+    if group.short is not None:
+        group.short.forget()
 
 
 class ShortCalls:
@@ -104,6 +132,11 @@ class ShortCalls:
         if round_ is not None:
             self._rounds[op, x.dtype, x.shape] = round_, call
 
+    def forget(self) -> None:
+        """Forget what was noted, since there may be a better way now."""
+        self._rounds.clear()
+        self._more.clear()
+
     def round(self, call: Call, x: Array, op: str) -> Round | None:
         """Return what runs an allreduce as a round; None where it cannot.
 
@@ -116,7 +149,7 @@ class ShortCalls:
         if memory is None or self._group.algorithm_of(x, op) != _ALGORITHM:
             return None
         return Round(memory, ledger.identity_of(call, _ALGORITHM), call.header, call.digest, op,
-                     x.dtype, x.size)
+                     x.dtype, x.size, compiled=self._group.config.rounds == "auto")
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:
         """Run a round to its end; return False, and do nothing, if the gate is closed.
@@ -127,20 +160,32 @@ class ShortCalls:
         """
         try:
             status = self._begin(BEGIN, round_, x)
-            if status == LATE:
-                status = round_.run(GO_ON, x)
-            if status == LATE or status == DISAGREE:
-                # From here on all is as for any operation.
-                self.hand_over()
-                rest = StartedRound(self._group, round_, call, x, None, waited=True)
-                rest.hand_over()
-                rest.wait()
-            return status != GATED
+            return status == DONE or self.go_on(status, round_, call, x)
         except BaseException as error:
-            if round_.words[ROUND_STAGE]:
-                # Its number is used up, and the other ranks go on.
-                self._group.engine.fail(error)
+            self.fail(round_, error)
             raise
+
+    def go_on(self, status: int, round_: Round, call: Call, x: Array) -> bool:
+        """Run what is left of a round to its end; return False if it has not begun.
+
+        Args:
+            status: What its beginning has returned; not DONE.
+            round_, call, x: As for `run`.
+        """
+        if status == LATE or status == OTHERWISE:
+            status = round_.run(GO_ON, x)
+        if status == LATE or status == DISAGREE:
+            # From here on all is as for any operation.
+            self.hand_over()
+            rest = StartedRound(self._group, round_, call, x, None, self.finished, waited=True)
+            rest.hand_over()
+            rest.wait()
+        return status != GATED
+
+    def fail(self, round_: Round, error: BaseException) -> None:
+        """Let later calls fail if an error came amid a round: the other ranks go on."""
+        if round_.words[ROUND_STAGE]:
+            self._group.engine.fail(error)
 
     def start(self, round_: Round, call: Call, x: Array, result: T) -> Handle[T] | None:
         """Start a round, and return its handle; None, and do nothing, if the gate is closed.
@@ -153,7 +198,7 @@ class ShortCalls:
             status = self._begin(PUBLISH, round_, x)
             if status == GATED:
                 return None
-            handle = StartedRound(self._group, round_, call, x, result)
+            handle = StartedRound(self._group, round_, call, x, result, self.finished)
             self.started.append(handle)
             if status == LATE:
                 # An operation that is under way has the area.
@@ -162,8 +207,7 @@ class ShortCalls:
                 self._group.sharing.ledger.close(GATE_STARTED)
             return handle
         except BaseException as error:
-            if round_.words[ROUND_STAGE]:
-                self._group.engine.fail(error)
+            self.fail(round_, error)
             raise
 
     def _begin(self, how: int, round_: Round, x: Array) -> int:
@@ -177,6 +221,13 @@ class ShortCalls:
             if self.started:
                 ledger.close(GATE_STARTED)
         return status
+
+    def finished(self, handle: Handle[Any]) -> None:
+        """Take note that a caller has waited for what was started."""
+        if handle in self.started:
+            self.started.remove(handle)
+            if not self.started:
+                self._group.sharing.ledger.open(GATE_STARTED)
 
     def hand_over(self) -> None:
         """Let the engine run what was started: other operations may have to wait for it."""

@@ -1,6 +1,7 @@
 """Handles of rounds that were started: nothing runs them but their caller's next calls."""
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ..memory.arrays import Array
@@ -28,15 +29,16 @@ class StartedRound(Handle[T]):
         round_, call: What runs, and what it is.
         x: Its vector.
         result: What `wait` returns.
+        finished: Called once a caller has waited for it, and the engine never heard of it.
         waited: The caller has waited since it began.
     """
 
-    def __init__(self, group: "Group", round_: Round, call: Call, x: Array, result: T, *,
-                 waited: bool = False) -> None:
+    def __init__(self, group: "Group", round_: Round, call: Call, x: Array, result: T,
+                 finished: Callable[[Handle[Any]], None], *, waited: bool = False) -> None:
         # Not that of Handle: what only the engine needs is made when it gets this.
         self._group, self._round, self._call = group, round_, call
         self._x: Array | None = x
-        self._result, self._is_done = result, False
+        self._result, self._is_done, self._finished = result, False, finished
         self._is_handed_over = self.patient = False
         words = round_.words
         self._sequence, self._began_ns = words[ROUND_SEQUENCE], words[ROUND_BEGAN]
@@ -123,7 +125,9 @@ class StartedRound(Handle[T]):
         """Return the operation's result when it is complete on this rank; see Handle."""
         if not self._is_done and not self._is_handed_over:
             self._refuse_void()
-            if not self.run(LOOK) and not self.run(GO_ON):
+            if self.run(LOOK) or self.run(GO_ON):
+                self._finished(self)
+            else:
                 self.hand_over()
         if not self._is_done:
             super().wait(timeout_s)
