@@ -12,6 +12,7 @@ from torch import nn
 
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
+from ..launch.heap import keep_freed_memory
 from ..record.statistics import Statistics
 from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
@@ -109,6 +110,7 @@ class DataParallel(Wrapper):
         self._owner: Owner | None = None
         self._uneven: Uneven | None = None
         share_cores(comm)
+        keep_freed_memory()
         parts = dict(module.named_parameters()) | dict(module.named_buffers())
         refuse_different(comm, "parameter or buffer", [
             f"{name} {described(tensor)}" for name, tensor in parts.items()])
