@@ -1,6 +1,5 @@
-"""The public face: a Communicator's ranks, collectives on arrays and objects, and messages."""
+"""The public face: a Communicator's ranks, collectives on arrays, and messages."""
 
-import pickle
 import sys
 import weakref
 from collections.abc import Sequence
@@ -8,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from .arguments import MOST_OF_MPI, whole_number
 from .config import Config
@@ -21,6 +20,7 @@ from .gpu.base import Event
 from .gpu.device import Device
 from .launch.start import mpi_world
 from .memory.arrays import dtype_name, flat
+from .objects import ObjectCollectives
 from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.model import Model
 from .record.statistics import Statistics
@@ -53,7 +53,7 @@ def init(*, config: Config | None = None) -> "Communicator":
     return Communicator(mpi_world(allow_singleton=config.allow_singleton), config=config)
 
 
-class Communicator:
+class Communicator(ObjectCollectives):
     """The ranks of one MPI communicator, and the collectives among them.
 
     Every rank must call the same collectives in the same order, from one thread at a time.
@@ -84,7 +84,7 @@ class Communicator:
         self._join(Group(mpi_comm, _settings(config)))
 
     def _join(self, group: Group) -> None:
-        self._group = group
+        self._group, self._short = group, group.short
         self.config, self.recorder = group.config, group.recorder
         self.rank, self.size = group.rank, group.size
         nodes = group.sharing.topology
@@ -160,10 +160,15 @@ class Communicator:
 
         Collective: yes. Blocking: yes.
         """
+        short = self._short if type(x) is np.ndarray and algorithm == "auto" else None
+        if short is not None and short.allreduce(x, op):
+            return x
         call, build = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
         self._group.run(call, build)
+        if short is not None:
+            short.note(call, x, op)
         return x
 
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
@@ -256,48 +261,6 @@ class Communicator:
         Collective: yes. Blocking: yes.
         """
         self._group.run(Call("barrier"), lambda collectives: collectives.barrier())
-
-    # Objects
-
-    def broadcast_object(self, obj: T, *, root: int = 0) -> T:
-        """Return the object that rank `root` passed, on every rank.
-
-        Args:
-            obj: Anything that pickles; ignored on ranks other than `root`.
-            root: The rank whose object is copied.
-
-        Raises:
-            ConfigError: It does not pickle; raised on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
-        root = self._root(root)
-        mine, problem = _pickled(obj) if self.rank == root else (np.empty(0, np.uint8), "")
-        payload = self._group.run(Call("broadcast_object", f"from root {root}"),
-                                  lambda collectives: collectives.broadcast_bytes(mine, root))
-        if self.rank != root:
-            obj, problem = pickle.loads(payload.data)
-        _refuse_unpickled(root, problem)
-        return obj
-
-    def allgather_object(self, obj: T) -> list[T]:
-        """Return the objects that all ranks passed, in rank order.
-
-        Args:
-            obj: Anything that pickles; types and sizes may differ.
-
-        Raises:
-            ConfigError: A rank's does not pickle; raised on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
-        mine, _ = _pickled(obj)
-        payloads = self._group.run(
-            Call("allgather_object"), lambda collectives: collectives.allgather_bytes(mine))
-        found = [pickle.loads(payload.data) for payload in payloads]
-        for rank, (_, problem) in enumerate(found):
-            _refuse_unpickled(rank, problem)
-        return [theirs for theirs, _ in found]
 
     # Operations
 
@@ -453,9 +416,6 @@ class Communicator:
         if error is None:
             self.close()
 
-    def _root(self, root: int) -> int:
-        return whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)
-
 
 def refuse_other_than_communicators(comm: object) -> None:
     """Raise ConfigError, which says how to make one, unless an argument is a Communicator."""
@@ -477,22 +437,3 @@ def _settings(config: Config | None) -> Config:
 def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:
     yield from schedule
     return value
-
-
-def _pickled(obj: object) -> tuple[NDArray[Any], str]:
-    """Return a pair of an object and a problem, "" if it pickles, as bytes; and the problem.
-
-    The other ranks wait for the bytes, and so learn of the problem.
-    """
-    problem = ""
-    try:
-        data = pickle.dumps((obj, problem), pickle.HIGHEST_PROTOCOL)
-    except Exception as exc:
-        problem = f"a {type(obj).__qualname__} does not pickle: {exc}"
-        data = pickle.dumps((None, problem))
-    return np.frombuffer(data, np.uint8), problem
-
-
-def _refuse_unpickled(rank: int, problem: str) -> None:
-    if problem:
-        raise ConfigError(f"rank {rank}: {problem}; send arrays, numbers, texts, or nests of them")

@@ -15,6 +15,7 @@ from .errors import ConfigError
 PREFIX = "MPIRING_"
 PROGRESS = ("auto", "thread", "inline")
 DIGEST_ACTIONS = ("stop", "restore")
+ROUNDS = ("auto", "python", "off")
 GPU_AWARE = ("auto", "yes", "no")
 # Ranks with other values of these would not make the same calls.
 AGREED = ("algorithm", "tuning", "shared_memory", "operations_in_flight", "digest_steps",
@@ -42,10 +43,13 @@ class Config:
             exchange messages, as if each had a node of its own.
         tuning: Before the first allreduce between nodes, measure which algorithm is the fastest
             for which size, or take what an earlier job has saved.
-        tuning_folder: Where rank 0 saves what was measured or tried; "" saves nothing.
+        tuning_folder: Where rank 0 saves what was measured or tried, and every rank what numba has
+            compiled; "" saves nothing.
         progress: "thread" advances operations in the background, "inline" only inside mpiring's
             calls; "auto" takes the thread where MPI allows it.
         operations_in_flight: How many nonblocking operations advance at a time; later ones queue.
+        rounds: Run short calls on a node as rounds, in the caller's thread: "auto" in compiled code
+            where there is some, "python" without, "off" not at all. Each rank chooses for itself.
         max_pause_s: Longest sleep of the progress thread between two looks at MPI, in seconds,
             while no caller waits.
         stall_warning_s: Seconds without progress after which a report is printed; 0 for never.
@@ -63,8 +67,8 @@ class Config:
         trace: A folder in which each rank writes what it does, for `python -m mpiring trace`;
             "" for none.
 
-    Ranks must agree on all but the paths, the seconds, `progress`, `abort_on_exception` and
-    `allow_singleton`.
+    Ranks must agree on all but the paths, the seconds, `progress`, `rounds`,
+    `abort_on_exception` and `allow_singleton`.
 
     Raises:
         ConfigError: A value has the wrong type or range, or an MPIRING_* variable is unknown.
@@ -76,6 +80,7 @@ class Config:
     tuning_folder: str = _setting("~/.cache/mpiring")
     progress: str = _setting("auto", *PROGRESS)
     operations_in_flight: int = _setting(2)
+    rounds: str = _setting("auto", *ROUNDS)
     max_pause_s: float = _setting(2e-3)
     stall_warning_s: float = _setting(60.0)
     stall_timeout_s: float = _setting(600.0)

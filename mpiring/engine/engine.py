@@ -5,17 +5,20 @@ core that computation needs, so the engine's thread sleeps, longer the more rare
 moves, and steps aside during a wait: the waiting caller tests without pause.
 """
 
-import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from ..config import Config
 from ..errors import ClosedError, ProcessFailedError, StallError, TransportError
 from ..launch import forks
+from ..record.ledger import Ledger
 from ..record.recorder import Recorder
 from ..transport.base import T, Task
+from ..transport.layout import GATE_FAILED
+from ..transport.rounds import give_way
 from .handle import Action, Handle, Lane
 
 # The thread tests several times before it sleeps: between hosts, one test moved at most some
@@ -39,8 +42,6 @@ _LATE_S = 0.01
 # How long a failure in the background waits for the main thread to notice it, so that the
 # traceback shows the user's line; after that the thread ends the job.
 _GRACE_S = 2.0
-
-give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Pause:
@@ -97,6 +98,7 @@ class Engine:
         self._config = config
         self._end_job = end_job
         self._lanes: list[Lane] = []
+        self._gates: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self._blocking: list[Handle[Any]] = []
         self._waiting: set[int] = set()
         self._waiting_lock = threading.Lock()
@@ -123,6 +125,12 @@ class Engine:
             self._thread.start()
         return lane
 
+    def guard(self, ledger: Ledger) -> None:
+        """Let no rounds of a communicator begin once any operation has failed."""
+        self._gates.add(ledger)
+        if self.failure is not None:
+            ledger.close(GATE_FAILED)
+
     def take_back(self, lane: Lane) -> None:
         """Advance the operations of a dropped communicator, which is to be closed after all."""
         with self.lock:
@@ -141,7 +149,7 @@ class Engine:
         with self.lock:
             left = [*lane.active, *lane.queue]
             if left and not quietly:
-                self.failure = self.failure or ClosedError("MPI ended before all operations did")
+                self._fail_with(self.failure or ClosedError("MPI ended before all operations did"))
             if lane in self._lanes:
                 self._lanes.remove(lane)
         if not self._lanes:
@@ -166,7 +174,8 @@ class Engine:
                 lane.active.clear()
                 lane.queue.clear()
             # Not the first failure: its traceback keeps the user's arrays alive.
-            self.failure, self._failed = error, None
+            self._failed = None
+            self._fail_with(error)
         return left
 
     def stop(self) -> None:
@@ -273,8 +282,14 @@ class Engine:
             task: The schedule that raised it, if the engine does not know it.
         """
         if self.failure is None:
-            self.failure, self._failed = error, task
+            self._failed = task
+            self._fail_with(error)
             self._failure_noticed = threading.current_thread() is not self._thread
+
+    def _fail_with(self, error: BaseException) -> None:
+        self.failure = error
+        for ledger in tuple(self._gates):
+            ledger.close(GATE_FAILED)
 
     def raise_failure(self) -> None:
         """Raise the first error of any operation, if there was one."""

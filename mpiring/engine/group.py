@@ -10,7 +10,10 @@ from ..collectives.native import Turns
 from ..config import Config
 from ..errors import ClosedError
 from ..launch import forks
+from ..launch.cache import folder_of
 from ..launch.start import load_mpi
+from ..memory.arrays import Array
+from ..memory.machine import save_in
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
 from ..operations.algorithms import candidates
@@ -22,10 +25,13 @@ from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
 from ..transport.base import Schedule, T, Task
-from .engine import Engine, give_way
+from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE
+from ..transport.rounds import give_way
+from .engine import Engine
 from .handle import Handle
 from .messages import Messages
 from .opening import opened
+from .short import ShortCalls
 from .stalls import StallWatch
 from .tuning import Tuner
 
@@ -55,7 +61,9 @@ class Group:
         rank, size: This rank, and the number of ranks.
         sharing: Which ranks share nodes and memories.
         recorder: The last operations of this rank.
+        engine: Advances the operations.
         gpus: The GPUs that operations have used.
+        short: Short calls, on one node.
         closed: Whether `close` was called, or a rank has died.
 
     Raises: as Communicator.
@@ -65,22 +73,30 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
+        save_in(folder_of(config.tuning_folder))
         group = opened(mpi_comm, config, engine)
         from ..transport.mpi import Mailbox, before_finalize
         self.config, self.sharing = config, group.sharing
-        self._transport, self._engine = group.transport, group.engine
+        self._transport, self.engine = group.transport, group.engine
         self._end_job, self._name, self._trace = group.end_job, group.name, group.trace
         self.rank, self.size = self._transport.rank, self._transport.size
-        self.recorder = self._engine.recorder
+        self.recorder = self.engine.recorder
         self.closed = False
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._sequence = 0
+        self._ledger = group.sharing.ledger
+        self._words = self._ledger.words
         self._equip()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
         self._post = Mailbox(self._transport)
-        self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder)
-        self._lane = self._engine.join(self._watch.look)
+        self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
+                                 self._ledger)
+        self._lane = self.engine.join(self._watch.look)
+        self.engine.guard(self._ledger)
+        if self.recorder.trace is not None:
+            self._ledger.close(GATE_TRACED)
+        self.short = None if config.rounds == "off" or self.sharing.memory is None or len(
+            self.sharing.memory_groups) > 1 else ShortCalls(self)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
         atexit.register(self._close_at_exit)
@@ -106,7 +122,7 @@ class Group:
         tuner = Tuner(
             self._run_tuning, rank=self.rank, candidates=candidates(self.size, len(shape)),
             cluster=(f"{library}, ranks per node {shape}, "
-                     f"{'thread' if self._engine.threaded else 'inline'} progress"),
+                     f"{'thread' if self.engine.threaded else 'inline'} progress"),
             folder=self.config.tuning_folder)
         model = tuner.find(fresh=fresh)
         self._resources = replace(self._resources, model=model)
@@ -135,7 +151,7 @@ class Group:
         """
         flight, schedule = self._called(call, build)
         try:
-            self._sequence += 1
+            self._words[LEDGER_SEQUENCE] += 1
             handle = Handle(self._lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
@@ -143,9 +159,9 @@ class Group:
                 handle.done = True
                 return handle
             # Also a rank that is alone may have to wait: for its GPU.
-            return self._engine.submit(handle)
+            return self.engine.submit(handle)
         except BaseException as error:
-            self._engine.fail(error)
+            self.engine.fail(error)
             raise
 
     def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
@@ -160,21 +176,33 @@ class Group:
         flight, schedule = self._called(call, build)
         task = Task(schedule)
         try:
-            self._sequence += 1
+            self._words[LEDGER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
                 handle = Handle(self._lane, flight, task, patient=patient)
                 self._watch.enter(handle)
-                self._engine.run(handle)
+                self.engine.run(handle)
         except BaseException as error:
-            self._engine.fail(error, task)
+            self.engine.fail(error, task)
             raise
         while not task.done:
             task.step()
         return task.result  # type: ignore[return-value]
 
+    def watched(self, flight: Flight, task: Task[T]) -> Handle[T]:
+        """Return a handle of an operation that has begun by itself; from now on it may stall."""
+        self.recorder.add(flight)
+        self._watch.last = flight
+        handle = Handle(self._lane, flight, task)
+        self._watch.enter(handle)
+        return handle
+
+    def algorithm_of(self, x: Array, op: str) -> str:
+        """Return the name of the algorithm that "auto" takes for an allreduce of a vector."""
+        return Collectives(self._resources, None, 0).algorithm_of(x, op).name
+
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation; return whether it is complete after a moment."""
-        engine, lane, recorder = self._engine, self._lane, self.recorder
+        engine, lane, recorder = self.engine, self._lane, self.recorder
         if engine.failure is not None:
             engine.raise_failure()
         flight.started_s = began_s = time.monotonic()
@@ -206,7 +234,7 @@ class Group:
         signal whose handler raises may take an operation from one rank unnoticed.
         """
         self.check_open()
-        sequence, sharing = self._sequence, self.sharing
+        sequence, sharing = self._words[LEDGER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
         collectives = Collectives(self._resources, node, sequence)
@@ -228,15 +256,16 @@ class Group:
         """Make some progress, where no background thread does."""
         if forks.in_fork:
             forks.refuse_calls(self.rank)
-        if not self._engine.threaded:
-            self._engine.advance()
+        if not self.engine.threaded:
+            self.engine.advance()
 
     @property
     def statistics(self) -> Statistics:
         """What this group's operations have cost so far."""
         lane = self._lane
-        return Statistics(lane.operations, self._transport.bytes_sent,
-                          lane.communication_s, lane.exposed_s)
+        rounds, rounds_s = self._ledger.rounds, self._ledger.rounds_s
+        return Statistics(lane.operations + rounds, self._transport.bytes_sent,
+                          lane.communication_s + rounds_s, lane.exposed_s + rounds_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.
@@ -259,7 +288,7 @@ class Group:
     def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
         """Return a group over `part`, with this one's engine; free `part`."""
         try:
-            return Group(part, config, self._engine)
+            return Group(part, config, self.engine)
         finally:
             part.Free()
 
@@ -292,7 +321,7 @@ class Group:
             self.check_open()
             from ..transport.mpi import Mailbox, MpiTransport
             transport = MpiTransport(self._transport.comm)
-            self._messages = Messages(transport, Mailbox(transport), self._engine, self.config)
+            self._messages = Messages(transport, Mailbox(transport), self.engine, self.config)
         return self._messages
 
     def beside(self) -> "Group":
@@ -303,7 +332,7 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        return Group(self.messages().comm, self.config, self._engine)
+        return Group(self.messages().comm, self.config, self.engine)
 
     def set_stall_timeout(self, seconds: float) -> None:
         """Change `stall_timeout_s` for this group."""
@@ -314,15 +343,16 @@ class Group:
     @property
     def threaded(self) -> bool:
         """Whether operations advance in the background."""
-        return self._engine.threaded
+        return self.engine.threaded
 
     def _leave_engine(self) -> None:
+        self._ledger.close(GATE_CLOSED)
         if forks.in_fork:
             # Copies of locks may be held for ever, by threads that a fork does not have.
             return
         if self._messages is not None:
             self._messages.leave()
-        self._engine.leave(self._lane)
+        self.engine.leave(self._lane)
         if self._trace is not None:
             self._trace.close(together=False)
 
@@ -361,7 +391,7 @@ class Group:
         """
         if not self.closed and not forks.in_fork:
             self.closed = True
-            self.survivors().leave(self._engine.give_up(error))
+            self.survivors().leave(self.engine.give_up(error))
             self._forget()
 
     def drop(self) -> None:
@@ -371,6 +401,7 @@ class Group:
 
         Collective: no. Blocking: no.
         """
+        self._ledger.close(GATE_CLOSED)
         if self._is_beyond_closing:
             return
         self._equip()
@@ -391,7 +422,7 @@ class Group:
         """Close a group that the program has not closed."""
         if self._is_beyond_closing:
             return
-        self._engine.take_back(self._lane)
+        self.engine.take_back(self._lane)
         try:
             self.close()
         except BaseException as error:
@@ -399,7 +430,7 @@ class Group:
 
     @property
     def _is_beyond_closing(self) -> bool:
-        return self.closed or self._engine.given_up or forks.in_fork or self._is_finalized()
+        return self.closed or self.engine.given_up or forks.in_fork or self._is_finalized()
 
     def check_open(self) -> None:
         """Raise ClosedError unless the group is open, and MPI is running in this process."""

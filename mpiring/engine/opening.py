@@ -10,10 +10,12 @@ from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
 from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
 from ..operations.algorithms import named
 from ..operations.windows import mapped
+from ..record.ledger import Ledger
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
 from ..transport.base import run_to_end
-from ..transport.node_memory import NODE_MEMORY_BYTES, NodeMemory
+from ..transport.layout import NODE_MEMORY_BYTES
+from ..transport.node_memory import NodeMemory
 from .engine import Engine
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ class Sharing:
         order: All ranks, node after node.
         memory_groups: The ranks that share a memory, for each memory, in that order.
         memory: The memory that this rank shares; None where it is alone in its group.
+        ledger: The number of the group's next operation, and its last rounds.
         neighbours: From `launch.topology.neighbours`.
     """
 
@@ -40,6 +43,7 @@ class Sharing:
     order: tuple[int, ...]
     memory_groups: tuple[tuple[int, ...], ...]
     memory: NodeMemory | None
+    ledger: Ledger
     neighbours: tuple[int, int] | None
 
 
@@ -95,6 +99,8 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
         transport.free()
         raise
     name, trace = recorder.name(comm.allgather(recorder.rank)), None
+    sharing.ledger.group = name
+    recorder.ledgers.add(sharing.ledger)
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
@@ -117,15 +123,17 @@ def _share(comm: "MPI.Intracomm", config: Config) -> Sharing:
     from ..transport.mpi import MpiNode
     node = MpiNode(comm)
     leaders = comm.allgather(node.ranks[0])
-    order, memory, leader = node_order(leaders), None, comm.rank
+    order, memory, leader, ledger = node_order(leaders), None, comm.rank, Ledger()
     if node.size > 1 and config.shared_memory:
         segments = run_to_end(mapped(node, NODE_MEMORY_BYTES))
         if segments is not None:
-            memory, leader = NodeMemory(segments, node.rank, node.ranks), node.ranks[0]
+            memory = NodeMemory(segments, node.rank, node.ranks, ledger.words)
+            leader = node.ranks[0]
     groups = ranks_of_nodes(comm.allgather(leader), order)
     node.free()
     return Sharing(
-        topology(comm.rank, leaders), order, groups, memory, neighbours(comm.rank, groups))
+        topology(comm.rank, leaders), order, groups, memory, ledger,
+        neighbours(comm.rank, groups))
 
 
 def _is_threaded(mpi: Any, rank: int, config: Config) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import StallError
+from ..record.ledger import Ledger
 from ..record.recorder import Flight, Recorder
 from .handle import Handle
 
@@ -35,19 +36,22 @@ class StallWatch:
         post: Carries questions and answers.
         config: `stall_warning_s` and `stall_timeout_s`.
         recorder: The last operations of this rank.
+        ledger: Its last rounds in this communicator.
         warn: Takes the text of a report; prints to standard error by default.
 
     Attributes:
         config: As above; may be replaced.
-        last: What this rank called last. Not its handle: that would keep the user's array alive.
+        last: What this rank called last, other than rounds. Not its handle: that would keep the
+            user's array alive.
     """
 
     def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
-                 warn: Callable[[str], None] | None = None) -> None:
+                 ledger: Ledger, warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._post = post
         self._recorder = recorder
+        self._ledger = ledger
         self.config = config
         self._warn = warn or _print_at_once
         self._unfinished: list[Handle[Any]] = []
@@ -125,12 +129,14 @@ class StallWatch:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
             if handle.flight.sequence == sequence:
                 return f"has it queued behind {unfinished[0]}", False
-        if self.last is None:
+        calls = [flight for flight in (self.last, *self._ledger.flights(1)) if flight is not None]
+        if not calls:
             return "has not called it, nor anything else", False
-        if self.last.sequence >= sequence:
+        last = max(calls, key=lambda flight: flight.sequence)
+        if last.sequence >= sequence:
             return "has finished it", False
-        ago = time.monotonic() - self.last.called_s
-        return f"has NOT CALLED it; its last call was {self.last}, {ago:.0f} s ago", False
+        ago = time.monotonic() - last.called_s
+        return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False
 
     def _report(self, inquiry: "_Inquiry", what: str) -> str:
         handle, timeout_s = inquiry.handle, self._timeout_s(inquiry.handle)

@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from ..saving import save
 
 
 class Cache:
@@ -43,17 +42,7 @@ class Cache:
         """
         if self._file is None:
             return
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        # Other jobs may write the same file at the same time.
-        handle, scratch = tempfile.mkstemp(dir=self._file.parent)
-        try:
-            with os.fdopen(handle, "w") as opened:
-                json.dump({"about": self._key, name: value}, opened, indent=1)
-            os.replace(scratch, self._file)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(scratch)
-            raise
+        save(self._file, json.dumps({"about": self._key, name: value}, indent=1).encode())
 
 
 def folder_of(setting: str) -> Path | None:

@@ -9,15 +9,28 @@ import contextlib
 import logging
 import os
 import sys
+import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 from ..errors import ClosedError, LaunchError
+from ..transport.layout import GATE_FORKED
+
+
+class Gate(Protocol):
+    """What keeps rounds from beginning; see record.ledger."""
+
+    def close(self, reason: int) -> None:
+        """Close the gate, for good."""
+
 
 # Whether this process is a fork of the one in which MPI was started; that one's number.
 in_fork = False
 _home = 0
 # The exit status of a fork.
 _status = 0
+# Closed in a fork: what is quick asks nobody whether this process is one.
+gates: "weakref.WeakSet[Gate]" = weakref.WeakSet()
 
 
 def guard(is_finalized: Callable[[], bool]) -> None:
@@ -53,6 +66,8 @@ def _begin() -> None:
     """Begin a fork: from now on refuse its calls, and note its exit status."""
     global in_fork
     in_fork = True
+    for gate in gates:
+        gate.close(GATE_FORKED)
     leave = sys.exit
 
     def noting(status: str | int | None = None, /) -> None:

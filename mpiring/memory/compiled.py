@@ -1,30 +1,22 @@
-"""Compiles loops over vectors with numba: sums of float16 and bfloat16, and loops of codecs.
+"""Compiled loops over vectors: sums of float16 and bfloat16, and loops of codecs and optimizers.
 
-Only this file imports numba, and only when a loop is first needed: the import takes 0.2 s and
-50 MB, compiling 0.1 to 0.6 s per loop, before the operation begins and on all ranks at once. Code
-is not cached on disk: numba's cache is not made for many ranks, perhaps on different processors,
-that fill it at the same time.
+They are loaded, or compiled, when first needed; see `machine`.
 """
 
 import ctypes
-import importlib
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from . import machine
 from .arrays import Array
 
 Combine16 = Callable[[Callable[..., Any], Sequence[Array], float, Array], None]
 
 # Elements that are summed at a time: at 4 bytes each, the sums stay in the level-1 cache.
 _BLOCK = 4096
-
-_log = logging.getLogger("mpiring")
-_compiling = threading.Lock()
-_functions: dict[Any, Any] = {}
 
 
 class _Scratch(threading.local):
@@ -44,8 +36,8 @@ def combiner(name: str) -> Combine16 | None:
     Args:
         name: Of the dtype, "float16" or "bfloat16".
     """
-    function = _once("16-bit sums", _combine_loop, _COMBINE, name)
-    return None if function is None else _caller(function)
+    code = machine.code("16-bit sums", _with_conversions, _COMBINE, _combine_loop, name)
+    return None if code is None else _caller(code.call)
 
 
 def loop(
@@ -62,7 +54,7 @@ def loop(
         function: Of pointers and numbers, in the Python that numba compiles.
         signature: Their types, separated by spaces, such as "float32* int8* intp".
     """
-    return _of_vectors(_once(what, function, signature, None))
+    return _of_vectors(machine.code(what, _alone, signature, function))
 
 
 def loop_16(
@@ -76,56 +68,23 @@ def loop_16(
             uint16 to float32, and back.
         name: Of the dtype, "float16" or "bfloat16".
     """
-    return _of_vectors(_once(what, make, signature, name))
+    return _of_vectors(machine.code(what, _with_conversions, signature, make, name))
 
 
-def _once(what: str, make: Callable[..., Any], signature: str, name: str | None) -> Any:
-    """Return a compiled function, made by the first thread that needs it; None without numba."""
-    key = (make, name)
-    if key not in _functions:
-        with _compiling:
-            if key not in _functions:
-                _functions[key] = _made(what, make, signature, name)
-    return _functions[key]
+def _alone(intrinsics: Any, function: Callable[..., None]) -> Callable[..., None]:
+    return function
 
 
-def _made(what: str, make: Callable[..., Any], signature: str, name: str | None) -> Any:
-    try:
-        numba = importlib.import_module("numba")
-    except ImportError as error:
-        # numba raises it, too, where NumPy is newer than it supports.
-        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
-        return None
-    _log.info("compiling %s, which takes about a second", what)
-    try:
-        function = make if name is None else make(*_conversions(numba, name))
-        return _compiled(numba, function, signature.split())
-    except numba.errors.NumbaError as error:
-        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
-        return None
+def _with_conversions(intrinsics: Any, make: Callable[..., Callable[..., None]],
+                      name: str) -> Callable[..., None]:
+    return make(*intrinsics.conversions(name))
 
 
-def _compiled(numba: Any, function: Callable[..., None], signature: Sequence[str]) -> Any:
-    """Compile a function of pointers and numbers; return it as ctypes calls it."""
-    types, c_types = [], []
-    for name in signature:
-        base = name.rstrip("*")
-        kind = numba.from_dtype(np.dtype(base))
-        for _ in range(len(name) - len(base)):
-            kind = numba.types.CPointer(kind)
-        types.append(kind)
-        c_types.append(ctypes.c_void_p if name != base else np.ctypeslib.as_ctypes_type(base))
-    kernel = numba.cfunc(numba.types.void(*types), error_model="numpy")(function)
-    # ctypes releases Python's lock during the call.
-    call = ctypes.CFUNCTYPE(None, *c_types)(kernel.address)
-    call.kernel = kernel  # type: ignore[attr-defined]  # which owns the code
-    return call
-
-
-def _of_vectors(function: Any) -> Callable[..., None] | None:
+def _of_vectors(code: machine.Code | None) -> Callable[..., None] | None:
     """Return a function that takes vectors where the compiled one takes addresses."""
-    if function is None:
+    if code is None:
         return None
+    function = code.call
 
     def call(*arguments: Any) -> None:
         function(*[x.ctypes.data if isinstance(x, np.ndarray) else x for x in arguments])
@@ -172,49 +131,3 @@ def _caller(function: Any) -> Combine16:
                  out.ctypes.data)
 
     return combine
-
-
-def _conversions(numba: Any, name: str) -> tuple[Any, Any]:
-    """Return functions that convert the bits of a 16-bit number to float32, and back."""
-    if name == "float16":
-        return _half_conversions(numba)
-    return numba.njit(_widen_bfloat), numba.njit(_narrow_bfloat)
-
-
-def _widen_bfloat(bits: Any) -> Any:
-    return np.uint32(np.uint32(bits) << 16).view(np.float32)
-
-
-def _narrow_bfloat(x: Any) -> Any:
-    # Without np.uint32 numba would go on in 64 bits, at half the speed.
-    bits = np.float32(x).view(np.uint32)
-    odd = np.uint32(np.uint32(bits >> 16) & 1)
-    rounded = np.uint32(np.uint32(bits + np.uint32(odd + 0x7fff)) >> 16)
-    quiet_nan = np.uint32(np.uint32(bits >> 16) | 0x40)
-    return np.uint16(rounded if x == x else quiet_nan)
-
-
-def _half_conversions(numba: Any) -> tuple[Any, Any]:
-    """Return conversions by the processor's own instructions, for which numba has no name."""
-    from llvmlite import ir
-    intrinsic, types = numba.extending.intrinsic, numba.types
-
-    def widen(typing: Any, bits: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            _refuse_without_instructions(numba, context)
-            return builder.fpext(builder.bitcast(values[0], ir.HalfType()), ir.FloatType())
-        return types.float32(types.uint16), generate
-
-    def narrow(typing: Any, x: Any) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            return builder.bitcast(builder.fptrunc(values[0], ir.HalfType()), ir.IntType(16))
-        return types.uint16(types.float32), generate
-
-    return intrinsic(widen), intrinsic(narrow)
-
-
-def _refuse_without_instructions(numba: Any, context: Any) -> None:
-    """Raise where LLVM would call a function of a library that may be missing."""
-    target, _, features = context.codegen().magic_tuple()
-    if target.startswith("x86") and "+f16c" not in features.split(","):
-        raise numba.errors.UnsupportedError("the processor does not convert float16 (F16C)")

@@ -190,9 +190,7 @@ def agreed(
         else:
             yield (node.barrier(),)
         if not node.agrees():
-            for rank, other in node.headers():
-                if other != header:
-                    _refuse(node.ranks[node.rank], call, rank, other)
+            refuse_others(call, node)
     if neighbours is not None:
         yield (arriving,)
         if bytes(theirs) != header:
@@ -204,6 +202,17 @@ def agreed(
     if node is not None:
         node.leave()
     return result
+
+
+def refuse_others(call: Call, node: Node) -> None:
+    """Raise BufferMismatchError if a rank of the node made another call than `call`.
+
+    Args:
+        node: The operation's meeting place, after the first barrier.
+    """
+    for rank, other in node.headers():
+        if other != call.header:
+            _refuse(node.ranks[node.rank], call, rank, other)
 
 
 def _refuse(rank: int, call: Call, other: int, header: bytes) -> None:

@@ -14,7 +14,7 @@ from ..launch.gpu_aware import takes_pointers
 from ..launch.start import load_mpi
 from ..memory.arrays import Array
 from ..transport.base import Schedule, T
-from ..transport.node_memory import AREAS
+from ..transport.layout import AREAS
 from .agreement import Call
 from .exports import Exports
 from .on_device import SLOT_BYTES, TUNING, GpuContext, in_context

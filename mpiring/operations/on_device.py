@@ -19,7 +19,7 @@ from ..gpu.device import Device
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
-from ..transport.node_memory import AREAS
+from ..transport.layout import AREAS
 from ..transport.staged import DeviceChannel
 from .exports import Exports
 from .operation import Collectives

@@ -15,7 +15,7 @@ from ..memory.reduction import Combine, reduction
 from ..transport.alone import Alone
 from ..transport.base import Channel, Node, Schedule, T
 from ..transport.members import Members
-from .algorithms import Case, choose, choose_halves, say_fallback
+from .algorithms import Algorithm, Case, choose, choose_halves, say_fallback
 from .resources import OperationChannel, Resources
 from .windows import mapped_once
 
@@ -130,9 +130,16 @@ class Collectives:
             ConfigError: The op or the algorithm does not suit the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
-        row = self._chosen(choose, x, op, algorithm)
+        row = self.algorithm_of(x, op, algorithm)
         self.algorithm = row.name
         return _nothing() if self.size == 1 else row.allreduce(self, x, op, combine)
+
+    def algorithm_of(self, x: Array, op: str, algorithm: str = "auto") -> Algorithm:
+        """Return the algorithm that `allreduce` takes.
+
+        Raises: as `allreduce`.
+        """
+        return self._chosen(choose, x, op, algorithm)
 
     def _chosen(self, choose: Callable[..., T], x: Array, op: str, wish: str = "auto") -> T:
         # A program makes the same few calls again and again.

@@ -1,6 +1,7 @@
 """Records a rank's last operations: what they were, when they ran, how long callers waited."""
 
 import time
+import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from ..operations.agreement import Call
 from ..text import ranges
 
 if TYPE_CHECKING:
+    from .ledger import Ledger
     from .trace_file import TraceFile
 
 # A few steps of a large model; a megabyte at most.
@@ -82,11 +84,13 @@ class Recorder:
     Attributes:
         rank: As above.
         trace: A file of all operations, waits and steps, or None.
+        ledgers: Of those communicators; their rounds are operations, too.
         add: Note that this rank calls an operation.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
+        self.ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
         self.trace: TraceFile | None = None
         self._flights: deque[Flight] = deque(maxlen=CAPACITY)
         # No method, for speed: a blocking call takes microseconds.
@@ -144,8 +148,16 @@ class Recorder:
         """Return a line for each of the last operations, the newest last."""
         now = time.monotonic()
         clock_s = time.time() - now
+        flights = self._last(min(last, CAPACITY))
+        return [flight.line(now, clock_s) for flight in flights]
+
+    def _last(self, last: int) -> list[Flight]:
+        """Return the last operations, the newest last."""
         flights = list(self._flights)
-        return [flight.line(now, clock_s) for flight in flights[max(0, len(flights) - last):]]
+        for ledger in tuple(self.ledgers):
+            flights += ledger.flights(last)
+        flights.sort(key=lambda flight: flight.called_s)
+        return flights[max(0, len(flights) - last):]
 
     def report(self, last: int) -> str:
         """Return lines about the `last` operations; where there is a trace, save all of them."""

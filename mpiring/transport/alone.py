@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from .base import Array, Schedule
-from .node_memory import SLOT_BYTES
+from .layout import SLOT_BYTES
 
 
 class Alone:

@@ -6,31 +6,19 @@ number s uses area s modulo their count once no rank is in the area's previous o
 
 import platform
 import threading
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .base import HEADER_BYTES, LANES, Array, Schedule
-
-AREAS = 4
-SLOT_BYTES = 512 << 10
-_NOTE_WORDS = 8
-# Of a lane: its flag on a cache line of its own, and two notes, used in turn.
-_LANE_WORDS = 8 + 2 * _NOTE_WORDS
-# Beside the flag of lane 0, in the same cache line.
-_DIGEST_WORD = 1
-_HEADER_WORD = LANES * _LANE_WORDS
-_SLOT_WORD = -(-(_HEADER_WORD * 8 + HEADER_BYTES) // 64) * 8
-_AREA_WORDS = _SLOT_WORD + SLOT_BYTES // 8
-NODE_MEMORY_BYTES = AREAS * _AREA_WORDS * 8
-
-# A flag counts the barriers of one operation in its low bits; above is the operation's number.
-_COUNT_BITS = 24
-_ENDED = (1 << _COUNT_BITS) - 1
+from .base import HEADER_BYTES, Array, Schedule
+from .layout import (
+    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, HEADER_WORD, LANE_WORDS,
+    LEDGER_WRITTEN, NOTE_WORD, NOTE_WORDS, SLOT_BYTES, SLOT_WORD)
 
 # x86 reorders neither stores nor loads among themselves; ARM and POWER do.
-_REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
+REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
 # A program may combine vectors of ever new lengths.
 _MOST_SLOTS = 256
@@ -43,20 +31,21 @@ class NodeMemory:
         segments: Per rank of the node, NODE_MEMORY_BYTES bytes, zero at first.
         rank: This rank, among them.
         ranks: Their ranks in the communicator, for messages.
+        ledger: The group's words, of which LEDGER_WRITTEN are kept here; see layout.
     """
 
-    def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int]) -> None:
+    def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int],
+                 ledger: "array[int]") -> None:
         self.segments = segments
         self.rank = rank
         self.ranks = ranks
+        self.ledger = ledger
         self.words = [segment.data.cast("q") for segment in segments]
         self.texts = [segment.data for segment in segments]
         self.others = [words for position, words in enumerate(self.words) if position != rank]
         self.positions = [position for position in range(len(ranks)) if position != rank]
         self._slots: dict[tuple[int, np.dtype[Any], int | None], Sequence[Array]] = {}
         self.written: list[bytes] = [b""] * AREAS
-        self._lock = threading.Lock()
-        self._lock.acquire()
 
     def node(self, sequence: int, header: bytes, digest: int) -> "SharedNode":
         """Return the meeting place of operation number `sequence`, see base.Node.
@@ -74,7 +63,7 @@ class NodeMemory:
         if found is None:
             if len(self._slots) >= _MOST_SLOTS:
                 self._slots.clear()
-            start = (area * _AREA_WORDS + _SLOT_WORD) * 8
+            start = (area * AREA_WORDS + SLOT_WORD) * 8
             found = self._slots[key] = [
                 segment[start:start + SLOT_BYTES].view(dtype)[:size] for segment in self.segments]
         return found
@@ -82,10 +71,13 @@ class NodeMemory:
     def fence(self) -> None:
         """Let no access to memory move across this line, where the processor would do that.
 
-        Giving a lock away and taking it again forbids it on each.
+        Giving a lock away and taking it again forbids it on each. Not always the same lock: rounds
+        pass here in one thread, and other operations in another.
         """
-        self._lock.release()
-        self._lock.acquire()
+        lock = threading.Lock()
+        lock.acquire()
+        lock.release()
+        lock.acquire()
 
 
 class SharedNode:
@@ -105,9 +97,9 @@ class SharedNode:
         self._header = header
         self._lanes: dict[int, SharedNode] = {}
         self._digest = digest
-        self._area = sequence % AREAS * _AREA_WORDS
-        self._flag = self._area + lane * _LANE_WORDS
-        self._count = (sequence + 1) << _COUNT_BITS
+        self._area = sequence % AREAS * AREA_WORDS
+        self._flag = self._area + lane * LANE_WORDS
+        self._count = (sequence + 1) << COUNT_BITS
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return, per rank of the node, a vector of at most SLOT_BYTES bytes; see base.Node."""
@@ -117,7 +109,7 @@ class SharedNode:
         """Return whether no rank uses the memory for an earlier operation any more."""
         if self._sequence < AREAS:
             return True
-        ended = (self._sequence + 1 - AREAS) << _COUNT_BITS | _ENDED
+        ended = (self._sequence + 1 - AREAS) << COUNT_BITS | ENDED
         flag = self._area
         for words in self._memory.others:
             if words[flag] < ended:
@@ -133,10 +125,10 @@ class SharedNode:
             self.met = True
             self._write_header()
         if numbers:
-            note = flag + 8 + (self._count & 1) * _NOTE_WORDS
+            note = flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
             for position, number in enumerate(numbers):
                 mine[note + position] = number
-        if _REORDERS:
+        if REORDERS:
             memory.fence()
         mine[flag] = self._count
         return _Arrived(memory, flag, self._count)
@@ -144,7 +136,7 @@ class SharedNode:
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return, per rank of the node, the up to 8 numbers that each has passed."""
         yield (self.barrier(*numbers),)
-        note = self._flag + 8 + (self._count & 1) * _NOTE_WORDS
+        note = self._flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
         return [tuple(words[note:note + len(numbers)]) for words in self._memory.words]
 
     def lane(self, index: int) -> "SharedNode":
@@ -159,13 +151,13 @@ class SharedNode:
     def leave(self) -> None:
         """Mark that this rank has done with the operation."""
         memory = self._memory
-        if _REORDERS:
+        if REORDERS:
             memory.fence()
-        memory.words[self.rank][self._area] = (self._sequence + 1) << _COUNT_BITS | _ENDED
+        memory.words[self.rank][self._area] = (self._sequence + 1) << COUNT_BITS | ENDED
 
     def agrees(self) -> bool:
         """Return whether all ranks made the same call; after the first barrier."""
-        digest, word = self._digest, self._area + _DIGEST_WORD
+        digest, word = self._digest, self._area + DIGEST_WORD
         for words in self._memory.others:
             if words[word] != digest:
                 return False
@@ -173,18 +165,19 @@ class SharedNode:
 
     def headers(self) -> list[tuple[int, bytes]]:
         """Return the other ranks and their headers; after the first barrier."""
-        memory, start = self._memory, (self._area + _HEADER_WORD) * 8
+        memory, start = self._memory, (self._area + HEADER_WORD) * 8
         return [(self.ranks[position], bytes(memory.texts[position][start:start + HEADER_BYTES]))
                 for position in memory.positions]
 
     def _write_header(self) -> None:
         memory = self._memory
-        memory.words[self.rank][self._area + _DIGEST_WORD] = self._digest
+        memory.words[self.rank][self._area + DIGEST_WORD] = self._digest
         # A program that makes the same calls again and again finds its header there already.
         area = self._sequence % AREAS
-        if memory.written[area] is not self._header:
-            memory.written[area] = self._header
-            start = (self._area + _HEADER_WORD) * 8
+        ledger, written = memory.ledger, LEDGER_WRITTEN + area
+        if ledger[written] or memory.written[area] is not self._header:
+            ledger[written], memory.written[area] = 0, self._header
+            start = (self._area + HEADER_WORD) * 8
             memory.texts[self.rank][start:start + HEADER_BYTES] = self._header
 
 
@@ -206,6 +199,6 @@ class _Arrived:
         for words in self._others:
             if words[flag] < count:
                 return False
-        if _REORDERS:
+        if REORDERS:
             self._memory.fence()
         return True

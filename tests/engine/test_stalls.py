@@ -8,6 +8,7 @@ import pytest
 from mpiring import Config, StallError
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine
+from mpiring.record.ledger import Ledger
 from mpiring.record.recorder import Flight, Recorder
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
@@ -51,7 +52,7 @@ class Ranks:
         self.recorders = [Recorder(rank) for rank in range(size)]
         self.watches = [
             StallWatch(rank, size, Post(self, rank), config, self.recorders[rank],
-                       self.reports[rank].append) for rank in range(size)]
+                       Ledger(), self.reports[rank].append) for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
         flight = Flight(Call(kind), sequence, called_s=time.monotonic())

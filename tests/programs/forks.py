@@ -86,7 +86,7 @@ def communicate():
 
 def holding_locks():
     """Fork while another thread, which the child has not, holds the locks of the engine."""
-    engine = comm._group._engine
+    engine = comm._group.engine
     taken, done = threading.Event(), threading.Event()
 
     def hold():
@@ -113,6 +113,9 @@ messages = comm.messages()
 # Complete when the other rank sends, which is not before the forks have ended.
 handle = messages.irecv(np.empty(1), 1 - comm.rank)
 large = comm.iallreduce(np.ones(1 << 20))
+for _ in range(3):
+    # From now on such a call is a round.
+    comm.allreduce(np.ones(1))
 assert forked(communicate) == 0
 large.wait()
 train()

@@ -99,7 +99,8 @@ def _uniform(n: int, seed: int) -> Array:
 
 def _encode_loop(x, scales, values, lost, n, block, seed, loses):  # type: ignore[no-untyped-def]
     """Encode, as numba compiles it: uint32 everywhere, or it would go on in 64 bits."""
-    for start in range(0, n, block):
+    for number in range(-(-n // block)):
+        start = number * block
         end = min(start + block, n)
         peak = np.uint32(0)
         for i in range(start, end):
@@ -113,7 +114,7 @@ def _encode_loop(x, scales, values, lost, n, block, seed, loses):  # type: ignor
             scale = np.float32(0)
         else:
             inverse = JUST_BELOW / largest
-        scales[start // block] = scale
+        scales[number] = scale
         if inverse > 0:
             for i in range(start, end):
                 h = np.uint32(np.uint32(np.uint32(i) * GOLDEN) + seed)
@@ -132,9 +133,10 @@ def _encode_loop(x, scales, values, lost, n, block, seed, loses):  # type: ignor
 
 
 def _decode_loop(scales, values, out, n, block, adds):  # type: ignore[no-untyped-def]
-    for start in range(0, n, block):
+    for number in range(-(-n // block)):
+        start = number * block
         end = min(start + block, n)
-        scale = scales[start // block]
+        scale = scales[number]
         if adds:
             for i in range(start, end):
                 out[i] += np.float32(values[i]) * scale

@@ -79,7 +79,8 @@ class Sign(InBlocks):
 
 def _encode_loop(x, scales, words, lost, n, block, loses, lanes):  # type: ignore[no-untyped-def]
     """Encode, as numba compiles it: the bits of `_encode_by_numpy`."""
-    for start in range(0, n, block):
+    for number in range(-(-n // block)):
+        start = number * block
         end = min(start + block, n)
         for j in range(_LANES):
             lanes[j] = np.float32(0)
@@ -104,16 +105,17 @@ def _encode_loop(x, scales, words, lost, n, block, loses, lanes):  # type: ignor
                 lanes[j] += lanes[half + j]
         scale = lanes[0] / np.float32(end - start)
         scale = scale if scale == scale else _NAN
-        scales[start // block] = scale
+        scales[number] = scale
         if loses:
             for i in range(start, end):
                 lost[i] = x[i] - (scale if np.float32(x[i]).view(np.int32) >= 0 else -scale)
 
 
 def _decode_loop(scales, words, out, n, block, adds):  # type: ignore[no-untyped-def]
-    for start in range(0, n, block):
+    for number in range(-(-n // block)):
+        start = number * block
         end = min(start + block, n)
-        scale = np.float32(scales[start // block]).view(np.uint32)
+        scale = np.float32(scales[number]).view(np.uint32)
         for first in range(start, end, _LANES):
             word = words[first // _LANES]
             length = min(_LANES, end - first)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from launching import needed
 
 from mpiring import ConfigError
+from mpiring.memory import compiled, machine
 from mpiring.reducers.codecs.base import Codec
 from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import Halves
 from mpiring.reducers.codecs.signs import Sign
-from mpiring.memory import compiled
 
 CODECS: list[Codec] = [
     Halves("float16"), Halves("bfloat16"), EightBit(1), EightBit(100), EightBit(256),
@@ -166,6 +166,8 @@ def test_numba_is_what_runs_where_it_is_installed(codec, monkeypatch):
     monkeypatch.setattr(compiled, "loop_16", watched(compiled.loop_16))
     decoded(codec, encoded(codec, normal(9)), 9)
     assert len(ran) == 2 and None not in ran
+    # Of numba's own functions numba is the owner.
+    assert all(hasattr(code.call.owner, "get_function_address") for code in machine._codes.values())
 
 
 @every_codec
@@ -319,7 +321,7 @@ def test_signs_are_the_mean_magnitude(by):
 @pytest.mark.parametrize("codec", [Halves("bfloat16"), EightBit(64), Sign(64)], ids=repr)
 def test_without_numba_numpy_encodes_and_the_log_says_so_once(codec, monkeypatch, caplog):
     caplog.set_level("INFO", "mpiring")
-    monkeypatch.setattr(compiled, "_functions", {})
+    monkeypatch.setattr(machine, "_codes", {})
     monkeypatch.setitem(sys.modules, "numba", None)
     x = normal(300)
     for _ in range(2):

@@ -1,0 +1,322 @@
+"""Makes machine code of functions with numba, saves it, and loads it without numba.
+
+To import numba takes 0.4 s and 50 MB, to compile a function 0.1 to 1 s; to load what an earlier
+process has saved takes llvmlite alone, and 0.05 s. numba's own cache would need numba.
+
+A saved file is code that will run: it is taken only from its owner's hands, whole, and made from
+the same functions, by the same versions, for the same processor; else it is made anew.
+"""
+
+import contextlib
+import ctypes
+import dis
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..saving import save
+
+Make = Callable[..., Callable[..., Any]]
+# The address of a function, and what owns its memory.
+_Found = tuple[int, Any]
+
+_log = logging.getLogger("mpiring")
+_compiling = threading.Lock()
+_codes: dict[Any, "Code | None"] = {}
+_folder: Path | None = None
+
+_SYMBOL = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"),
+                    ("value", "u8"), ("size", "u8")])
+# Modules whose attributes are what their names say.
+_MODULES = ("numpy", "math")
+
+
+class Code:
+    """A function in machine code.
+
+    Args:
+        signature: That it was compiled for.
+        address: Of the function.
+        owner: Owns its memory.
+
+    Attributes:
+        call: The function; other threads run during a call.
+        call_with_lock: The function, called with Python's lock held, which saves 0.1 µs: for what
+            takes a few microseconds at most.
+    """
+
+    def __init__(self, signature: str, address: int, owner: Any) -> None:
+        arguments, result = _types(signature)
+        types = [result and _c_type(result), *map(_c_type, arguments)]
+        self.call = ctypes.CFUNCTYPE(*types)(address)
+        self.call_with_lock = ctypes.PYFUNCTYPE(*types)(address)
+        # Functions live as long as what owns their code.
+        self.call.owner = self.call_with_lock.owner = owner  # type: ignore[attr-defined]
+
+
+def save_in(folder: Path | None) -> None:
+    """Save and look for machine code in a folder, from now on in this process; None for nowhere."""
+    global _folder
+    _folder = folder
+
+
+def code(what: str, make: Make, signature: str, *arguments: Any) -> Code | None:
+    """Return machine code, loaded or made by the first thread that needs it; None without numba.
+
+    Args:
+        what: What it does, for the log: a plural.
+        make: `make(intrinsics, *arguments)` returns the function to compile, of pointers and
+            numbers, in the Python that numba compiles; `intrinsics` is the module of that name.
+        signature: The function's types, separated by spaces, such as "float32* int8* intp", then
+            "-> int64" where it returns something.
+        arguments: Functions, dtypes, numbers, texts.
+    """
+    return _once(what, make, signature, arguments, compiles=True)
+
+
+def saved(what: str, make: Make, signature: str, *arguments: Any) -> Code | None:
+    """Return machine code as `code` does if that takes no compiling; else None, for now."""
+    return _once(what, make, signature, arguments, compiles=False)
+
+
+def _once(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
+          compiles: bool) -> Code | None:
+    key = (make, signature, arguments)
+    if key not in _codes:
+        with _compiling:
+            if key in _codes:
+                return _codes[key]
+            about = _about(what, make, signature, arguments)
+            found = None if about is None else _read(_file(about), about)
+            if found is None and not compiles:
+                return None
+            found = found or _made(what, make, signature, arguments, about)
+            _codes[key] = None if found is None else Code(signature, *found)
+    return _codes[key]
+
+
+def _made(what: str, make: Make, signature: str, arguments: tuple[Any, ...],
+          about: dict[str, str] | None) -> _Found | None:
+    """Compile a function, and save the code if it can be loaded without numba."""
+    try:
+        numba = importlib.import_module("numba")
+    except ImportError as error:
+        # numba raises it, too, where NumPy is newer than it supports.
+        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
+        return None
+    _log.info("compiling %s, which takes about a second", what)
+    try:
+        function = make(importlib.import_module(".intrinsics", __package__), *arguments)
+        compiled = _compiled(numba, function, signature)
+    except numba.errors.NumbaError as error:
+        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
+        return None
+    llvm = _llvm()
+    image = _image(llvm, compiled)
+    if not _is_loadable(llvm, image):
+        _log.debug("code of %s is not saved: it needs numba", what)
+        return compiled.address, compiled
+    if about is not None:
+        _save(about, compiled.native_name, image)
+    return _loaded(llvm, image, compiled.native_name)
+
+
+def _compiled(numba: Any, function: Callable[..., Any], signature: str) -> Any:
+    """Compile a function of pointers and numbers by numba."""
+    def kind(name: str) -> Any:
+        base = name.rstrip("*")
+        found = numba.from_dtype(np.dtype(base))
+        for _ in range(len(name) - len(base)):
+            found = numba.types.CPointer(found)
+        return found
+
+    arguments, result = _types(signature)
+    returned = numba.types.void if result is None else kind(result)
+    # Inlined into what ctypes calls, it is seen not to raise; else numba would be needed to.
+    return numba.cfunc(returned(*map(kind, arguments)), error_model="numpy",
+                       forceinline=True)(function)
+
+
+def _types(signature: str) -> tuple[list[str], str | None]:
+    arguments, _, result = signature.partition("->")
+    return arguments.split(), result.strip() or None
+
+
+def _c_type(name: str) -> Any:
+    return ctypes.c_void_p if name.endswith("*") else np.ctypeslib.as_ctypes_type(name)
+
+
+def _image(llvm: Any, compiled: Any) -> bytes:
+    """Return the object file of a function that numba has compiled."""
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3,
+        jit=True)
+    image: bytes = machine.emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
+    return image
+
+
+def _save(about: dict[str, str], symbol: str, image: bytes) -> None:
+    """Save an object file for later processes."""
+    body = b"%s\n%s" % (json.dumps({**about, "symbol": symbol}).encode(), image)
+    try:
+        save(_file(about), _checksum(body) + body)
+    except OSError as error:
+        _log.info("code of %s is not saved: %s; set MPIRING_TUNING_FOLDER to a folder that can be "
+                  "written to, or to nothing", about["what"], error)
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=32).hexdigest().encode() + b"\n"
+
+
+def _read(file: Path, about: dict[str, str]) -> _Found | None:
+    """Return the code in a file; None if it is missing, damaged, another's or about another."""
+    try:
+        content = _content(file)
+        check, body = content[:65], content[65:]
+        if check != _checksum(body):
+            raise ValueError("it is damaged")
+        head, _, image = body.partition(b"\n")
+        told = json.loads(head)
+        symbol = told.pop("symbol")
+        if told != about:
+            raise ValueError("it is of something else")
+        llvm = _llvm()
+        if not _is_loadable(llvm, image):
+            raise ValueError("it needs what this process does not have")
+        return _loaded(llvm, image, symbol)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.info("%s is not used: %s", file, error)
+        return None
+
+
+def _content(file: Path) -> bytes:
+    """Return the content of a file that nobody but this user, or root, can have written."""
+    def without_waiting(path: str, flags: int) -> int:
+        # If it is a pipe, for a writer.
+        return os.open(path, flags | os.O_NONBLOCK)
+
+    with open(file, "rb", opener=without_waiting) as opened:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+            raise ValueError("it is not a file of this user")
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise ValueError("others may write to it")
+        return opened.read()
+
+
+def _loaded(llvm: Any, image: bytes, symbol: str) -> _Found:
+    """Load an object file, and find a function in it."""
+    engine = llvm.create_mcjit_compiler(
+        llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine(jit=True))
+    engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(image))
+    engine.finalize_object()
+    address = engine.get_function_address(symbol)
+    if not address:
+        raise ValueError(f"it has no function {symbol}")
+    return address, engine
+
+
+def _is_loadable(llvm: Any, image: bytes) -> bool:
+    """Return whether the process has all that an object needs; LLVM would end it otherwise."""
+    parts = {part.name(): part.data()
+             for part in llvm.object_file.ObjectFileRef.from_data(image).sections()}
+    if image[:4] != b"\x7fELF" or b".symtab" not in parts:
+        return False
+    symbols, names = np.frombuffer(parts[b".symtab"], _SYMBOL), parts[b".strtab"]
+    process = ctypes.CDLL(None)
+    needed = (names[start:names.index(b"\0", start)].decode()
+              for start in symbols["name"][symbols["section"] == 0].tolist() if start)
+    return all(hasattr(process, name) for name in needed)
+
+
+def _llvm() -> Any:
+    llvm = importlib.import_module("llvmlite.binding")
+    with contextlib.suppress(RuntimeError):
+        # Later versions have done it, and say so.
+        llvm.initialize()
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    return llvm
+
+
+def _file(about: dict[str, str]) -> Path:
+    name = hashlib.blake2b(repr(sorted(about.items())).encode(), digest_size=12).hexdigest()
+    return (_folder or Path()) / f"code-{name}.bin"
+
+
+def _about(what: str, make: Make, signature: str,
+           arguments: tuple[Any, ...]) -> dict[str, str] | None:
+    """Return all that machine code depends on; None where nothing is to be saved."""
+    if _folder is None:
+        return None
+    try:
+        versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
+        llvm = _llvm()
+    except ImportError:
+        return None
+    return {"what": what, "versions": " ".join([*versions, platform.python_version()]),
+            "processor": llvm.get_host_cpu_name(),
+            "features": llvm.get_host_cpu_features().flatten(),
+            "function": _digest([*_described(make), signature, *_described(arguments),
+                                 *_sources()])}
+
+
+def _digest(lines: list[str]) -> str:
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
+
+
+def _sources() -> Iterator[str]:
+    for name in ("intrinsics.py", "machine.py"):
+        yield Path(__file__).with_name(name).read_text()
+
+
+def _described(value: Any) -> Iterator[str]:
+    """Yield lines that are equal for values, and functions, that do the same.
+
+    Raises:
+        TypeError: Nobody knows what it does.
+    """
+    if isinstance(value, FunctionType):
+        yield from _described_code(value.__code__, value.__globals__)
+        yield from _described(value.__defaults__ or ())
+        for cell in value.__closure__ or ():
+            yield from _described(cell.cell_contents)
+    elif isinstance(value, tuple):
+        yield f"{len(value)} values"
+        for part in value:
+            yield from _described(part)
+    elif isinstance(value, ModuleType) and value.__name__ in _MODULES:
+        yield value.__name__
+    elif isinstance(value, (type, BuiltinFunctionType, np.ufunc)):
+        yield f"{getattr(value, '__module__', 'numpy')}.{value.__name__}"
+    elif value is None or isinstance(value, (bool, int, float, str, np.generic, np.dtype)):
+        yield f"{type(value).__name__} {value!r}"
+    else:
+        raise TypeError(f"machine code cannot depend on {value!r}")
+
+
+def _described_code(code: CodeType, names: dict[str, Any]) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "LOAD_GLOBAL" and instruction.argval in names:
+            yield from _described(names[instruction.argval])
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _described_code(constant, names)
+        else:
+            yield from _described(constant)

@@ -1,0 +1,93 @@
+"""Keeps what the operations of a group have in common on this rank, in words that rounds change."""
+
+from array import array
+from collections.abc import Iterator
+
+from ..launch import forks
+from ..operations.agreement import Call
+from ..transport.layout import (
+    LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WORDS,
+    RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
+from .recorder import Flight
+
+# So many calls are known by their identities. Beyond, those are forgotten that are neither in the
+# ring nor among the newer half.
+_MOST_CALLS = 4 * RING
+_FORGOTTEN = Call("a round", "of a call long ago")
+
+
+class Ledger:
+    """The number of a group's next operation, and its last rounds; see transport.layout.
+
+    Attributes:
+        words: LEDGER_WORDS words, which compiled code changes, too; never resized.
+        group: The group's name in reports; see Recorder.name.
+    """
+
+    def __init__(self) -> None:
+        self.words = array("q", bytes(8 * LEDGER_WORDS))
+        self.group = ""
+        self._calls: dict[int, tuple[Call, str]] = {}
+        self._identity = 0
+        forks.gates.add(self)
+
+    @property
+    def address(self) -> int:
+        """Where the words lie."""
+        return self.words.buffer_info()[0]
+
+    @property
+    def sequence(self) -> int:
+        """The number of the next operation."""
+        return self.words[LEDGER_SEQUENCE]
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds were complete without the engine."""
+        return self.words[LEDGER_ROUNDS]
+
+    @property
+    def rounds_s(self) -> float:
+        """Seconds that callers spent in these."""
+        return self.words[LEDGER_NANOSECONDS] / 1e9
+
+    def close(self, reason: int) -> None:
+        """Close the gate: no round begins any more.
+
+        Args:
+            reason: GATE_CLOSED or another bit, see transport.layout.
+        """
+        self.words[LEDGER_GATE] |= reason
+
+    def identity_of(self, call: Call, algorithm: str) -> int:
+        """Return a new number by which rounds of a call are noted.
+
+        Args:
+            call: What they are.
+            algorithm: Which algorithm they take, for reports.
+        """
+        if len(self._calls) >= _MOST_CALLS:
+            noted = {identity for identity, *_ in self._noted()}
+            noted.update(range(self._identity - _MOST_CALLS // 2, self._identity + 1))
+            self._calls = {key: call for key, call in self._calls.items() if key in noted}
+        self._identity += 1
+        self._calls[self._identity] = call, algorithm
+        return self._identity
+
+    def flights(self, last: int = RING) -> list[Flight]:
+        """Return the last rounds as operations, the newest last."""
+        return [self._flight(*entry) for entry in self._noted(last)]
+
+    def _noted(self, last: int = RING) -> Iterator[tuple[int, int, int, int]]:
+        rounds = self.rounds
+        for k in range(max(0, rounds - min(last, RING)), rounds):
+            entry = LEDGER_RING + k % RING * RING_WORDS
+            words = self.words[entry:entry + RING_WORDS]
+            yield (words[RING_IDENTITY], words[RING_SEQUENCE], words[RING_BEGAN],
+                   words[RING_ENDED])
+
+    def _flight(self, identity: int, sequence: int, began_ns: int, ended_ns: int) -> Flight:
+        call, algorithm = self._calls.get(identity, (_FORGOTTEN, ""))
+        began_s, ended_s = began_ns / 1e9, ended_ns / 1e9
+        return Flight(call, sequence, self.group, algorithm, began_s, began_s, ended_s,
+                      ended_s - began_s)

@@ -1,0 +1,195 @@
+"""Runs a short operation of a node's ranks as one straight function: a round, see layout."""
+
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..memory.reduction import OPS, reduction
+from .base import HEADER_BYTES, Array
+from .layout import (
+    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, GATED, GO_ON,
+    HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS,
+    LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING, RING_WORDS,
+    ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY,
+    ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_OP, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE,
+    ROUND_SPINS, ROUND_STAGE, ROUND_YIELDS, round_words)
+from .node_memory import REORDERS, NodeMemory
+
+# Given how (BEGIN, …) and the vector: runs a round as far as it goes, and returns DONE, LATE, …
+Run = Callable[[int, Array], int]
+
+# How often Python looks at a meeting, by how it runs: it keeps the core at first, since most ranks
+# come within a few microseconds; then another rank may need it.
+_TRIES = {BEGIN: 20, PUBLISH: 20, GO_ON: 300, LOOK: 1}
+# The same for compiled code, where each rank has a core of its own, and where not.
+_SPINS, _SPINS_TOGETHER = 200, 20
+
+# An area is free when the operation AREAS before has ended in it: how far its flag then lies behind
+# the count of this one's barriers.
+_AHEAD = (AREAS << COUNT_BITS) - ENDED
+
+_clock = time.monotonic_ns
+_Area = tuple[int, Array, Sequence[Array], int]
+
+give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+class Round:
+    """A call that the ranks of a node make again and again: an allreduce of short vectors.
+
+    Args:
+        memory: Where the ranks meet.
+        identity: What stands for the call in the ledger.
+        header, digest: Of the call, as for NodeMemory.node.
+        op, dtype, n: Of the vectors.
+
+    Attributes:
+        words: See layout; `round_words` of them.
+        memory, header, digest: As above.
+        dtype, n: As above.
+        combine: Combines the ranks' vectors; given them, and where to.
+        run: Runs it; see `Run`. May be another one for each operation, and each stage.
+    """
+
+    def __init__(self, memory: NodeMemory, identity: int, header: bytes, digest: int, op: str,
+                 dtype: "np.dtype[Any]", n: int) -> None:
+        ranks = len(memory.ranks)
+        self.memory, self.header, self.digest = memory, header, digest
+        self.dtype, self.n = dtype, n
+        self.combine: Callable[[Sequence[Array], Array], None] = reduction(op, dtype, ranks).combine
+        self.words = words = array("q", bytes(8 * round_words(ranks)))
+        words[ROUND_IDENTITY], words[ROUND_DIGEST] = identity, digest
+        words[ROUND_RANKS], words[ROUND_RANK] = ranks, memory.rank
+        words[ROUND_LENGTH], words[ROUND_NBYTES] = n, n * dtype.itemsize
+        words[ROUND_OP], words[ROUND_DIVISOR] = OPS.index(op), ranks if op == "mean" else 1
+        self.run: Run = _Plain(self).run
+
+    def address(self) -> int:
+        """Complete the words for compiled code, and return where they lie."""
+        words, memory = self.words, self.memory
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        words[ROUND_LEDGER] = memory.ledger.buffer_info()[0]
+        words[ROUND_HEADER] = np.frombuffer(self.header, np.uint8).ctypes.data
+        words[ROUND_SPINS] = _SPINS if len(memory.ranks) <= (cores or 1) else _SPINS_TOGETHER
+        words[ROUND_YIELDS] = _TRIES[GO_ON]
+        for rank, segment in enumerate(memory.segments):
+            words[ROUND_BASES + rank] = segment.ctypes.data
+        return words.buffer_info()[0]
+
+
+class _Plain:
+    """A round in Python.
+
+    Args:
+        a: What it is of.
+    """
+
+    __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
+                 "_digest", "_identity", "_combine", "_areas")
+
+    def __init__(self, a: Round) -> None:
+        memory = self._memory = a.memory
+        self._words, self._ledger = a.words, memory.ledger
+        self._everybody, self._others = memory.words, memory.others
+        self._mine = memory.words[memory.rank]
+        self._header, self._digest, self._identity = a.header, a.digest, a.words[ROUND_IDENTITY]
+        self._combine = a.combine
+        # Per area: its flag, this rank's slot, all ranks' slots, and where its header is noted.
+        self._areas = [(area * AREA_WORDS, slots[memory.rank], slots, LEDGER_WRITTEN + area)
+                       for area in range(AREAS)
+                       for slots in [memory.slots(area, a.dtype, a.n)]]
+
+    def run(self, how: int, x: Array) -> int:
+        """Run it; see `Run`."""
+        words = self._words
+        if how <= PUBLISH:
+            ledger = self._ledger
+            if words[ROUND_STAGE] or ledger[LEDGER_GATE]:
+                return GATED
+            # First: who meets an interrupt finds that something has begun.
+            words[ROUND_STAGE] = BEGUN
+            words[ROUND_BEGAN] = _clock()
+            words[ROUND_SEQUENCE] = sequence = ledger[LEDGER_SEQUENCE]
+            ledger[LEDGER_SEQUENCE] = sequence + 1
+        else:
+            sequence = words[ROUND_SEQUENCE]
+        area, count = self._areas[sequence % AREAS], (sequence + 1) << COUNT_BITS
+        if words[ROUND_STAGE] == BEGUN:
+            if not self._publish(how, x, area, count):
+                return LATE
+            if how == PUBLISH:
+                return DONE
+        return self._finish(how, x, area, count)
+
+    def _publish(self, how: int, x: Array, area: "_Area", count: int) -> bool:
+        """Lay the vector down and arrive; return whether the area was free."""
+        flag, slot, _, written = area
+        free, mine = count - _AHEAD, self._mine
+        if free > ENDED:
+            for theirs in self._everybody:
+                if theirs[flag] < free and _is_late(self._everybody, flag, free, how):
+                    return False
+        slot[...] = x
+        mine[flag + DIGEST_WORD] = self._digest
+        if self._ledger[written] != self._identity:
+            self._write_header(flag)
+            self._ledger[written] = self._identity
+        if REORDERS:
+            self._memory.fence()
+        mine[flag] = count + 1
+        self._words[ROUND_STAGE] = PUBLISHED
+        return True
+
+    def _write_header(self, flag: int) -> None:
+        start = (flag + HEADER_WORD) * 8
+        self._memory.texts[self._memory.rank][start:start + HEADER_BYTES] = self._header
+
+    def _finish(self, how: int, x: Array, area: "_Area", count: int) -> int:
+        """Meet the others, combine all vectors, and leave."""
+        flag, _, slots, _ = area
+        words, others, digest = self._words, self._others, self._digest
+        for theirs in others:
+            if theirs[flag] <= count and _is_late(others, flag, count + 1, how):
+                return LATE
+        if REORDERS:
+            self._memory.fence()
+        for theirs in others:
+            if theirs[flag + DIGEST_WORD] != digest:
+                return DISAGREE
+        self._combine(slots, x)
+        if REORDERS:
+            self._memory.fence()
+        self._mine[flag] = count | ENDED
+        words[ROUND_STAGE] = NOTHING
+        if words[ROUND_BEGAN]:
+            _note(self._ledger, self._identity, words[ROUND_SEQUENCE], words[ROUND_BEGAN])
+        return DONE
+
+
+def _is_late(memories: Sequence[memoryview], flag: int, value: int, how: int) -> bool:
+    """Return whether a flag of any rank has not come to a value after a while."""
+    for _ in range(_TRIES[how]):
+        for words in memories:
+            if words[flag] < value:
+                break
+        else:
+            return False
+        if how == GO_ON:
+            give_way()
+    return True
+
+
+def _note(ledger: "array[int]", identity: int, sequence: int, began_ns: int) -> None:
+    """Note in the ledger a round that is complete now."""
+    ended_ns, rounds = _clock(), ledger[LEDGER_ROUNDS]
+    entry = LEDGER_RING + rounds % RING * RING_WORDS
+    ledger[entry] = identity
+    ledger[entry + 1] = sequence
+    ledger[entry + 2] = began_ns
+    ledger[entry + 3] = ended_ns
+    ledger[LEDGER_NANOSECONDS] += ended_ns - began_ns
+    ledger[LEDGER_ROUNDS] = rounds + 1

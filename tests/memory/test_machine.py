@@ -1,0 +1,186 @@
+"""Tests that machine code is saved and loaded, and that nothing else is ever run."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from launching import HANG_S, ROOT, WITHOUT_STAND_INS, environment, needed
+
+from mpiring.memory import compiled, machine
+
+FACTOR = np.int64(3)
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    """Save code in a folder of the test's own; return what has been compiled."""
+    needed("numba")
+    what = []
+    by_numba = machine._made
+    monkeypatch.setattr(machine, "_made",
+                        lambda *arguments: (what.append(arguments[0]), by_numba(*arguments))[1])
+    monkeypatch.setattr(machine, "_codes", {})
+    monkeypatch.setattr(machine, "_folder", tmp_path)
+    return what
+
+
+def tripled(x, n):
+    for i in range(n):
+        x[i] *= FACTOR
+
+
+def shifted(x, n):
+    for i in range(n):
+        x[i] += 1
+
+
+def counted(x, n):
+    """Raise an exception, as numba sees it, where n is 0."""
+    for i in range(0, 3, n):
+        x[i] = i
+
+
+def run(function, as_in_a_new_process=True):
+    if as_in_a_new_process:
+        machine._codes.clear()
+    x = np.array([1, 2, 3])
+    compiled.loop("tests", function, "int64* intp")(x, 3)
+    return x.tolist()
+
+
+def only_file(folder):
+    (file,) = folder.iterdir()
+    return file
+
+
+def test_code_is_made_once_and_then_loaded(made, tmp_path):
+    assert run(tripled) == run(tripled) == run(tripled, as_in_a_new_process=False) == [3, 6, 9]
+    assert made == ["tests"]
+    assert only_file(tmp_path).stat().st_mode & 0o777 == 0o600
+
+
+def test_later_processes_need_no_numba(made, tmp_path):
+    text = ("import sys; sys.modules['numba'] = None; from pathlib import Path; import numpy as np;"
+            "from mpiring.memory import machine; from mpiring.memory.reduction import Reduction; "
+            f"machine.save_in(Path({str(tmp_path)!r})); x = np.array([1, 2.5], 'float16'); "
+            "Reduction('sum', x.dtype, 2).combine([x, x], x); print(x, list(machine._codes))")
+    compiled.combiner("float16")
+    out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
+                         env=environment(**WITHOUT_STAND_INS), capture_output=True,
+                         timeout=HANG_S).stdout
+    assert out.startswith("[2. 5.]") and "_combine_loop" in out
+
+
+def test_saved_is_what_needs_no_compiling(made):
+    arguments = ("tests", compiled._alone, "int64* intp", tripled)
+    assert machine.saved(*arguments) is None and not made
+    code = machine.code(*arguments)
+    assert machine.saved(*arguments) is code
+    machine._codes.clear()
+    assert machine.saved(*arguments) is not None and made == ["tests"]
+
+
+def truncated(file):
+    file.write_bytes(file.read_bytes()[:-40])
+
+
+def emptied(file):
+    file.write_bytes(b"")
+
+
+def flipped(file):
+    content = bytearray(file.read_bytes())
+    content[-200] ^= 1
+    file.write_bytes(content)
+
+
+def replaced(file):
+    """Let it be of another function, whole as it is."""
+    copy = file.read_bytes()
+    file.unlink()
+    run(shifted)
+    other = only_file(file.parent)
+    shutil.copyfile(other, file)
+    other.write_bytes(copy)
+
+
+def writable(file):
+    file.chmod(0o620)
+
+
+def piped(file):
+    file.unlink()
+    os.mkfifo(file)
+
+
+def is_folder(file):
+    file.unlink()
+    file.mkdir()
+
+
+@pytest.mark.parametrize("spoil", [truncated, emptied, flipped, replaced, writable, piped,
+                                   is_folder], ids=lambda spoil: spoil.__name__)
+def test_a_file_that_is_not_as_it_was_saved_is_never_run(spoil, made, tmp_path, caplog):
+    caplog.set_level("INFO", "mpiring")
+    assert run(tripled) == [3, 6, 9]
+    file = only_file(tmp_path)
+    spoil(file)
+    made.clear()
+    assert run(tripled) == [3, 6, 9] and made == ["tests"]
+    assert f"{file} is not used: " in caplog.text
+    if spoil is not is_folder:
+        assert run(tripled) == [3, 6, 9] and made == ["tests"], "it has been made anew"
+
+
+def test_a_file_of_another_user_is_not_used(made, monkeypatch, caplog):
+    caplog.set_level("INFO", "mpiring")
+    run(tripled)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert run(tripled) == [3, 6, 9] and len(made) == 2
+    assert "not a file of this user" in caplog.text
+
+
+@pytest.mark.parametrize("folder", [None, "a file"])
+def test_without_a_folder_code_is_made_by_every_process(folder, made, tmp_path, monkeypatch,
+                                                        caplog):
+    caplog.set_level("INFO", "mpiring")
+    (tmp_path / "a file").touch()
+    machine.save_in(folder and tmp_path / folder / "deep")
+    assert run(tripled) == run(tripled) == [3, 6, 9] and len(made) == 2
+    assert ("set MPIRING_TUNING_FOLDER" in caplog.text) == (folder is not None)
+    assert only_file(tmp_path).read_bytes() == b""
+
+
+def test_what_a_function_depends_on_is_part_of_its_name(made, monkeypatch):
+    def with_number(number):
+        def function(x, n):
+            for i in range(n):
+                x[i] *= number
+        return function
+
+    assert run(with_number(2)) == run(with_number(2)) == [2, 4, 6] and len(made) == 1
+    assert run(with_number(5)) == [5, 10, 15] and len(made) == 2
+    assert run(tripled) == [3, 6, 9]
+    monkeypatch.setitem(globals(), "FACTOR", np.int64(7))
+    assert run(tripled) == [7, 14, 21] and len(made) == 4
+    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.99")
+    assert run(tripled) == [7, 14, 21] and len(made) == 5
+
+
+def test_a_function_that_depends_on_what_nobody_can_describe_is_refused(made):
+    x = np.zeros(3)
+
+    def function(y, n):
+        y[0] = x[0]
+
+    with pytest.raises(TypeError, match="cannot depend on"):
+        run(function)
+
+
+def test_a_function_that_may_raise_works_but_is_not_saved(made, tmp_path):
+    assert run(counted) == run(counted) == [0, 2, 3] and len(made) == 2
+    assert not list(tmp_path.iterdir())

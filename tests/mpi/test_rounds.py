@@ -1,0 +1,197 @@
+"""Tests short calls that are made again, and so run as rounds, on real MPI."""
+
+import io
+import itertools
+import random
+import time
+import zlib
+
+import contract
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiring
+
+pytestmark = pytest.mark.mpi
+
+if MPI.COMM_WORLD.size == 1:
+    pytest.skip("there is no other rank", allow_module_level=True)
+
+
+def opened(**settings):
+    """A communicator of its own, which may break."""
+    return mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(**settings))
+
+
+def left(comm):
+    """Let go of a communicator that cannot be closed; all ranks come here."""
+    MPI.COMM_WORLD.Barrier()
+    comm._group.closed = True
+    comm._group._forget()
+    comm._group._transport.free()
+
+
+def rounds(comm):
+    return comm._group.sharing.ledger.rounds
+
+
+@pytest.fixture(scope="module", params=["python", "auto", "mixed"])
+def some(request):
+    """Communicators whose ranks run rounds in one way, or each in its own."""
+    ways = ("python", "off", "auto")
+    how = ways[MPI.COMM_WORLD.rank % 3] if request.param == "mixed" else request.param
+    with opened(rounds=how) as comm:
+        yield comm
+
+
+@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_contract(some, dtype):
+    itemsize = np.dtype(dtype).itemsize
+    longest, sums = (16 << 10) // itemsize, []
+    for op, n in itertools.product(contract.OPS, (0, 1, 3, longest - 1, longest, longest + 1)):
+        if contract.defined(op, dtype):
+            for _ in range(2):
+                x = contract.contribution(some.rank, n, dtype)
+                assert some.allreduce(x, op=op) is x
+                contract.check(x, some.size, op)
+                sums.append(zlib.crc32(x.tobytes()))
+    assert some.allgather_object(sums) == [sums] * some.size, "bits differ"
+
+
+def test_rounds_run_where_they_may_and_count(some):
+    x, config = np.ones(10), some.config.rounds
+    before, called = rounds(some), some.statistics
+    for _ in range(6):
+        some.allreduce(x, op="max")
+    now = some.statistics - called
+    assert now.operations == 6 and now.exposed_s > 0
+    if config == "off":
+        assert rounds(some) == 0
+    elif some._group.sharing.memory is not None:
+        # One that was late is the engine's.
+        assert before <= rounds(some) <= before + 5
+        some.dump_flight(last=5, file=(text := io.StringIO()))
+        assert text.getvalue().count("allreduce max of float64 (10,), algorithm auto, 80 b") == 5
+
+
+def test_nothing_about_an_array_is_kept(some):
+    x = np.zeros((4, 6), np.float32)
+
+    def check(array, text=None):
+        array[...] = some.rank + 1
+        some.allreduce(array)
+        assert (array == some.size * (some.size + 1) // 2).all()
+
+    for _ in range(3):
+        check(x)
+    for shape in ((24,), (2, 12), (4, 6)):
+        x.shape = shape
+        check(x)
+        check(x)
+    check(x.view(np.int32))
+    check(x.T)
+    check(np.asfortranarray(x))
+    for _ in range(5):
+        # At the address, and perhaps with the id, of one that has died.
+        check(np.empty((4, 6), np.float32))
+    parts = np.zeros((8, 6), np.float32)
+    check(parts[::2].copy())
+    with pytest.raises(mpiring.ConfigError, match="is not contiguous"):
+        some.allreduce(parts[::2])
+    x.flags.writeable = False
+    with pytest.raises(mpiring.ConfigError, match="read-only"):
+        some.allreduce(x)
+    for op in ("avg", ["sum"], None):
+        with pytest.raises(mpiring.ConfigError, match="op="):
+            some.allreduce(np.zeros((4, 6), np.float32), op=op)
+    window = some.empty((4, 6))
+    check(window)
+    del window
+    check(some.empty((4, 6)))
+    check(np.zeros((4, 6), np.float32))
+    check(np.float32([7])[:0].reshape(0, 3))
+    check(np.zeros(()))
+    check(np.zeros(()))
+
+
+class Sub(np.ndarray):
+    """An array of another class."""
+
+
+def test_other_arrays_and_ops_take_the_ordinary_path(some):
+    x = np.ones(5)
+    for _ in range(2):
+        assert some.allreduce(x.view(Sub) * 0 + 1)[0] == some.size
+        assert some.allreduce(np.ones(5), op=MPI.SUM)[0] == some.size
+        assert some.allreduce(np.ones(5), algorithm="direct")[0] == some.size
+        with pytest.raises(mpiring.ConfigError, match="masked"):
+            some.allreduce(np.ma.ones(5))
+
+
+def test_rounds_amid_other_operations(some):
+    together, mine = random.Random(3), random.Random(some.rank)
+    part = some.split(some.rank % 2)
+    waiting = []
+    for step in range(400):
+        if together.random() < 0.1:
+            waiting.append((some.iallreduce(np.full(20_000, step, np.float32)), step))
+        if together.random() < 0.1:
+            some.barrier()
+        if mine.random() < 0.02:
+            time.sleep(mine.random() * 0.003)
+        x = np.full(together.choice([2, 300]), some.rank + step)
+        some.allreduce(x)
+        assert (x == some.size * step + some.size * (some.size - 1) // 2).all()
+        if step % 5 == 0:
+            assert part.allreduce(np.ones(2))[0] == part.size
+        if waiting and together.random() < 0.1:
+            handle, then = waiting.pop(0)
+            assert (handle.wait() == some.size * then).all()
+    for handle, then in waiting:
+        assert (handle.wait() == some.size * then).all()
+    part.close()
+
+
+# What rank 0 calls, and what the others do, after both calls were made before.
+@pytest.mark.parametrize("how", [("python", "python"), ("python", "off"), ("off", "python"),
+                                 ("auto", "auto")])
+def test_ranks_that_disagree(how):
+    comm = opened(rounds=how[MPI.COMM_WORLD.rank > 0])
+    x = np.ones(3, np.float32)
+    for _ in range(3):
+        comm.allreduce(x)
+        comm.allreduce(x, op="max")
+    x[:] = 5
+    with pytest.raises(mpiring.BufferMismatchError, match="rank [0-9] called allreduce (sum|max)"):
+        comm.allreduce(x, op="max" if comm.rank else "sum")
+    assert (x == 5).all()
+    with pytest.raises(mpiring.TransportError, match="an earlier operation failed"):
+        comm.allreduce(x)
+    left(comm)
+
+
+def test_a_missing_call():
+    comm = opened(rounds="python", stall_timeout_s=0.5, stall_warning_s=0)
+    x = np.ones(3, np.float32)
+    for _ in range(3):
+        comm.allreduce(x)
+    if comm.rank:
+        with pytest.raises(mpiring.StallError) as raised:
+            comm.allreduce(x)
+        assert "#3 allreduce sum of float32 (3,)" in str(raised.value)
+        if comm._group.threaded:
+            assert "rank 0 has NOT CALLED it; its last call was #2 allreduce" in str(raised.value)
+    else:
+        time.sleep(1.5)
+    left(comm)
+
+
+def test_a_closed_communicator():
+    comm = opened()
+    x = np.ones(3, np.float32)
+    for _ in range(3):
+        comm.allreduce(x)
+    comm.close()
+    with pytest.raises(mpiring.ClosedError):
+        comm.allreduce(x)

@@ -1,0 +1,59 @@
+"""Runs short operations, each rank by rounds, schedules or handles as it likes; checks all sums.
+
+    mpiexec -n 4 python tests/programs/rounds.py 5000 [python|auto]
+
+The ranks agree on the operations, and on nothing else: which way each takes, and when, is chance.
+Rounds alone, at their full speed, are a million a minute: 10,000,000 show how well the flags hold.
+"""
+
+import random
+import sys
+import time
+
+import numpy as np
+from mpi4py import MPI
+
+import mpiring
+
+LENGTHS = 1, 2, 17, 333, 2000, 4096
+DTYPES = "float32", "int64"
+
+
+def wrong(x, want):
+    """End the job unless all of `x` is as it must be."""
+    if x[0] != want or x[-1] != want or not (x == want).all():
+        print(f"rank {MPI.COMM_WORLD.rank}: WRONG: {x[:5]} … {x[-5:]}, not {want}", flush=True)
+        MPI.COMM_WORLD.Abort(1)
+
+
+def main():
+    total, how = int(sys.argv[1]), (sys.argv[2:] or ["auto"])[0]
+    world = MPI.COMM_WORLD
+    comm = mpiring.Communicator(world, config=mpiring.Config(rounds=how, operations_in_flight=3))
+    together, mine = random.Random(total), random.Random(100 + comm.rank)
+    arrays = [np.zeros(n, dtype) for n in LENGTHS for dtype in DTYPES]
+    ranks_sum, waiting, ordinary = comm.size * (comm.size + 1) // 2, [], comm._group.short
+    # In long runs most are rounds, and sleep rarely.
+    often = min(1, 20_000 / total)
+    for step in range(total):
+        x, value = together.choice(arrays), step % 1000
+        x.fill((comm.rank + 1) * value)
+        if together.random() < 0.01 * often:
+            y = np.full(20_000, comm.rank + 1 + step, np.float64)
+            waiting.append((comm.iallreduce(y), ranks_sum + comm.size * step))
+        if mine.random() < 0.01 * often:
+            time.sleep(mine.random() * 0.002)
+        comm._short = None if mine.random() < 0.3 * often else ordinary
+        comm.allreduce(x)
+        wrong(x, ranks_sum * value)
+        if waiting and (len(waiting) > 3 or together.random() < 0.05):
+            handle, want = waiting.pop(0)
+            wrong(handle.wait(), want)
+    for handle, want in waiting:
+        wrong(handle.wait(), want)
+    print(f"rank {comm.rank}: {total} right, {comm._group.sharing.ledger.rounds} of them rounds",
+          flush=True)
+    comm.close()
+
+
+main()
