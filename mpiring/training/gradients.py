@@ -52,7 +52,8 @@ class Gradients(Averager):
             bucket_bytes = usual_bytes(len(comm.memory_groups))
         super().__init__(tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
                          deterministic=deterministic, order=order, steps=steps, moved=moved,
-                         device=device, mark=mark, submit=self.tally.submit)
+                         device=device, mark=mark, submit=self.tally.submit,
+                         waits=len(comm.memory_groups) == 1 and device is None)
 
     def _send(self, bucket: Bucket) -> Handle[None]:
         self.nonfinite.look_at(bucket, last=bucket is self.buckets[-1])
