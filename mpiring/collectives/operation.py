@@ -41,7 +41,7 @@ class Tuning:
 
     eager_bytes: int = 64 << 10
     eager_private_bytes: int = 256 << 10
-    staged_bytes: int = 128 << 10
+    staged_bytes: int = 256 << 10
     broadcast_bytes: int = 512 << 10
     ring_bytes: int = 512 << 10
     direct_bytes: tuple[int, int] = (16 << 10, 256 << 10)

@@ -2,7 +2,7 @@
 
 Rank r combines slice r out of all ranks' memory, block by block while it is in the
 cache, and stores each finished block into all ranks' memory: 2n bytes per rank, which
-is the least possible. The slices are combined in rank order, so that the result does
+is the least possible. XX The slices are combined in rank order, so that the result does
 not depend on which rank combines them.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of, cut, slice_of
+from ..memory.arrays import Array, chunks_of, cut
 from ..memory.reduction import Combine
 from ..transport.base import Node, Schedule
 from . import node_copies
@@ -97,7 +97,7 @@ def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[
 
     Collective: yes. Blocking: no (a schedule).
     """
-    combine.everywhere(slices, node.rank)
+    combine.combine(slices, *slices)
     yield (node.barrier(),)
 
 
@@ -105,8 +105,9 @@ def staged(node: Node, x: Array, combine: Combine,
            piece_bytes: int = Tuning.staged_bytes) -> Schedule[None]:
     """Combine private vectors over the ranks of a node, in place, piece by piece.
 
-    Pieces go by the halves of the slots in turn: at a barrier a piece is finished, and the
-    next lies ready. To be called when all ranks have arrived.
+    Of a piece, a rank lays out the others' slices, combines its own one, lays out the result, and
+    takes the others'. Pieces go by the halves of the slots in turn: at a barrier a piece is
+    combined, and the next lies ready. To be called when all ranks have arrived.
 
     Args:
         x: Shape (n,), contiguous, in host memory. Overwritten by the result.
@@ -115,20 +116,31 @@ def staged(node: Node, x: Array, combine: Combine,
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots = [chunks_of(slot, 2) for slot in node.slots(x.dtype)]
-    step = min(slots[0][0].size, piece_bytes // x.itemsize)
-    pieces = [x[start:start + step] for start in range(0, x.size, step)]
+    p, r = node.size, node.rank
+    halves = [chunks_of(slot, 2) for slot in node.slots(x.dtype)]
+    longest = min(halves[0][0].size, piece_bytes // x.itemsize) // p
+    count = -(-x.size // (longest * p))
+    # A slice lies where those of other pieces do: of two pieces, one is taken while one is laid.
+    width = -(-x.size // max(1, count * p))
+    mine = slice(r * width, (r + 1) * width)
+    pieces = [x[start:start + p * width] for start in range(0, x.size, max(1, p * width))]
     for j in range(len(pieces) + 1):
         if j < len(pieces):
-            slots[node.rank][j % 2][:pieces[j].size] = pieces[j]
+            piece = pieces[j]
+            slot = halves[r][j % 2][:piece.size]
+            slot[:mine.start] = piece[:mine.start]
+            slot[mine.stop:] = piece[mine.stop:]
         if j > 0:
             last = pieces[j - 1]
-            slices = [slice_of(halves[(j - 1) % 2][:last.size], node.rank, node.size)
-                      for halves in slots]
-            combine.everywhere(slices, node.rank)
+            slots = [slots[(j - 1) % 2][:last.size] for slots in halves]
+            sources = [slot[mine] for slot in slots]
+            own, sources[r] = sources[r], last[mine]
+            combine.combine(sources, sources[r], own)
         yield (node.barrier(),)
         if j > 0:
-            last[...] = slots[node.rank][(j - 1) % 2][:last.size]
+            for s, slot in enumerate(slots):
+                if s != r:
+                    copy_to(last[s * width:(s + 1) * width], slot[s * width:(s + 1) * width])
 
 
 def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,

@@ -10,12 +10,15 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from . import sixteen
+from . import sixteen, sums
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 
 # Vectors are combined block by block where they are three or more, or where the result is stored
 # several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
 BLOCK_BYTES = 256 << 10
+# From here on, vectors are added by compiled code where there is numba; NumPy takes as long for
+# one sum of two. Measured.
+_LONG_BYTES = 128 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
     "sum": np.add, "mean": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
@@ -52,14 +55,8 @@ class Combine(Protocol):
     def finish(self, chunk: Array) -> None:
         """Finish a chunk that holds every rank's contribution, in place."""
 
-    def combine(self, sources: Sequence[Array], out: Array) -> None:
-        """Combine all contributions, not prepared, in the order given, and finish."""
-
-    def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
-        """Combine all contributions as `combine` does, and store the result in place of each.
-
-        That of `rank` is written first, and copied to the others.
-        """
+    def combine(self, sources: Sequence[Array], *outs: Array) -> None:
+        """Combine all contributions, not prepared, in the order given, finish, and store."""
 
 
 class _Thread(threading.local):
@@ -126,6 +123,7 @@ class Reduction:
         # One rank alone has nothing to combine, and no reason to load numba.
         self._combine_16 = None if not self.widens else (
             sixteen.combine if size == 1 else sixteen.combiner(dtype))
+        self._sums = op in ("sum", "mean") and name in ("float32", "float64")
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
         self._divisor = size if op == "mean" else 1
 
@@ -136,55 +134,67 @@ class Reduction:
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Combine `contribution` into `out`, in place."""
-        self._quietly((out, contribution), 1, out)
+        self._quietly((out, contribution), 1, (out,))
 
     def finish(self, chunk: Array) -> None:
         """Divide a chunk of sums by the number of ranks where the op is a mean."""
         if self.op == "mean" and not self.divides_first:
             self._divide(chunk)
 
-    def combine(self, sources: Sequence[Array], out: Array) -> None:
+    def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Combine contributions elementwise, in the order given, and divide where it is a mean.
 
         Args:
             sources: At least one vector of shape (n,), contiguous, not prepared.
-            out: Shape (n,), contiguous, overwritten by the result. May be one of the sources, but
-                must not overlap them otherwise.
+            outs: One or more of shape (n,), contiguous, each overwritten by the result. May be
+                among the sources, but must not overlap them otherwise, nor each other.
         """
-        divisor = self._divisor
-        if divisor == 1 and len(sources) == 1 and sources[0] is out:
+        divisor, out = self._divisor, outs[0]
+        if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
             return
-        self._quietly(sources, divisor, out)
+        p, q = len(sources), len(outs)
+        if self._sums and out.nbytes >= _LONG_BYTES and p > 1 and p + q > 3:
+            add = sums.combiner(out.dtype)
+            if add is not None and add(sources, divisor, outs):
+                return
+        self._quietly(sources, divisor, outs)
 
-    def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
-        """Combine contributions as `combine` does, and store the result in place of each.
+    def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
+        """Return a function that combines these vectors as `combine` does, and sooner, if short.
 
         Args:
-            vectors: Shape (n,), contiguous.
-            rank: The index of the vector that is written first, and copied to the others.
+            sources: As for `combine`; the function is given `out`.
         """
-        n = vectors[0].size
-        step = max(1, BLOCK_BYTES // vectors[0].itemsize)
+        if len(sources) != 2 or self.widens or _NUMPY_1 or sources[0].size > self._block:
+            return functools.partial(self.combine, sources)
+        (a, b), function, divides = sources, self._combine, self._divisor != 1
+        divisor = a.dtype.type(self._divisor)
+
+        def combine(out: Array) -> None:
+            run = _thread.quiet.run
+            run(function, a, b, out=out)
+            if divides:
+                run(np.divide, out, divisor, out=out)
+
+        return combine
+
+    def _quietly(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
+        n, step = outs[0].size, self._block
+        if n <= step or self._combine_16 is not None and len(outs) == 1:
+            quietly(self._store, sources, divisor, outs)
+            return
         for start in range(0, n, step):
-            blocks = vectors if n <= step else [x[start:start + step] for x in vectors]
-            done = blocks[rank]
-            self.combine(blocks, done)
-            for block in blocks:
-                if block is not done:
-                    np.copyto(block, done)
+            here = slice(start, start + step)
+            quietly(self._store, [x[here] for x in sources], divisor, [x[here] for x in outs])
 
-    def _quietly(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
+    def _store(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
+        done = outs[0]
         if self._combine_16 is not None:
-            quietly(self._combine_16, self._combine, sources, divisor, out)
-        elif out.size <= self._block:
-            quietly(self._in_own_dtype, sources, divisor, out)
+            self._combine_16(self._combine, sources, divisor, done)
         else:
-            quietly(self._in_blocks, sources, divisor, out)
-
-    def _in_blocks(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
-        for start in range(0, out.size, self._block):
-            here = slice(start, start + self._block)
-            self._in_own_dtype([x[here] for x in sources], divisor, out[here])
+            self._in_own_dtype(sources, divisor, done)
+        for out in outs[1:]:
+            np.copyto(out, done)
 
     def _in_own_dtype(self, sources: Sequence[Array], divisor: float, out: Array) -> None:
         if len(sources) == 2:

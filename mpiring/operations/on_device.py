@@ -80,14 +80,10 @@ class DeviceCombine:
         if self._divisor != 1 and not self._divides_first:
             self._queue([chunk], self._divisor, [chunk])
 
-    def combine(self, sources: Sequence[Array], out: Array) -> None:
+    def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Combine contributions elementwise, in the order given, and divide where it is a mean."""
-        if len(sources) > 1 or self._divisor != 1 or sources[0] is not out:
-            self._queue(sources, self._divisor, [out])
-
-    def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
-        """Combine contributions as `combine` does, and store the result in each of them."""
-        self._queue(vectors, self._divisor, vectors)
+        if len(sources) > 1 or self._divisor != 1 or len(outs) > 1 or sources[0] is not outs[0]:
+            self._queue(sources, self._divisor, outs)
 
     def _queue(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         self._device.combine(self._op, sources, divisor, cast(Sequence[DeviceVector], outs))

@@ -86,15 +86,8 @@ class NoCombine:
     def finish(self, chunk: Array) -> None:
         """Do nothing."""
 
-    def combine(self, sources: Sequence[Array], out: Array) -> None:
+    def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Do nothing."""
-
-    def everywhere(self, vectors: Sequence[Array], rank: int) -> None:
-        """Combine into the vector of `rank`, and copy that to the others."""
-        self.combine(vectors, vectors[rank])
-        for x in vectors:
-            if x is not vectors[rank]:
-                np.copyto(x, vectors[rank])
 
 
 class Worker(Protocol):
@@ -110,16 +103,17 @@ class PricedCombine(NoCombine):
     Args:
         network: Keeps the rank busy.
         rank: That combines.
-        rate: Bytes per second that are combined into others.
+        rate: Bytes per second that it reads and writes.
     """
 
     def __init__(self, network: Worker, rank: int, rate: float) -> None:
         self._network, self._rank, self._rate = network, rank, rate
 
     def accumulate(self, out: Array, contribution: Array) -> None:
-        """Take the time of combining one vector into another."""
-        self._network.work(self._rank, out.nbytes / self._rate)
+        """Take the time of reading two vectors, and writing one."""
+        self.combine((out, contribution), out)
 
-    def combine(self, sources: Sequence[Array], out: Array) -> None:
-        """Take the time of combining all vectors, one by one."""
-        self._network.work(self._rank, (len(sources) - 1) * out.nbytes / self._rate)
+    def combine(self, sources: Sequence[Array], *outs: Array) -> None:
+        """Take the time of reading and writing each vector once."""
+        vectors = len(sources) + len(outs)
+        self._network.work(self._rank, vectors * outs[0].nbytes / self._rate)

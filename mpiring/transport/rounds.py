@@ -33,7 +33,7 @@ _SPINS, _SPINS_TOGETHER = 200, 20
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
 
 _clock = time.monotonic_ns
-_Area = tuple[int, Array, Sequence[Array], int]
+_Area = tuple[int, Array, Callable[[Array], None], int]
 
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -51,7 +51,7 @@ class Round:
         words: See layout; `round_words` of them.
         memory, header, digest: As above.
         dtype, n: As above.
-        combine: Combines the ranks' vectors; given them, and where to.
+        reduction: Combines the ranks' vectors.
         run: Runs it; see `Run`. May be another one for each operation, and each stage.
     """
 
@@ -60,7 +60,7 @@ class Round:
         ranks = len(memory.ranks)
         self.memory, self.header, self.digest = memory, header, digest
         self.dtype, self.n = dtype, n
-        self.combine: Callable[[Sequence[Array], Array], None] = reduction(op, dtype, ranks).combine
+        self.reduction = reduction(op, dtype, ranks)
         self.words = words = array("q", bytes(8 * round_words(ranks)))
         words[ROUND_IDENTITY], words[ROUND_DIGEST] = identity, digest
         words[ROUND_RANKS], words[ROUND_RANK] = ranks, memory.rank
@@ -89,7 +89,7 @@ class _Plain:
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
-                 "_digest", "_identity", "_combine", "_areas")
+                 "_digest", "_identity", "_areas")
 
     def __init__(self, a: Round) -> None:
         memory = self._memory = a.memory
@@ -97,11 +97,10 @@ class _Plain:
         self._everybody, self._others = memory.words, memory.others
         self._mine = memory.words[memory.rank]
         self._header, self._digest, self._identity = a.header, a.digest, a.words[ROUND_IDENTITY]
-        self._combine = a.combine
-        # Per area: its flag, this rank's slot, all ranks' slots, and where its header is noted.
-        self._areas = [(area * AREA_WORDS, slots[memory.rank], slots, LEDGER_WRITTEN + area)
-                       for area in range(AREAS)
-                       for slots in [memory.slots(area, a.dtype, a.n)]]
+        # Per area: its flag, this rank's slot, what combines all ranks', where its header is noted.
+        self._areas = [
+            (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots), LEDGER_WRITTEN + area)
+            for area in range(AREAS) for slots in [memory.slots(area, a.dtype, a.n)]]
 
     def run(self, how: int, x: Array) -> int:
         """Run it; see `Run`."""
@@ -150,7 +149,7 @@ class _Plain:
 
     def _finish(self, how: int, x: Array, area: "_Area", count: int) -> int:
         """Meet the others, combine all vectors, and leave."""
-        flag, _, slots, _ = area
+        flag, _, combine, _ = area
         words, others, digest = self._words, self._others, self._digest
         for theirs in others:
             if theirs[flag] <= count and _is_late(others, flag, count + 1, how):
@@ -160,7 +159,7 @@ class _Plain:
         for theirs in others:
             if theirs[flag + DIGEST_WORD] != digest:
                 return DISAGREE
-        self._combine(slots, x)
+        combine(x)
         if REORDERS:
             self._memory.fence()
         self._mine[flag] = count | ENDED

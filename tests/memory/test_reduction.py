@@ -12,7 +12,7 @@ import pytest
 from launching import HANG_S, ROOT, WITHOUT_STAND_INS, environment, needed
 
 from mpiring import ConfigError
-from mpiring.memory import compiled, sixteen
+from mpiring.memory import compiled, reduction, sixteen, sums
 from mpiring.memory.reduction import Reduction
 
 SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
@@ -20,13 +20,14 @@ SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
 
 @pytest.fixture
 def without_numba(monkeypatch):
-    """Combine 16 bits by NumPy."""
+    """Combine by NumPy."""
     monkeypatch.setattr(compiled, "combiner", lambda name: None)
+    monkeypatch.setattr(sums, "combiner", lambda dtype: None)
 
 
 @pytest.fixture(params=["NumPy", "numba"])
 def by(request):
-    """Combine 16 bits in either way."""
+    """Combine in either way what both can."""
     if request.param == "numba":
         needed("numba")
     else:
@@ -99,6 +100,71 @@ def test_combine_every_dtype_into_any_source(op, p, by):
                 contract.check(combined_at_once(op, sources, out), p, op)
                 for rank, x in enumerate(sources):
                     assert rank == writer or x.tobytes() == untouched[rank]
+
+
+def values(rank, n, dtype):
+    """Return numbers whose sum depends on the order."""
+    random = np.random.default_rng(rank)
+    return (random.standard_normal(n) * 10.0 ** random.integers(-5, 5, n)).astype(dtype)
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_combine_stores_into_several_vectors(p, dtype, monkeypatch):
+    """Sources, others, at odd offsets: the bits of NumPy's sums from left to right."""
+    monkeypatch.setattr(reduction, "_LONG_BYTES", 1000)
+    monkeypatch.setattr(reduction, "BLOCK_BYTES", 3000)
+    for op in ("sum", "mean", "max", "bor"):
+        if not contract.defined(op, dtype):
+            continue
+        for n in (0, 1, 1024, 2049):
+            itemsize = np.dtype(dtype).itemsize
+            memory = np.empty((p + 1) * n * itemsize + itemsize, np.uint8)
+            for offset in (0, itemsize, 1):
+                # At offset 1 the numbers are not aligned.
+                vectors = [memory[offset + k * n * itemsize:][:n * itemsize].view(dtype)
+                           for k in range(p + 1)]
+                sources, other = vectors[:p], vectors[p]
+                for rank, x in enumerate(sources):
+                    x[...] = contract.contribution(rank, n, dtype)
+                contract.check(stored(op, sources, [*sources[p // 2:], other]), p, op)
+                for x in sources[p // 2:]:
+                    assert x.tobytes() == other.tobytes()
+
+
+def stored(op, sources, outs):
+    with np.errstate(all="raise"):
+        Reduction(op, sources[0].dtype, len(sources)).combine(sources, *outs)
+    return outs[0]
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.usefixtures("by")
+def test_long_sums_have_the_bits_of_numpy_from_left_to_right(dtype, op, monkeypatch):
+    monkeypatch.setattr(reduction, "_LONG_BYTES", 1000)
+    for p in (1, 2, 3, 4, 5, 6, 7, 12):
+        sources = [values(rank, 5001, dtype) for rank in range(p)]
+        for x in sources:
+            x.flags.writeable = False
+        expected = sources[0].copy()
+        for x in sources[1:]:
+            expected += x
+        if op == "mean":
+            expected /= np.dtype(dtype).type(p)
+        outs = [np.empty(5001, dtype) for _ in range(3)]
+        stored(op, sources, outs)
+        assert all(out.tobytes() == expected.tobytes() for out in outs)
+
+
+@pytest.mark.usefixtures("by")
+def test_long_sums_of_what_is_not_finite(monkeypatch):
+    monkeypatch.setattr(reduction, "_LONG_BYTES", 0)
+    found = stored("sum", [np.array([np.nan, np.inf, 3e38, -0.0, 1e-45], "float32"),
+                           np.array([1, -np.inf, 3e38, -0.0, -1e-45], "float32"),
+                           np.array([1, 1, 1, -0.0, 1e-45], "float32")], [np.empty(5, "float32")])
+    assert np.isnan(found[:2]).all() and np.isinf(found[2])
+    assert found[3] == 0 and np.signbit(found[3]) and found[4] == np.float32(1e-45)
 
 
 def test_combine_goes_in_the_order_given():

@@ -241,7 +241,7 @@ def test_a_ring_with_prices_takes_what_theory_says(p):
         channel, ghost(n, "uint8"), ghost(1000, "uint8"),
         PricedCombine(net, channel.rank, combining)))
     step = 2 * overhead + latency + 1000 / rate
-    assert net.time_s == pytest.approx(2 * (p - 1) * step + (p - 1) * 1000 / combining)
+    assert net.time_s == pytest.approx(2 * (p - 1) * step + (p - 1) * 3 * 1000 / combining)
 
 
 def test_a_message_within_a_node_is_a_copy_that_its_sender_makes():

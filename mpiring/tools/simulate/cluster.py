@@ -21,7 +21,7 @@ class Cluster:
         burst_bytes: Bytes that pass at the sender's full speed after a pause; see Link.
         overhead_s: CPU time per message of mpiring's schedules in Python, at either end.
         mpi_overhead_s: CPU time per message in MPI and the system, at either end.
-        reduction_rate: Bytes per second that a rank combines, while all ranks do.
+        reduction_rate: Bytes per second that a rank reads and writes, while all ranks combine.
         node_latency_s, node_bandwidth: Of copies between ranks of a node, for each rank.
         barrier_s: Of a barrier in a node's shared memory.
         cores: Of a single machine that stands for all nodes, as in a lab; ranks compute in
@@ -36,9 +36,9 @@ class Cluster:
     burst_bytes: float = 0.0
     overhead_s: float = 5e-6
     mpi_overhead_s: float = 0.0
-    reduction_rate: float = 5e9
+    reduction_rate: float = 20e9
     node_latency_s: float = 0.5e-6
-    node_bandwidth: float = 5e9
+    node_bandwidth: float = 10e9
     barrier_s: float = 3e-6
     cores: int = 0
 

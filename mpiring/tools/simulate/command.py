@@ -70,7 +70,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
                               "on average only: 128KiB in the lab; default: 0")
     ranks = parser.add_argument_group("of each rank, while all are at work")
     ranks.add_argument("--reduction-rate", type=rate, default=usual.reduction_rate,
-                       help="of combining; default: 5GB/s")
+                       help="of what combining reads and writes; default: 20GB/s")
     ranks.add_argument("--message-overhead", type=time, default=usual.overhead_s,
                        help="computing per message of our schedules in Python, at either "
                             "end; default: 5us")
@@ -80,7 +80,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     ranks.add_argument("--node-latency", type=time, default=usual.node_latency_s,
                        help="of a message within a node; default: 500ns")
     ranks.add_argument("--node-bandwidth", type=rate, default=usual.node_bandwidth,
-                       help="of copies within a node; default: 5GB/s")
+                       help="of copies within a node; default: 10GB/s")
     ranks.add_argument("--barrier", type=time, default=usual.barrier_s,
                        help="of a barrier in a node's memory; default: 3us")
     parser.add_argument("--sharded", action="store_true",
