@@ -38,7 +38,8 @@ class DataParallel(Wrapper):
 
     Everything else stays as it was: `forward`, the loss, `backward`, any optimizer. Parameters and
     buffers are broadcast from rank 0. Gradients are sent, fused, while backward still computes
-    others; `p.grad` is a view into that memory, which the next backward pass overwrites: clone
+    others (but combined at its end, where all ranks are on one node and leave none of its cores
+    idle); `p.grad` is a view into that memory, which the next backward pass overwrites: clone
     what you need longer. After every `digest_steps` steps (see Config), backward compares
     parameters and optimizers' state between ranks.
 
@@ -52,6 +53,10 @@ class DataParallel(Wrapper):
 
     PyTorch uses this rank's share of the node's cores, unless OMP_NUM_THREADS, MKL_NUM_THREADS or
     an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
+
+    The process keeps memory that it frees (glibc's malloc, up to 1 GiB), since the next step needs
+    as much again; MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in the environment, whatever
+    their values, leave that to you.
 
     Args:
         module: The same on every rank, with parameters in the same order, on the CPU or all on one

@@ -135,8 +135,7 @@ class Averager:
                  bucket_bytes: int, reducer: Wish = None, deterministic: bool = False,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
-                 mark: Callable[[], Event] | None = None, submit: Submit | None = None,
-                 waits: bool = False) -> None:
+                 mark: Callable[[], Event] | None = None, submit: Submit | None = None) -> None:
         self._device = device
         self._mark = device.gpu.mark if device is not None and mark is None else mark
         self._comm, self._submit = comm, submit or comm.submit
@@ -154,7 +153,6 @@ class Averager:
         self._fused: list[TensorSpec] = []
         self._is_final = deterministic or order is not None
         self._retired: list[Bucket] = []
-        self._waits = waits
         self.steps, self.scatters = steps, False
         # Of the present step: the tensors that are ready, since when there are any, and the
         # reductions of the buckets that have left.
@@ -196,8 +194,6 @@ class Averager:
         if self._mark is not None:
             bucket.written.append(self._mark())
         self._order.append(name)
-        if self._waits:
-            return
         while len(self._handles) < len(self.buckets):
             bucket = self.buckets[len(self._handles)]
             if bucket.missing:
@@ -244,7 +240,9 @@ class Averager:
         Collective: no. Blocking: yes.
         """
         self._refuse_missing("arrived()")
-        yield from self._arriving()
+        for bucket, handle in zip(self.buckets, self._handles):
+            handle.wait()
+            yield bucket
 
     def wait(self) -> None:
         """Return when every tensor is the mean over ranks, and end the step.
@@ -259,7 +257,8 @@ class Averager:
 
     def _await_means(self) -> None:
         self._refuse_missing("wait()")
-        for bucket in self._arriving():
+        for bucket, handle in zip(self.buckets, self._handles):
+            handle.wait()
             if self.scatters:
                 # While others are under way.
                 bucket.finite = bucket.holds_finite(bucket.flat[self.own(bucket)])
@@ -268,13 +267,6 @@ class Averager:
         self._handles.clear()
         if self.scatters:
             self._agree_on_finite()
-
-    def _arriving(self) -> Iterator[Bucket]:
-        for bucket in self.buckets:
-            if bucket.index == len(self._handles):
-                self._handles.append(self._send(bucket))
-            self._handles[bucket.index].wait()
-            yield bucket
 
     def _agree_on_finite(self) -> None:
         """Fill the buckets of all ranks with NaN if there is NaN or Inf in any slice."""
