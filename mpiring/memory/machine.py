@@ -35,6 +35,8 @@ _Found = tuple[int, Any]
 _log = logging.getLogger("mpiring")
 _compiling = threading.Lock()
 _codes: dict[Any, "Code | None"] = {}
+# What `saved` has not found.
+_missing: set[Any] = set()
 _folder: Path | None = None
 
 _SYMBOL = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"),
@@ -87,24 +89,29 @@ def code(what: str, make: Make, signature: str, *arguments: Any) -> Code | None:
 
 
 def saved(what: str, make: Make, signature: str, *arguments: Any) -> Code | None:
-    """Return machine code as `code` does if that takes no compiling; else None, for now."""
+    """Return machine code as `code` does, if that takes no compiling; else None, until it is made.
+
+    What was not found once is not looked for again.
+    """
     return _once(what, make, signature, arguments, compiles=False)
 
 
 def _once(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
           compiles: bool) -> Code | None:
     key = (make, signature, arguments)
-    if key not in _codes:
+    if key not in _codes and (compiles or key not in _missing):
         with _compiling:
-            if key in _codes:
-                return _codes[key]
-            about = _about(what, make, signature, arguments)
-            found = None if about is None else _read(_file(about), about)
-            if found is None and not compiles:
-                return None
-            found = found or _made(what, make, signature, arguments, about)
-            _codes[key] = None if found is None else Code(signature, *found)
-    return _codes[key]
+            if key not in _codes:
+                about = _about(what, make, signature, arguments)
+                found = None if about is None else _read(_file(about), about)
+                if found is None and compiles:
+                    found = _made(what, make, signature, arguments, about)
+                if found is None and not compiles:
+                    _missing.add(key)
+                    return None
+                _missing.discard(key)
+                _codes[key] = None if found is None else Code(signature, *found)
+    return _codes.get(key)
 
 
 def _made(what: str, make: Make, signature: str, arguments: tuple[Any, ...],

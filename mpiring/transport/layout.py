@@ -36,6 +36,9 @@ NOTE_WORD: Final = 8
 LANE_WORDS: Final = NOTE_WORD + 2 * NOTE_WORDS
 # An area begins with the flag of lane 0; beside it, in the same cache line:
 DIGEST_WORD: Final = 1
+# 1 if compiled code will combine the slots, 0 if NumPy will: they may differ in the bits of a NaN,
+# so that all ranks take NumPy unless all can do without. Whoever writes a digest, writes this.
+FORM_WORD: Final = 2
 HEADER_WORD: Final = LANES * LANE_WORDS
 SLOT_WORD: Final = -(-(HEADER_WORD * 8 + HEADER_BYTES) // 64) * 8
 AREA_WORDS: Final = SLOT_WORD + SLOT_BYTES // 8
@@ -56,8 +59,6 @@ GATE_CLOSED, GATE_FAILED, GATE_TRACED, GATE_FORKED = (1 << bit for bit in range(
 # How many rounds were complete and noted, and for how long (in ns) callers were in them.
 LEDGER_ROUNDS: Final = 2
 LEDGER_NANOSECONDS: Final = 3
-# Two words for the clock (seconds, nanoseconds) of compiled code: CLOCK_MONOTONIC.
-LEDGER_CLOCK: Final = 4
 # Per area: the identity of the round whose header this rank wrote there last; 0 if an operation
 # that was no round did. Whoever writes a header, writes this.
 LEDGER_WRITTEN: Final = 8
@@ -97,6 +98,8 @@ ROUND_SEQUENCE: Final = 14
 # When it began, in ns. Who completes a round notes it in the ledger (LEDGER_ROUNDS,
 # LEDGER_NANOSECONDS, RING) unless this is 0: the engine then keeps its record.
 ROUND_BEGAN: Final = 15
+# Two words for the clock of compiled code: seconds, nanoseconds.
+ROUND_CLOCK: Final = 16
 # Per rank of the node, the address of its segment of node memory; behind these, of a round in
 # place, the addresses of all ranks' vectors in windows.
 ROUND_BASES: Final = 24
@@ -104,16 +107,17 @@ ROUND_BASES: Final = 24
 # Stages. COMBINED is for a round in place, which waits a second time.
 NOTHING, BEGUN, PUBLISHED, COMBINED = range(4)
 
-# How to run a round, the second argument of `run`. BEGIN: from NOTHING, as far as it goes. PUBLISH:
-# from NOTHING, until it is PUBLISHED. GO_ON: from where it is, giving the core away. LOOK: from
-# where it is, with a single try at each meeting.
+# How to run a round; compiled code is given the sum of this and the address of the words. BEGIN:
+# from NOTHING, as far as it goes. PUBLISH: from NOTHING, until it is PUBLISHED. GO_ON: from where
+# it is, giving the core away. LOOK: from where it is, with a single try at each meeting.
 BEGIN, PUBLISH, GO_ON, LOOK = range(4)
 
 # What `run` returns. DONE: complete, and the stage is NOTHING again (with PUBLISH: it is
 # published). LATE: another rank is; go on from the stage. GATED: not begun, the stage was not
 # NOTHING or the gate is closed: take the ordinary path. DISAGREE: published, and another rank's
-# call is another one.
-DONE, LATE, GATED, DISAGREE = range(4)
+# call is another one. OTHERWISE (compiled code only): published, all have come and agree, but
+# Python has to combine.
+DONE, LATE, GATED, DISAGREE, OTHERWISE = range(5)
 
 
 def round_words(ranks: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
-    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, HEADER_WORD, LANE_WORDS,
+    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD, HEADER_WORD, LANE_WORDS,
     LEDGER_WRITTEN, NOTE_WORD, NOTE_WORDS, SLOT_BYTES, SLOT_WORD)
 
 # x86 reorders neither stores nor loads among themselves; ARM and POWER do.
@@ -171,7 +171,8 @@ class SharedNode:
 
     def _write_header(self) -> None:
         memory = self._memory
-        memory.words[self.rank][self._area + DIGEST_WORD] = self._digest
+        mine = memory.words[self.rank]
+        mine[self._area + DIGEST_WORD], mine[self._area + FORM_WORD] = self._digest, 0
         # A program that makes the same calls again and again finds its header there already.
         area = self._sequence % AREAS
         ledger, written = memory.ledger, LEDGER_WRITTEN + area

@@ -8,15 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from ..memory.arrays import data_address, dtype_name
 from ..memory.reduction import OPS, reduction
+from . import compiled_rounds
 from .base import HEADER_BYTES, Array
 from .layout import (
-    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, GATED, GO_ON,
-    HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS,
-    LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING, RING_WORDS,
-    ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY,
+    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD,
+    GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
+    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING,
+    RING_WORDS, ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY,
     ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_OP, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE,
-    ROUND_SPINS, ROUND_STAGE, ROUND_YIELDS, round_words)
+    ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, round_words)
 from .node_memory import REORDERS, NodeMemory
 
 # Given how (BEGIN, …) and the vector: runs a round as far as it goes, and returns DONE, LATE, …
@@ -46,6 +48,7 @@ class Round:
         identity: What stands for the call in the ledger.
         header, digest: Of the call, as for NodeMemory.node.
         op, dtype, n: Of the vectors.
+        compiled: Run it in compiled code, if there is some for the op and the dtype.
 
     Attributes:
         words: See layout; `round_words` of them.
@@ -53,10 +56,12 @@ class Round:
         dtype, n: As above.
         reduction: Combines the ranks' vectors.
         run: Runs it; see `Run`. May be another one for each operation, and each stage.
+        begin: Compiled code that does as `run(BEGIN, x)`, after `bound(x)`, with less to do for
+            Python; it may also return OTHERWISE: go on with `run`. None where there is none.
     """
 
     def __init__(self, memory: NodeMemory, identity: int, header: bytes, digest: int, op: str,
-                 dtype: "np.dtype[Any]", n: int) -> None:
+                 dtype: "np.dtype[Any]", n: int, *, compiled: bool) -> None:
         ranks = len(memory.ranks)
         self.memory, self.header, self.digest = memory, header, digest
         self.dtype, self.n = dtype, n
@@ -67,6 +72,16 @@ class Round:
         words[ROUND_LENGTH], words[ROUND_NBYTES] = n, n * dtype.itemsize
         words[ROUND_OP], words[ROUND_DIVISOR] = OPS.index(op), ranks if op == "mean" else 1
         self.run: Run = _Plain(self).run
+        code = compiled and compiled_rounds.code(op, dtype_name(dtype), ranks)
+        self.begin: Callable[[int], int] | None = None
+        if code:
+            self.run, self.begin = (
+                compiled_rounds.CompiledRound(self, code, self.run).run, code.call_with_lock)
+
+    def bound(self, x: Array) -> int:
+        """Let `begin` work on a vector until another one runs; return what to call it with."""
+        self.words[ROUND_VECTOR] = data_address(x)
+        return self.words.buffer_info()[0] + BEGIN
 
     def address(self) -> int:
         """Complete the words for compiled code, and return where they lie."""
@@ -134,6 +149,7 @@ class _Plain:
                     return False
         slot[...] = x
         mine[flag + DIGEST_WORD] = self._digest
+        mine[flag + FORM_WORD] = 0
         if self._ledger[written] != self._identity:
             self._write_header(flag)
             self._ledger[written] = self._identity

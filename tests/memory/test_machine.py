@@ -23,6 +23,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_made",
                         lambda *arguments: (what.append(arguments[0]), by_numba(*arguments))[1])
     monkeypatch.setattr(machine, "_codes", {})
+    monkeypatch.setattr(machine, "_missing", set())
     monkeypatch.setattr(machine, "_folder", tmp_path)
     return what
 

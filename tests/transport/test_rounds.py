@@ -3,6 +3,8 @@
 import random
 from types import SimpleNamespace
 
+import contract
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -25,7 +27,8 @@ OPS = "sum", "max"
 class Rank:
     """One rank of a node, in this process."""
 
-    def __init__(self, segments, rank):
+    def __init__(self, segments, rank, compiled):
+        self.compiled = compiled
         self.ledger = Ledger()
         self.memory = NodeMemory(segments, rank, range(len(segments)), self.ledger.words)
         self.rounds = {}
@@ -35,7 +38,8 @@ class Rank:
             call = Call("allreduce", f"{op} of {n}", nbytes=4 * n)
             identity = self.ledger.identity_of(call, "eager")
             self.rounds[n, op] = call, Round(
-                self.memory, identity, call.header, call.digest, op, FLOAT32, n)
+                self.memory, identity, call.header, call.digest, op, FLOAT32, n,
+                compiled=self.compiled)
         return self.rounds[n, op]
 
     def by_round(self, x, op="sum"):
@@ -61,9 +65,18 @@ class Rank:
             yield
 
 
-def node(size):
-    segments = [np.zeros(NODE_MEMORY_BYTES, np.uint8) for _ in range(size)]
-    return [Rank(segments, rank) for rank in range(size)]
+@pytest.fixture(params=["Python", "compiled", "either"])
+def node(request):
+    """Return a function that returns the ranks of a node, whose rounds run in some form."""
+    if request.param != "Python":
+        request.getfixturevalue("machine_code")
+
+    def made(size):
+        segments = [np.zeros(NODE_MEMORY_BYTES, np.uint8) for _ in range(size)]
+        return [Rank(segments, rank, request.param == "compiled" or request.param == "either"
+                     and rank % 2 == 1) for rank in range(size)]
+
+    return made
 
 
 def together(programs):
@@ -73,7 +86,7 @@ def together(programs):
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_rounds_and_schedules_mix_whoever_is_late(size):
+def test_rounds_and_schedules_mix_whoever_is_late(node, size):
     ranks, chance = node(size), random.Random(size)
     lengths = [chance.choice([0, 1, 3, 1000]) for _ in range(300)]
 
@@ -102,7 +115,7 @@ def test_rounds_and_schedules_mix_whoever_is_late(size):
 
 @pytest.mark.parametrize("ways", [("by_round", "by_round"), ("by_round", "by_schedule"),
                                   ("by_schedule", "by_round")])
-def test_another_call_is_refused_before_anything_is_used(ways):
+def test_another_call_is_refused_before_anything_is_used(node, ways):
     ranks = node(2)
     # The headers of these lie in the areas, too.
     for n in (5, 7, 5, 7, 7):
@@ -121,7 +134,7 @@ def test_another_call_is_refused_before_anything_is_used(ways):
     assert all((x == 1).all() for x in xs)
 
 
-def test_a_round_begins_only_where_the_gate_is_open_and_none_of_its_own_is_under_way():
+def test_a_round_begins_only_where_the_gate_is_open_and_none_of_its_own_is_under_way(node):
     first, second = node(2)
     x, y = np.ones(3, np.float32), np.ones(3, np.float32)
     (_, a), (_, b) = first.round(3), second.round(3)
@@ -136,3 +149,41 @@ def test_a_round_begins_only_where_the_gate_is_open_and_none_of_its_own_is_under
     assert a.run(LOOK, x) == DONE and x[0] == y[0] == 2
     # Whose record the engine keeps, the ledger does not.
     assert first.ledger.rounds == 0 and second.ledger.rounds == 1
+
+
+def combined(size, dtype, op, compiled):
+    """Return what rounds make of vectors that try the edges of a dtype, on each rank."""
+    xs = [contract.contribution(rank, 1003, dtype) for rank in range(size)]
+    if np.dtype(dtype).kind != "i":
+        # Sums that overflow, or are not a number.
+        for rank, x in enumerate(xs):
+            with np.errstate(over="ignore"):
+                x[:4] = (3e38, (-1) ** rank * np.inf, np.inf, np.nan)
+    segments = [np.zeros(NODE_MEMORY_BYTES, np.uint8) for _ in range(size)]
+    ranks = [Rank(segments, rank, compiled) for rank in range(size)]
+    steps = []
+    for rank, x in zip(ranks, xs):
+        call = Call("allreduce", op, nbytes=x.nbytes)
+        rank.rounds[x.size, op] = call, Round(rank.memory, 1, call.header, call.digest, op,
+                                              x.dtype, x.size, compiled=compiled)
+        of_code = rank.rounds[x.size, op][1].run.__qualname__ == "CompiledRound.run"
+        assert of_code == (compiled and (size <= 4 or x.dtype.itemsize > 2))
+        steps.append(rank.by_round(x, op))
+    together(steps)
+    return xs
+
+
+@pytest.mark.usefixtures("machine_code")
+@pytest.mark.parametrize("size", [2, 3, 4, 6])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "float16",
+                                   ml_dtypes.bfloat16])
+def test_compiled_rounds_have_the_bits_of_numpy(dtype, size):
+    for op in ("sum", "mean"):
+        if contract.defined(op, dtype):
+            by_numpy, by_code = (combined(size, dtype, op, way) for way in (False, True))
+            for results in (by_numpy, by_code):
+                assert all(x.tobytes() == results[0].tobytes() for x in results)
+            a, b = by_numpy[0], by_code[0]
+            numbers = a == a
+            assert a[numbers].tobytes() == b[numbers].tobytes()
+            assert (b[~numbers] != b[~numbers]).all()

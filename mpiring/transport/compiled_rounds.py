@@ -1,0 +1,280 @@
+"""The compiled form of a round: sums and means of short vectors, from the first word to the last.
+
+Whatever is not plain (a rank that is late, another call, a closed gate, a rank that combines by
+NumPy) is handed back to Python; see layout. Python's lock is held while a round begins, for some
+microseconds at most, and released while it waits for longer.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..memory import machine
+from ..memory.arrays import SIXTEEN_BIT, Array, data_address
+from .base import HEADER_BYTES
+from .layout import (
+    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
+    FORM_WORD, GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
+    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, OTHERWISE,
+    PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
+    ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER,
+    ROUND_IDENTITY, ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_RANK, ROUND_RANKS,
+    ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, SLOT_WORD)
+
+if TYPE_CHECKING:
+    from .rounds import Round, Run
+
+# What is compiled: sums and means (of integers: sums).
+DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
+OPS = ("sum", "mean")
+
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
+# See layout: a flag of the operation AREAS before lies so far behind the count of this one.
+_AHEAD = (AREAS << COUNT_BITS) - ENDED
+
+
+class CompiledRound:
+    """A round in compiled code, with Python's form to fall back on.
+
+    Args:
+        a: What it is of.
+        code: The code for its dtype.
+        plain: Runs it in Python; see rounds.Run.
+    """
+
+    __slots__ = ("_round", "_words", "_address", "_begin", "_go_on", "_plain")
+
+    def __init__(self, a: "Round", code: machine.Code, plain: "Run") -> None:
+        # Owns what the code is given addresses of.
+        self._round, self._words = a, a.words
+        self._address = a.address()
+        self._begin, self._go_on, self._plain = code.call_with_lock, code.call, plain
+
+    def run(self, how: int, x: Array) -> int:
+        """Run it; see rounds.Run."""
+        self._words[ROUND_VECTOR] = data_address(x)
+        run = self._go_on if how == GO_ON else self._begin
+        status: int = run(self._address + how)
+        return self._plain(GO_ON, x) if status == OTHERWISE else status
+
+
+def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.Code | None:
+    """Return the code of rounds for an op on a dtype, among some ranks; None where there is none.
+
+    Args:
+        name: Of the dtype.
+        compiles: Compile it if need be, for a second or two; else only what is on disk is taken.
+    """
+    # See `_adding`: more vectors of 16 bits would be rounded on the way.
+    if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
+        return None
+    find = machine.code if compiles else machine.saved
+    return find(f"short sums of {name}", _round, "int64 -> int64", name)
+
+
+def _round(intrinsics: Any, name: str) -> Callable[..., Any]:
+    """Return what numba compiles: it runs a round, given the address of its words, and how."""
+    words_at = intrinsics.pointer_to(np.dtype(np.int64))
+    now, note = _notes(intrinsics, words_at)
+    meet = _meeting(intrinsics)
+    begin = _beginning(intrinsics, words_at, now)
+    publish = _publishing(intrinsics, words_at)
+    finish = _finishing(intrinsics, name, words_at, meet, note)
+
+    def run(address_and_how):  # type: ignore[no-untyped-def]
+        how = address_and_how & 7
+        address = address_and_how - how
+        words, clock = words_at(address), words_at(address + 8 * ROUND_CLOCK)
+        if (how == BEGIN or how == PUBLISH) and not begin(words, clock):
+            return GATED
+        sequence = words[ROUND_SEQUENCE]
+        area = sequence % AREAS * (8 * AREA_WORDS)
+        arrived = ((sequence + 1) << COUNT_BITS) + 1
+        if words[ROUND_STAGE] == BEGUN:
+            if sequence >= AREAS and not meet(words, area, arrived - 1 - _AHEAD, how):
+                return LATE
+            publish(words, area, sequence % AREAS, arrived)
+            if how == PUBLISH:
+                return DONE
+        return finish(words, clock, area, arrived, how)
+
+    return run
+
+
+def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
+    """Return a function that takes the next number, if the gate is open; whether it was."""
+    load_acquire = intrinsics.load_acquire
+
+    @intrinsics.inlined
+    def begin(words, clock):  # type: ignore[no-untyped-def]
+        ledger = words_at(words[ROUND_LEDGER])
+        if words[ROUND_STAGE] != NOTHING or load_acquire(
+                words[ROUND_LEDGER] + 8 * LEDGER_GATE) != 0:
+            return False
+        words[ROUND_STAGE] = BEGUN
+        words[ROUND_BEGAN] = now(clock)
+        words[ROUND_SEQUENCE] = ledger[LEDGER_SEQUENCE]
+        ledger[LEDGER_SEQUENCE] += 1
+        return True
+
+    return begin
+
+
+def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
+    """Return a function that runs a round from where it is published to its end."""
+    inlined, store_release = intrinsics.inlined, intrinsics.store_release
+    combine = _combining(intrinsics, name)
+
+    @inlined
+    def agreement(words, area):  # type: ignore[no-untyped-def]
+        plain = False
+        for r in range(words[ROUND_RANKS]):
+            theirs = words_at(words[ROUND_BASES + r] + area)
+            if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
+                return DISAGREE
+            if theirs[FORM_WORD] == 0:
+                plain = True
+        return OTHERWISE if plain else DONE
+
+    @inlined
+    def finish(words, clock, area, arrived, how):  # type: ignore[no-untyped-def]
+        if not meet(words, area, arrived, how):
+            return LATE
+        status = agreement(words, area)
+        if status != DONE:
+            return status
+        combine(words, area)
+        store_release(words[ROUND_BASES + words[ROUND_RANK]] + area, arrived - 1 + ENDED)
+        words[ROUND_STAGE] = NOTHING
+        if words[ROUND_BEGAN] != 0:
+            note(words, clock)
+        return DONE
+
+    return finish
+
+
+def _notes(intrinsics: Any, words_at: Any) -> tuple[Any, Any]:
+    """Return functions: the time in ns, and one that notes a round in the ledger."""
+    clock_gettime = intrinsics.clock_gettime
+
+    @intrinsics.inlined
+    def now(clock):  # type: ignore[no-untyped-def]
+        clock_gettime(np.int32(_CLOCK), clock)
+        return clock[0] * 1_000_000_000 + clock[1]
+
+    @intrinsics.inlined
+    def note(words, clock):  # type: ignore[no-untyped-def]
+        ledger = words_at(words[ROUND_LEDGER])
+        began, ended, rounds = words[ROUND_BEGAN], now(clock), ledger[LEDGER_ROUNDS]
+        entry = LEDGER_RING + rounds % RING * RING_WORDS
+        ledger[entry + RING_IDENTITY] = words[ROUND_IDENTITY]
+        ledger[entry + RING_SEQUENCE] = words[ROUND_SEQUENCE]
+        ledger[entry + RING_BEGAN] = began
+        ledger[entry + RING_ENDED] = ended
+        ledger[LEDGER_NANOSECONDS] += ended - began
+        ledger[LEDGER_ROUNDS] = rounds + 1
+
+    return now, note
+
+
+def _meeting(intrinsics: Any) -> Any:
+    """Return a function that waits a while for all ranks' flags to come to a value."""
+    load_acquire, relax = intrinsics.load_acquire, intrinsics.relax
+    give_way = intrinsics.give_way
+
+    @intrinsics.inlined
+    def meet(words, flag, value, how):  # type: ignore[no-untyped-def]
+        r, p = 0, words[ROUND_RANKS]
+        tries = words[ROUND_SPINS]
+        if how == GO_ON:
+            tries = words[ROUND_YIELDS]
+        elif how == LOOK:
+            tries = 1
+        for _ in range(tries):
+            while r < p and load_acquire(words[ROUND_BASES + r] + flag) >= value:
+                r += 1
+            if r == p:
+                return True
+            if how == GO_ON:
+                give_way()
+            else:
+                relax()
+        return False
+
+    return meet
+
+
+def _publishing(intrinsics: Any, words_at: Any) -> Any:
+    """Return a function that lays the vector down, and all that goes with it, and arrives."""
+    copy_bytes, store_release = intrinsics.copy_bytes, intrinsics.store_release
+
+    @intrinsics.inlined
+    def publish(words, area, number, arrived):  # type: ignore[no-untyped-def]
+        base = words[ROUND_BASES + words[ROUND_RANK]] + area
+        mine, ledger = words_at(base), words_at(words[ROUND_LEDGER])
+        copy_bytes(base + 8 * SLOT_WORD, words[ROUND_VECTOR], words[ROUND_NBYTES])
+        mine[DIGEST_WORD] = words[ROUND_DIGEST]
+        mine[FORM_WORD] = 1
+        if ledger[LEDGER_WRITTEN + number] != words[ROUND_IDENTITY]:
+            copy_bytes(base + 8 * HEADER_WORD, words[ROUND_HEADER], HEADER_BYTES)
+            ledger[LEDGER_WRITTEN + number] = words[ROUND_IDENTITY]
+        store_release(base, arrived)
+        words[ROUND_STAGE] = PUBLISHED
+
+    return publish
+
+
+def _combining(intrinsics: Any, name: str) -> Any:
+    """Return a function that adds up all slots, in rank order, into the vector, and divides."""
+    is_wide, inlined = name not in SIXTEEN_BIT, intrinsics.inlined
+    pointer = intrinsics.pointer_to(np.dtype(name if is_wide else np.uint16))
+    number = np.dtype(name).type if is_wide else np.float32
+    if is_wide:
+        widen, finish = inlined(lambda x: x), inlined(lambda x, divisor: x)
+    else:
+        widen, narrow = intrinsics.conversions(name)
+        # Rounded once, at the end.
+        finish = inlined(lambda x, divisor: narrow(x / np.float32(divisor)))
+    add = _adding(inlined, pointer, widen, finish)
+    # Integers have no mean.
+    divides = is_wide and np.dtype(number).kind == "f"
+
+    @inlined
+    def combine(words, area):  # type: ignore[no-untyped-def]
+        add(words, area + 8 * SLOT_WORD)
+        if divides and words[ROUND_DIVISOR] != 1:
+            out, divisor = pointer(words[ROUND_VECTOR]), number(words[ROUND_DIVISOR])
+            for i in range(words[ROUND_LENGTH]):
+                out[i] /= divisor
+
+    return combine
+
+
+def _adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
+    """Return a function that adds up the slots; `finish` is given a sum and the divisor."""
+    @inlined
+    def add(words, slot):  # type: ignore[no-untyped-def]
+        p, n, divisor = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_DIVISOR]
+        out = pointer(words[ROUND_VECTOR])
+        a, b = pointer(words[ROUND_BASES] + slot), pointer(words[ROUND_BASES + 1] + slot)
+        if p == 2:
+            for i in range(n):
+                out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
+            return
+        c = pointer(words[ROUND_BASES + 2] + slot)
+        if p == 3:
+            for i in range(n):
+                out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
+            return
+        d = pointer(words[ROUND_BASES + 3] + slot)
+        for i in range(n):
+            out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
+        # Not of 16 bits, see `code`: a sum has the type of `out`.
+        for r in range(4, p):
+            e = pointer(words[ROUND_BASES + r] + slot)
+            for i in range(n):
+                out[i] += e[i]
+
+    return add
