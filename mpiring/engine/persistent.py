@@ -57,7 +57,8 @@ class Persistent(Generic[T]):
             compile_rounds(group, [dtype_name(vector.dtype)])
             windows = group.run(Call("persistent", "(where all vectors are)"),
                                 lambda collectives: _windows(collectives, vector, op, group.short))
-        if windows is not None:
+        self._is_in_place = windows is not None
+        if self._is_in_place:
             self._build = lambda: (build(), _in_place(vector, op))[1]
         if self._short is not None and vector is not None:
             self._round = self._short.round(call, vector, op, windows)
@@ -79,7 +80,12 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
-        self._handle = self._group.submit(self._call, self._build())
+        build = self._build()
+        # In place, the others wait for what this rank combines: that is the engine's.
+        if self._round is not None and self._short is not None and not self._is_in_place:
+            self._handle = self._short.start(self._round, self._call, self._vector, None)
+        if self._handle is None:
+            self._handle = self._group.submit(self._call, build)
 
     def wait(self) -> T:
         """Return the result when the operation is complete on this rank.
