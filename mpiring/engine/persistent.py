@@ -1,7 +1,7 @@
 """An operation that is made once and started again and again."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, cast
+from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
@@ -48,7 +48,7 @@ class Persistent(Generic[T]):
         self._result, self._owner, self._vector = result, owner, vector
         self._handle: Handle[Any] | None = None
         self._begin: Callable[[int], int] | None = None
-        self._address, self._array = 0, cast(Any, result)
+        self._address = 0
         # All ranks make the same ones, and in the same order.
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
@@ -65,7 +65,6 @@ class Persistent(Generic[T]):
             # Where the memory may move, it has to be looked at each time.
             if self._round is not None and type(result) is np.ndarray:
                 self._begin, self._address = self._round.begin, self._round.bound(vector)
-                self._shape, self._dtype = self._array.shape, self._array.dtype
 
     def __repr__(self) -> str:
         return f"<Persistent: {self._call}{', started' * (self._handle is not None)}>"
@@ -111,9 +110,8 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
-        begin, short, a, x = self._begin, self._short, self._round, self._array
-        if (begin is not None and short is not None and a is not None and x.flags.writeable
-                and x.dtype is self._dtype and x.shape == self._shape):
+        begin, short, a = self._begin, self._short, self._round
+        if begin is not None and short is not None and a is not None:
             # As short.run, but that the memory is known.
             try:
                 status = begin(self._address)
