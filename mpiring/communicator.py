@@ -4,7 +4,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -16,14 +16,15 @@ from .engine.handle import Handle
 from .engine.messages import Messages
 from .engine.short import compile_rounds
 from .errors import ConfigError
-from .gpu.arrays import device_named, vector_of
+from .gpu.arrays import device_named
 from .gpu.base import Event
 from .gpu.device import Device
 from .launch.start import mpi_world
-from .memory.arrays import dtype_name, flat
+from .memory.arrays import dtype_name
 from .objects import ObjectCollectives
-from .operations.agreement import Call, allreduce_call, described, op_named, part_of
+from .operations.agreement import Call, part_of
 from .operations.model import Model
+from .persistent import A, ArrayCollectives
 from .record.statistics import Statistics
 from .transport.base import Schedule, T
 
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from .transport.survivors import Survivors
-
-# An array of NumPy, PyTorch or CuPy.
-A = TypeVar("A")
 
 
 def init(*, config: Config | None = None) -> "Communicator":
@@ -54,7 +52,7 @@ def init(*, config: Config | None = None) -> "Communicator":
     return Communicator(mpi_world(allow_singleton=config.allow_singleton), config=config)
 
 
-class Communicator(ObjectCollectives):
+class Communicator(ArrayCollectives, ObjectCollectives):
     """The ranks of one MPI communicator, and the collectives among them.
 
     Every rank must call the same collectives in the same order, from one thread at a time.
@@ -164,7 +162,7 @@ class Communicator(ObjectCollectives):
         short = self._short if type(x) is np.ndarray and algorithm == "auto" else None
         if short is not None and short.allreduce(x, op):
             return x
-        call, build = self._allreduce(x, op, algorithm)
+        call, build, _ = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
         self._group.run(call, build)
@@ -182,15 +180,8 @@ class Communicator(ObjectCollectives):
 
         Collective: yes. Blocking: no.
         """
-        call, build = self._allreduce(x, op, algorithm)
+        call, build, _ = self._allreduce(x, op, algorithm)
         return self.submit(call, lambda collectives: _returning(x, build(collectives)))
-
-    def _allreduce(self, x: Any, op: str, algorithm: str) -> tuple[Call, Build[None]]:
-        vector = flat(x) if type(x) is np.ndarray else vector_of(x)
-        if type(op) is not str:
-            op = op_named(op, vector.dtype)
-        return allreduce_call(op, x, vector, algorithm), self._where(
-            vector, lambda collectives: collectives.allreduce(vector, op=op, algorithm=algorithm))
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.
@@ -207,11 +198,8 @@ class Communicator(ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        vector = vector_of(x)
-        op = op_named(op, vector.dtype)
-        chunk: Any = self._run("reduce_scatter", f"{op} of {described(x, vector)}", vector,
-                               lambda collectives: collectives.reduce_scatter(vector, op=op))
-        return cast(A, part_of(x, vector, chunk))
+        call, build, vector = self._reduce_scatter(x, op)
+        return cast(A, part_of(x, vector, self._group.run(call, build)))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.
@@ -226,9 +214,8 @@ class Communicator(ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        vector = vector_of(x)
-        self._run("allgather", described(x, vector), vector,
-                  lambda collectives: collectives.allgather(vector))
+        call, build, _ = self._allgather(x)
+        self._group.run(call, build)
         return x
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
@@ -242,19 +229,9 @@ class Communicator(ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        root = self._root(root)
-        vector = vector_of(x, writeable=self.rank != root)
-        self._run("broadcast", f"of {described(x, vector)} from root {root}", vector,
-                  lambda collectives: collectives.broadcast(vector, root))
+        call, build, _ = self._broadcast(x, root)
+        self._group.run(call, build)
         return x
-
-    def _run(self, kind: str, detail: str, vector: Any, build: Build[T]) -> T:
-        return self._group.run(Call(kind, detail, nbytes=vector.nbytes),
-                               self._where(vector, build))
-
-    def _where(self, vector: Any, build: Build[T]) -> Build[T]:
-        """Return `build` for the memory, of the host or a GPU, that holds a vector."""
-        return build if type(vector) is np.ndarray else self._group.gpus.where(vector, build)
 
     def barrier(self) -> None:
         """Return after every rank has called.

@@ -26,7 +26,7 @@ LAYERS = [
     ["operations"],
     ["record"],
     ["engine"],
-    ["objects"],
+    ["objects", "persistent"],
     ["communicator"],
     ["gpus", "reducers", "resilience", "data"],
     ["training"],

@@ -8,7 +8,7 @@ moves, and steps aside during a wait: the waiting caller tests without pause.
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..config import Config
@@ -192,7 +192,8 @@ class Engine:
         handle.lane.queue.append(handle)
         # Post its first messages at once, unless the thread is at work anyway.
         self._unless_busy(lambda: self._admit(handle.lane))
-        self._wake.set()
+        if not handle.lane.rests:
+            self._wake.set()
         return handle
 
     def run(self, handle: Handle[T]) -> None:
@@ -212,6 +213,7 @@ class Engine:
         """
         forks.refuse_calls(self.recorder.rank)
         began = time.monotonic()
+        handle.lane.rests_until_s = 0.0
         try:
             with self._waiting_lock:
                 self._waiting.add(threading.get_ident())
@@ -309,15 +311,19 @@ class Engine:
         finally:
             self.lock.release()
 
-    def _progress(self) -> bool:
-        """Step every operation once; return whether any moved. The caller holds the lock."""
+    def _progress(self, lanes: Sequence[Lane] | None = None) -> bool:
+        """Step every operation once; return whether any moved. The caller holds the lock.
+
+        Args:
+            lanes: Whose operations in the background; by default, all lanes'.
+        """
         if self.failure is not None:
             return False
-        moved = False
+        moved, lanes = False, self._lanes if lanes is None else lanes
         try:
-            for lane in self._lanes:
+            for lane in lanes:
                 moved |= self._admit(lane)
-            for active in (self._blocking, *(lane.active for lane in self._lanes)):
+            for active in (self._blocking, *(lane.active for lane in lanes)):
                 for handle in tuple(active):
                     moved |= handle.step()
                     if handle.task.done:
@@ -340,6 +346,10 @@ class Engine:
         for lane in tuple(self._lanes):
             if not lane.in_use and lane not in waited_for:
                 self._lanes.remove(lane)
+
+    def _progress_awake(self) -> bool:
+        """Do as `_progress`, but leave lanes alone that rest."""
+        return self._progress([lane for lane in self._lanes if not lane.rests])
 
     def _admit(self, lane: Lane) -> bool:
         """Start queued operations, in order, while few are under way; return whether any was."""
@@ -376,13 +386,14 @@ class Engine:
         try:
             while self._lanes and not self._stopping and self.failure is None:
                 self._nobody_waits.wait(_LOOK_S)
-                if not (self._blocking or any(lane.active or lane.queue for lane in self._lanes)):
+                if not (self._blocking or any(
+                        lane.busy and not lane.rests for lane in tuple(self._lanes))):
                     pause = Pause(self._config.max_pause_s)
                     self._wake.wait(_LOOK_S)
                     self._wake.clear()
                 if self._stopping:
                     return
-                moved = [self._unless_busy(self._progress) for _ in range(_TESTS)]
+                moved = [self._unless_busy(self._progress_awake) for _ in range(_TESTS)]
                 self._call_actions()
                 time.sleep(pause.after(any(moved)))
             # A waiting caller may have met a failure: the actions of others are still due.

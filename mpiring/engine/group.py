@@ -81,7 +81,7 @@ class Group:
         self._end_job, self._name, self._trace = group.end_job, group.name, group.trace
         self.rank, self.size = self._transport.rank, self._transport.size
         self.recorder = self.engine.recorder
-        self.closed = False
+        self.closed, self._persistent = False, 0
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
         self._ledger = group.sharing.ledger
         self._words = self._ledger.words
@@ -195,6 +195,11 @@ class Group:
         handle = Handle(self._lane, flight, task)
         self._watch.enter(handle)
         return handle
+
+    def next_persistent(self) -> int:
+        """Return the number of the next persistent operation, the same on all ranks."""
+        self._persistent += 1
+        return self._persistent
 
     def algorithm_of(self, x: Array, op: str) -> str:
         """Return the name of the algorithm that "auto" takes for an allreduce of a vector."""

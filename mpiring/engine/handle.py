@@ -13,6 +13,10 @@ from ..transport.base import T, Task
 if TYPE_CHECKING:
     from .engine import Engine
 
+# Longer than what most models compute between two buckets. Other ranks are late by no more if a
+# caller does not wait, or waits where the engine cannot know of it.
+_REST_S = 0.3
+
 # Called with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]
 
@@ -121,6 +125,7 @@ class Lane:
         operations: How many were completed.
         under_way: How many have begun and are not complete.
         communication_s: Seconds in which at least one of them was under way.
+        rests_until_s: See `rest`; in `time.monotonic`.
         at_once_s, waited_s: Seconds that callers spent in blocking calls before these became
             operations under way, and waiting for such; each is changed under a lock of its own.
     """
@@ -138,7 +143,26 @@ class Lane:
     communication_s: float = 0.0
     at_once_s: float = 0.0
     waited_s: float = 0.0
+    rests_until_s: float = 0.0
     _busy_since_s: float = 0.0
+
+    def rest(self) -> None:
+        """Leave the operations in the background to whoever waits for one of them, for 0.3 s.
+
+        For a caller that soon waits, and needs its core until then: the engine's thread would
+        take it again and again, and hide nothing. After 0.3 s it advances them after all.
+        """
+        self.rests_until_s = time.monotonic() + _REST_S
+
+    @property
+    def rests(self) -> bool:
+        """Whether the engine's thread is to leave the operations in the background alone."""
+        return time.monotonic() < self.rests_until_s
+
+    @property
+    def busy(self) -> bool:
+        """Whether any operation is under way or queues in the background."""
+        return bool(self.active or self.queue)
 
     def begun(self, now_s: float) -> None:
         """Note that an operation is under way since `now_s`."""
@@ -161,5 +185,4 @@ class Lane:
     @property
     def in_use(self) -> bool:
         """Whether there is anything to do, or to come."""
-        return bool(not self.dropped or self.queue or self.active or self.actions
-                    or self.calling.locked())
+        return bool(not self.dropped or self.busy or self.actions or self.calling.locked())

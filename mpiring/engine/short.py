@@ -12,7 +12,8 @@ from ..record.recorder import Flight
 from ..transport import compiled_rounds
 from ..transport.base import Schedule, Task
 from ..transport.layout import (
-    BEGIN, DISAGREE, GATED, GO_ON, LATE, LOOK, ROUND_BEGAN, ROUND_SEQUENCE, ROUND_STAGE)
+    BEGIN, DISAGREE, DONE, GATED, GO_ON, LATE, LOOK, OTHERWISE, ROUND_BEGAN, ROUND_SEQUENCE,
+    ROUND_STAGE)
 from ..transport.rounds import Round
 
 if TYPE_CHECKING:
@@ -35,7 +36,8 @@ def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> No
     Collective: yes. Blocking: yes, for a second or two per dtype the first time.
     """
     memory = group.sharing.memory
-    if memory is None or len(group.sharing.memory_groups) > 1:
+    dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
+    if memory is None or len(group.sharing.memory_groups) > 1 or not dtypes:
         return
     # The first one saves it for the others.
     for turn in (memory.rank == 0, memory.rank > 0):
@@ -122,16 +124,28 @@ class ShortCalls:
         """
         try:
             status = round_.run(BEGIN, x)
-            if status == LATE:
-                status = round_.run(GO_ON, x)
-            if status == LATE or status == DISAGREE:
-                self._hand_over(round_, call, x)
-            return status != GATED
+            return status == DONE or self.go_on(status, round_, call, x)
         except BaseException as error:
-            if round_.words[ROUND_STAGE]:
-                # Its number is used up, and the other ranks go on.
-                self._group.engine.fail(error)
+            self.fail(round_, error)
             raise
+
+    def go_on(self, status: int, round_: Round, call: Call, x: Array) -> bool:
+        """Run what is left of a round to its end; return False if it has not begun.
+
+        Args:
+            status: What its beginning has returned; not DONE.
+            round_, call, x: As for `run`.
+        """
+        if status == LATE or status == OTHERWISE:
+            status = round_.run(GO_ON, x)
+        if status == LATE or status == DISAGREE:
+            self._hand_over(round_, call, x)
+        return status != GATED
+
+    def fail(self, round_: Round, error: BaseException) -> None:
+        """Let later calls fail if an error came amid a round: the other ranks go on."""
+        if round_.words[ROUND_STAGE]:
+            self._group.engine.fail(error)
 
     def _hand_over(self, round_: Round, call: Call, x: Array) -> None:
         """Let the engine run what is left of a round; from here on all is as for any operation."""

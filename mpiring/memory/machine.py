@@ -106,10 +106,11 @@ def _once(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
                 found = None if about is None else _read(_file(about), about)
                 if found is None and compiles:
                     found = _made(what, make, signature, arguments, about)
-                if found is not None or compiles:
-                    _codes[key] = None if found is None else Code(signature, *found)
-                else:
+                if found is None and not compiles:
                     _missing.add(key)
+                    return None
+                _missing.discard(key)
+                _codes[key] = None if found is None else Code(signature, *found)
     return _codes.get(key)
 
 

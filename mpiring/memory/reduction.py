@@ -165,6 +165,25 @@ class Reduction:
             return
         self._quietly(sources, divisor, outs)
 
+    def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
+        """Return a function that combines these vectors as `combine` does, and sooner, if short.
+
+        Args:
+            sources: As for `combine`; the function is given `out`.
+        """
+        if len(sources) != 2 or self.widens or _NUMPY_1 or sources[0].size > self._block:
+            return functools.partial(self.combine, sources)
+        (a, b), function, divides = sources, self._combine, self._divisor != 1
+        divisor = a.dtype.type(self._divisor)
+
+        def combine(out: Array) -> None:
+            run = _thread.quiet.run
+            run(function, a, b, out=out)
+            if divides:
+                run(np.divide, out, divisor, out=out)
+
+        return combine
+
     def _quietly(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         n, step = outs[0].size, self._block
         if n <= step or self._combine_16 is not None and len(outs) == 1:

@@ -22,6 +22,7 @@ from . import sparse
 from .devices import DEVICE_TYPES
 from .groups import monitored_barrier, open_group
 from .ops import op_of
+from .threads import fill_cores
 from .vectors import (
     Loan, by_splits, check_alike, check_count, check_multiple, described, in_turn,
     only, rows_of, with_own,
@@ -142,7 +143,16 @@ class ProcessGroup(dist.ProcessGroup):
             handle = group.submit(call, loan.build(group, build))
         else:
             group.run(call, loan.build(group, build))
-        return self._work(Work(handle, value, timeout_s, threaded=group.threaded))
+        return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
+                               rests=loan.stream is None and self._hides_nothing()))
+
+    def _hides_nothing(self) -> bool:
+        """Return whether operations in host memory only take the cores that backward computes on.
+
+        Then, with two ranks on two cores, the thread cost a step as much again as the reductions.
+        """
+        sharing = self._group.sharing
+        return len(sharing.memory_groups) == 1 and fill_cores(sharing.topology.local_size)
 
     def _work(self, work: Work) -> Work:
         if self._coalescing is not None:

@@ -37,6 +37,15 @@ def share_cores(comm: Communicator) -> int:
     return torch.get_num_threads()
 
 
+def fill_cores(ranks: int) -> bool:
+    """Return whether PyTorch's threads of so many ranks leave none of their cores idle.
+
+    Args:
+        ranks: That run on the same cores as this one, with as many threads.
+    """
+    return ranks * torch.get_num_threads() >= len(_own_cores())
+
+
 def _own_cores() -> Set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)

@@ -135,15 +135,17 @@ class Work(dist.Work):
         value: The tensors with the result.
         timeout_s: The longest that `wait` waits; None for the timeout of the group.
         threaded: Whether operations advance in the background.
+        rests: Not so if, during a backward pass, a future is asked for, which this pass will wait
+            for at its end: see `Lane.rest`.
     """
 
-    def __init__(self, handle: AnyHandle, value: Sequence[Any],
-                 timeout_s: float | None = None, *, threaded: bool) -> None:
+    def __init__(self, handle: AnyHandle, value: Sequence[Any], timeout_s: float | None = None, *,
+                 threaded: bool, rests: bool = False) -> None:
         super().__init__()
         self._handle = handle
         self._value = value
         self._timeout_s = timeout_s
-        self._threaded = threaded
+        self._threaded, self._rests = threaded, rests
         # Of the last wait; and of the operation, where `is_completed` found that it failed.
         self._error: BaseException | None = None
         self._failure: Exception | None = None
@@ -204,7 +206,10 @@ class Work(dist.Work):
     def get_future(self) -> Future:
         """Return a future of the tensors with the result."""
         if self._future is None:
-            if not _wait_after_backward(self._handle) and not self._threaded:
+            if _wait_after_backward(self._handle):
+                if self._rests and not isinstance(self._handle, _Done):
+                    self._handle.lane.rest()
+            elif not self._threaded:
                 self.wait()
             self._future = Future(self._handle, self._value)
         return self._future

@@ -76,12 +76,55 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.C
 
 def _round(intrinsics: Any, name: str) -> Callable[..., Any]:
     """Return what numba compiles: it runs a round, given the address of its words, and how."""
-    inlined = intrinsics.inlined
-    load_acquire, store_release = intrinsics.load_acquire, intrinsics.store_release
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     now, note = _notes(intrinsics, words_at)
     meet = _meeting(intrinsics)
-    lay_down = _laying(intrinsics, words_at)
+    begin = _beginning(intrinsics, words_at, now)
+    publish = _publishing(intrinsics, words_at)
+    finish = _finishing(intrinsics, name, words_at, meet, note)
+
+    def run(address_and_how):  # type: ignore[no-untyped-def]
+        how = address_and_how & 7
+        address = address_and_how - how
+        words, clock = words_at(address), words_at(address + 8 * ROUND_CLOCK)
+        if (how == BEGIN or how == PUBLISH) and not begin(words, clock):
+            return GATED
+        sequence = words[ROUND_SEQUENCE]
+        area = sequence % AREAS * (8 * AREA_WORDS)
+        arrived = ((sequence + 1) << COUNT_BITS) + 1
+        if words[ROUND_STAGE] == BEGUN:
+            if sequence >= AREAS and not meet(words, area, arrived - 1 - _AHEAD, how):
+                return LATE
+            publish(words, area, sequence % AREAS, arrived)
+            if how == PUBLISH:
+                return DONE
+        return finish(words, clock, area, arrived, how)
+
+    return run
+
+
+def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
+    """Return a function that takes the next number, if the gate is open; whether it was."""
+    load_acquire = intrinsics.load_acquire
+
+    @intrinsics.inlined
+    def begin(words, clock):  # type: ignore[no-untyped-def]
+        ledger = words_at(words[ROUND_LEDGER])
+        if words[ROUND_STAGE] != NOTHING or load_acquire(
+                words[ROUND_LEDGER] + 8 * LEDGER_GATE) != 0:
+            return False
+        words[ROUND_STAGE] = BEGUN
+        words[ROUND_BEGAN] = now(clock)
+        words[ROUND_SEQUENCE] = ledger[LEDGER_SEQUENCE]
+        ledger[LEDGER_SEQUENCE] += 1
+        return True
+
+    return begin
+
+
+def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
+    """Return a function that runs a round from where it is published to its end."""
+    inlined, store_release = intrinsics.inlined, intrinsics.store_release
     combine = _combining(intrinsics, name)
 
     @inlined
@@ -109,33 +152,7 @@ def _round(intrinsics: Any, name: str) -> Callable[..., Any]:
             note(words, clock)
         return DONE
 
-    def run(address_and_how):  # type: ignore[no-untyped-def]
-        how = address_and_how & 7
-        address = address_and_how - how
-        words, clock = words_at(address), words_at(address + 8 * ROUND_CLOCK)
-        if how == BEGIN or how == PUBLISH:
-            ledger = words_at(words[ROUND_LEDGER])
-            if words[ROUND_STAGE] != NOTHING or load_acquire(
-                    words[ROUND_LEDGER] + 8 * LEDGER_GATE) != 0:
-                return GATED
-            words[ROUND_STAGE] = BEGUN
-            words[ROUND_BEGAN] = now(clock)
-            words[ROUND_SEQUENCE] = ledger[LEDGER_SEQUENCE]
-            ledger[LEDGER_SEQUENCE] += 1
-        sequence = words[ROUND_SEQUENCE]
-        area = sequence % AREAS * (8 * AREA_WORDS)
-        arrived = ((sequence + 1) << COUNT_BITS) + 1
-        if words[ROUND_STAGE] == BEGUN:
-            if sequence >= AREAS and not meet(words, area, arrived - 1 - _AHEAD, how):
-                return LATE
-            lay_down(words, area, sequence % AREAS)
-            store_release(words[ROUND_BASES + words[ROUND_RANK]] + area, arrived)
-            words[ROUND_STAGE] = PUBLISHED
-            if how == PUBLISH:
-                return DONE
-        return finish(words, clock, area, arrived, how)
-
-    return run
+    return finish
 
 
 def _notes(intrinsics: Any, words_at: Any) -> tuple[Any, Any]:
@@ -189,12 +206,12 @@ def _meeting(intrinsics: Any) -> Any:
     return meet
 
 
-def _laying(intrinsics: Any, words_at: Any) -> Any:
-    """Return a function that writes all that goes before the flag."""
-    copy_bytes = intrinsics.copy_bytes
+def _publishing(intrinsics: Any, words_at: Any) -> Any:
+    """Return a function that lays the vector down, and all that goes with it, and arrives."""
+    copy_bytes, store_release = intrinsics.copy_bytes, intrinsics.store_release
 
     @intrinsics.inlined
-    def lay_down(words, area, number):  # type: ignore[no-untyped-def]
+    def publish(words, area, number, arrived):  # type: ignore[no-untyped-def]
         base = words[ROUND_BASES + words[ROUND_RANK]] + area
         mine, ledger = words_at(base), words_at(words[ROUND_LEDGER])
         copy_bytes(base + 8 * SLOT_WORD, words[ROUND_VECTOR], words[ROUND_NBYTES])
@@ -203,8 +220,10 @@ def _laying(intrinsics: Any, words_at: Any) -> Any:
         if ledger[LEDGER_WRITTEN + number] != words[ROUND_IDENTITY]:
             copy_bytes(base + 8 * HEADER_WORD, words[ROUND_HEADER], HEADER_BYTES)
             ledger[LEDGER_WRITTEN + number] = words[ROUND_IDENTITY]
+        store_release(base, arrived)
+        words[ROUND_STAGE] = PUBLISHED
 
-    return lay_down
+    return publish
 
 
 def _combining(intrinsics: Any, name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..memory.arrays import dtype_name
+from ..memory.arrays import data_address, dtype_name
 from ..memory.reduction import OPS, reduction
 from . import compiled_rounds
 from .base import HEADER_BYTES, Array
@@ -18,7 +18,7 @@ from .layout import (
     LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING,
     RING_WORDS, ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY,
     ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_OP, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE,
-    ROUND_SPINS, ROUND_STAGE, ROUND_YIELDS, round_words)
+    ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, round_words)
 from .node_memory import REORDERS, NodeMemory
 
 # Given how (BEGIN, …) and the vector: runs a round as far as it goes, and returns DONE, LATE, …
@@ -35,7 +35,7 @@ _SPINS, _SPINS_TOGETHER = 200, 20
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
 
 _clock = time.monotonic_ns
-_Area = tuple[int, Array, Sequence[Array], int]
+_Area = tuple[int, Array, Callable[[Array], None], int]
 
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -54,8 +54,10 @@ class Round:
         words: See layout; `round_words` of them.
         memory, header, digest: As above.
         dtype, n: As above.
-        combine: Combines the ranks' vectors; given them, and where to.
+        reduction: Combines the ranks' vectors.
         run: Runs it; see `Run`. May be another one for each operation, and each stage.
+        begin: Compiled code that does as `run(BEGIN, x)`, after `bound(x)`, with less to do for
+            Python; it may also return OTHERWISE: go on with `run`. None where there is none.
     """
 
     def __init__(self, memory: NodeMemory, identity: int, header: bytes, digest: int, op: str,
@@ -63,7 +65,7 @@ class Round:
         ranks = len(memory.ranks)
         self.memory, self.header, self.digest = memory, header, digest
         self.dtype, self.n = dtype, n
-        self.combine: Callable[[Sequence[Array], Array], None] = reduction(op, dtype, ranks).combine
+        self.reduction = reduction(op, dtype, ranks)
         self.words = words = array("q", bytes(8 * round_words(ranks)))
         words[ROUND_IDENTITY], words[ROUND_DIGEST] = identity, digest
         words[ROUND_RANKS], words[ROUND_RANK] = ranks, memory.rank
@@ -71,8 +73,15 @@ class Round:
         words[ROUND_OP], words[ROUND_DIVISOR] = OPS.index(op), ranks if op == "mean" else 1
         self.run: Run = _Plain(self).run
         code = compiled and compiled_rounds.code(op, dtype_name(dtype), ranks)
+        self.begin: Callable[[int], int] | None = None
         if code:
-            self.run = compiled_rounds.CompiledRound(self, code, self.run).run
+            self.run, self.begin = (
+                compiled_rounds.CompiledRound(self, code, self.run).run, code.call_with_lock)
+
+    def bound(self, x: Array) -> int:
+        """Let `begin` work on a vector until another one runs; return what to call it with."""
+        self.words[ROUND_VECTOR] = data_address(x)
+        return self.words.buffer_info()[0] + BEGIN
 
     def address(self) -> int:
         """Complete the words for compiled code, and return where they lie."""
@@ -95,7 +104,7 @@ class _Plain:
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
-                 "_digest", "_identity", "_combine", "_areas")
+                 "_digest", "_identity", "_areas")
 
     def __init__(self, a: Round) -> None:
         memory = self._memory = a.memory
@@ -103,11 +112,10 @@ class _Plain:
         self._everybody, self._others = memory.words, memory.others
         self._mine = memory.words[memory.rank]
         self._header, self._digest, self._identity = a.header, a.digest, a.words[ROUND_IDENTITY]
-        self._combine = a.combine
-        # Per area: its flag, this rank's slot, all ranks' slots, and where its header is noted.
-        self._areas = [(area * AREA_WORDS, slots[memory.rank], slots, LEDGER_WRITTEN + area)
-                       for area in range(AREAS)
-                       for slots in [memory.slots(area, a.dtype, a.n)]]
+        # Per area: its flag, this rank's slot, what combines all ranks', where its header is noted.
+        self._areas = [
+            (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots), LEDGER_WRITTEN + area)
+            for area in range(AREAS) for slots in [memory.slots(area, a.dtype, a.n)]]
 
     def run(self, how: int, x: Array) -> int:
         """Run it; see `Run`."""
@@ -157,7 +165,7 @@ class _Plain:
 
     def _finish(self, how: int, x: Array, area: "_Area", count: int) -> int:
         """Meet the others, combine all vectors, and leave."""
-        flag, _, slots, _ = area
+        flag, _, combine, _ = area
         words, others, digest = self._words, self._others, self._digest
         for theirs in others:
             if theirs[flag] <= count and _is_late(others, flag, count + 1, how):
@@ -167,7 +175,7 @@ class _Plain:
         for theirs in others:
             if theirs[flag + DIGEST_WORD] != digest:
                 return DISAGREE
-        self._combine(slots, x)
+        combine(x)
         if REORDERS:
             self._memory.fence()
         self._mine[flag] = count | ENDED

@@ -98,6 +98,32 @@ def test_the_thread_advances_what_nobody_waits_for(background):
     assert background.lane.communication_s > 0 and background.lane.exposed_s == 0
 
 
+def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monkeypatch):
+    monkeypatch.setattr("mpiring.engine.handle._REST_S", 1000.0)
+    flags, log, lane = [Flag(), Flag(), Flag()], [], background.engine.join(int)
+    background.lane.rest()
+    resting = background.submit(waits_for(flags[0], log=log))
+    # That of another communicator does not rest: once it is done, the thread was there.
+    other = background.submit(waits_for(flags[1]), lane)
+    flags[0].complete = flags[1].complete = True
+    until(lambda: other.done)
+    assert not resting.done
+    resting.wait()
+    after = background.submit(waits_for(flags[2], log=log))
+    flags[2].complete = True
+    until(lambda: after.done)
+    assert log == [threading.current_thread().name, "mpiring"]
+
+
+def test_nothing_rests_for_long(background, monkeypatch):
+    monkeypatch.setattr("mpiring.engine.handle._REST_S", 0.01)
+    flag = Flag()
+    background.lane.rest()
+    resting = background.submit(waits_for(flag))
+    flag.complete = True
+    until(lambda: resting.done)
+
+
 def test_the_thread_looks_less_and_less_often(background):
     flag = Flag()
     background.submit(waits_for(flag))

@@ -67,6 +67,18 @@ def test_other_collectives(comm, gpu):
         assert np.array_equal(whole.get().ravel(), comm.size * np.arange(102.0))
 
 
+def test_persistent_operations(comm, gpu):
+    x = gpu.put(np.zeros(1000, np.float32))
+    total, chunk = comm.persistent_allreduce(x), comm.persistent_reduce_scatter(x)
+    for step in range(3):
+        want = comm.size * step + comm.size * (comm.size - 1) // 2
+        x[...] = comm.rank + step
+        total.start()
+        assert total.wait() is x and (x.get() == want).all()
+        x[...] = comm.rank + step
+        assert (chunk().get() == want).all()
+
+
 def test_empty(comm, gpu):
     x = comm.empty((3, 50), "float64", device="cuda")
     assert x.shape == (3, 50) and x.dtype == "float64"

@@ -1,5 +1,7 @@
 """Tests what a Work makes of a handle whose operation fails, as PyTorch's own would."""
 
+from types import SimpleNamespace
+
 import pytest
 from launching import needed
 
@@ -72,3 +74,36 @@ def test_several_works_as_one(handle, work):
     done = Coalesced([Work(DONE, [name], threaded=True) for name in "xy"])
     assert done.wait() and done.is_success() and done.result() == ["x", "y"]
     assert done.get_future().wait() == ["x", "y"]
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_operations_of_a_backward_pass_rest_until_its_end(rests, handle):
+    import torch
+
+    from mpiring.torch.works import Work
+    calls = []
+    handle.lane = SimpleNamespace(rest=lambda: calls.append("rest"))
+    handle.wait = lambda: calls.append("wait")
+    handle.when_done = lambda action: None
+    work = Work(handle, [], threaded=True, rests=rests)
+    x = torch.ones(1, requires_grad=True)
+    x.register_hook(lambda gradient: work.get_future() and calls.append("hook"))
+    (2 * x).backward()
+    assert calls == ["rest"] * rests + ["hook", "wait"]
+
+
+def test_outside_of_a_backward_pass_nothing_rests(handle):
+    from mpiring.torch.works import Work
+    handle.when_done = lambda action: None
+    # It would not find a lane.
+    Work(handle, [], threaded=True, rests=True).get_future()
+
+
+def test_cores_are_full(monkeypatch):
+    import torch
+
+    from mpiring.torch import threads
+    monkeypatch.setattr(threads, "_own_cores", lambda: set(range(8)))
+    for ranks, count, full in [(2, 4, True), (2, 3, False), (8, 1, True), (1, 8, True)]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        assert threads.fill_cores(ranks) == full

@@ -157,7 +157,8 @@ def combined(size, dtype, op, compiled):
     if np.dtype(dtype).kind != "i":
         # Sums that overflow, or are not a number.
         for rank, x in enumerate(xs):
-            x[:4] = (3e38, (-1) ** rank * np.inf, np.inf, np.nan)
+            with np.errstate(over="ignore"):
+                x[:4] = (3e38, (-1) ** rank * np.inf, np.inf, np.nan)
     segments = [np.zeros(NODE_MEMORY_BYTES, np.uint8) for _ in range(size)]
     ranks = [Rank(segments, rank, compiled) for rank in range(size)]
     steps = []

@@ -1,0 +1,113 @@
+"""An operation that is made once and started again and again."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, cast
+
+import numpy as np
+
+from ..errors import ConfigError
+from ..memory.arrays import dtype_name
+from ..operations.agreement import Call
+from ..transport import compiled_rounds
+from ..transport.base import T
+from ..transport.layout import DONE
+from .handle import Handle
+from .short import compile_rounds
+
+if TYPE_CHECKING:
+    from .group import Build, Group
+
+
+class Persistent(Generic[T]):
+    """An operation on one array, made once: `start()` and `wait()` it, or call it, again and again.
+
+    Arguments are checked, the algorithm is chosen and the call is composed when it is made. Made by
+    the `persistent_` methods of a Communicator; it keeps the array and the communicator, and
+    needs no end.
+
+    Args:
+        group: Its ranks.
+        call: What it is, the same on all ranks.
+        build: Returns, for each time, what builds the schedule, after a look at the array.
+        result: What `wait` returns.
+        owner: Is kept alive.
+        vector: The array as a vector in host memory; None where it cannot be a round.
+        op: Of an allreduce.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, group: "Group", call: Call, build: "Callable[[], Build[Any]]", result: T,
+                 owner: object, *, vector: Any = None, op: str = "") -> None:
+        self._group, self._call, self._build = group, call, build
+        self._result, self._owner, self._vector = result, owner, vector
+        self._handle: Handle[Any] | None = None
+        self._begin: Callable[[int], int] | None = None
+        self._address, self._array = 0, cast(Any, result)
+        # All ranks make the same ones, and in the same order.
+        group.run(Call("persistent", str(call), nbytes=call.nbytes),
+                  lambda collectives: collectives.barrier())
+        self._short, self._round = group.short, None
+        if vector is not None and op in compiled_rounds.OPS:
+            compile_rounds(group, [dtype_name(vector.dtype)])
+        if self._short is not None and vector is not None:
+            self._round = self._short.round(call, vector, op)
+            # Where the memory may move, it has to be looked at each time.
+            if self._round is not None and type(result) is np.ndarray:
+                self._begin, self._address = self._round.begin, self._round.bound(vector)
+                self._shape, self._dtype = self._array.shape, self._array.dtype
+
+    def __repr__(self) -> str:
+        return f"<Persistent: {self._call}{', started' * (self._handle is not None)}>"
+
+    def start(self) -> None:
+        """Begin the operation; leave the array alone until `wait()` returns.
+
+        Raises:
+            ConfigError: It is started already, or the array was moved or made read-only.
+
+        Collective: yes. Blocking: no.
+        """
+        if self._handle is not None:
+            raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
+        self._handle = self._group.submit(self._call, self._build())
+
+    def wait(self) -> T:
+        """Return the result when the operation is complete on this rank.
+
+        Raises:
+            ConfigError: It was not started.
+            MpiringError: As `wait` of a Handle.
+
+        Collective: no. Blocking: yes.
+        """
+        handle, self._handle = self._handle, None
+        if handle is None:
+            raise ConfigError(f"rank {self._group.rank}: {self!r}: call start() first")
+        handle.wait()
+        return self._result
+
+    def __call__(self) -> T:
+        """Run the operation, ahead of those in the background, and return its result.
+
+        Raises: as `start` and `wait`.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._handle is not None:
+            raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
+        begin, short, a, x = self._begin, self._short, self._round, self._array
+        if (begin is not None and short is not None and a is not None and x.flags.writeable
+                and x.dtype is self._dtype and x.shape == self._shape):
+            # As short.run, but that the memory is known.
+            try:
+                status = begin(self._address)
+                if status == DONE or short.go_on(status, a, self._call, self._vector):
+                    return self._result
+            except BaseException as error:
+                short.fail(a, error)
+                raise
+        build = self._build()
+        if a is None or short is None or not short.run(a, self._call, self._vector):
+            self._group.run(self._call, build)
+        return self._result

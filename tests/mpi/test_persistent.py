@@ -1,0 +1,151 @@
+"""Tests persistent operations: made once, started again and again."""
+
+import gc
+import itertools
+import weakref
+
+import contract
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpiring
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module", params=["python", "off", "auto", "mixed", "inline", "private"])
+def some(request):
+    """Communicators whose ranks run rounds in one way, or each in its own; without threads; without
+    shared memory."""
+    ways = ("python", "off", "auto")
+    how = ways[MPI.COMM_WORLD.rank % 3] if request.param == "mixed" else request.param
+    config = mpiring.Config(
+        rounds=how if how in ways else "auto", shared_memory=request.param != "private",
+        **{"progress": "inline"} if request.param == "inline" else {})
+    with mpiring.Communicator(MPI.COMM_WORLD, config=config) as comm:
+        yield comm
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int16", "float16", "float32", "complex128"])
+def test_allreduce(some, dtype):
+    longest = (16 << 10) // np.dtype(dtype).itemsize
+    for op, n in itertools.product(("sum", "mean", "max", "bxor"), (0, 1, longest, longest + 1)):
+        if contract.defined(op, dtype):
+            for empty in (False, True):
+                x = some.empty(n, dtype) if empty else np.empty(n, dtype)
+                operation = some.persistent_allreduce(x, op=op)
+                for _ in range(3):
+                    x[...] = contract.contribution(some.rank, n, dtype)
+                    assert operation() is x
+                    contract.check(x, some.size, op)
+                for _ in range(2):
+                    x[...] = contract.contribution(some.rank, n, dtype)
+                    operation.start()
+                    assert operation.wait() is x
+                    contract.check(x, some.size, op)
+
+
+def test_the_other_collectives(some):
+    p, rank = some.size, some.rank
+    x, y, z = np.empty(7), np.empty((2, 4), np.int32), np.empty(100_000, np.float32)
+    scatter = some.persistent_reduce_scatter(x, op="max")
+    gather, copy = some.persistent_allgather(y), some.persistent_broadcast(z, root=p - 1)
+    mine = slice(rank * 8 // p, (rank + 1) * 8 // p)
+    for step in range(5):
+        x[:], y[...], z[:] = np.arange(7) + rank + step, -1, rank + step
+        y.reshape(-1)[mine] = np.arange(8)[mine] + step
+        if step % 2:
+            for operation in (copy, gather, scatter):
+                operation.start()
+            chunk, all_of_it, copied = scatter.wait(), gather.wait(), copy.wait()
+        else:
+            chunk, all_of_it, copied = scatter(), gather(), copy()
+        own = slice(rank * 7 // p, (rank + 1) * 7 // p)
+        assert np.array_equal(chunk, (np.arange(7) + p - 1 + step)[own])
+        assert chunk.base is x and all_of_it is y and copied is z
+        assert np.array_equal(y.reshape(-1), np.arange(8) + step)
+        assert (z == p - 1 + step).all()
+
+
+def test_many_at_once_in_any_order_amid_others(some):
+    arrays = [np.empty(n, np.float32) for n in (1, 2, 300, 4000, 30_000, 3, 3)]
+    operations = [some.persistent_allreduce(x) for x in arrays]
+    for step in range(20):
+        for x, operation in zip(arrays, operations):
+            x[:] = some.rank + step
+            operation.start()
+            if x.size == 300:
+                assert some.allreduce(np.ones(3))[0] == some.size
+        if step % 3 == 0:
+            some.barrier()
+        order = operations if (step + some.rank) % 2 else operations[::-1]
+        for operation in order:
+            operation.wait()
+        for x in arrays:
+            assert (x == some.size * step + some.size * (some.size - 1) // 2).all()
+
+
+def test_mistakes(some):
+    x = np.zeros((2, 3))
+    operation = some.persistent_allreduce(x)
+    with pytest.raises(mpiring.ConfigError, match=r"persistent operation \d+>: call start\(\)"):
+        operation.wait()
+    operation.start()
+    for again in (operation.start, operation):
+        with pytest.raises(mpiring.ConfigError, match=r", started>: call wait\(\) first"):
+            again()
+    assert operation.wait() is x
+    with pytest.raises(mpiring.ConfigError, match="op='avg'"):
+        some.persistent_allreduce(x, op="avg")
+    with pytest.raises(mpiring.ConfigError, match="root"):
+        some.persistent_broadcast(x, root=some.size)
+    for change, back in ((lambda: setattr(x, "shape", (6,)), lambda: setattr(x, "shape", (2, 3))),
+                         (lambda: x.setflags(write=False), lambda: x.setflags(write=True)),
+                         (lambda: setattr(x, "dtype", "i8"), lambda: setattr(x, "dtype", "f8"))):
+        change()
+        for call in (operation, operation.start):
+            with pytest.raises(mpiring.ConfigError, match=f"rank {some.rank}: the array of this"):
+                call()
+        back()
+        assert operation() is x
+
+
+def test_it_keeps_its_array_and_its_communicator():
+    comm = mpiring.Communicator(MPI.COMM_WORLD)
+    x = np.ones(4, np.float32)
+    alive, operation = weakref.ref(x), comm.persistent_allreduce(x)
+    group = comm._group
+    del x, comm
+    gc.collect()
+    assert (operation() == group.size).all() and alive() is not None
+    group.close()
+    for call in (operation, operation.start):
+        with pytest.raises(mpiring.ClosedError):
+            call()
+    del operation, call
+    gc.collect()
+    assert alive() is None
+
+
+def test_they_match_each_other_only():
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip(reason="there is no other rank")
+    for wrong in ("other", "ordinary", "making"):
+        comm = mpiring.Communicator(MPI.COMM_WORLD)
+        x, first = np.ones(3), comm.rank == 0
+        a, b = comm.persistent_allreduce(x), comm.persistent_allreduce(x)
+        a()
+        b()
+        with pytest.raises(mpiring.BufferMismatchError, match="persistent"):
+            if wrong == "making":
+                comm.persistent_allreduce(x, op="sum" if first else "max")
+            elif wrong == "other":
+                a() if first else b()
+            else:
+                a() if first else comm.allreduce(x)
+        assert (x == comm.size ** 2).all()
+        MPI.COMM_WORLD.Barrier()
+        comm._group.closed = True
+        comm._group._forget()
+        comm._group._transport.free()
