@@ -173,8 +173,8 @@ class Reduction:
         """
         if len(sources) != 2 or self.widens or _NUMPY_1 or sources[0].size > self._block:
             return functools.partial(self.combine, sources)
-        (a, b), function, divides = sources, self._combine, self._divisor != 1
-        divisor = a.dtype.type(self._divisor)
+        (a, b), function, divides = sources, self._combine, self.divisor != 1
+        divisor = a.dtype.type(self.divisor)
 
         def combine(out: Array) -> None:
             run = _thread.quiet.run
