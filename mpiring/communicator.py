@@ -180,8 +180,15 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: no.
         """
+        short = self._short if type(x) is np.ndarray and algorithm == "auto" else None
+        started = None if short is None else short.iallreduce(x, op)
+        if started is not None:
+            return started
         call, build, _ = self._allreduce(x, op, algorithm)
-        return self.submit(call, lambda collectives: _returning(x, build(collectives)))
+        handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
+        if short is not None:
+            short.note(call, x, op)
+        return handle
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
         """Combine `x` over all ranks, but leave each rank only its own chunk of the result.

@@ -53,7 +53,7 @@ class ArrayCollectives:
 
         Collective: yes. Blocking: yes.
         """
-        prepared = self._allreduce(x, op, "auto")
+        prepared = self._allreduce(_of_its_own(x), op, "auto")
         name = self._checked(op, prepared)
         self._group.tune_once()
         return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x, name)
@@ -63,7 +63,7 @@ class ArrayCollectives:
 
         Collective: yes. Blocking: yes.
         """
-        prepared = self._reduce_scatter(x, op)
+        prepared = self._reduce_scatter(_of_its_own(x), op)
         self._checked(op, prepared)
         chunk = part_of(x, prepared.vector, slice_of(prepared.vector, self.rank, self.size))
         return self._persistent(prepared, lambda: self._reduce_scatter(x, op), x, cast(A, chunk))
@@ -73,15 +73,16 @@ class ArrayCollectives:
 
         Collective: yes. Blocking: yes.
         """
-        return self._persistent(self._allgather(x), lambda: self._allgather(x), x, x)
+        return self._persistent(
+            self._allgather(_of_its_own(x)), lambda: self._allgather(x), x, x)
 
     def persistent_broadcast(self, x: A, *, root: int = 0) -> Persistent[A]:
         """Return an operation that is a `broadcast` of `x` each time; see there.
 
         Collective: yes. Blocking: yes.
         """
-        return self._persistent(self._broadcast(x, root), lambda: self._broadcast(x, root), x, x,
-                                read_only=self.rank == root)
+        return self._persistent(
+            self._broadcast(_of_its_own(x), root), lambda: self._broadcast(x, root), x, x)
 
     def _checked(self, op: Any, prepared: Prepared) -> str:
         """Return the name of an op that suits the dtype; else raise ConfigError."""
@@ -89,16 +90,16 @@ class ArrayCollectives:
         return reduction(op_named(op, dtype), dtype, self.size).op
 
     def _persistent(self, prepared: Prepared, again: Callable[[], Prepared], x: Any, result: A,
-                    op: str = "", *, read_only: bool = False) -> Persistent[A]:
+                    op: str = "") -> Persistent[A]:
         call, build, vector = prepared
         number = self._group.next_persistent()
         call = replace(call, detail=f"{call.detail}, persistent operation {number}")
         if type(vector) is not np.ndarray:
             # On a GPU: of what is queued when it is started.
             return Persistent(self._group, call, lambda: again().build, result, self)
-        looked_at = _looked_at(x, build, self.rank, read_only=read_only)
-        return Persistent(self._group, call, looked_at, result, self,
-                          vector=vector[:] if op else None, op=op)
+        return Persistent(
+            self._group, call, _looked_at(x, build, self.rank) if is_tensor(x) else lambda: build,
+            result, self, vector=vector if op else None, op=op)
 
     def _allreduce(self, x: Any, op: str, algorithm: str) -> Prepared:
         vector = flat(x) if type(x) is np.ndarray else vector_of(x)
@@ -134,32 +135,25 @@ class ArrayCollectives:
         return build if type(vector) is np.ndarray else self._group.gpus.where(vector, build)
 
 
-def _looked_at(x: Any, build: Build[Any], rank: int, *,
-               read_only: bool) -> Callable[[], Build[Any]]:
-    """Return a function that returns `build` while an array is what it was.
+def _of_its_own(x: Any) -> Any:
+    """Return a view of a NumPy array: what becomes of its shape and flags does not matter then."""
+    return x.view() if isinstance(x, np.ndarray) else x
+
+
+def _looked_at(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
+    """Return a function that returns `build` while a tensor's memory is where it was.
 
     Args:
-        x: A NumPy array, or a tensor in host memory.
+        x: In host memory.
         build: Returns a schedule on its memory.
         rank: For messages.
-        read_only: It may be.
     """
-    if is_tensor(x):
-        address, n = x.data_ptr(), x.numel()
-
-        def is_as_before() -> bool:
-            return bool(x.data_ptr() == address and x.numel() == n)
-    else:
-        shape, dtype = x.shape, x.dtype
-
-        def is_as_before() -> bool:
-            return x.shape == shape and x.dtype == dtype and (read_only or x.flags.writeable)
+    address, n = x.data_ptr(), x.numel()
 
     def again() -> Build[Any]:
-        if not is_as_before():
-            raise ConfigError(
-                f"rank {rank}: the array of this persistent operation has got another memory, "
-                f"shape or dtype, or is read-only now; make a new operation for it")
+        if x.data_ptr() != address or x.numel() != n:
+            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has got "
+                              f"another memory; make a new operation for it")
         return build
 
     return again

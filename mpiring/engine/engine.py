@@ -203,6 +203,15 @@ class Engine:
             self._blocking.append(handle)
         self.wait(handle)
 
+    def adopt(self, handle: Handle[T]) -> None:
+        """Advance from now on an operation that has begun without the engine."""
+        with self.lock:
+            handle.lane.begun(handle.flight.started_s)
+            handle.lane.at_once_s += handle.flight.exposed_s
+            # Not among those in the background, of which few are under way, the same on all ranks.
+            self._blocking.append(handle)
+        self._wake.set()
+
     def wait(self, handle: Handle[T], timeout_s: float | None = None) -> None:
         """Return when `handle` is complete, testing in this thread.
 

@@ -61,7 +61,7 @@ class Group:
         rank, size: This rank, and the number of ranks.
         sharing: Which ranks share nodes and memories.
         recorder: The last operations of this rank.
-        engine: Advances the operations.
+        engine, lane: Advances the operations; they queue there.
         gpus: The GPUs that operations have used.
         short: Short calls, on one node.
         closed: Whether `close` was called, or a rank has died.
@@ -91,7 +91,7 @@ class Group:
         self._post = Mailbox(self._transport)
         self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
                                  self._ledger)
-        self._lane = self.engine.join(self._watch.look)
+        self.lane = self.engine.join(self._watch.look)
         self.engine.guard(self._ledger)
         if self.recorder.trace is not None:
             self._ledger.close(GATE_TRACED)
@@ -152,7 +152,7 @@ class Group:
         flight, schedule = self._called(call, build)
         try:
             self._words[LEDGER_SEQUENCE] += 1
-            handle = Handle(self._lane, flight, Task(schedule))
+            handle = Handle(self.lane, flight, Task(schedule))
             if self.size > 1:
                 self._watch.enter(handle)
             elif handle.step() and handle.task.done:
@@ -178,7 +178,7 @@ class Group:
         try:
             self._words[LEDGER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
-                handle = Handle(self._lane, flight, task, patient=patient)
+                handle = Handle(self.lane, flight, task, patient=patient)
                 self._watch.enter(handle)
                 self.engine.run(handle)
         except BaseException as error:
@@ -188,13 +188,11 @@ class Group:
             task.step()
         return task.result  # type: ignore[return-value]
 
-    def watched(self, flight: Flight, task: Task[T]) -> Handle[T]:
-        """Return a handle of an operation that has begun by itself; from now on it may stall."""
-        self.recorder.add(flight)
-        self._watch.last = flight
-        handle = Handle(self._lane, flight, task)
+    def watch(self, handle: Handle[Any]) -> None:
+        """Watch an operation that has begun by itself; from now on it may stall."""
+        self.recorder.add(handle.flight)
+        self._watch.last = handle.flight
         self._watch.enter(handle)
-        return handle
 
     def next_persistent(self) -> int:
         """Return the number of the next persistent operation, the same on all ranks."""
@@ -207,7 +205,7 @@ class Group:
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation; return whether it is complete after a moment."""
-        engine, lane, recorder = self.engine, self._lane, self.recorder
+        engine, lane, recorder = self.engine, self.lane, self.recorder
         if engine.failure is not None:
             engine.raise_failure()
         flight.started_s = began_s = time.monotonic()
@@ -239,6 +237,8 @@ class Group:
         signal whose handler raises may take an operation from one rank unnoticed.
         """
         self.check_open()
+        if self.short is not None and self.short.started:
+            self.short.hand_over()
         sequence, sharing = self._words[LEDGER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
@@ -267,7 +267,7 @@ class Group:
     @property
     def statistics(self) -> Statistics:
         """What this group's operations have cost so far."""
-        lane = self._lane
+        lane = self.lane
         rounds, rounds_s = self._ledger.rounds, self._ledger.rounds_s
         return Statistics(lane.operations + rounds, self._transport.bytes_sent,
                           lane.communication_s + rounds_s, lane.exposed_s + rounds_s)
@@ -357,7 +357,7 @@ class Group:
             return
         if self._messages is not None:
             self._messages.leave()
-        self.engine.leave(self._lane)
+        self.engine.leave(self.lane)
         if self._trace is not None:
             self._trace.close(together=False)
 
@@ -410,7 +410,7 @@ class Group:
         if self._is_beyond_closing:
             return
         self._equip()
-        for lane in (self._lane, *([self._messages.lane] if self._messages else ())):
+        for lane in (self.lane, *([self._messages.lane] if self._messages else ())):
             lane.dropped = True
         self._transport.drop()
 
@@ -420,6 +420,8 @@ class Group:
 
     def _wait_for_all(self) -> None:
         """Wait for the operations in the background."""
+        if self.short is not None:
+            self.short.hand_over()
         for handle in self._watch.unfinished():
             handle.wait()
 
@@ -427,7 +429,7 @@ class Group:
         """Close a group that the program has not closed."""
         if self._is_beyond_closing:
             return
-        self.engine.take_back(self._lane)
+        self.engine.take_back(self.lane)
         try:
             self.close()
         except BaseException as error:

@@ -70,7 +70,11 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
-        self._handle = self._group.submit(self._call, self._build())
+        build = self._build()
+        if self._round is not None and self._short is not None:
+            self._handle = self._short.start(self._round, self._call, self._vector, None)
+        if self._handle is None:
+            self._handle = self._group.submit(self._call, build)
 
     def wait(self) -> T:
         """Return the result when the operation is complete on this rank.

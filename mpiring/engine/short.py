@@ -1,6 +1,5 @@
 """Runs a group's short calls as rounds, in the caller's thread; what is late goes to the engine."""
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,20 +7,24 @@ import numpy as np
 
 from ..memory import sums
 from ..memory.arrays import Array
-from ..operations.agreement import Call, refuse_others
-from ..record.recorder import Flight
+from ..operations.agreement import Call
 from ..transport import compiled_rounds, pipeline
-from ..transport.base import Schedule, Task
+from ..transport.base import T
 from ..transport.layout import (
-    BEGIN, DISAGREE, DONE, GATED, GO_ON, LATE, LOOK, OTHERWISE, ROUND_BEGAN, ROUND_SEQUENCE,
+    AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
     ROUND_STAGE)
 from ..transport.rounds import Round
+from .handle import Handle
+from .started import StartedRound
 
 if TYPE_CHECKING:
     from .group import Group
 
 # A program may combine vectors of ever new shapes.
 _MOST_CALLS = 256
+# So many of a kind may be started at once.
+_MOST_STARTED = AREAS - 1
+_Key = tuple[str, np.dtype[Any], tuple[int, ...]]
 COMPILED_EARLY = ("float32", "float64", "int64")
 # What rounds do to the bit: every rank combines all vectors, see collectives.shared.
 _ALGORITHM = "eager"
@@ -70,11 +73,17 @@ class ShortCalls:
 
     Args:
         group: Its ranks share one memory.
+
+    Attributes:
+        started: What was started, and was not complete when it was looked at last.
     """
 
     def __init__(self, group: "Group") -> None:
         self._group = group
-        self._rounds: dict[tuple[str, np.dtype[Any], tuple[int, ...]], tuple[Round, Call]] = {}
+        self.started: list[StartedRound[Any]] = []
+        self._rounds: dict[_Key, tuple[Round, Call]] = {}
+        # For several that are started at once.
+        self._more: dict[_Key, list[tuple[Round, Call]]] = {}
 
     def allreduce(self, x: Any, op: Any) -> bool:
         """Combine `x` over all ranks, in place, if such a call was made before; return whether.
@@ -95,6 +104,31 @@ class ShortCalls:
             return False
         return self.run(*found, x if x.ndim == 1 else x.reshape(-1))
 
+    def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
+        """Begin to combine `x` over all ranks, in place, if such a call was made before.
+
+        Args: as `allreduce`.
+
+        Returns:
+            The handle, or None.
+        """
+        try:
+            found = self._rounds.get((op, x.dtype, x.shape))
+        except TypeError:
+            return None
+        if found is None or not x.flags.carray:
+            return None
+        vector = x if x.ndim == 1 else x.reshape(-1)
+        if found[0].words[ROUND_STAGE]:
+            more = self._more.setdefault((op, x.dtype, x.shape), [])
+            found = next((pair for pair in more if not pair[0].words[ROUND_STAGE]), found)
+            if found not in more and len(more) < _MOST_STARTED - 1:
+                another = self.round(found[1], vector, op)
+                if another is not None:
+                    found = another, found[1]
+                    more.append(found)
+        return self.start(*found, vector, x)
+
     def note(self, call: Call, x: Any, op: Any) -> None:
         """Note an allreduce that was made, so that the next one like it is a round.
 
@@ -106,6 +140,7 @@ class ShortCalls:
             return
         if len(self._rounds) >= _MOST_CALLS:
             self._rounds.clear()
+            self._more.clear()
         round_ = self.round(call, x.reshape(-1), op)
         if round_ is not None:
             self._rounds[op, x.dtype, x.shape] = round_, call
@@ -113,6 +148,7 @@ class ShortCalls:
     def forget(self) -> None:
         """Forget what was noted, since there may be a better way now."""
         self._rounds.clear()
+        self._more.clear()
 
     def round(self, call: Call, x: Array, op: str) -> Round | None:
         """Return what runs an allreduce as a round; None where it cannot.
@@ -136,7 +172,7 @@ class ShortCalls:
             x: Its vector.
         """
         try:
-            status = round_.run(BEGIN, x)
+            status = self._begin(BEGIN, round_, x)
             return status == DONE or self.go_on(status, round_, call, x)
         except BaseException as error:
             self.fail(round_, error)
@@ -152,7 +188,11 @@ class ShortCalls:
         if status == LATE or status == OTHERWISE:
             status = round_.run(GO_ON, x)
         if status == LATE or status == DISAGREE:
-            self._hand_over(round_, call, x)
+            # From here on all is as for any operation.
+            self.hand_over()
+            rest = StartedRound(self._group, round_, call, x, None, self.finished, waited=True)
+            rest.hand_over()
+            rest.wait()
         return status != GATED
 
     def fail(self, round_: Round, error: BaseException) -> None:
@@ -160,38 +200,52 @@ class ShortCalls:
         if round_.words[ROUND_STAGE]:
             self._group.engine.fail(error)
 
-    def _hand_over(self, round_: Round, call: Call, x: Array) -> None:
-        """Let the engine run what is left of a round; from here on all is as for any operation."""
-        words, engine = round_.words, self._group.engine
-        began_s, words[ROUND_BEGAN] = words[ROUND_BEGAN] / 1e9, 0
-        flight = Flight(call, words[ROUND_SEQUENCE], self._group.sharing.ledger.group, _ALGORITHM,
-                        began_s, began_s)
-        handle = self._group.watched(flight, Task(_rest(round_, call, x)))
-        with engine.lock:
-            flight.exposed_s = seconds = time.monotonic() - began_s
-            handle.lane.at_once_s += seconds
-        engine.run(handle)
+    def start(self, round_: Round, call: Call, x: Array, result: T) -> Handle[T] | None:
+        """Start a round, and return its handle; None, and do nothing, if the gate is closed.
 
+        Args:
+            round_, call, x: As for `run`.
+            result: What the handle's `wait` returns.
+        """
+        try:
+            status = self._begin(PUBLISH, round_, x)
+            if status == GATED:
+                return None
+            handle = StartedRound(self._group, round_, call, x, result, self.finished)
+            self.started.append(handle)
+            if status == LATE:
+                # An operation that is under way has the area.
+                self.hand_over()
+            else:
+                self._group.sharing.ledger.close(GATE_STARTED)
+            return handle
+        except BaseException as error:
+            self.fail(round_, error)
+            raise
 
-def _rest(round_: Round, call: Call, x: Array) -> Schedule[None]:
-    rest = _Rest(round_, x)
-    yield (rest,)
-    if rest.status == DISAGREE:
-        node = round_.memory.node(round_.words[ROUND_SEQUENCE], round_.header, round_.digest)
-        refuse_others(call, node)
+    def _begin(self, how: int, round_: Round, x: Array) -> int:
+        """Begin a round, after a look at those that were started."""
+        status = round_.run(how, x)
+        if status == GATED and self.started:
+            ledger = self._group.sharing.ledger
+            self.started = [handle for handle in self.started if not handle.done]
+            ledger.open(GATE_STARTED)
+            status = round_.run(how, x)
+            if self.started:
+                ledger.close(GATE_STARTED)
+        return status
 
+    def finished(self, handle: Handle[Any]) -> None:
+        """Take note that a caller has waited for what was started."""
+        if handle in self.started:
+            self.started.remove(handle)
+            if not self.started:
+                self._group.sharing.ledger.open(GATE_STARTED)
 
-class _Rest:
-    """What is left of a round; complete when it is, or when ranks disagree."""
-
-    def __init__(self, round_: Round, x: Array) -> None:
-        self.status, self._round, self._x = LATE, round_, x
-
-    def __repr__(self) -> str:
-        return f"stage {self._round.words[ROUND_STAGE]} of a round"
-
-    def test(self) -> bool:
-        """Run it as far as it goes; return whether anything is left to wait for."""
-        if self.status == LATE:
-            self.status = self._round.run(LOOK, self._x)
-        return self.status != LATE
+    def hand_over(self) -> None:
+        """Let the engine run what was started: other operations may have to wait for it."""
+        left, self.started = self.started, []
+        self._group.sharing.ledger.open(GATE_STARTED)
+        for handle in left:
+            if not handle.done:
+                handle.hand_over()

@@ -133,7 +133,8 @@ class StallWatch:
         if not calls:
             return "has not called it, nor anything else", False
         last = max(calls, key=lambda flight: flight.sequence)
-        if last.sequence >= sequence:
+        # What was started and not waited for yet is in no list.
+        if max(last.sequence, self._ledger.sequence - 1) >= sequence:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
         return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False

@@ -192,6 +192,12 @@ def threads_are_set(environ: Mapping[str, str] = os.environ) -> bool:
     return any(environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"))
 
 
+def heap_is_set(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the user has set what glibc's malloc does with memory that is freed."""
+    return bool(environ.get("MALLOC_TRIM_THRESHOLD_") or environ.get("MALLOC_MMAP_THRESHOLD_")
+                or "glibc.malloc." in environ.get("GLIBC_TUNABLES", ""))
+
+
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set environment variables of this process and of those that it starts."""
     os.environ.update(variables)

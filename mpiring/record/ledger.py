@@ -52,12 +52,16 @@ class Ledger:
         return self.words[LEDGER_NANOSECONDS] / 1e9
 
     def close(self, reason: int) -> None:
-        """Close the gate: no round begins any more.
+        """Close the gate: no round begins.
 
         Args:
             reason: GATE_CLOSED or another bit, see transport.layout.
         """
         self.words[LEDGER_GATE] |= reason
+
+    def open(self, reason: int) -> None:
+        """Open the gate again, as far as it was closed for a reason."""
+        self.words[LEDGER_GATE] &= ~reason
 
     def identity_of(self, call: Call, algorithm: str) -> int:
         """Return a new number by which rounds of a call are noted.

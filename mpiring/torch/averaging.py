@@ -22,6 +22,7 @@ from .devices import gpu_of, marker_of, selector_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
+from .threads import fill_cores
 from .withheld import withheld
 
 
@@ -106,13 +107,14 @@ class Averaging:
                  for name, p in self._dense.items()]
         # All are on its device.
         first = next(iter(parameters.values()))
-        self._select_gpu = selector_of(first)
+        self._select_gpu, gpu = selector_of(first), gpu_of(first)
+        on_node = gpu is None and len(comm.memory_groups) == 1
         with self._select_gpu():
             self.gradients = Gradients(
                 specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
                 deterministic=settings.deterministic, order=settings.order, moved=self._move,
-                steps=steps, device=gpu_of(first), mark=marker_of(first),
-                weighing=weighing)
+                steps=steps, device=gpu, mark=marker_of(first), weighing=weighing,
+                hides_nothing=lambda: on_node and fill_cores(comm.local_size))
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)

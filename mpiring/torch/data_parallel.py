@@ -12,6 +12,7 @@ from torch import nn
 
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
+from ..launch.heap import keep_freed_memory
 from ..record.statistics import Statistics
 from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
@@ -37,7 +38,8 @@ class DataParallel(Wrapper):
 
     Everything else stays as it was: `forward`, the loss, `backward`, any optimizer. Parameters and
     buffers are broadcast from rank 0. Gradients are sent, fused, while backward still computes
-    others; `p.grad` is a view into that memory, which the next backward pass overwrites: clone
+    others (but combined at its end, where all ranks are on one node and leave none of its cores
+    idle); `p.grad` is a view into that memory, which the next backward pass overwrites: clone
     what you need longer. After every `digest_steps` steps (see Config), backward compares
     parameters and optimizers' state between ranks.
 
@@ -51,6 +53,10 @@ class DataParallel(Wrapper):
 
     PyTorch uses this rank's share of the node's cores, unless OMP_NUM_THREADS, MKL_NUM_THREADS or
     an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
+
+    The process keeps memory that it frees (glibc's malloc, up to 1 GiB), since the next step needs
+    as much again; MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in the environment, whatever
+    their values, leave that to you.
 
     Args:
         module: The same on every rank, with parameters in the same order, on the CPU or all on one
@@ -109,6 +115,7 @@ class DataParallel(Wrapper):
         self._owner: Owner | None = None
         self._uneven: Uneven | None = None
         share_cores(comm)
+        keep_freed_memory()
         parts = dict(module.named_parameters()) | dict(module.named_buffers())
         refuse_different(comm, "parameter or buffer", [
             f"{name} {described(tensor)}" for name, tensor in parts.items()])

@@ -30,6 +30,8 @@ class Gradients(Averager):
 
     Args: see Averager. `bucket_bytes=None`: as `usual_bytes` says.
         weighing: That of earlier buckets.
+        hides_nothing: Whether the ranks compute on all cores of their node, which the operations
+            are to leave alone until `wait`; see Lane.rest.
 
     Attributes:
         nonfinite: Whose own gradients held NaN or Inf.
@@ -44,10 +46,12 @@ class Gradients(Averager):
                  bucket_bytes: int | None, reducer: Wish, deterministic: bool,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
-                 mark: Callable[[], Event] | None = None, weighing: Weighing | None = None) -> None:
+                 mark: Callable[[], Event] | None = None, weighing: Weighing | None = None,
+                 hides_nothing: Callable[[], bool] = lambda: False) -> None:
         self.nonfinite, self.tally = NonFinite(comm), Tally(comm)
         self.statistics, self.weighing = Statistics(), weighing or Weighing(comm)
         self._optimizer: weakref.ref[object] | None = None
+        self._hides_nothing = hides_nothing
         if bucket_bytes is None:
             bucket_bytes = usual_bytes(len(comm.memory_groups))
         super().__init__(tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
@@ -56,7 +60,11 @@ class Gradients(Averager):
 
     def _send(self, bucket: Bucket) -> Handle[None]:
         self.nonfinite.look_at(bucket, last=bucket is self.buckets[-1])
-        return super()._send(bucket)
+        handle = super()._send(bucket)
+        if self._hides_nothing():
+            # Two ranks on two cores: the thread cost a step as much again as the reductions.
+            handle.lane.rest()
+        return handle
 
     def wait(self, beside: Sequence[str] = (), *, finite: bool = True) -> None:
         """Return when every gradient is the mean over ranks, and end the step.

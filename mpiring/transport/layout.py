@@ -53,9 +53,11 @@ ENDED: Final = (1 << COUNT_BITS) - 1
 # The number of the next operation, from 0.
 LEDGER_SEQUENCE: Final = 0
 # 0 while rounds may begin; else bits that say why not: the group is closed; an operation has
-# failed; every operation is to be traced; this process is a fork.
+# failed; every operation is to be traced; this process is a fork; rounds were started that are to
+# be looked at first.
 LEDGER_GATE: Final = 1
-GATE_CLOSED, GATE_FAILED, GATE_TRACED, GATE_FORKED = (1 << bit for bit in range(4))
+GATE_CLOSED, GATE_FAILED, GATE_TRACED, GATE_FORKED, GATE_STARTED = (
+    1 << bit for bit in range(5))
 # How many rounds were complete and noted, and for how long (in ns) callers were in them.
 LEDGER_ROUNDS: Final = 2
 LEDGER_NANOSECONDS: Final = 3

@@ -179,9 +179,12 @@ class _Plain:
         if REORDERS:
             self._memory.fence()
         self._mine[flag] = count | ENDED
+        if began_ns := words[ROUND_BEGAN]:
+            ended_ns = _clock()
+            note(self._ledger, self._identity, words[ROUND_SEQUENCE], began_ns, ended_ns,
+                 ended_ns - began_ns)
+        # Last: it may begin again in another thread.
         words[ROUND_STAGE] = NOTHING
-        if words[ROUND_BEGAN]:
-            _note(self._ledger, self._identity, words[ROUND_SEQUENCE], words[ROUND_BEGAN])
         return DONE
 
 
@@ -198,13 +201,14 @@ def _is_late(memories: Sequence[memoryview], flag: int, value: int, how: int) ->
     return True
 
 
-def _note(ledger: "array[int]", identity: int, sequence: int, began_ns: int) -> None:
-    """Note in the ledger a round that is complete now."""
-    ended_ns, rounds = _clock(), ledger[LEDGER_ROUNDS]
+def note(ledger: "array[int]", identity: int, sequence: int, began_ns: int, ended_ns: int,
+         waited_ns: int) -> None:
+    """Note a complete round in the ledger, and how long callers have waited for it."""
+    rounds = ledger[LEDGER_ROUNDS]
     entry = LEDGER_RING + rounds % RING * RING_WORDS
     ledger[entry] = identity
     ledger[entry + 1] = sequence
     ledger[entry + 2] = began_ns
     ledger[entry + 3] = ended_ns
-    ledger[LEDGER_NANOSECONDS] += ended_ns - began_ns
+    ledger[LEDGER_NANOSECONDS] += waited_ns
     ledger[LEDGER_ROUNDS] = rounds + 1

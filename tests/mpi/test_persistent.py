@@ -100,15 +100,24 @@ def test_mistakes(some):
         some.persistent_allreduce(x, op="avg")
     with pytest.raises(mpiring.ConfigError, match="root"):
         some.persistent_broadcast(x, root=some.size)
-    for change, back in ((lambda: setattr(x, "shape", (6,)), lambda: setattr(x, "shape", (2, 3))),
-                         (lambda: x.setflags(write=False), lambda: x.setflags(write=True)),
-                         (lambda: setattr(x, "dtype", "i8"), lambda: setattr(x, "dtype", "f8"))):
+
+
+@pytest.mark.parametrize("n", [6, 60_000])
+def test_it_is_of_the_memory_not_of_the_array(some, n):
+    x = np.zeros((2, n // 2), np.float32)
+    operation, y = some.persistent_allreduce(x, op="max"), x.reshape(-1)
+    copy = some.persistent_broadcast(x)
+    for change in (lambda: None, lambda: setattr(x, "shape", (n,)), lambda: x.setflags(write=False),
+                   lambda: setattr(x, "dtype", "i4")):
         change()
-        for call in (operation, operation.start):
-            with pytest.raises(mpiring.ConfigError, match=f"rank {some.rank}: the array of this"):
-                call()
-        back()
-        assert operation() is x
+        y[:] = some.rank
+        assert operation() is x and (y == some.size - 1).all()
+        y[:] = some.rank
+        operation.start()
+        assert operation.wait() is x and (y == some.size - 1).all()
+        y[:] = some.rank + 1
+        copy()
+        assert (y == 1).all()
 
 
 def test_it_keeps_its_array_and_its_communicator():

@@ -167,6 +167,50 @@ def test_rounds_amid_other_operations(some):
     part.close()
 
 
+def test_handles_of_rounds(some):
+    x, y, z = np.zeros(3), np.zeros((2, 2), np.float32), np.zeros(3)
+    total = some.size * (some.size + 1) // 2
+    log = []
+    for step in range(30):
+        for array in (x, y, z):
+            array[...] = some.rank + 1
+        handles = [some.iallreduce(array) for array in (x, y, z)]
+        if step % 4 == 1:
+            assert some.allreduce(np.ones(5))[0] == some.size
+        if step % 4 == 2:
+            handles[0].when_done(log.append)
+            assert "allreduce sum of float64 (3,)" in repr(handles[2].flight)
+        if step % 4 == 3:
+            while not all(handle.test() for handle in handles):
+                pass
+            assert all(handle.done for handle in handles)
+        for handle, array in list(zip(handles, (x, y, z)))[::1 if step % 2 else -1]:
+            assert handle.wait(60) is array and handle.done and handle.wait() is array
+            assert (array == total).all()
+    assert log == [None] * 7
+    # Nobody waits for these.
+    for _ in range(5):
+        some.iallreduce(np.ones(3))
+    some.split(0).close()
+    assert some.allreduce(np.ones(3))[0] == some.size
+
+
+@pytest.mark.parametrize("how", [("python", "python"), ("off", "python"), ("auto", "auto")])
+def test_ranks_that_disagree_in_what_they_started(how):
+    comm = opened(rounds=how[MPI.COMM_WORLD.rank > 0])
+    x = np.ones(3, np.float32)
+    for _ in range(3):
+        comm.allreduce(x)
+        comm.allreduce(x, op="max")
+    x[:] = 5
+    with pytest.raises(mpiring.BufferMismatchError, match="rank [0-9] called allreduce (sum|max)"):
+        comm.iallreduce(x, op="max" if comm.rank else "sum").wait()
+    assert (x == 5).all()
+    with pytest.raises(mpiring.TransportError, match="an earlier operation failed"):
+        comm.iallreduce(x)
+    left(comm)
+
+
 # What rank 0 calls, and what the others do, after both calls were made before.
 @pytest.mark.parametrize("how", [("python", "python"), ("python", "off"), ("off", "python"),
                                  ("auto", "auto")])

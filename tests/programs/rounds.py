@@ -32,7 +32,8 @@ def main():
     comm = mpiring.Communicator(world, config=mpiring.Config(rounds=how, operations_in_flight=3))
     together, mine = random.Random(total), random.Random(100 + comm.rank)
     arrays = [np.zeros(n, dtype) for n in LENGTHS for dtype in DTYPES]
-    ranks_sum, waiting, ordinary = comm.size * (comm.size + 1) // 2, [], comm._group.short
+    ranks_sum, waiting, started = comm.size * (comm.size + 1) // 2, [], []
+    ordinary = comm._group.short
     # In long runs most are rounds, and sleep rarely.
     often = min(1, 20_000 / total)
     for step in range(total):
@@ -44,12 +45,19 @@ def main():
         if mine.random() < 0.01 * often:
             time.sleep(mine.random() * 0.002)
         comm._short = None if mine.random() < 0.3 * often else ordinary
-        comm.allreduce(x)
-        wrong(x, ranks_sum * value)
+        if together.random() < 0.2:
+            # Started, and perhaps finished behind the others of this kind.
+            started.append((comm.iallreduce(x.copy()), ranks_sum * value))
+        else:
+            comm.allreduce(x)
+            wrong(x, ranks_sum * value)
+        while started and mine.random() < 0.3:
+            handle, want = started.pop(mine.randrange(len(started)))
+            wrong(handle.wait(), want)
         if waiting and (len(waiting) > 3 or together.random() < 0.05):
             handle, want = waiting.pop(0)
             wrong(handle.wait(), want)
-    for handle, want in waiting:
+    for handle, want in waiting + started:
         wrong(handle.wait(), want)
     print(f"rank {comm.rank}: {total} right, {comm._group.sharing.ledger.rounds} of them rounds",
           flush=True)

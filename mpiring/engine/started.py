@@ -1,0 +1,175 @@
+"""Handles of rounds that were started: nothing runs them but their caller's next calls."""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..memory.arrays import Array
+from ..operations.agreement import Call, refuse_others
+from ..record.recorder import Flight
+from ..transport.base import Schedule, T, Task
+from ..transport.layout import (
+    DISAGREE, GATE_STARTED, GO_ON, LATE, LEDGER_GATE, LOOK, ROUND_BEGAN, ROUND_IDENTITY,
+    ROUND_SEQUENCE, ROUND_STAGE)
+from ..transport.rounds import Round, note
+from .handle import Action, Handle
+
+if TYPE_CHECKING:
+    from .group import Group
+
+
+class StartedRound(Handle[T]):
+    """Handle of a round that is published: no other rank needs anything of this one for it.
+
+    What is left, to meet the others and to combine, is done by `wait`, `test` or a look at `done`;
+    or by the engine, once something else of this rank might wait for it (see `hand_over`).
+
+    Args:
+        group: Its ranks.
+        round_, call: What runs, and what it is.
+        x: Its vector.
+        result: What `wait` returns.
+        finished: Called once a caller has waited for it, and the engine never heard of it.
+        waited: The caller has waited since it began.
+    """
+
+    def __init__(self, group: "Group", round_: Round, call: Call, x: Array, result: T,
+                 finished: Callable[[Handle[Any]], None], *, waited: bool = False) -> None:
+        # Not that of Handle: what only the engine needs is made when it gets this.
+        self._group, self._round, self._call = group, round_, call
+        self._x: Array | None = x
+        self._result, self._is_done, self._finished = result, False, finished
+        self._is_handed_over = self.patient = False
+        words = round_.words
+        self._sequence, self._began_ns = words[ROUND_SEQUENCE], words[ROUND_BEGAN]
+        self._waited_ns = time.monotonic_ns() - self._began_ns if waited else 0
+        # The record is kept here.
+        words[ROUND_BEGAN] = 0
+
+    def __repr__(self) -> str:
+        return f"#{self._sequence} {self._call}"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only the engine needs, for who looks at it."""
+        if name not in ("flight", "task", "lane", "waited_s") or self._is_handed_over:
+            raise AttributeError(name)
+        self.hand_over()
+        return getattr(self, name)
+
+    @property
+    def done(self) -> bool:
+        """Whether it is complete."""
+        return self._is_done or not (self._is_handed_over or self._is_void) and self.run(LOOK)
+
+    @done.setter
+    def done(self, done: bool) -> None:
+        """Note whether it is; for the engine."""
+        self._is_done = done
+        if done:
+            # Whoever remembers the handle shall not keep the array.
+            self._x = None
+
+    @property
+    def _is_void(self) -> bool:
+        """Whether it cannot go on here: an operation has failed, or this process is a fork."""
+        return bool(self._group.sharing.ledger.words[LEDGER_GATE] & ~GATE_STARTED)
+
+    def run(self, how: int) -> bool:
+        """Run what is left, in this thread; return whether it is complete.
+
+        Args:
+            how: LOOK or GO_ON; see transport.layout.
+        """
+        words, began_ns = self._round.words, time.monotonic_ns()
+        try:
+            status = self._round.run(how, self._x)  # type: ignore[arg-type]
+            ended_ns = time.monotonic_ns()
+            self._waited_ns += ended_ns - began_ns
+            if status == LATE:
+                return False
+            if status == DISAGREE:
+                refuse(self._round, self._call)
+        except BaseException as error:
+            if words[ROUND_STAGE]:
+                self._group.engine.fail(error)
+            raise
+        self.done = True
+        note(self._group.sharing.ledger.words, words[ROUND_IDENTITY], self._sequence,
+             self._began_ns, ended_ns, self._waited_ns)
+        return True
+
+    def hand_over(self) -> None:
+        """Let the engine run what is left; from here on it is as any handle."""
+        began_s, self._is_handed_over = self._began_ns / 1e9, True
+        flight = Flight(self._call, self._sequence, self._group.sharing.ledger.group, "eager",
+                        began_s, began_s, exposed_s=self._waited_ns / 1e9)
+        done, x = self._is_done, self._x
+        super().__init__(self._group.lane, flight, Task(_rest(self._round, self._call, x)))
+        self._is_done = done
+        try:
+            if not done:
+                self._group.watch(self)
+                self._group.engine.adopt(self)
+        except BaseException as error:
+            self._group.engine.fail(error)
+            raise
+
+    def test(self) -> bool:
+        """Make some progress; return whether the operation is complete; see Handle."""
+        if self._is_handed_over:
+            return super().test()
+        self._refuse_void()
+        return self.done
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the operation's result when it is complete on this rank; see Handle."""
+        if not self._is_done and not self._is_handed_over:
+            self._refuse_void()
+            if self.run(LOOK) or self.run(GO_ON):
+                self._finished(self)
+            else:
+                self.hand_over()
+        if not self._is_done:
+            super().wait(timeout_s)
+        return self._result
+
+    def _refuse_void(self) -> None:
+        if self._is_void and not self._is_done:
+            self._group.check_open()
+            self._group.engine.raise_failure()
+
+    def when_done(self, action: Action) -> None:
+        """Call `action` once the operation is complete or has failed; see Handle."""
+        if not self._is_handed_over:
+            self._refuse_void()
+            self.hand_over()
+        super().when_done(action)
+
+
+def refuse(round_: Round, call: Call) -> None:
+    """Raise BufferMismatchError for a round in which another rank made another call."""
+    refuse_others(call, round_.memory.node(
+        round_.words[ROUND_SEQUENCE], round_.header, round_.digest))
+
+
+def _rest(round_: Round, call: Call, x: Any) -> Schedule[Any]:
+    rest = _Rest(round_, x)
+    yield (rest,)
+    if rest.status == DISAGREE:
+        refuse(round_, call)
+
+
+class _Rest:
+    """What is left of a round; complete when it is, or when ranks disagree."""
+
+    def __init__(self, round_: Round, x: Any) -> None:
+        self.status, self._round, self._x = LATE, round_, x
+
+    def __repr__(self) -> str:
+        return f"stage {self._round.words[ROUND_STAGE]} of a round"
+
+    def test(self) -> bool:
+        """Run it as far as it goes; return whether anything is left to wait for."""
+        if self.status == LATE:
+            self.status = self._round.run(LOOK, self._x)
+        return self.status != LATE
