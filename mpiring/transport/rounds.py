@@ -25,9 +25,10 @@ from .node_memory import REORDERS, NodeMemory
 Run = Callable[[int, Array], int]
 
 # How often Python looks at a meeting, by how it runs: it keeps the core at first, since most ranks
-# come within a few microseconds; then another rank may need it.
+# come within a few microseconds; then another rank may need it. The same where ranks share cores.
 _TRIES = {BEGIN: 20, PUBLISH: 20, GO_ON: 300, LOOK: 1}
-# The same for compiled code, where each rank has a core of its own, and where not.
+_TRIES_TOGETHER = {**_TRIES, BEGIN: 2, PUBLISH: 2}
+# How often compiled code does at first, and where ranks share cores.
 _SPINS, _SPINS_TOGETHER = 200, 20
 
 # An area is free when the operation AREAS before has ended in it: how far its flag then lies behind
@@ -86,10 +87,9 @@ class Round:
     def address(self) -> int:
         """Complete the words for compiled code, and return where they lie."""
         words, memory = self.words, self.memory
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         words[ROUND_LEDGER] = memory.ledger.buffer_info()[0]
         words[ROUND_HEADER] = np.frombuffer(self.header, np.uint8).ctypes.data
-        words[ROUND_SPINS] = _SPINS if len(memory.ranks) <= (cores or 1) else _SPINS_TOGETHER
+        words[ROUND_SPINS] = _SPINS if _has_cores(len(memory.ranks)) else _SPINS_TOGETHER
         words[ROUND_YIELDS] = _TRIES[GO_ON]
         for rank, segment in enumerate(memory.segments):
             words[ROUND_BASES + rank] = segment.ctypes.data
@@ -104,7 +104,7 @@ class _Plain:
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
-                 "_digest", "_identity", "_areas")
+                 "_digest", "_identity", "_areas", "_tries")
 
     def __init__(self, a: Round) -> None:
         memory = self._memory = a.memory
@@ -112,6 +112,7 @@ class _Plain:
         self._everybody, self._others = memory.words, memory.others
         self._mine = memory.words[memory.rank]
         self._header, self._digest, self._identity = a.header, a.digest, a.words[ROUND_IDENTITY]
+        self._tries = _TRIES if _has_cores(len(memory.ranks)) else _TRIES_TOGETHER
         # Per area: its flag, this rank's slot, what combines all ranks', where its header is noted.
         self._areas = [
             (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots), LEDGER_WRITTEN + area)
@@ -145,7 +146,8 @@ class _Plain:
         free, mine = count - _AHEAD, self._mine
         if free > ENDED:
             for theirs in self._everybody:
-                if theirs[flag] < free and _is_late(self._everybody, flag, free, how):
+                if theirs[flag] < free and _is_late(
+                        self._everybody, flag, free, how, self._tries[how]):
                     return False
         slot[...] = x
         mine[flag + DIGEST_WORD] = self._digest
@@ -168,7 +170,8 @@ class _Plain:
         flag, _, combine, _ = area
         words, others, digest = self._words, self._others, self._digest
         for theirs in others:
-            if theirs[flag] <= count and _is_late(others, flag, count + 1, how):
+            if theirs[flag] <= count and _is_late(
+                    others, flag, count + 1, how, self._tries[how]):
                 return LATE
         if REORDERS:
             self._memory.fence()
@@ -188,9 +191,18 @@ class _Plain:
         return DONE
 
 
-def _is_late(memories: Sequence[memoryview], flag: int, value: int, how: int) -> bool:
-    """Return whether a flag of any rank has not come to a value after a while."""
-    for _ in range(_TRIES[how]):
+def _has_cores(ranks: int) -> bool:
+    """Return whether each rank of a node has a core of its own, as far as one can tell."""
+    every = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    # A rank that is bound to one core (of two threads) does not share it.
+    return ranks <= (every if mine <= 2 else mine)
+
+
+def _is_late(memories: Sequence[memoryview], flag: int, value: int, how: int,
+             tries: int) -> bool:
+    """Return whether a flag of any rank has not come to a value after so many tries."""
+    for _ in range(tries):
         for words in memories:
             if words[flag] < value:
                 break
