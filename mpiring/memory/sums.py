@@ -83,8 +83,29 @@ def adding(intrinsics: Any, name: str) -> Any:
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     pointer, number = intrinsics.pointer_to(np.dtype(name)), np.dtype(name).type
+    add_blocks = _adding_blocks(intrinsics.inlined, pointer)
 
     @intrinsics.inlined
+    def add_up(sources_at, p, n, divisor, total_at, outs_at, q):  # type: ignore[no-untyped-def]
+        sources, outs, total = words_at(sources_at), words_at(outs_at), pointer(total_at)
+        for start in range(0, n, _BLOCK):
+            length = min(_BLOCK, n - start)
+            add_blocks(sources, p, start, length, total)
+            if divisor != 1:
+                for i in range(length):
+                    total[i] /= number(divisor)
+            # Only here, since what is written to may be one of the sources.
+            for s in range(q):
+                out = pointer(outs[s])
+                for i in range(length):
+                    out[start + i] = total[i]
+
+    return add_up
+
+
+def _adding_blocks(inlined: Any, pointer: Any) -> Any:
+    """Return a function that adds up a block of each vector."""
+    @inlined
     def first_ones(sources, p, start, length, total):  # type: ignore[no-untyped-def]
         a, b = pointer(sources[0]), pointer(sources[1])
         if p == 2:
@@ -100,8 +121,9 @@ def adding(intrinsics: Any, name: str) -> Any:
         for i in range(length):
             total[i] = a[start + i] + b[start + i] + c[start + i] + d[start + i]
 
-    @intrinsics.inlined
-    def other_ones(sources, p, start, length, total):  # type: ignore[no-untyped-def]
+    @inlined
+    def add_blocks(sources, p, start, length, total):  # type: ignore[no-untyped-def]
+        first_ones(sources, p, start, length, total)
         for r in range(4, p - 1, 2):
             a, b = pointer(sources[r]), pointer(sources[r + 1])
             for i in range(length):
@@ -111,20 +133,4 @@ def adding(intrinsics: Any, name: str) -> Any:
             for i in range(length):
                 total[i] += a[start + i]
 
-    @intrinsics.inlined
-    def add_up(sources_at, p, n, divisor, total_at, outs_at, q):  # type: ignore[no-untyped-def]
-        sources, outs, total = words_at(sources_at), words_at(outs_at), pointer(total_at)
-        for start in range(0, n, _BLOCK):
-            length = min(_BLOCK, n - start)
-            first_ones(sources, p, start, length, total)
-            other_ones(sources, p, start, length, total)
-            if divisor != 1:
-                for i in range(length):
-                    total[i] /= number(divisor)
-            # Only here, since what is written to may be one of the sources.
-            for s in range(q):
-                out = pointer(outs[s])
-                for i in range(length):
-                    out[start + i] = total[i]
-
-    return add_up
+    return add_blocks

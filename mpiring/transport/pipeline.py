@@ -118,11 +118,9 @@ def _meeting(intrinsics: Any) -> Any:
     return meet
 
 
-def _moves(intrinsics: Any, name: str) -> tuple[Any, Any, Any]:
-    """Return functions that lay out a piece, combine this rank's slice of it, take the others'."""
-    itemsize, half_bytes = np.dtype(name).itemsize, SLOT_BYTES // 2
-    inlined, copy_bytes = intrinsics.inlined, intrinsics.copy_bytes
-    words_at, add_up = intrinsics.pointer_to(np.dtype(np.int64)), adding(intrinsics, name)
+def _places(inlined: Any, itemsize: int) -> tuple[Any, Any]:
+    """Return functions: where piece j lies in the slot of rank s, and its bounds."""
+    half_bytes = SLOT_BYTES // 2
 
     @inlined
     def slot(words, s, j):  # type: ignore[no-untyped-def]
@@ -130,13 +128,23 @@ def _moves(intrinsics: Any, name: str) -> tuple[Any, Any, Any]:
 
     @inlined
     def bounds(words, s, j):  # type: ignore[no-untyped-def]
-        """Return where piece j, and its slice s, begin, and where they end, in bytes."""
+        """Return the address of piece j, where its slice s starts and stops, and its bytes."""
         step = words[WIDTH] * words[P]
         size = min(step, words[N] - j * step)
         start = min(s * words[WIDTH], size)
         stop = min(start + words[WIDTH], size)
         return (words[X] + j * step * itemsize, start * itemsize, stop * itemsize,
                 size * itemsize)
+
+    return slot, bounds
+
+
+def _moves(intrinsics: Any, name: str) -> tuple[Any, Any, Any]:
+    """Return functions that lay out a piece, combine this rank's slice of it, take the others'."""
+    itemsize = np.dtype(name).itemsize
+    inlined, copy_bytes = intrinsics.inlined, intrinsics.copy_bytes
+    words_at, add_up = intrinsics.pointer_to(np.dtype(np.int64)), adding(intrinsics, name)
+    slot, bounds = _places(inlined, itemsize)
 
     @inlined
     def lay(words, j):  # type: ignore[no-untyped-def]
