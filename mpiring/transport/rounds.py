@@ -25,9 +25,8 @@ from .node_memory import REORDERS, NodeMemory
 Run = Callable[[int, Array], int]
 
 # How often Python looks at a meeting, by how it runs: it keeps the core at first, since most ranks
-# come within a few microseconds; then another rank may need it. The same where ranks share cores.
+# come within a few microseconds; then another rank may need it.
 _TRIES = {BEGIN: 20, PUBLISH: 20, GO_ON: 300, LOOK: 1}
-_TRIES_TOGETHER = {**_TRIES, BEGIN: 2, PUBLISH: 2}
 # How often compiled code does at first, and where ranks share cores.
 _SPINS, _SPINS_TOGETHER = 200, 20
 
@@ -104,7 +103,7 @@ class _Plain:
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
-                 "_digest", "_identity", "_areas", "_tries")
+                 "_digest", "_identity", "_areas")
 
     def __init__(self, a: Round) -> None:
         memory = self._memory = a.memory
@@ -112,10 +111,10 @@ class _Plain:
         self._everybody, self._others = memory.words, memory.others
         self._mine = memory.words[memory.rank]
         self._header, self._digest, self._identity = a.header, a.digest, a.words[ROUND_IDENTITY]
-        self._tries = _TRIES if _has_cores(len(memory.ranks)) else _TRIES_TOGETHER
         # Per area: its flag, this rank's slot, what combines all ranks', where its header is noted.
         self._areas = [
-            (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots), LEDGER_WRITTEN + area)
+            (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots) if a.n else _nothing,
+             LEDGER_WRITTEN + area)
             for area in range(AREAS) for slots in [memory.slots(area, a.dtype, a.n)]]
 
     def run(self, how: int, x: Array) -> int:
@@ -146,8 +145,7 @@ class _Plain:
         free, mine = count - _AHEAD, self._mine
         if free > ENDED:
             for theirs in self._everybody:
-                if theirs[flag] < free and _is_late(
-                        self._everybody, flag, free, how, self._tries[how]):
+                if theirs[flag] < free and _is_late(self._everybody, flag, free, how):
                     return False
         slot[...] = x
         mine[flag + DIGEST_WORD] = self._digest
@@ -170,8 +168,7 @@ class _Plain:
         flag, _, combine, _ = area
         words, others, digest = self._words, self._others, self._digest
         for theirs in others:
-            if theirs[flag] <= count and _is_late(
-                    others, flag, count + 1, how, self._tries[how]):
+            if theirs[flag] <= count and _is_late(others, flag, count + 1, how):
                 return LATE
         if REORDERS:
             self._memory.fence()
@@ -191,6 +188,10 @@ class _Plain:
         return DONE
 
 
+def _nothing(out: Array) -> None:
+    """Combine vectors without elements."""
+
+
 def _has_cores(ranks: int) -> bool:
     """Return whether each rank of a node has a core of its own, as far as one can tell."""
     every = os.cpu_count() or 1
@@ -199,10 +200,9 @@ def _has_cores(ranks: int) -> bool:
     return ranks <= (every if mine <= 2 else mine)
 
 
-def _is_late(memories: Sequence[memoryview], flag: int, value: int, how: int,
-             tries: int) -> bool:
-    """Return whether a flag of any rank has not come to a value after so many tries."""
-    for _ in range(tries):
+def _is_late(memories: Sequence[memoryview], flag: int, value: int, how: int) -> bool:
+    """Return whether a flag of any rank has not come to a value after a while."""
+    for _ in range(_TRIES[how]):
         for words in memories:
             if words[flag] < value:
                 break
