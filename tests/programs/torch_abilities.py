@@ -1006,6 +1006,23 @@ def cores_are_shared_out():
 
 
 @ability
+def operations_leave_busy_cores_alone():
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    model, rested = DataParallel(net(), comm, bucket_bytes=1), []
+    for q in model.parameters():
+        q.register_post_accumulate_grad_hook(lambda q: rested.append(comm._group._lane.rests))
+    for threads in (1, cores):
+        rested.clear()
+        torch.set_num_threads(threads)
+        x, y = batch(r)
+        nn.functional.mse_loss(model(x), y).backward()
+        hides_nothing = not ON_GPU and len(comm.memory_groups) == 1 and p * threads >= cores
+        assert len(rested) == 4 and rested == [hides_nothing] * 4, (threads, rested)
+        assert not comm._group._lane.rests, "somebody has waited"
+    torch.set_num_threads(before)
+
+
+@ability
 def what_cannot_be_wrapped_is_refused():
     for module, words in (
             (np.ones(3), "pass a torch.nn.Module"), (DataParallel(net(), comm), "wrapped already"),
