@@ -14,7 +14,7 @@ from .config import Config
 from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
-from .engine.short import compile_rounds
+from .engine.short import BARRIER, compile_rounds
 from .errors import ConfigError
 from .gpu.arrays import device_named
 from .gpu.base import Event
@@ -245,7 +245,8 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        self._group.run(Call("barrier"), lambda collectives: collectives.barrier())
+        if self._short is None or not self._short.barrier():
+            self._group.run(BARRIER, lambda collectives: collectives.barrier())
 
     # Operations
 

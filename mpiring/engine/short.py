@@ -25,6 +25,10 @@ _MOST_CALLS = 256
 _MOST_STARTED = AREAS - 1
 _Key = tuple[str, np.dtype[Any], tuple[int, ...]]
 COMPILED_EARLY = ("float32", "float64", "int64")
+BARRIER = Call("barrier")
+# It combines nothing.
+_NOTHING = np.empty(0, np.float32)
+_OF_BARRIER: _Key = ("", _NOTHING.dtype, ())
 # What rounds do to the bit: every rank combines all vectors, see collectives.shared.
 _ALGORITHM = "eager"
 
@@ -116,6 +120,16 @@ class ShortCalls:
                     more.append(found)
         return self.start(*found, vector, x)
 
+    def barrier(self) -> bool:
+        """Return whether every rank has called a barrier; False, and do nothing, if it cannot."""
+        found = self._rounds.get(_OF_BARRIER)
+        if found is None:
+            round_ = self.round(BARRIER, _NOTHING, "sum")
+            if round_ is None:
+                return False
+            found = self._rounds[_OF_BARRIER] = round_, BARRIER
+        return self.run(*found, _NOTHING)
+
     def note(self, call: Call, x: Any, op: Any) -> None:
         """Note an allreduce that was made, so that the next one like it is a round.
 
@@ -148,7 +162,8 @@ class ShortCalls:
         memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
         if memory is None or self._group.algorithm_of(x, op) != _ALGORITHM:
             return None
-        return Round(memory, ledger.identity_of(call, _ALGORITHM), call.header, call.digest, op,
+        algorithm = "" if call is BARRIER else _ALGORITHM
+        return Round(memory, ledger.identity_of(call, algorithm), call.header, call.digest, op,
                      x.dtype, x.size, compiled=self._group.config.rounds == "auto")
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:

@@ -27,7 +27,7 @@ Run = Callable[[int, Array], int]
 # How often Python looks at a meeting, by how it runs: it keeps the core at first, since most ranks
 # come within a few microseconds; then another rank may need it.
 _TRIES = {BEGIN: 20, PUBLISH: 20, GO_ON: 300, LOOK: 1}
-# The same for compiled code, where each rank has a core of its own, and where not.
+# How often compiled code does at first, and where ranks share cores.
 _SPINS, _SPINS_TOGETHER = 200, 20
 
 # An area is free when the operation AREAS before has ended in it: how far its flag then lies behind
@@ -86,10 +86,9 @@ class Round:
     def address(self) -> int:
         """Complete the words for compiled code, and return where they lie."""
         words, memory = self.words, self.memory
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         words[ROUND_LEDGER] = memory.ledger.buffer_info()[0]
         words[ROUND_HEADER] = np.frombuffer(self.header, np.uint8).ctypes.data
-        words[ROUND_SPINS] = _SPINS if len(memory.ranks) <= (cores or 1) else _SPINS_TOGETHER
+        words[ROUND_SPINS] = _SPINS if _has_cores(len(memory.ranks)) else _SPINS_TOGETHER
         words[ROUND_YIELDS] = _TRIES[GO_ON]
         for rank, segment in enumerate(memory.segments):
             words[ROUND_BASES + rank] = segment.ctypes.data
@@ -114,7 +113,8 @@ class _Plain:
         self._header, self._digest, self._identity = a.header, a.digest, a.words[ROUND_IDENTITY]
         # Per area: its flag, this rank's slot, what combines all ranks', where its header is noted.
         self._areas = [
-            (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots), LEDGER_WRITTEN + area)
+            (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots) if a.n else _nothing,
+             LEDGER_WRITTEN + area)
             for area in range(AREAS) for slots in [memory.slots(area, a.dtype, a.n)]]
 
     def run(self, how: int, x: Array) -> int:
@@ -186,6 +186,18 @@ class _Plain:
         # Last: it may begin again in another thread.
         words[ROUND_STAGE] = NOTHING
         return DONE
+
+
+def _nothing(out: Array) -> None:
+    """Combine vectors without elements."""
+
+
+def _has_cores(ranks: int) -> bool:
+    """Return whether each rank of a node has a core of its own, as far as one can tell."""
+    every = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    # A rank that is bound to one core (of two threads) does not share it.
+    return ranks <= (every if mine <= 2 else mine)
 
 
 def _is_late(memories: Sequence[memoryview], flag: int, value: int, how: int) -> bool:

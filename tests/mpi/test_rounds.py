@@ -89,6 +89,15 @@ def test_rounds_run_where_they_may_and_count(some):
         assert ("CompiledRound.run" in forms) == (HAS_CODE and config == "auto")
 
 
+def test_barriers(some):
+    before = some.statistics.operations
+    for step in range(20):
+        if step % some.size == some.rank:
+            time.sleep(0.0005)
+        some.barrier()
+    assert some.statistics.operations == before + 20
+
+
 def test_nothing_about_an_array_is_kept(some):
     x = np.zeros((4, 6), np.float32)
 

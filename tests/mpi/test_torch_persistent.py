@@ -1,10 +1,11 @@
 """Tests persistent operations on tensors of PyTorch."""
 
 import pytest
+from launching import needed
 
 import mpiring
 
-torch = pytest.importorskip("torch")
+torch = needed("torch")
 pytestmark = pytest.mark.mpi
 
 
