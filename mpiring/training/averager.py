@@ -112,7 +112,7 @@ class Averager:
         mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
             CuPy's stream by default.
         submit: Begins the operations that average; `comm.submit` by default.
-        hides_nothing: Whether buckets are to leave in `wait`, since ranks compute on all cores.
+        hides_nothing: Whether buckets are to leave in `wait`, since ranks use all cores; alike.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
@@ -137,7 +137,7 @@ class Averager:
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
                  mark: Callable[[], Event] | None = None, submit: Submit | None = None,
-                 hides_nothing: Callable[[], bool] = lambda: False) -> None:
+                 hides_nothing: bool = False) -> None:
         self._device = device
         self._mark = device.gpu.mark if device is not None and mark is None else mark
         self._comm, self._submit = comm, submit or comm.submit
@@ -195,7 +195,7 @@ class Averager:
         if self._mark is not None:
             bucket.written.append(self._mark())
         self._order.append(name)
-        while len(self._handles) < len(self.buckets) and not self._hides_nothing():
+        while len(self._handles) < len(self.buckets) and not self._hides_nothing:
             bucket = self.buckets[len(self._handles)]
             if bucket.missing:
                 break

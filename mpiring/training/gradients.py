@@ -45,7 +45,7 @@ class Gradients(Averager):
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
                  mark: Callable[[], Event] | None = None, weighing: Weighing | None = None,
-                 hides_nothing: Callable[[], bool] = lambda: False) -> None:
+                 hides_nothing: bool = False) -> None:
         self.nonfinite, self.tally = NonFinite(comm), Tally(comm)
         self.statistics, self.weighing = Statistics(), weighing or Weighing(comm)
         self._optimizer: weakref.ref[object] | None = None

@@ -1008,16 +1008,17 @@ def cores_are_shared_out():
 @ability
 def operations_leave_busy_cores_alone():
     before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
-    model, sent = DataParallel(net(), comm, bucket_bytes=1), []
-    gradients = model._averaging.gradients
-    for q in model.parameters():
-        q.register_post_accumulate_grad_hook(lambda q: sent.append(len(gradients._handles)))
     for threads in (1, cores):
-        sent.clear()
         torch.set_num_threads(threads)
+        model, sent = DataParallel(net(), comm, bucket_bytes=1), []
+        gradients = model._averaging.gradients
+        for q in model.parameters():
+            q.register_post_accumulate_grad_hook(
+                lambda q, sent=sent, gradients=gradients: sent.append(len(gradients._handles)))
         x, y = batch(r)
         nn.functional.mse_loss(model(x), y).backward()
-        hides_nothing = not ON_GPU and len(comm.memory_groups) == 1 and p * threads >= cores
+        fills = p * torch.get_num_threads() >= cores
+        hides_nothing = not ON_GPU and len(comm.memory_groups) == 1 and fills
         assert len(sent) == 4 and (sent == [0] * 4) == hides_nothing, (threads, sent)
     torch.set_num_threads(before)
 
