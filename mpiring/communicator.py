@@ -264,9 +264,9 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         return self._group.tune(fresh=fresh)
 
     def prepare(self) -> None:
-        """Tune now, and compile short sums, if that is still to come, rather than amid other work.
+        """Tune now, and compile sums, if that is still to come, rather than amid other work.
 
-        Where numba is installed, short sums and means on a node become faster by it; what it has
+        Where numba is installed, sums and means on a node become faster by it; what it has
         compiled, for some seconds, is kept for later jobs (see the setting `tuning_folder`).
 
         Collective: yes. Blocking: yes.

@@ -7,8 +7,8 @@ import pytest
 import slurm_cluster
 from launching import default_signals, needed
 
-from mpiring.memory import machine
-from mpiring.transport import compiled_rounds
+from mpiring.memory import machine, sums
+from mpiring.transport import compiled_rounds, pipeline
 
 MPI_FOLDER = "mpi"
 CLIENTS_FOLDER = "clients"
@@ -64,7 +64,7 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def machine_code(tmp_path_factory):
-    """Return a folder with the code of all compiled rounds, also for jobs, which need no numba."""
+    """Return a folder with the code of all compiled sums, also for jobs, which need no numba."""
     needed("numba")
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -75,5 +75,7 @@ def machine_code(tmp_path_factory):
         patch.setattr(machine, "_folder", folder)
         codes = [compiled_rounds.code("sum", name, 2, compiles=True)
                  for name in compiled_rounds.DTYPES]
+        codes += [code(name, compiles=True) for name in sums.DTYPES
+                  for code in (sums.code, pipeline.code)]
     assert None not in codes
     return folder

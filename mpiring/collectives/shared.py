@@ -13,6 +13,7 @@ import numpy as np
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, chunks_of, cut
 from ..memory.reduction import Combine
+from ..transport import pipeline
 from ..transport.base import Node, Schedule
 from . import node_copies
 from .operation import NOWHERE, Operation, Tuning
@@ -122,6 +123,8 @@ def staged(node: Node, x: Array, combine: Combine,
     count = -(-x.size // (longest * p))
     # A slice lies where those of other pieces do: of two pieces, one is taken while one is laid.
     width = -(-x.size // max(1, count * p))
+    if combine.adds and (yield from pipeline.combine(node, x, combine.divisor, width)):
+        return
     mine = slice(r * width, (r + 1) * width)
     pieces = [x[start:start + p * width] for start in range(0, x.size, max(1, p * width))]
     for j in range(len(pieces) + 1):

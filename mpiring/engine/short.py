@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..memory import sums
 from ..memory.arrays import Array
 from ..operations.agreement import Call
-from ..transport import compiled_rounds
+from ..transport import compiled_rounds, pipeline
 from ..transport.base import T
 from ..transport.layout import (
     AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
@@ -34,27 +35,39 @@ _ALGORITHM = "eager"
 
 
 def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> None:
-    """Compile what runs short sums and means, unless it is on disk; without numba, do nothing.
+    """Compile what runs sums and means, unless it is on disk; without numba, do nothing.
 
     Args:
-        group: Does nothing either unless its ranks share one memory.
+        group: Short sums are compiled if its ranks share one memory, long ones if any do.
         dtypes: Their names, the same on all ranks.
 
-    Collective: yes. Blocking: yes, for a second or two per dtype the first time.
+    Collective: yes. Blocking: yes, for a few seconds per dtype the first time.
     """
-    memory = group.sharing.memory
+    memory, rounds = group.sharing.memory, group.config.rounds == "auto"
+    if len(group.sharing.memory_groups) > 1:
+        if memory is not None:
+            _compile_long(dtypes)
+        return
     dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
-    if memory is None or len(group.sharing.memory_groups) > 1 or not dtypes:
+    if memory is None or not dtypes:
         return
     # The first one saves it for the others.
     for turn in (memory.rank == 0, memory.rank > 0):
-        if turn and group.config.rounds == "auto":
-            for name in dtypes:
+        if turn:
+            for name in dtypes if rounds else ():
                 compiled_rounds.code("sum", name, group.size, compiles=True)
-        group.run(Call("barrier", "(while short sums are compiled)"),
+            _compile_long(dtypes)
+        group.run(Call("barrier", "(while sums are compiled)"),
                   lambda collectives: collectives.barrier())
     if group.short is not None:
         group.short.forget()
+
+
+def _compile_long(dtypes: Sequence[str]) -> None:
+    for name in dtypes:
+        if name in sums.DTYPES:
+            sums.code(name, compiles=True)
+            pipeline.code(name, compiles=True)
 
 
 class ShortCalls:

@@ -16,8 +16,8 @@ from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 # Vectors are combined block by block where they are three or more, or where the result is stored
 # several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
 BLOCK_BYTES = 256 << 10
-# From here on, vectors are added by compiled code where there is numba; NumPy takes as long for
-# one sum of two. Measured.
+# Three vectors or more are added by compiled code from here on; NumPy takes as long for two, and
+# for shorter ones. Measured.
 _LONG_BYTES = 128 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
@@ -44,7 +44,15 @@ _REMEDIES = {
 
 
 class Combine(Protocol):
-    """Combines the contributions of ranks in a schedule."""
+    """Combines the contributions of ranks in a schedule.
+
+    Attributes:
+        adds: It adds up vectors in host memory, of a dtype of `sums.DTYPES`, ...
+        divisor: ... and divides the sum by this.
+    """
+
+    adds: bool
+    divisor: float
 
     def prepare(self, x: Array) -> None:
         """Prepare this rank's own contribution, in place, before it is sent."""
@@ -123,9 +131,9 @@ class Reduction:
         # One rank alone has nothing to combine, and no reason to load numba.
         self._combine_16 = None if not self.widens else (
             sixteen.combine if size == 1 else sixteen.combiner(dtype))
-        self._sums = op in ("sum", "mean") and name in ("float32", "float64")
+        self.adds = op in ("sum", "mean") and name in sums.DTYPES
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
-        self._divisor = size if op == "mean" else 1
+        self.divisor = size if op == "mean" else 1
 
     def prepare(self, x: Array) -> None:
         """Divide `x` by the number of ranks where the mean needs it first."""
@@ -149,14 +157,12 @@ class Reduction:
             outs: One or more of shape (n,), contiguous, each overwritten by the result. May be
                 among the sources, but must not overlap them otherwise, nor each other.
         """
-        divisor, out = self._divisor, outs[0]
+        divisor, out = self.divisor, outs[0]
         if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
             return
-        p, q = len(sources), len(outs)
-        if self._sums and out.nbytes >= _LONG_BYTES and p > 1 and p + q > 3:
-            add = sums.combiner(out.dtype)
-            if add is not None and add(sources, divisor, outs):
-                return
+        if (self.adds and len(sources) > 2 and out.nbytes >= _LONG_BYTES
+                and sums.add(sources, divisor, outs)):
+            return
         self._quietly(sources, divisor, outs)
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
@@ -167,8 +173,8 @@ class Reduction:
         """
         if len(sources) != 2 or self.widens or _NUMPY_1 or sources[0].size > self._block:
             return functools.partial(self.combine, sources)
-        (a, b), function, divides = sources, self._combine, self._divisor != 1
-        divisor = a.dtype.type(self._divisor)
+        (a, b), function, divides = sources, self._combine, self.divisor != 1
+        divisor = a.dtype.type(self.divisor)
 
         def combine(out: Array) -> None:
             run = _thread.quiet.run

@@ -1,7 +1,6 @@
 """Sums of float32 and float64 vectors in one pass over memory, compiled by numba."""
 
 import ctypes
-import functools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,98 +8,129 @@ from typing import Any
 import numpy as np
 
 from . import machine
-from .arrays import Array
+from .arrays import Array, data_address
 
-Sum = Callable[[Sequence[Array], float, Sequence[Array]], bool]
-
+DTYPES = ("float32", "float64")
 # Numbers that are added at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK = 1024
+SCRATCH_BYTES = _BLOCK * 8
 
 
 class _Scratch(threading.local):
     """A thread's sums."""
 
     def __init__(self) -> None:
-        self.total = ctypes.create_string_buffer(_BLOCK * 8)
+        self.total = ctypes.create_string_buffer(SCRATCH_BYTES)
         self.address = ctypes.addressof(self.total)
 
 
 _scratch = _Scratch()
 
 
-@functools.lru_cache
-def combiner(dtype: np.dtype[Any]) -> Sum | None:
-    """Return a function that adds vectors; None where numba is missing.
+def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool:
+    """Add vectors, divide, and store; return whether there is code for it: else nothing was done.
 
-    It takes at least two vectors, what their sum is divided by, and the vectors that are to hold
-    the result, each of which may be one of the former. The bits are NumPy's, added from left to
-    right, but for payloads of NaN. It returns False, and has done nothing, if a vector's numbers
-    do not lie at multiples of their size.
+    The bits are NumPy's, added from left to right, but for payloads of NaN.
 
     Args:
-        dtype: float32 or float64.
+        sources: At least two vectors of a dtype of DTYPES, contiguous, of one length.
+        outs: May be among the sources, but must not overlap them otherwise, nor each other.
     """
-    name = dtype.name
-    signature = f"{name}** intp intp {name} {name}* {name}** intp"
-    code = machine.code(f"sums of {name}", _alone, signature, _sum)
-    return None if code is None else _caller(code.call, dtype.itemsize)
-
-
-def _alone(intrinsics: Any, function: Callable[..., None]) -> Callable[..., None]:
-    return function
-
-
-def _caller(add: Callable[..., None], itemsize: int) -> Sum:
-    def combine(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool:
-        p, q = len(sources), len(outs)
-        addresses = [_address(x) for x in (*sources, *outs)]
-        if any([address % itemsize for address in addresses]):
+    x = outs[0]
+    found = code(x.dtype.name)
+    if found is None:
+        return False
+    p, q = len(sources), len(outs)
+    addresses = [data_address(y) for y in (*sources, *outs)]
+    for address in addresses:
+        if address % x.itemsize:
+            # Of a vector at an odd place only NumPy can make sums.
             return False
-        pointers = (ctypes.c_void_p * (p + q))(*addresses)
-        add(pointers, p, outs[0].size, divisor, _scratch.address, ctypes.byref(pointers, p * 8), q)
-        return True
-
-    return combine
-
-
-def _address(x: Array) -> int:
-    try:
-        # In a fifth of the time of NumPy's own x.ctypes.data.
-        return ctypes.addressof(ctypes.c_char.from_buffer(x.data))
-    except TypeError:
-        # Not to be written to.
-        return int(x.ctypes.data)
+    pointers = (ctypes.c_int64 * (p + q))(*addresses)
+    first = ctypes.addressof(pointers)
+    found.call(first, p, x.size, divisor, _scratch.address, first + 8 * p, q)
+    return True
 
 
-def _sum(sources, p, n, divisor, total, outs, q):  # type: ignore[no-untyped-def]
-    """Add up, several sources at a time: the more are read at once, the more is under way."""
-    for start in range(0, n, _BLOCK):
-        length = min(_BLOCK, n - start)
-        a, b = sources[0], sources[1]
+def code(name: str, *, compiles: bool = False) -> machine.Code | None:
+    """Return the code of `add`; None where there is none.
+
+    Args:
+        name: Of a dtype of DTYPES.
+        compiles: Compile it if need be, for a second; else only what is on disk is taken.
+    """
+    find = machine.code if compiles else machine.saved
+    return find(f"long sums of {name}", _add,
+                "int64 int64 int64 float64 int64 int64 int64 -> int64", name)
+
+
+def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
+    add_up = adding(intrinsics, name)
+
+    def run(sources, p, n, divisor, total, outs, q):  # type: ignore[no-untyped-def]
+        add_up(sources, p, n, divisor, total, outs, q)
+        return 0
+
+    return run
+
+
+def adding(intrinsics: Any, name: str) -> Any:
+    """Return a function for compiled code that adds up p vectors, and stores into q.
+
+    It takes where the addresses of the sources lie, p, n, the divisor, the address of SCRATCH_BYTES
+    of memory, where the addresses of what is written to lie, and q. Several sources are read at a
+    time: the more there are, the more loads are under way.
+    """
+    words_at = intrinsics.pointer_to(np.dtype(np.int64))
+    pointer, number = intrinsics.pointer_to(np.dtype(name)), np.dtype(name).type
+    add_blocks = _adding_blocks(intrinsics.inlined, pointer)
+
+    @intrinsics.inlined
+    def add_up(sources_at, p, n, divisor, total_at, outs_at, q):  # type: ignore[no-untyped-def]
+        sources, outs, total = words_at(sources_at), words_at(outs_at), pointer(total_at)
+        for start in range(0, n, _BLOCK):
+            length = min(_BLOCK, n - start)
+            add_blocks(sources, p, start, length, total)
+            if divisor != 1:
+                for i in range(length):
+                    total[i] /= number(divisor)
+            # Only here, since what is written to may be one of the sources.
+            for s in range(q):
+                out = pointer(outs[s])
+                for i in range(length):
+                    out[start + i] = total[i]
+
+    return add_up
+
+
+def _adding_blocks(inlined: Any, pointer: Any) -> Any:
+    """Return a function that adds up a block of each vector."""
+    @inlined
+    def first_ones(sources, p, start, length, total):  # type: ignore[no-untyped-def]
+        a, b = pointer(sources[0]), pointer(sources[1])
         if p == 2:
             for i in range(length):
                 total[i] = a[start + i] + b[start + i]
-        elif p == 3:
-            c = sources[2]
+            return
+        c = pointer(sources[2])
+        if p == 3:
             for i in range(length):
                 total[i] = a[start + i] + b[start + i] + c[start + i]
-        else:
-            c, d = sources[2], sources[3]
-            for i in range(length):
-                total[i] = a[start + i] + b[start + i] + c[start + i] + d[start + i]
+            return
+        d = pointer(sources[3])
+        for i in range(length):
+            total[i] = a[start + i] + b[start + i] + c[start + i] + d[start + i]
+
+    @inlined
+    def add_blocks(sources, p, start, length, total):  # type: ignore[no-untyped-def]
+        first_ones(sources, p, start, length, total)
         for r in range(4, p - 1, 2):
-            a, b = sources[r], sources[r + 1]
+            a, b = pointer(sources[r]), pointer(sources[r + 1])
             for i in range(length):
                 total[i] = total[i] + a[start + i] + b[start + i]
-        if p > 4 and p % 2:
-            a = sources[p - 1]
+        if p > 4 and p % 2 == 1:
+            a = pointer(sources[p - 1])
             for i in range(length):
                 total[i] += a[start + i]
-        if divisor != 1:
-            for i in range(length):
-                total[i] /= divisor
-        # Only here, since what is written to may be one of the sources.
-        for s in range(q):
-            out = outs[s]
-            for i in range(length):
-                out[start + i] = total[i]
+
+    return add_blocks

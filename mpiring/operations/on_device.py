@@ -62,14 +62,14 @@ class DeviceCombine:
     def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device) -> None:
         like = reduction(op, dtype, size)
         self._op = op
-        self._divisor = like.size if op == "mean" else 1
+        self.adds, self.divisor = False, like.size if op == "mean" else 1
         self._divides_first = like.divides_first
         self._device = device
 
     def prepare(self, x: Array) -> None:
         """Divide `x` by the number of ranks where the mean needs it first."""
         if self._divides_first:
-            self._queue([x], self._divisor, [x])
+            self._queue([x], self.divisor, [x])
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Combine `contribution` into `out`, in place."""
@@ -77,13 +77,13 @@ class DeviceCombine:
 
     def finish(self, chunk: Array) -> None:
         """Divide a chunk of sums by the number of ranks if a mean is asked for."""
-        if self._divisor != 1 and not self._divides_first:
-            self._queue([chunk], self._divisor, [chunk])
+        if self.divisor != 1 and not self._divides_first:
+            self._queue([chunk], self.divisor, [chunk])
 
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Combine contributions elementwise, in the order given, and divide where it is a mean."""
-        if len(sources) > 1 or self._divisor != 1 or len(outs) > 1 or sources[0] is not outs[0]:
-            self._queue(sources, self._divisor, outs)
+        if len(sources) > 1 or self.divisor != 1 or len(outs) > 1 or sources[0] is not outs[0]:
+            self._queue(sources, self.divisor, outs)
 
     def _queue(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         self._device.combine(self._op, sources, divisor, cast(Sequence[DeviceVector], outs))

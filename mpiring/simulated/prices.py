@@ -77,6 +77,8 @@ def ghost(n: int, dtype: DTypeLike, copied: Callable[[int], None] | None = None)
 class NoCombine:
     """A `Combine` that does nothing, for a network without payload."""
 
+    adds, divisor = False, 1.0
+
     def prepare(self, x: Array) -> None:
         """Do nothing."""
 

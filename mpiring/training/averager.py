@@ -299,8 +299,8 @@ class Averager:
         self._finite = None if finite and not self.compressors else finite and self._are_finite()
         for compressor in self.compressors:
             compressor.settle(self._finite is True)
-        # A loop's variable would keep a bucket while others are built.
-        [bucket.expect_all() for bucket in self.buckets]
+        for _ in map(Bucket.expect_all, self.buckets):  # A variable would keep one in memory.
+            pass
         if not self._is_final:
             self._fuse_as_ready()
         self._order.clear()

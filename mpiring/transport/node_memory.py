@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..memory.arrays import data_address
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
     AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD, HEADER_WORD, LANE_WORDS,
@@ -132,6 +133,22 @@ class SharedNode:
             memory.fence()
         mine[flag] = self._count
         return _Arrived(memory, flag, self._count)
+
+    @property
+    def count(self) -> int:
+        """What this rank's flag says since its last barrier."""
+        return self._count
+
+    def arrived(self, count: int) -> "_Arrived":
+        """Return a request for the others, given what compiled code has set this rank's flag to."""
+        self._count = count
+        return _Arrived(self._memory, self._flag, count)
+
+    def addresses(self) -> tuple[list[int], list[int]]:
+        """Return, per rank of the node, the addresses of its flag and of its staging slot."""
+        bases = [data_address(segment) for segment in self._memory.segments]
+        return ([base + 8 * self._flag for base in bases],
+                [base + 8 * (self._area + SLOT_WORD) for base in bases])
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return, per rank of the node, the up to 8 numbers that each has passed."""

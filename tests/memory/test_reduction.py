@@ -22,14 +22,15 @@ SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
 def without_numba(monkeypatch):
     """Combine by NumPy."""
     monkeypatch.setattr(compiled, "combiner", lambda name: None)
-    monkeypatch.setattr(sums, "combiner", lambda dtype: None)
+    monkeypatch.setattr(sums, "code", lambda name: None)
 
 
 @pytest.fixture(params=["NumPy", "numba"])
 def by(request):
     """Combine in either way what both can."""
     if request.param == "numba":
-        needed("numba")
+        request.getfixturevalue("machine_code")
+        assert sums.code("float32") and sums.code("float64")
     else:
         request.getfixturevalue("without_numba")
     return request.param
@@ -110,6 +111,7 @@ def values(rank, n, dtype):
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+@pytest.mark.usefixtures("machine_code")
 def test_combine_stores_into_several_vectors(p, dtype, monkeypatch):
     """Sources, others, at odd offsets: the bits of NumPy's sums from left to right."""
     monkeypatch.setattr(reduction, "_LONG_BYTES", 1000)
