@@ -14,9 +14,7 @@ class Tuning:
 
     Attributes:
         eager_bytes: On a node, vectors that take no more together are combined by every rank:
-            one barrier instead of two. Measured on 2 and 4 ranks: it wins up to 16 KiB each
-            for vectors in shared memory, which it copies …
-        eager_private_bytes: … and up to 64 KiB each for others.
+            one barrier instead of two. Measured on 2 and 4 ranks: it wins up to 64 KiB each.
         staged_bytes: Of a node's private vectors, so much is combined at a time: the pieces of
             two ranks stay in a core's cache. Measured.
         broadcast_bytes: Length of pieces along a chain. A piece is on the wire of every hop at
@@ -39,8 +37,7 @@ class Tuning:
             fewer messages, ours fewer bytes.
     """
 
-    eager_bytes: int = 64 << 10
-    eager_private_bytes: int = 256 << 10
+    eager_bytes: int = 256 << 10
     staged_bytes: int = 256 << 10
     broadcast_bytes: int = 512 << 10
     ring_bytes: int = 512 << 10

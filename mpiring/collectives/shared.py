@@ -16,7 +16,7 @@ from ..memory.reduction import Combine
 from ..transport import pipeline
 from ..transport.base import Node, Schedule
 from . import node_copies
-from .operation import NOWHERE, Operation, Tuning
+from .operation import Operation, Tuning
 
 
 def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int) -> bool:
@@ -41,22 +41,13 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
 
     Collective: yes. Blocking: no (a schedule).
     """
-    node, windows, tuning = operation.node, operation.windows, operation.tuning
-    position = windows.position_of(x)
-    short = is_short(x.nbytes, x.dtype, node.size, tuning.eager_private_bytes)
-    if short and node.met:
-        yield (node.barrier(),)
-    if short and position == NOWHERE:
-        # The others' vectors are probably private, too.
-        copies = laid_out(node, x)
-    positions = yield from node.share(*position)
+    node, windows = operation.node, operation.windows
+    positions = yield from node.share(*windows.position_of(x))
     slices = windows.slices(node, positions, x)
     if slices is not None:
         yield from in_place(node, slices, combine)
-    elif short and all(other == NOWHERE for other in positions):
-        combine.combine(copies, x)
     else:
-        yield from staged(node, x, combine, tuning.staged_bytes)
+        yield from staged(node, x, combine, operation.tuning.staged_bytes)
 
 
 def eager(operation: Operation, x: Array, op: str, combine: Combine,

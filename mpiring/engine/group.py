@@ -199,6 +199,10 @@ class Group:
         self._persistent += 1
         return self._persistent
 
+    def position_of(self, x: Array) -> tuple[int, int]:
+        """Return where a vector lies in the windows; see Windows."""
+        return self._resources.windows.position_of(x)
+
     def algorithm_of(self, x: Array, op: str) -> str:
         """Return the name of the algorithm that "auto" takes for an allreduce of a vector."""
         return Collectives(self._resources, None, 0).algorithm_of(x, op).name

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..memory import sums
-from ..memory.arrays import Array
+from ..memory.arrays import Array, dtype_name
 from ..operations.agreement import Call
 from ..transport import compiled_rounds, pipeline
 from ..transport.base import T
@@ -164,20 +164,32 @@ class ShortCalls:
         self._rounds.clear()
         self._more.clear()
 
-    def round(self, call: Call, x: Array, op: str) -> Round | None:
+    def round(self, call: Call, x: Array, op: str,
+              windows: Sequence[Array] | None = None) -> Round | None:
         """Return what runs an allreduce as a round; None where it cannot.
 
         Args:
             call: What it is.
             x: A vector like those that are to be combined.
             op: As in Reduction.
+            windows: All ranks' vectors, if they are to be combined in place, where
+                `is_compiled`: then it is always the same vector.
         """
         memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
         if memory is None or self._group.algorithm_of(x, op) != _ALGORITHM:
             return None
-        algorithm = "" if call is BARRIER else _ALGORITHM
-        return Round(memory, ledger.identity_of(call, algorithm), call.header, call.digest, op,
-                     x.dtype, x.size, compiled=self._group.config.rounds == "auto")
+        algorithm = "" if call is BARRIER else _ALGORITHM if windows is None else "shared"
+        round_ = Round(memory, ledger.identity_of(call, algorithm), call.header, call.digest, op,
+                       x.dtype, x.size, compiled=self._group.config.rounds == "auto")
+        if windows is not None:
+            round_.combine_in_place(windows, self._group.position_of(x))
+        return round_
+
+    def is_compiled(self, x: Array, op: str) -> bool:
+        """Return whether an allreduce of such vectors would be a round in compiled code."""
+        group = self._group
+        return (group.config.rounds == "auto" and group.algorithm_of(x, op) == _ALGORITHM
+                and compiled_rounds.code(op, dtype_name(x.dtype), group.size) is not None)
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:
         """Run a round to its end; return False, and do nothing, if the gate is closed.

@@ -254,7 +254,7 @@ class Collectives:
         """
         combine = self.combiner(op, x.dtype, self.size)
         if self._whole is not None and shared.is_short(
-                x.nbytes, x.dtype, self.size, self.tuning.eager_private_bytes):
+                x.nbytes, x.dtype, self.size, self.tuning.eager_bytes):
             return shared.eager(self, x, op, combine, root)
         return self.confirmed(self._reduce(x, root, combine))
 

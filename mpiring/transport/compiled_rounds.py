@@ -15,13 +15,14 @@ from ..memory import machine
 from ..memory.arrays import SIXTEEN_BIT, Array, data_address
 from .base import HEADER_BYTES
 from .layout import (
-    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
+    AREA_WORDS, AREAS, BEGIN, BEGUN, COMBINED, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
     FORM_WORD, GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
-    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, OTHERWISE,
+    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING, OTHERWISE,
     PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
     ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER,
-    ROUND_IDENTITY, ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_RANK, ROUND_RANKS,
-    ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, SLOT_WORD)
+    ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_NOTE,
+    ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS,
+    SLOT_WORD)
 
 if TYPE_CHECKING:
     from .rounds import Round, Run
@@ -134,19 +135,26 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
             theirs = words_at(words[ROUND_BASES + r] + area)
             if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
                 return DISAGREE
-            if theirs[FORM_WORD] == 0:
+            if theirs[FORM_WORD] == 0 and words[ROUND_IN_PLACE] == 0:
                 plain = True
         return OTHERWISE if plain else DONE
 
     @inlined
     def finish(words, clock, area, arrived, how):  # type: ignore[no-untyped-def]
-        if not meet(words, area, arrived, how):
+        mine = words[ROUND_BASES + words[ROUND_RANK]] + area
+        if words[ROUND_STAGE] == PUBLISHED:
+            if not meet(words, area, arrived, how):
+                return LATE
+            status = agreement(words, area)
+            if status != DONE:
+                return status
+            combine(words, area)
+            if words[ROUND_IN_PLACE] != 0:
+                store_release(mine, arrived + 1)
+                words[ROUND_STAGE] = COMBINED
+        if words[ROUND_STAGE] == COMBINED and not meet(words, area, arrived + 1, how):
             return LATE
-        status = agreement(words, area)
-        if status != DONE:
-            return status
-        combine(words, area)
-        store_release(words[ROUND_BASES + words[ROUND_RANK]] + area, arrived - 1 + ENDED)
+        store_release(mine, arrived - 1 + ENDED)
         words[ROUND_STAGE] = NOTHING
         if words[ROUND_BEGAN] != 0:
             note(words, clock)
@@ -214,7 +222,12 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
     def publish(words, area, number, arrived):  # type: ignore[no-untyped-def]
         base = words[ROUND_BASES + words[ROUND_RANK]] + area
         mine, ledger = words_at(base), words_at(words[ROUND_LEDGER])
-        copy_bytes(base + 8 * SLOT_WORD, words[ROUND_VECTOR], words[ROUND_NBYTES])
+        if words[ROUND_IN_PLACE] == 0:
+            copy_bytes(base + 8 * SLOT_WORD, words[ROUND_VECTOR], words[ROUND_NBYTES])
+        else:
+            # Of the first barrier, see NOTE_WORD.
+            mine[NOTE_WORD + NOTE_WORDS] = words[ROUND_NOTE]
+            mine[NOTE_WORD + NOTE_WORDS + 1] = words[ROUND_NOTE + 1]
         mine[DIGEST_WORD] = words[ROUND_DIGEST]
         mine[FORM_WORD] = 1
         if ledger[LEDGER_WRITTEN + number] != words[ROUND_IDENTITY]:
@@ -227,8 +240,9 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
 
 
 def _combining(intrinsics: Any, name: str) -> Any:
-    """Return a function that adds up all slots, in rank order, into the vector, and divides."""
+    """Return a function that combines all slots into the vector, or a slice of all windows."""
     is_wide, inlined = name not in SIXTEEN_BIT, intrinsics.inlined
+    copy_bytes, itemsize = intrinsics.copy_bytes, np.dtype(name if is_wide else np.uint16).itemsize
     pointer = intrinsics.pointer_to(np.dtype(name if is_wide else np.uint16))
     number = np.dtype(name).type if is_wide else np.float32
     if is_wide:
@@ -243,37 +257,51 @@ def _combining(intrinsics: Any, name: str) -> Any:
 
     @inlined
     def combine(words, area):  # type: ignore[no-untyped-def]
-        add(words, area + 8 * SLOT_WORD)
+        p, n, rank = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_RANK]
+        first, offset, out = ROUND_BASES, area + 8 * SLOT_WORD, words[ROUND_VECTOR]
+        if words[ROUND_IN_PLACE] != 0:
+            # This rank's slice, see memory.arrays.slice_of, by way of its slot.
+            start = rank * n // p
+            n = (rank + 1) * n // p - start
+            out = words[ROUND_BASES + rank] + offset
+            first, offset = ROUND_BASES + p, start * itemsize
+        add(words, first, offset, n, pointer(out))
         if divides and words[ROUND_DIVISOR] != 1:
-            out, divisor = pointer(words[ROUND_VECTOR]), number(words[ROUND_DIVISOR])
-            for i in range(words[ROUND_LENGTH]):
-                out[i] /= divisor
+            total, divisor = pointer(out), number(words[ROUND_DIVISOR])
+            for i in range(n):
+                total[i] /= divisor
+        if words[ROUND_IN_PLACE] != 0:
+            for r in range(p):
+                copy_bytes(words[first + r] + offset, out, n * itemsize)
 
     return combine
 
 
 def _adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
-    """Return a function that adds up the slots; `finish` is given a sum and the divisor."""
+    """Return a function that adds up n numbers of each rank, in rank order.
+
+    Their addresses are `offset` beyond what stands in the words from `first` on; `finish` is given
+    a sum and the divisor.
+    """
     @inlined
-    def add(words, slot):  # type: ignore[no-untyped-def]
-        p, n, divisor = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_DIVISOR]
-        out = pointer(words[ROUND_VECTOR])
-        a, b = pointer(words[ROUND_BASES] + slot), pointer(words[ROUND_BASES + 1] + slot)
+    def add(words, first, offset, n, out):  # type: ignore[no-untyped-def]
+        p, divisor = words[ROUND_RANKS], words[ROUND_DIVISOR]
+        a, b = pointer(words[first] + offset), pointer(words[first + 1] + offset)
         if p == 2:
             for i in range(n):
                 out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
             return
-        c = pointer(words[ROUND_BASES + 2] + slot)
+        c = pointer(words[first + 2] + offset)
         if p == 3:
             for i in range(n):
                 out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
             return
-        d = pointer(words[ROUND_BASES + 3] + slot)
+        d = pointer(words[first + 3] + offset)
         for i in range(n):
             out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
         # Not of 16 bits, see `code`: a sum has the type of `out`.
         for r in range(4, p):
-            e = pointer(words[ROUND_BASES + r] + slot)
+            e = pointer(words[first + r] + offset)
             for i in range(n):
                 out[i] += e[i]
 

@@ -17,8 +17,9 @@ or a compiled one), in another thread:
 6. Publish the flag `(s + 1) << COUNT_BITS | ENDED`.
 
 Publishing stores with release, waiting loads with acquire. Each rank writes to its own segment
-only. Vectors in windows are combined in place: 3 lays nothing down, 5 combines this rank's slice of
-all windows, publishes `(s + 1) << COUNT_BITS | 2`, and waits for the others' before 6.
+only. Vectors in windows are combined in place: 3 lays down a note of where the vector is, as
+`collectives.shared.allreduce` does, 5 combines this rank's slice of all windows, publishes
+`(s + 1) << COUNT_BITS | 2`, and waits for the others' before 6.
 """
 
 from typing import Final
@@ -102,6 +103,9 @@ ROUND_SEQUENCE: Final = 14
 ROUND_BEGAN: Final = 15
 # Two words for the clock of compiled code: seconds, nanoseconds.
 ROUND_CLOCK: Final = 16
+# 1 for a round in place, and what its note says: the window of the vector, and its offset there.
+ROUND_IN_PLACE: Final = 18
+ROUND_NOTE: Final = 19
 # Per rank of the node, the address of its segment of node memory; behind these, of a round in
 # place, the addresses of all ranks' vectors in windows.
 ROUND_BASES: Final = 24

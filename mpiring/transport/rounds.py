@@ -17,8 +17,8 @@ from .layout import (
     GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
     LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING,
     RING_WORDS, ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY,
-    ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_OP, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE,
-    ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, round_words)
+    ROUND_IN_PLACE, ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_NOTE, ROUND_OP, ROUND_RANK,
+    ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, round_words)
 from .node_memory import REORDERS, NodeMemory
 
 # Given how (BEGIN, …) and the vector: runs a round as far as it goes, and returns DONE, LATE, …
@@ -77,6 +77,18 @@ class Round:
         if code:
             self.run, self.begin = (
                 compiled_rounds.CompiledRound(self, code, self.run).run, code.call_with_lock)
+
+    def combine_in_place(self, windows: Sequence[Array], note: tuple[int, int]) -> None:
+        """Let compiled code combine in place, from now on; `run` and `begin` do nothing else then.
+
+        Args:
+            windows: Per rank of the node, its vector in shared memory.
+            note: What this rank tells the others of its vector; see collectives.shared.
+        """
+        words, self._windows = self.words, windows
+        words[ROUND_IN_PLACE], words[ROUND_NOTE], words[ROUND_NOTE + 1] = 1, *note
+        for rank, x in enumerate(windows):
+            words[ROUND_BASES + len(windows) + rank] = data_address(x)
 
     def bound(self, x: Array) -> int:
         """Let `begin` work on a vector until another one runs; return what to call it with."""

@@ -158,3 +158,31 @@ def test_they_match_each_other_only():
         comm._group.closed = True
         comm._group._forget()
         comm._group._transport.free()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "float16"])
+def test_vectors_in_windows(some, dtype):
+    """In place, where all ranks have compiled code; the engine's operations mix with rounds."""
+    for n in (4 << 10, 32 << 10):
+        n //= np.dtype(dtype).itemsize
+        # All ranks' at other offsets.
+        whole = some.empty(2 * n, dtype)
+        x, y = whole[some.rank:some.rank + n + 3], np.empty(n + 3, dtype)
+        op = "mean" if dtype == "float32" else "sum"
+        operation, copied = (some.persistent_allreduce(v, op=op) for v in (x, y))
+        for step in range(12):
+            for v, run in ((x, operation), (y, copied)):
+                v[...] = contract.contribution(some.rank, n + 3, dtype)
+                if (step + some.rank) % 3:
+                    assert run() is v
+                else:
+                    run.start()
+                    assert run.wait() is v
+                contract.check(v, some.size, op)
+            sums = some.allgather_object((x.tobytes(), y.tobytes()))
+            assert len(set(sums)) == 1
+        on_some = whole[:n] if some.rank else np.empty(n, dtype)
+        mixed = some.persistent_allreduce(on_some)
+        for _ in range(3):
+            on_some[...] = some.rank
+            assert (mixed() == some.size * (some.size - 1) // 2).all()

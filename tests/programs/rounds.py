@@ -31,6 +31,8 @@ def main():
     world = MPI.COMM_WORLD
     comm = mpiring.Communicator(world, config=mpiring.Config(rounds=how, operations_in_flight=3))
     together, mine = random.Random(total), random.Random(100 + comm.rank)
+    # Compiled now, if numba is installed, and not on disk.
+    comm.prepare()
     arrays = [np.zeros(n, dtype) for n in LENGTHS for dtype in DTYPES]
     ranks_sum, waiting, started = comm.size * (comm.size + 1) // 2, [], []
     ordinary = comm._group.short
@@ -59,8 +61,10 @@ def main():
             wrong(handle.wait(), want)
     for handle, want in waiting + started:
         wrong(handle.wait(), want)
-    print(f"rank {comm.rank}: {total} right, {comm._group.sharing.ledger.rounds} of them rounds",
-          flush=True)
+    codes = {a.begin is not None for a, _ in ordinary._rounds.values()}
+    form = {True: "compiled", False: "in Python"}
+    print(f"rank {comm.rank}: {total} right, {comm._group.sharing.ledger.rounds} of them rounds, "
+          f"{' or '.join(sorted(form[code] for code in codes))}", flush=True)
     comm.close()
 
 
