@@ -2,7 +2,7 @@
 
 Rank r combines slice r out of all ranks' memory, block by block while it is in the
 cache, and stores each finished block into all ranks' memory: 2n bytes per rank, which
-is the least possible. XX The slices are combined in rank order, so that the result does
+is the least possible. The slices are combined in rank order, so that the result does
 not depend on which rank combines them.
 """
 

@@ -108,13 +108,13 @@ class Averaging:
         # All are on its device.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
-        on_node = gpu is None and len(comm.memory_groups) == 1
+        fills = gpu is None and len(comm.memory_groups) == 1 and fill_cores(comm.local_size)
         with self._select_gpu():
             self.gradients = Gradients(
                 specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
                 deterministic=settings.deterministic, order=settings.order, moved=self._move,
                 steps=steps, device=gpu, mark=marker_of(first), weighing=weighing,
-                hides_nothing=lambda: on_node and fill_cores(comm.local_size))
+                hides_nothing=all(comm.allgather_object(fills)))
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)

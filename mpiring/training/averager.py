@@ -112,6 +112,7 @@ class Averager:
         mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
             CuPy's stream by default.
         submit: Begins the operations that average; `comm.submit` by default.
+        hides_nothing: Whether buckets are to leave in `wait`, since ranks use all cores; alike.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
@@ -135,7 +136,8 @@ class Averager:
                  bucket_bytes: int, reducer: Wish = None, deterministic: bool = False,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
-                 mark: Callable[[], Event] | None = None, submit: Submit | None = None) -> None:
+                 mark: Callable[[], Event] | None = None, submit: Submit | None = None,
+                 hides_nothing: bool = False) -> None:
         self._device = device
         self._mark = device.gpu.mark if device is not None and mark is None else mark
         self._comm, self._submit = comm, submit or comm.submit
@@ -143,13 +145,12 @@ class Averager:
         self._reducers = reducers_of(self.tensors, reducer)
         self.compressors = compressors(self._reducers.values())
         self._bucket_bytes = bucket_bytes
-        self._moved = moved
+        self._moved, self._hides_nothing = moved, hides_nothing
         self._views: dict[str, NDArray[Any]] = {}
         self.views = Views(self._views, self.holder)
         self.buckets: list[Bucket] = []
         self._home: dict[str, Bucket] = {}
         self._reductions: list[_Reduction] = []
-        # As they are fused.
         self._fused: list[TensorSpec] = []
         self._is_final = deterministic or order is not None
         self._retired: list[Bucket] = []
@@ -194,7 +195,7 @@ class Averager:
         if self._mark is not None:
             bucket.written.append(self._mark())
         self._order.append(name)
-        while len(self._handles) < len(self.buckets):
+        while len(self._handles) < len(self.buckets) and not self._hides_nothing:
             bucket = self.buckets[len(self._handles)]
             if bucket.missing:
                 break
@@ -240,9 +241,7 @@ class Averager:
         Collective: no. Blocking: yes.
         """
         self._refuse_missing("arrived()")
-        for bucket, handle in zip(self.buckets, self._handles):
-            handle.wait()
-            yield bucket
+        yield from self._arriving()
 
     def wait(self) -> None:
         """Return when every tensor is the mean over ranks, and end the step.
@@ -257,8 +256,7 @@ class Averager:
 
     def _await_means(self) -> None:
         self._refuse_missing("wait()")
-        for bucket, handle in zip(self.buckets, self._handles):
-            handle.wait()
+        for bucket in self._arriving():
             if self.scatters:
                 # While others are under way.
                 bucket.finite = bucket.holds_finite(bucket.flat[self.own(bucket)])
@@ -267,6 +265,13 @@ class Averager:
         self._handles.clear()
         if self.scatters:
             self._agree_on_finite()
+
+    def _arriving(self) -> Iterator[Bucket]:
+        for bucket in self.buckets:
+            if bucket.index == len(self._handles):
+                self._handles.append(self._send(bucket))
+            self._handles[bucket.index].wait()
+            yield bucket
 
     def _agree_on_finite(self) -> None:
         """Fill the buckets of all ranks with NaN if there is NaN or Inf in any slice."""
@@ -278,8 +283,7 @@ class Averager:
                 bucket.poison()
 
     def _refuse_missing(self, where: str) -> None:
-        missing = self.missing
-        if missing:
+        if missing := self.missing:
             raise GradientError(
                 f"rank {self._comm.rank}: {where} with {len(missing)} of {len(self._home)} "
                 f"{self.noun}s missing: {', '.join(missing)}; call ready(name) for each, also for "
@@ -295,16 +299,12 @@ class Averager:
         self._finite = None if finite and not self.compressors else finite and self._are_finite()
         for compressor in self.compressors:
             compressor.settle(self._finite is True)
-        self._expect_all()
+        for _ in map(Bucket.expect_all, self.buckets):  # A variable would keep one in memory.
+            pass
         if not self._is_final:
             self._fuse_as_ready()
         self._order.clear()
         self.steps += 1
-
-    def _expect_all(self) -> None:
-        # In `_end_step`, the loop's variable would keep a bucket while others are built.
-        for bucket in self.buckets:
-            bucket.expect_all()
 
     @property
     def finite(self) -> bool:

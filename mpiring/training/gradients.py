@@ -30,8 +30,6 @@ class Gradients(Averager):
 
     Args: see Averager. `bucket_bytes=None`: as `usual_bytes` says.
         weighing: That of earlier buckets.
-        hides_nothing: Whether the ranks compute on all cores of their node, which the operations
-            are to leave alone until `wait`; see Lane.rest.
 
     Attributes:
         nonfinite: Whose own gradients held NaN or Inf.
@@ -47,24 +45,20 @@ class Gradients(Averager):
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
                  mark: Callable[[], Event] | None = None, weighing: Weighing | None = None,
-                 hides_nothing: Callable[[], bool] = lambda: False) -> None:
+                 hides_nothing: bool = False) -> None:
         self.nonfinite, self.tally = NonFinite(comm), Tally(comm)
         self.statistics, self.weighing = Statistics(), weighing or Weighing(comm)
         self._optimizer: weakref.ref[object] | None = None
-        self._hides_nothing = hides_nothing
         if bucket_bytes is None:
             bucket_bytes = usual_bytes(len(comm.memory_groups))
         super().__init__(tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
                          deterministic=deterministic, order=order, steps=steps, moved=moved,
-                         device=device, mark=mark, submit=self.tally.submit)
+                         device=device, mark=mark, submit=self.tally.submit,
+                         hides_nothing=hides_nothing)
 
     def _send(self, bucket: Bucket) -> Handle[None]:
         self.nonfinite.look_at(bucket, last=bucket is self.buckets[-1])
-        handle = super()._send(bucket)
-        if self._hides_nothing():
-            # Two ranks on two cores: the thread cost a step as much again as the reductions.
-            handle.lane.rest()
-        return handle
+        return super()._send(bucket)
 
     def wait(self, beside: Sequence[str] = (), *, finite: bool = True) -> None:
         """Return when every gradient is the mean over ranks, and end the step.

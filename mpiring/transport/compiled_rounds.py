@@ -155,9 +155,10 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
         if words[ROUND_STAGE] == COMBINED and not meet(words, area, arrived + 1, how):
             return LATE
         store_release(mine, arrived - 1 + ENDED)
-        words[ROUND_STAGE] = NOTHING
         if words[ROUND_BEGAN] != 0:
             note(words, clock)
+        # Last: another thread may begin it again.
+        words[ROUND_STAGE] = NOTHING
         return DONE
 
     return finish

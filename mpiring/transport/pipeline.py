@@ -44,6 +44,9 @@ def combine(node: Node, x: Array, divisor: float, width: int) -> Schedule[bool]:
     address = data_address(x)
     if not isinstance(node, SharedNode) or node.size == 1 or address % x.itemsize:
         return False
+    if divisor != int(divisor):
+        # A share of the number of ranks: the words of a call are whole numbers.
+        return False
     found = code(x.dtype.name)
     if found is None:
         return False

@@ -1006,6 +1006,24 @@ def cores_are_shared_out():
 
 
 @ability
+def operations_leave_busy_cores_alone():
+    before, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    for threads in (1, cores):
+        torch.set_num_threads(threads)
+        model, sent = DataParallel(net(), comm, bucket_bytes=1), []
+        gradients = model._averaging.gradients
+        for q in model.parameters():
+            q.register_post_accumulate_grad_hook(
+                lambda q, sent=sent, gradients=gradients: sent.append(len(gradients._handles)))
+        x, y = batch(r)
+        nn.functional.mse_loss(model(x), y).backward()
+        fills = p * torch.get_num_threads() >= cores
+        hides_nothing = not ON_GPU and len(comm.memory_groups) == 1 and fills
+        assert len(sent) == 4 and (sent == [0] * 4) == hides_nothing, (threads, sent)
+    torch.set_num_threads(before)
+
+
+@ability
 def what_cannot_be_wrapped_is_refused():
     for module, words in (
             (np.ones(3), "pass a torch.nn.Module"), (DataParallel(net(), comm), "wrapped already"),
