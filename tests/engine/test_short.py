@@ -6,8 +6,12 @@ from launching import PROGRAMS, launch
 pytestmark = pytest.mark.launch
 
 
-@pytest.mark.parametrize(("ranks", "operations"), [(2, 5000), (4, 1500)])
-def test_whatever_way_each_rank_takes_all_sums_are_right(ranks, operations):
-    ended = launch(ranks, PROGRAMS / "rounds.py", str(operations), "python")
+@pytest.mark.parametrize(("ranks", "operations", "how"), [
+    (2, 5000, "python"), (4, 1500, "python"), (2, 5000, "auto"), (4, 1500, "auto")])
+def test_whatever_way_each_rank_takes_all_sums_are_right(ranks, operations, how, machine_code):
+    ended = launch(ranks, PROGRAMS / "rounds.py", str(operations), how,
+                   MPIRING_TUNING_FOLDER=str(machine_code))
     assert ended.status == 0, ended.output
     assert ended.output.count(f"{operations} right") == ranks
+    form = "compiled" if how == "auto" else "in Python"
+    assert ended.output.count(f"rounds, {form}\n") == ranks
