@@ -24,6 +24,9 @@ from .overlap import calibrated
 from .results import Measurement
 from .world import World
 
+# Begins a call, and returns what waits for it.
+Start = Callable[[], Call]
+
 _DTYPE = np.dtype(np.float32)
 # As OSU's, calls above this size are a tenth, and a tenth of all is made before and not counted.
 _LARGE_BYTES = 8192
@@ -69,7 +72,7 @@ class _Subject:
 
     contender: str
     call: Call
-    start: Callable[[], Call] | None
+    start: Start | None
     prepare: Call
     every: int
 
@@ -118,11 +121,7 @@ def _summed(world: World, array: Callable[[int], Array], length: int,
     x = array(length)
     every = max(1, inputs.series_length(x.dtype, world.size) - 1)
     subjects = []
-    for contender in chosen(world, ["mpiring", "mpi"], ["auto"]):
-        name, start = contender.name, contender.starting(x) if nonblocking else None
-        if nonblocking and name == NATIVE:
-            name = "MPI_Iallreduce"
-        call = contender.blocking(x) if start is None else _to_end(start)
+    for name, call, start in _summing(world, x, nonblocking):
         inputs.fill(x, world.rank, world.size)
         call()
         inputs.check(world, x, name)
@@ -135,7 +134,27 @@ def _summed(world: World, array: Callable[[int], Array], length: int,
     return subjects
 
 
-def _to_end(start: Callable[[], Call]) -> Call:
+def _summing(world: World, x: Array, nonblocking: bool) -> Iterator[tuple[str, Call, Start | None]]:
+    """Yield the contenders' names, their calls, and what begins them if they are nonblocking.
+
+    Collective: yes. Blocking: yes.
+    """
+    for contender in chosen(world, ["mpiring", "mpi"], ["auto"]):
+        name, start = contender.name, contender.starting(x) if nonblocking else None
+        if nonblocking and name == NATIVE:
+            name = "MPI_Iallreduce"
+        yield name, contender.blocking(x) if start is None else _to_end(start), start
+    op = world.comm.persistent_allreduce(x)
+
+    def begin() -> Call:
+        op.start()
+        return op.wait
+
+    name = "mpiring persistent"
+    yield (name, _to_end(begin), begin) if nonblocking else (name, op, None)
+
+
+def _to_end(start: Start) -> Call:
     return lambda: start()()
 
 

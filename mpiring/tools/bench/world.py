@@ -37,6 +37,8 @@ class World:
         # As "auto" would choose, but without its warning: a benchmark chooses levels on purpose.
         config = Config() if self.thread_level == "multiple" else Config(progress="inline")
         self.comm = Communicator(world, config=config)
+        # Nothing is to be compiled while something is measured.
+        self.comm.prepare()
         self.barrier = self.raw.Barrier
 
     def slowest(self, values: list[float]) -> list[float]:
