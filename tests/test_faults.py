@@ -103,6 +103,19 @@ def test_an_interrupt_on_one_rank():
     assert "KeyboardInterrupt" in ended.output
 
 
+@pytest.mark.parametrize(("fault", "texts"), [
+    ("op", MISMATCHES["op"]), ("order", MISMATCHES["order"]),
+    ("missing call", ["#1 allreduce sum of float32 (1000,), algorithm auto",
+                      "rank 3 has NOT CALLED", "last call was #0 allreduce", "StallError"]),
+    ("interrupt", ["KeyboardInterrupt"]), ("killed", []), ("raise", ["a bug in the user's code"])])
+def test_a_fault_beside_rounds_in_compiled_code(fault, texts, machine_code):
+    ended = launch(4, FAULT, fault, **IMPATIENT, MPIRING_TUNING_FOLDER=str(machine_code))
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert ended.output.count("is ready, compiled") == 4, ended.output
+    for text in texts:
+        assert text in ended.output, ended.output
+
+
 @pytest.mark.parametrize("to", ["mpiexec", "all"])
 def test_control_c(to):
     """A terminal sends SIGINT to the whole group; a script may send it to mpiexec alone."""

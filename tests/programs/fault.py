@@ -16,7 +16,8 @@ comm = mpiring.init()
 odd = comm.rank == comm.size - 1
 x = np.ones(1000, np.float32)
 comm.allreduce(x)
-print(f"rank {comm.rank} is ready", flush=True)
+is_compiled = comm._group.short is not None and comm._group.short.is_compiled(x, "sum")
+print(f"rank {comm.rank} is ready{', compiled' * is_compiled}", flush=True)
 
 if fault == "raise":
     if odd:
