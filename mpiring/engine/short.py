@@ -37,6 +37,9 @@ _ALGORITHM = "eager"
 def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> None:
     """Compile what runs sums and means, unless it is on disk; without numba, do nothing.
 
+    A rank that keeps nothing on disk (see the setting `tuning_folder`) does not compile either: it
+    would at every start.
+
     Args:
         group: Short sums are compiled if its ranks share one memory, long ones if any do.
         dtypes: Their names, the same on all ranks.
@@ -44,8 +47,9 @@ def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> No
     Collective: yes. Blocking: yes, for a few seconds per dtype the first time.
     """
     memory, rounds = group.sharing.memory, group.config.rounds == "auto"
+    keeps = bool(group.config.tuning_folder)
     if len(group.sharing.memory_groups) > 1:
-        if memory is not None:
+        if memory is not None and keeps:
             _compile_long(dtypes)
         return
     dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
@@ -53,7 +57,7 @@ def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> No
         return
     # The first one saves it for the others.
     for turn in (memory.rank == 0, memory.rank > 0):
-        if turn:
+        if turn and keeps:
             for name in dtypes if rounds else ():
                 compiled_rounds.code("sum", name, group.size, compiles=True)
             _compile_long(dtypes)
