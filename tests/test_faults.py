@@ -111,7 +111,8 @@ def test_an_interrupt_on_one_rank():
 def test_a_fault_beside_rounds_in_compiled_code(fault, texts, machine_code):
     ended = launch(4, FAULT, fault, **IMPATIENT, MPIRING_TUNING_FOLDER=str(machine_code))
     assert ended.status != 0 and ended.seconds < SOON_S
-    assert ended.output.count("is ready, compiled") == 4, ended.output
+    # The others may be ended before their lines come through.
+    assert "rank 3 is ready, compiled" in ended.output, ended.output
     for text in texts:
         assert text in ended.output, ended.output
 
