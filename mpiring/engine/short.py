@@ -102,13 +102,8 @@ class ShortCalls:
 
         Raises: as Communicator.allreduce.
         """
-        try:
-            found = self._rounds.get((op, x.dtype, x.shape))
-        except TypeError:
-            # An op that is none; the ordinary path says so.
-            return False
-        # Nothing is known about the array: its memory, shape and flags may change at any time.
-        if found is None or not x.flags.carray:
+        found = self._made_before(x, op)
+        if found is None:
             return False
         return self.run(*found, x if x.ndim == 1 else x.reshape(-1))
 
@@ -120,11 +115,8 @@ class ShortCalls:
         Returns:
             The handle, or None.
         """
-        try:
-            found = self._rounds.get((op, x.dtype, x.shape))
-        except TypeError:
-            return None
-        if found is None or not x.flags.carray:
+        found = self._made_before(x, op)
+        if found is None:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
         if found[0].words[ROUND_STAGE]:
@@ -136,6 +128,15 @@ class ShortCalls:
                     found = another, found[1]
                     more.append(found)
         return self.start(*found, vector, x)
+
+    def _made_before(self, x: Any, op: Any) -> tuple[Round, Call] | None:
+        try:
+            found = self._rounds.get((op, x.dtype, x.shape))
+        except TypeError:
+            # An op that is none; the ordinary path says so.
+            return None
+        # Nothing is known about the array: its memory, shape and flags may change at any time.
+        return found if found is not None and x.flags.carray else None
 
     def barrier(self) -> bool:
         """Return whether every rank has called a barrier; False, and do nothing, if it cannot."""
