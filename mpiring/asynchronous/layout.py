@@ -11,7 +11,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import COMPLEX, FLOATING, Array, aligned_bounds, cut, dtype_name
 from ..memory.tensors import array_of, is_tensor
-from ..training.averager import Views
+from ..training.views import Views
 
 
 class Layout:

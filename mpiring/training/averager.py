@@ -4,7 +4,7 @@ import difflib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from ..reducers.by_name import Wish, compressors, reducers_of
 from ..reducers.compressor import Compressor
 from ..reducers.reducer import Reducer, scatter_of
 from .host_copy import HostCopy
+from .views import Views
 
 
 class Submit(Protocol):
@@ -31,38 +32,6 @@ class Submit(Protocol):
 
     def __call__(self, call: Call, build: Build[None], *, device: Device | None,
                  ready: Sequence[Event]) -> Handle[None]: ...
-
-
-class Views(Mapping[str, NDArray[Any]]):
-    """Tensors by name, which can be written into, but not replaced.
-
-    Args:
-        views: The tensors; may change.
-        holder: What the user calls this mapping, for messages.
-    """
-
-    def __init__(self, views: Mapping[str, NDArray[Any]], holder: str) -> None:
-        self._views, self._holder = views, holder
-
-    def __getitem__(self, name: str) -> NDArray[Any]:
-        return self._views[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
-
-    def __len__(self) -> int:
-        return len(self._views)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        """Accept the end of `views[name] += value`, which has written in place already.
-
-        Raises:
-            GradientError: Another array is assigned, which no bucket would hold.
-        """
-        if value is not self._views.get(name):
-            what = f"{self._holder}[{name!r}]"
-            raise GradientError(f"{what} lies in a bucket and cannot be replaced; write into it: "
-                                f"{what}[...] = ...")
 
 
 @dataclass(frozen=True)
