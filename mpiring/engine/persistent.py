@@ -110,18 +110,18 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
-        begin, short, a = self._begin, self._short, self._round
-        if begin is not None and short is not None and a is not None:
+        begin, short, round_ = self._begin, self._short, self._round
+        if begin is not None and short is not None and round_ is not None:
             # As short.run, but that the memory is known.
             try:
                 status = begin(self._address)
-                if status == DONE or short.go_on(status, a, self._call, self._vector):
+                if status == DONE or short.go_on(status, round_, self._call, self._vector):
                     return self._result
             except BaseException as error:
-                short.fail(a, error)
+                short.fail(round_, error)
                 raise
         build = self._build()
-        if a is None or short is None or not short.run(a, self._call, self._vector):
+        if round_ is None or short is None or not short.run(round_, self._call, self._vector):
             self._group.run(self._call, build)
         return self._result
 

@@ -81,7 +81,8 @@ class Averager:
         mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
             CuPy's stream by default.
         submit: Begins the operations that average; `comm.submit` by default.
-        hides_nothing: Whether buckets are to leave in `wait`, since ranks use all cores; alike.
+        hides_nothing: Buckets leave in `wait` or `arrived`, since ranks compute on all cores
+            until then; the same on all ranks.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
@@ -114,12 +115,14 @@ class Averager:
         self._reducers = reducers_of(self.tensors, reducer)
         self.compressors = compressors(self._reducers.values())
         self._bucket_bytes = bucket_bytes
-        self._moved, self._hides_nothing = moved, hides_nothing
+        self._moved = moved
+        self._hides_nothing = hides_nothing
         self._views: dict[str, NDArray[Any]] = {}
         self.views = Views(self._views, self.holder)
         self.buckets: list[Bucket] = []
         self._home: dict[str, Bucket] = {}
         self._reductions: list[_Reduction] = []
+        # As they are fused.
         self._fused: list[TensorSpec] = []
         self._is_final = deterministic or order is not None
         self._retired: list[Bucket] = []
@@ -236,6 +239,7 @@ class Averager:
             self._agree_on_finite()
 
     def _arriving(self) -> Iterator[Bucket]:
+        """Yield each bucket when it holds means; those leave that have not."""
         for bucket in self.buckets:
             if bucket.index == len(self._handles):
                 self._handles.append(self._send(bucket))
@@ -252,7 +256,8 @@ class Averager:
                 bucket.poison()
 
     def _refuse_missing(self, where: str) -> None:
-        if missing := self.missing:
+        missing = self.missing
+        if missing:
             raise GradientError(
                 f"rank {self._comm.rank}: {where} with {len(missing)} of {len(self._home)} "
                 f"{self.noun}s missing: {', '.join(missing)}; call ready(name) for each, also for "
@@ -268,12 +273,16 @@ class Averager:
         self._finite = None if finite and not self.compressors else finite and self._are_finite()
         for compressor in self.compressors:
             compressor.settle(self._finite is True)
-        for _ in map(Bucket.expect_all, self.buckets):  # A variable would keep one in memory.
-            pass
+        self._expect_all()
         if not self._is_final:
             self._fuse_as_ready()
         self._order.clear()
         self.steps += 1
+
+    def _expect_all(self) -> None:
+        # In `_end_step`, the loop's variable would keep a bucket while others are built.
+        for bucket in self.buckets:
+            bucket.expect_all()
 
     @property
     def finite(self) -> bool:

@@ -40,17 +40,17 @@ class CompiledRound:
     """A round in compiled code, with Python's form to fall back on.
 
     Args:
-        a: What it is of.
+        round_: What it is of.
         code: The code for its dtype.
         plain: Runs it in Python; see rounds.Run.
     """
 
     __slots__ = ("_round", "_words", "_address", "_begin", "_go_on", "_plain")
 
-    def __init__(self, a: "Round", code: machine.Code, plain: "Run") -> None:
+    def __init__(self, round_: "Round", code: machine.Code, plain: "Run") -> None:
         # Owns what the code is given addresses of.
-        self._round, self._words = a, a.words
-        self._address = a.address()
+        self._round, self._words = round_, round_.words
+        self._address = round_.address()
         self._begin, self._go_on, self._plain = code.call_with_lock, code.call, plain
 
     def run(self, how: int, x: Array) -> int:

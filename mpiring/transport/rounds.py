@@ -111,23 +111,24 @@ class _Plain:
     """A round in Python.
 
     Args:
-        a: What it is of.
+        round_: What it is of.
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
                  "_digest", "_identity", "_areas")
 
-    def __init__(self, a: Round) -> None:
-        memory = self._memory = a.memory
-        self._words, self._ledger = a.words, memory.ledger
+    def __init__(self, round_: Round) -> None:
+        memory = self._memory = round_.memory
+        self._words, self._ledger = round_.words, memory.ledger
         self._everybody, self._others = memory.words, memory.others
         self._mine = memory.words[memory.rank]
-        self._header, self._digest, self._identity = a.header, a.digest, a.words[ROUND_IDENTITY]
+        self._header, self._digest = round_.header, round_.digest
+        self._identity = round_.words[ROUND_IDENTITY]
         # Per area: its flag, this rank's slot, what combines all ranks', where its header is noted.
         self._areas = [
-            (area * AREA_WORDS, slots[memory.rank], a.reduction.of(slots) if a.n else _nothing,
-             LEDGER_WRITTEN + area)
-            for area in range(AREAS) for slots in [memory.slots(area, a.dtype, a.n)]]
+            (area * AREA_WORDS, slots[memory.rank],
+             round_.reduction.of(slots) if round_.n else _nothing, LEDGER_WRITTEN + area)
+            for area in range(AREAS) for slots in [memory.slots(area, round_.dtype, round_.n)]]
 
     def run(self, how: int, x: Array) -> int:
         """Run it; see `Run`."""
