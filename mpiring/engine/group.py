@@ -24,7 +24,7 @@ from ..operations.resources import Resources
 from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
-from ..transport.base import Schedule, T, Task
+from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE
 from ..transport.rounds import give_way
 from .engine import Engine
@@ -205,7 +205,15 @@ class Group:
 
     def algorithm_of(self, x: Array, op: str) -> str:
         """Return the name of the algorithm that "auto" takes for an allreduce of a vector."""
-        return Collectives(self._resources, None, 0).algorithm_of(x, op).name
+        return self.collectives(None, 0).algorithm_of(x, op).name
+
+    def collectives(self, node: Node | None, sequence: int) -> Collectives:
+        """Return the schedules of an operation; see Collectives."""
+        return Collectives(self._resources, node, sequence)
+
+    def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
+        """Return all ranks' vectors, given where they lie in the windows; see Windows."""
+        return self._resources.windows.vectors(positions, x)
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation; return whether it is complete after a moment."""
@@ -246,7 +254,7 @@ class Group:
         sequence, sharing = self._words[LEDGER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
-        collectives = Collectives(self._resources, node, sequence)
+        collectives = self.collectives(node, sequence)
         try:
             schedule = build(collectives)
             if self.size == 1:

@@ -1,10 +1,11 @@
-"""Runs a group's short calls as rounds, in the caller's thread; what is late goes to the engine."""
+"""Runs a group's calls as rounds, in the caller's thread; what is late goes to the engine."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ..collectives.operation import IN_SLOT, NOWHERE
 from ..memory import sums
 from ..memory.arrays import Array, dtype_name
 from ..operations.agreement import Call
@@ -13,6 +14,7 @@ from ..transport.base import T
 from ..transport.layout import (
     AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
     ROUND_STAGE)
+from ..transport.node_memory import NodeMemory
 from ..transport.rounds import Round
 from .handle import Handle
 from .started import StartedRound
@@ -24,14 +26,18 @@ if TYPE_CHECKING:
 _MOST_CALLS = 256
 # So many of a kind may be started at once.
 _MOST_STARTED = AREAS - 1
-_Key = tuple[str, np.dtype[Any], tuple[int, ...]]
+# An op, a dtype, a shape; then, of vectors that are combined in place, the position of this rank's.
+_Key = tuple[Any, ...]
 COMPILED_EARLY = ("float32", "float64", "int64")
 BARRIER = Call("barrier")
 # It combines nothing.
 _NOTHING = np.empty(0, np.float32)
 _OF_BARRIER: _Key = ("", _NOTHING.dtype, ())
-# What rounds do to the bit: every rank combines all vectors, see collectives.shared.
-_ALGORITHM = "eager"
+# What rounds do to the bit, see collectives.shared: every rank combines all vectors, by slots; or a
+# slice of all, in windows.
+BY_SLOTS, IN_PLACE = "eager", "shared"
+# At how many barriers a vector lies in its slot, if it was to be combined in place.
+_BARRIERS = 3
 
 
 def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> None:
@@ -75,7 +81,8 @@ def _compile_long(dtypes: Sequence[str]) -> None:
 
 
 class ShortCalls:
-    """The short calls that a group has made before, and may make again as rounds.
+    """The calls that a group has made before, and may make again as rounds: short ones, and those
+    on vectors in windows.
 
     Whether a call is a round, each rank decides by itself: the others cannot tell.
 
@@ -90,6 +97,8 @@ class ShortCalls:
         self._group = group
         self.started: list[StartedRound[Any]] = []
         self._rounds: dict[_Key, tuple[Round, Call]] = {}
+        # Those that are combined in place, where this rank's vector is in a window.
+        self._in_place: dict[_Key, Call] = {}
         # For several that are started at once.
         self._more: dict[_Key, list[tuple[Round, Call]]] = {}
 
@@ -102,7 +111,7 @@ class ShortCalls:
 
         Raises: as Communicator.allreduce.
         """
-        found = self._made_before(x, op)
+        found = self._made_before(x, op) or self._made_in_place(x, op)
         if found is None:
             return False
         return self.run(*found, x if x.ndim == 1 else x.reshape(-1))
@@ -138,6 +147,23 @@ class ShortCalls:
         # Nothing is known about the array: its memory, shape and flags may change at any time.
         return found if found is not None and x.flags.carray else None
 
+    def _made_in_place(self, x: Any, op: Any) -> tuple[Round, Call] | None:
+        try:
+            call = self._in_place.get((op, x.dtype, x.shape))
+        except TypeError:
+            return None
+        if call is None or not x.flags.carray:
+            return None
+        position = self._group.position_of(x)
+        found = self._rounds.get((op, x.dtype, x.shape, position))
+        if found is None and position != NOWHERE:
+            if len(self._rounds) >= _MOST_CALLS:
+                self._rounds.clear()
+                self._more.clear()
+            round_ = self.in_place(call, x.reshape(-1), op)
+            found = self._rounds[op, x.dtype, x.shape, position] = round_, call
+        return found
+
     def barrier(self) -> bool:
         """Return whether every rank has called a barrier; False, and do nothing, if it cannot."""
         found = self._rounds.get(_OF_BARRIER)
@@ -155,45 +181,57 @@ class ShortCalls:
             call: What it was.
             x, op: As for `allreduce`.
         """
-        if type(op) is not str or not x.flags.carray:
+        key = op, x.dtype, x.shape
+        if type(op) is not str or not x.flags.carray or (
+                key in self._rounds or key in self._in_place):
             return
-        if len(self._rounds) >= _MOST_CALLS:
-            self._rounds.clear()
-            self._more.clear()
-        round_ = self.round(call, x.reshape(-1), op)
+        if len(self._rounds) + len(self._in_place) >= _MOST_CALLS:
+            self.forget()
+        vector = x.reshape(-1)
+        round_ = self.round(call, vector, op)
         if round_ is not None:
-            self._rounds[op, x.dtype, x.shape] = round_, call
+            self._rounds[key] = round_, call
+        elif self.is_compiled(vector, op, IN_PLACE):
+            self._in_place[key] = call
 
     def forget(self) -> None:
-        """Forget what was noted, since there may be a better way now."""
+        """Forget what was noted: there may be a better way now, or too much."""
         self._rounds.clear()
+        self._in_place.clear()
         self._more.clear()
 
-    def round(self, call: Call, x: Array, op: str,
-              windows: Sequence[Array] | None = None) -> Round | None:
-        """Return what runs an allreduce as a round; None where it cannot.
+    def round(self, call: Call, x: Array, op: str, *, instead: bool = False) -> Round | None:
+        """Return what runs an allreduce of short vectors as a round; None where it cannot.
 
         Args:
             call: What it is.
             x: A vector like those that are to be combined.
             op: As in Reduction.
-            windows: All ranks' vectors, if they are to be combined in place, where
-                `is_compiled`: then it is always the same vector.
+            instead: Others may combine it by `in_place`.
         """
-        memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
-        if memory is None or self._group.algorithm_of(x, op) != _ALGORITHM:
+        if self._group.algorithm_of(x, op) != BY_SLOTS:
             return None
-        algorithm = "" if call is BARRIER else _ALGORITHM if windows is None else "shared"
-        round_ = Round(memory, ledger.identity_of(call, algorithm), call.header, call.digest, op,
-                       x.dtype, x.size, compiled=self._group.config.rounds == "auto")
-        if windows is not None:
-            round_.combine_in_place(windows, self._group.position_of(x))
-        return round_
+        return self._round(call, x, op, "" if call is BARRIER else BY_SLOTS, **(
+            {"note": IN_SLOT, "barriers": _BARRIERS} if instead else {}))
 
-    def is_compiled(self, x: Array, op: str) -> bool:
-        """Return whether an allreduce of such vectors would be a round in compiled code."""
+    def in_place(self, call: Call, x: Array, op: str) -> Round:
+        """Return what combines a vector in a window in place as a round, if `is_compiled`.
+
+        Args: as for `round`; the vector stays where it is.
+        """
+        return self._round(call, x, op, IN_PLACE, note=self._group.position_of(x),
+                           find=self._group.vectors)
+
+    def _round(self, call: Call, x: Array, op: str, algorithm: str, **settings: Any) -> Round:
+        memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
+        return Round(cast(NodeMemory, memory), ledger.identity_of(call, algorithm), call.header,
+                     call.digest, op, x.dtype, x.size,
+                     compiled=self._group.config.rounds == "auto", **settings)
+
+    def is_compiled(self, x: Array, op: str, algorithm: str = BY_SLOTS) -> bool:
+        """Return whether an allreduce by an algorithm would be a round in compiled code."""
         group = self._group
-        return (group.config.rounds == "auto" and group.algorithm_of(x, op) == _ALGORITHM
+        return (group.config.rounds == "auto" and group.algorithm_of(x, op) == algorithm
                 and compiled_rounds.code(op, dtype_name(x.dtype), group.size) is not None)
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:
@@ -219,7 +257,7 @@ class ShortCalls:
         """
         if status == LATE or status == OTHERWISE:
             status = round_.run(GO_ON, x)
-        if status == LATE or status == DISAGREE:
+        if status == LATE or status == DISAGREE or status == OTHERWISE:
             # From here on all is as for any operation.
             self.hand_over()
             rest = StartedRound(self._group, round_, call, x, None, self.finished, waited=True)
