@@ -263,17 +263,21 @@ def _combining(intrinsics: Any, name: str) -> Any:
     @inlined
     def combine(words, area):  # type: ignore[no-untyped-def]
         p, n, rank = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_RANK]
-        slot = area + 8 * SLOT_WORD
-        if words[ROUND_IN_PLACE] == 0:
-            add_up(words, ROUND_BASES, slot, n, words[ROUND_VECTOR])
-            return
-        # This rank's slice, see memory.arrays.slice_of, by way of its slot.
-        stop, total = (rank + 1) * n // p, words[ROUND_BASES + rank] + slot
-        for start in range(rank * n // p, stop, block):
-            length = min(block, stop - start)
-            add_up(words, ROUND_BASES + p, start * itemsize, length, total)
-            for r in range(p):
-                copy_bytes(words[ROUND_BASES + p + r] + start * itemsize, total, length * itemsize)
+        slot, out = area + 8 * SLOT_WORD, words[ROUND_VECTOR]
+        first, offset, step, at, stop = ROUND_BASES, slot, n, 0, n
+        if words[ROUND_IN_PLACE] != 0:
+            # This rank's slice, see memory.arrays.slice_of, by way of its slot.
+            first, offset, step = ROUND_BASES + p, 0, block
+            at, stop = rank * n // p, (rank + 1) * n // p
+            out = words[ROUND_BASES + rank] + slot
+        while at < stop:
+            length = min(step, stop - at)
+            add_up(words, first, offset + at * itemsize, length, out)
+            # Not a variable: the loop would be compiled twice.
+            if words[ROUND_IN_PLACE] != 0:
+                for r in range(first, first + p):
+                    copy_bytes(words[r] + at * itemsize, out, length * itemsize)
+            at += step
 
     return combine
 

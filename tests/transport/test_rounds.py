@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 
 from mpiring.collectives import shared
+from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
 from mpiring.errors import BufferMismatchError
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
+from mpiring.operations.windows import Windows
 from mpiring.record.ledger import Ledger
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, DISAGREE, DONE, GATED, LATE, LEDGER_GATE, LEDGER_SEQUENCE, LOOK, NODE_MEMORY_BYTES,
-    NOTHING, PUBLISH, ROUND_BEGAN, ROUND_SEQUENCE, ROUND_STAGE)
+    NOTHING, OTHERWISE, PUBLISH, ROUND_BEGAN, ROUND_STAGE)
 from mpiring.transport.node_memory import NodeMemory
 from mpiring.transport.rounds import Round
 
@@ -31,38 +33,69 @@ class Rank:
         self.compiled = compiled
         self.ledger = Ledger()
         self.memory = NodeMemory(segments, rank, range(len(segments)), self.ledger.words)
-        self.rounds = {}
+        self.rounds, self.windows = {}, Windows()
 
-    def round(self, n, op="sum"):
-        if (n, op) not in self.rounds:
+    def round(self, n, op="sum", **settings):
+        """By slots; or in place, given where."""
+        key = n, op, *settings.values()
+        if key not in self.rounds:
             call = Call("allreduce", f"{op} of {n}", nbytes=4 * n)
             identity = self.ledger.identity_of(call, "eager")
-            self.rounds[n, op] = call, Round(
+            self.rounds[key] = call, Round(
                 self.memory, identity, call.header, call.digest, op, FLOAT32, n,
-                compiled=self.compiled)
-        return self.rounds[n, op]
+                compiled=self.compiled, **settings)
+        return self.rounds[key]
 
-    def by_round(self, x, op="sum"):
+    def by_round(self, x, op="sum", **settings):
         """An allreduce, in steps."""
-        call, a = self.round(x.size, op)
+        call, a = self.round(x.size, op, **settings)
         status = a.run(BEGIN, x)
         while status == LATE:
             yield
             status = a.run(LOOK, x)
         if status == DISAGREE:
-            refuse_others(call, self.memory.node(a.words[ROUND_SEQUENCE], a.header, a.digest))
+            refuse_others(call, a.node())
+        if status == OTHERWISE:
+            yield from self.rest(a, x)
+            status = DONE
         assert status == DONE and a.words[ROUND_STAGE] == NOTHING
 
-    def by_schedule(self, x, op="sum"):
+    def by_schedule(self, x, op="sum", algorithm=shared.eager):
         call, _ = self.round(x.size, op)
         node = self.memory.node(self.ledger.sequence, call.header, call.digest)
         self.ledger.words[LEDGER_SEQUENCE] += 1
-        combine = reduction(op, x.dtype, node.size)
-        task = Task(agreed(None, node, None, call, shared.eager(
-            SimpleNamespace(node=node), x, op, combine)))
-        while not task.done:
-            task.step()
-            yield
+        yield from stepped(agreed(None, node, None, call, algorithm(
+            self.operation(node), x, op, reduction(op, x.dtype, node.size))))
+
+    def operation(self, node):
+        return SimpleNamespace(node=node, windows=self.windows, tuning=Tuning())
+
+    # Of vectors that may be in windows; only compiled rounds are in place.
+
+    def in_place(self, x):
+        position = self.windows.position_of(x)
+        if not self.compiled or position == NOWHERE:
+            return self.by_schedule(x, algorithm=shared.allreduce)
+        return self.by_round(x, note=position, find=self.windows.vectors)
+
+    def rest(self, a, x):
+        """As engine.started does it."""
+        node, combine = a.node(), a.reduction
+        yield from stepped(shared.located(
+            self.operation(node), node.notes(2), x, combine.op, combine))
+        node.leave()
+        a.words[ROUND_STAGE] = NOTHING
+
+    def started(self, x):
+        """It may come back late."""
+        return self.by_round(x, note=IN_SLOT, barriers=3)
+
+
+def stepped(schedule):
+    task = Task(schedule)
+    while not task.done:
+        task.step()
+        yield
 
 
 @pytest.fixture(params=["Python", "compiled", "either"])
@@ -97,7 +130,15 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
             yield from way(x)
             assert (x == step * size * (size + 1) // 2).all()
 
-    left = [program(rank, random.Random(100 + rank)) for rank in range(size)]
+    in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
+    for rank in ranks:
+        assert rank.ledger.sequence == len(lengths)
+        sequences = [flight.sequence for flight in rank.ledger.flights()]
+        assert sequences == sorted(set(sequences)) and rank.ledger.rounds == len(sequences) > 100
+
+
+def in_any_order(chance, left):
+    """Step programs to their ends."""
     while left:
         one = chance.choice(left)
         # Long turns, too: a rank may come four operations late.
@@ -107,10 +148,36 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
             except StopIteration:
                 left.remove(one)
                 break
-    for rank in ranks:
-        assert rank.ledger.sequence == len(lengths)
-        sequences = [flight.sequence for flight in rank.ledger.flights()]
-        assert sequences == sorted(set(sequences)) and rank.ledger.rounds == len(sequences) > 100
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rounds_in_place_mix_wherever_vectors_are(node, size):
+    ranks, chance = node(size), random.Random(size)
+    arrays = {rank: [np.zeros(20_000, np.float32)] for rank in ranks}
+    for number in (5, 6):
+        roots = [np.zeros(100_000, np.uint8) for _ in ranks]
+        for rank, root in zip(ranks, roots):
+            rank.windows.add(root, number, roots, ranks.index(rank))
+            arrays[rank].append(root[:80_000].view(np.float32))
+    # Mostly all ranks' vectors lie at the same place of one window, but it may be any.
+    steps = [(chance.choice([1, 5, 2000, 19_000]), chance.choice([0, 1, 1, 1, 2, 2]),
+              chance.choice([0, 0, 0, 7, 900])) for _ in range(300)]
+
+    def program(position, mine):
+        rank = ranks[position]
+        for step, (n, window, offset) in enumerate(steps):
+            if mine.random() < 0.05:
+                window, offset = mine.choice([0, 1, 2]), mine.choice([0, 3, 500])
+            x = arrays[rank][window][offset:offset + n]
+            x[:] = (position + 1) * step
+            others = rank.started, lambda x: rank.by_schedule(x, algorithm=shared.allreduce)
+            way = rank.in_place if mine.random() < 0.8 else mine.choice(others)
+            yield from way(x)
+            assert (x == step * size * (size + 1) // 2).all()
+
+    in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
+    places = {rank: sum(a.in_place for _, a in rank.rounds.values()) for rank in ranks}
+    assert all(places[rank] > 10 for rank in ranks if rank.compiled)
 
 
 @pytest.mark.parametrize("ways", [("by_round", "by_round"), ("by_round", "by_schedule"),
