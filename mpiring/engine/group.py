@@ -199,9 +199,10 @@ class Group:
         self._persistent += 1
         return self._persistent
 
-    def position_of(self, x: Array) -> tuple[int, int]:
-        """Return where a vector lies in the windows; see Windows."""
-        return self._resources.windows.position_of(x)
+    @property
+    def windows(self) -> Windows:
+        """The arrays in node-shared memory."""
+        return self._resources.windows
 
     def algorithm_of(self, x: Array, op: str) -> str:
         """Return the name of the algorithm that "auto" takes for an allreduce of a vector."""
@@ -210,10 +211,6 @@ class Group:
     def collectives(self, node: Node | None, sequence: int) -> Collectives:
         """Return the schedules of an operation; see Collectives."""
         return Collectives(self._resources, node, sequence)
-
-    def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
-        """Return all ranks' vectors, given where they lie in the windows; see Windows."""
-        return self._resources.windows.vectors(positions, x)
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation; return whether it is complete after a moment."""

@@ -67,7 +67,7 @@ class Persistent(Generic[T]):
             self._started = self._short.round(call, vector, op, instead=in_windows)
             self._round = self._started
             if in_windows or self._short.is_compiled(vector, op, IN_PLACE) and (
-                    group.position_of(vector) != NOWHERE):
+                    group.windows.position_of(vector) != NOWHERE):
                 self._round = self._short.in_place(call, vector, op)
         # Where the memory may move, it has to be looked at each time.
         if self._round is not None and type(result) is np.ndarray:

@@ -154,7 +154,7 @@ class ShortCalls:
             return None
         if call is None or not x.flags.carray:
             return None
-        position = self._group.position_of(x)
+        position = self._group.windows.position_of(x)
         found = self._rounds.get((op, x.dtype, x.shape, position))
         if found is None and position != NOWHERE:
             if len(self._rounds) >= _MOST_CALLS:
@@ -219,8 +219,8 @@ class ShortCalls:
 
         Args: as for `round`; the vector stays where it is.
         """
-        return self._round(call, x, op, IN_PLACE, note=self._group.position_of(x),
-                           find=self._group.vectors)
+        return self._round(call, x, op, IN_PLACE, note=self._group.windows.position_of(x),
+                           find=self._group.windows.vectors)
 
     def _round(self, call: Call, x: Array, op: str, algorithm: str, **settings: Any) -> Round:
         memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
