@@ -17,12 +17,13 @@ from .base import HEADER_BYTES
 from .layout import (
     AREAS, AREA_WORDS, BEGIN, BEGUN, COMBINED, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
     FORM_WORD, GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
-    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING, OTHERWISE,
-    PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
-    ROUND_BARRIERS, ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_DIGEST, ROUND_DIVISOR,
-    ROUND_HEADER, ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES,
-    ROUND_NOTE, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR,
-    ROUND_YIELDS, SLOT_WORD)
+    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING,
+    OTHERWISE, PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE,
+    RING_WORDS, ROUND_BARRIERS, ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_DIGEST, ROUND_HEADER,
+    ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LEDGER, ROUND_NBYTES, ROUND_NOTE, ROUND_RANK,
+    ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, SLOT_WORD)
+
+from .round_sums import combining
 
 if TYPE_CHECKING:
     from .rounds import Round, Run
@@ -33,9 +34,6 @@ OPS = ("sum", "mean")
 
 # For longer ones, Python's lock is not held.
 _WITH_LOCK_BYTES = 64 << 10
-# In place, so many bytes are added up at a time: with those of four vectors they stay in the
-# level-1 cache.
-_BLOCK_BYTES = 4096
 # Where a rank's note of the first barrier lies, see NOTE_WORD.
 _NOTE = NOTE_WORD + NOTE_WORDS
 
@@ -81,7 +79,7 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.C
         name: Of the dtype.
         compiles: Compile it if need be, for a second or two; else only what is on disk is taken.
     """
-    # See `_adding`: more vectors of 16 bits would be rounded on the way.
+    # See round_sums: more vectors of 16 bits would be rounded on the way.
     if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
     find = machine.code if compiles else machine.saved
@@ -138,7 +136,7 @@ def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
 def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
     """Return a function that runs a round from where it is published to its end."""
     inlined, store_release = intrinsics.inlined, intrinsics.store_release
-    combine = _combining(intrinsics, name)
+    combine = combining(intrinsics, name)
 
     @inlined
     def agreement(words, area):  # type: ignore[no-untyped-def]
@@ -252,88 +250,3 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
         words[ROUND_STAGE] = PUBLISHED
 
     return publish
-
-
-def _combining(intrinsics: Any, name: str) -> Any:
-    """Return a function that combines all slots into the vector, or a slice of all windows."""
-    inlined, copy_bytes = intrinsics.inlined, intrinsics.copy_bytes
-    itemsize = np.dtype(name if name not in SIXTEEN_BIT else np.uint16).itemsize
-    add_up, block = _adding_up(intrinsics, name), _BLOCK_BYTES // itemsize
-
-    @inlined
-    def combine(words, area):  # type: ignore[no-untyped-def]
-        p, n, rank = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_RANK]
-        slot, out = area + 8 * SLOT_WORD, words[ROUND_VECTOR]
-        first, offset, step, at, stop = ROUND_BASES, slot, n, 0, n
-        if words[ROUND_IN_PLACE] != 0:
-            # This rank's slice, see memory.arrays.slice_of, by way of its slot.
-            first, offset, step = ROUND_BASES + p, 0, block
-            at, stop = rank * n // p, (rank + 1) * n // p
-            out = words[ROUND_BASES + rank] + slot
-        while at < stop:
-            length = min(step, stop - at)
-            add_up(words, first, offset + at * itemsize, length, out)
-            # Not a variable: the loop would be compiled twice.
-            if words[ROUND_IN_PLACE] != 0:
-                for r in range(first, first + p):
-                    copy_bytes(words[r] + at * itemsize, out, length * itemsize)
-            at += step
-
-    return combine
-
-
-def _adding_up(intrinsics: Any, name: str) -> Any:
-    """Return a function that adds up n numbers of each rank, and divides; see `_adding`."""
-    is_wide, inlined = name not in SIXTEEN_BIT, intrinsics.inlined
-    pointer = intrinsics.pointer_to(np.dtype(name if is_wide else np.uint16))
-    number = np.dtype(name).type if is_wide else np.float32
-    if is_wide:
-        widen, finish = inlined(lambda x: x), inlined(lambda x, divisor: x)
-    else:
-        widen, narrow = intrinsics.conversions(name)
-        # Rounded once, at the end.
-        finish = inlined(lambda x, divisor: narrow(x / np.float32(divisor)))
-    add = _adding(inlined, pointer, widen, finish)
-    # Integers have no mean.
-    divides = is_wide and np.dtype(number).kind == "f"
-
-    @inlined
-    def add_up(words, first, offset, n, out):  # type: ignore[no-untyped-def]
-        add(words, first, offset, n, pointer(out))
-        if divides and words[ROUND_DIVISOR] != 1:
-            total, divisor = pointer(out), number(words[ROUND_DIVISOR])
-            for i in range(n):
-                total[i] /= divisor
-
-    return add_up
-
-
-def _adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
-    """Return a function that adds up n numbers of each rank, in rank order.
-
-    Their addresses are `offset` beyond what stands in the words from `first` on; `finish` is given
-    a sum and the divisor.
-    """
-    @inlined
-    def add(words, first, offset, n, out):  # type: ignore[no-untyped-def]
-        p, divisor = words[ROUND_RANKS], words[ROUND_DIVISOR]
-        a, b = pointer(words[first] + offset), pointer(words[first + 1] + offset)
-        if p == 2:
-            for i in range(n):
-                out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
-            return
-        c = pointer(words[first + 2] + offset)
-        if p == 3:
-            for i in range(n):
-                out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
-            return
-        d = pointer(words[first + 3] + offset)
-        for i in range(n):
-            out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
-        # Not of 16 bits, see `code`: a sum has the type of `out`.
-        for r in range(4, p):
-            e = pointer(words[first + r] + offset)
-            for i in range(n):
-                out[i] += e[i]
-
-    return add
