@@ -160,8 +160,8 @@ class Reduction:
         divisor, out = self.divisor, outs[0]
         if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
             return
-        if (self.adds and len(sources) + len(outs) > 3 and out.nbytes >= _LONG_BYTES
-                and sums.add(sources, divisor, outs)):
+        if (self.adds and (len(sources) > 2 or len(sources) == len(outs) == 2)
+                and out.nbytes >= _LONG_BYTES and sums.add(sources, divisor, outs)):
             return
         self._quietly(sources, divisor, outs)
 
