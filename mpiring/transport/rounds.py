@@ -1,6 +1,5 @@
 """Runs a short operation of a node's ranks as one straight function: a round, see layout."""
 
-import functools
 import os
 import time
 from array import array
@@ -38,8 +37,8 @@ _SPINS, _SPINS_TOGETHER = 200, 20
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
 
 _clock = time.monotonic_ns
-_Action = Callable[[Array], object]
-_Area = tuple[int, _Action, _Action, int]
+_End = Callable[[Array], None]
+_Area = tuple[int, Array, _End, int]
 
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
@@ -131,7 +130,7 @@ class _Plain:
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
-                 "_digest", "_identity", "_areas")
+                 "_digest", "_identity", "_areas", "_part")
 
     def __init__(self, round_: Round) -> None:
         memory = self._memory = round_.memory
@@ -140,11 +139,14 @@ class _Plain:
         self._mine = memory.words[memory.rank]
         self._header, self._digest = round_.header, round_.digest
         self._identity = round_.words[ROUND_IDENTITY]
-        # Per area: its flag, what lays the vector into this rank's slot, what combines or takes all
-        # ranks', where its header is noted.
+        # What is laid down; None for all of the vector.
+        part = round_.moves.lays
+        self._part = None if part == slice(0, round_.n) else part
+        # Per area: its flag, where in this rank's slot that lies, what combines or takes all ranks'
+        # parts, where its header is noted.
         self._areas: list[_Area] = [
-            (area * AREA_WORDS, _laying(round_.moves.lays, slots[memory.rank]),
-             _ending(round_, slots), LEDGER_WRITTEN + area)
+            (area * AREA_WORDS, slots[memory.rank][part], _ending(round_, slots),
+             LEDGER_WRITTEN + area)
             for area in range(AREAS) for slots in [memory.slots(area, round_.dtype, round_.n)]]
 
     def run(self, how: int, x: Array) -> int:
@@ -171,13 +173,13 @@ class _Plain:
 
     def _publish(self, how: int, x: Array, area: "_Area", count: int) -> bool:
         """Lay the vector down and arrive; return whether the area was free."""
-        flag, lay, _, written = area
+        flag, slot, _, written = area
         free, mine = count - _AHEAD, self._mine
         if free > ENDED:
             for theirs in self._everybody:
                 if theirs[flag] < free and _is_late(self._everybody, flag, free, how):
                     return False
-        lay(x)
+        slot[...] = x if self._part is None else x[self._part]
         mine[flag + DIGEST_WORD] = self._digest
         mine[flag + FORM_WORD] = 0
         if self._ledger[written] != self._identity:
@@ -223,18 +225,7 @@ def _bytes_of(part: slice, itemsize: int) -> tuple[int, int]:
     return part.start * itemsize, (part.stop - part.start) * itemsize
 
 
-def _laying(part: slice, slot: Array) -> _Action:
-    """Return a function that lays a part of a vector down."""
-    if part == slice(0, slot.size):
-        return functools.partial(slot.__setitem__, ...)
-
-    def lay(x: Array) -> None:
-        slot[part] = x[part]
-
-    return lay if part.stop > part.start else _nothing
-
-
-def _ending(round_: Round, slots: Sequence[Array]) -> _Action:
+def _ending(round_: Round, slots: Sequence[Array]) -> _End:
     """Return a function that combines all slots into a vector, or takes what is in them."""
     part = round_.moves.combines
     if part is not None:
@@ -254,7 +245,7 @@ def _ending(round_: Round, slots: Sequence[Array]) -> _Action:
 
 
 def _nothing(x: Array) -> None:
-    """Move nothing."""
+    """Combine vectors without elements."""
 
 
 def _has_cores(ranks: int) -> bool:
