@@ -131,7 +131,7 @@ def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
 def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
     """Return a function that runs a round from where it is published to its end."""
     inlined, store_release = intrinsics.inlined, intrinsics.store_release
-    combine, take = _combining(intrinsics, name), _taking(intrinsics)
+    end = _ending(intrinsics, name)
 
     @inlined
     def agreement(words, area):  # type: ignore[no-untyped-def]
@@ -153,10 +153,7 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
             status = agreement(words, area)
             if status != DONE:
                 return status
-            if words[ROUND_TAKES] != 0:
-                take(words, area)
-            else:
-                combine(words, area)
+            end(words, area)
             if words[ROUND_IN_PLACE] != 0:
                 store_release(mine, arrived + 1)
                 words[ROUND_STAGE] = COMBINED
@@ -249,18 +246,21 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
     return publish
 
 
-def _taking(intrinsics: Any) -> Any:
-    """Return a function that copies what each rank has laid down for this one."""
-    copy_bytes = intrinsics.copy_bytes
+def _ending(intrinsics: Any, name: str) -> Any:
+    """Return a function that combines, or copies what each rank has laid down for this one."""
+    copy_bytes, combine = intrinsics.copy_bytes, _combining(intrinsics, name)
 
     @intrinsics.inlined
-    def take(words, area):  # type: ignore[no-untyped-def]
+    def end(words, area):  # type: ignore[no-untyped-def]
+        if words[ROUND_TAKES] == 0:
+            combine(words, area)
+            return
         p, vector = words[ROUND_RANKS], words[ROUND_VECTOR]
         for r in range(p):
             part, slot = ROUND_BASES + p + 2 * r, words[ROUND_BASES + r] + area + 8 * SLOT_WORD
             copy_bytes(vector + words[part], slot + words[part], words[part + 1])
 
-    return take
+    return end
 
 
 def _combining(intrinsics: Any, name: str) -> Any:
