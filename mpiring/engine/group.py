@@ -203,9 +203,9 @@ class Group:
         """Return where a vector lies in the windows; see Windows."""
         return self._resources.windows.position_of(x)
 
-    def algorithm_of(self, x: Array, op: str) -> str:
-        """Return the name of the algorithm that "auto" takes for an allreduce of a vector."""
-        return Collectives(self._resources, None, 0).algorithm_of(x, op).name
+    def is_eager(self, kind: str, x: Array, op: str) -> bool:
+        """Return whether a collective takes one barrier; see Collectives.is_eager."""
+        return Collectives(self._resources, None, 0).is_eager(kind, x, op)
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation; return whether it is complete after a moment."""

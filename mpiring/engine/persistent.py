@@ -14,7 +14,7 @@ from ..transport import compiled_rounds
 from ..transport.base import Schedule, T
 from ..transport.layout import DONE
 from .handle import Handle
-from .short import ShortCalls, compile_rounds
+from .short import COPYING, ShortCalls, compile_rounds
 
 if TYPE_CHECKING:
     from .group import Build, Group
@@ -37,13 +37,13 @@ class Persistent(Generic[T]):
         result: What `wait` returns.
         owner: Is kept alive.
         vector: The array as a vector in host memory; None where it cannot be a round.
-        op: Of an allreduce.
+        kind, op_or_root: Of the collective; see ShortCalls.note.
 
     Collective: yes. Blocking: yes.
     """
 
     def __init__(self, group: "Group", call: Call, build: "Callable[[], Build[Any]]", result: T,
-                 owner: object, *, vector: Any = None, op: str = "") -> None:
+                 owner: object, *, vector: Any, kind: str, op_or_root: Any) -> None:
         self._group, self._call, self._build = group, call, build
         self._result, self._owner, self._vector = result, owner, vector
         self._handle: Handle[Any] | None = None
@@ -53,15 +53,18 @@ class Persistent(Generic[T]):
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
         self._short, self._round, windows = group.short, None, None
-        if vector is not None and op in compiled_rounds.OPS:
-            compile_rounds(group, [dtype_name(vector.dtype)])
-            windows = group.run(Call("persistent", "(where all vectors are)"),
-                                lambda collectives: _windows(collectives, vector, op, group.short))
+        if vector is not None:
+            name = dtype_name(vector.dtype)
+            compile_rounds(group, [compiled_rounds.COPIES if kind in COPYING else name])
+        if kind == "allreduce" and vector is not None and op_or_root in compiled_rounds.OPS:
+            windows = group.run(
+                Call("persistent", "(where all vectors are)"),
+                lambda collectives: _windows(collectives, vector, op_or_root, group.short))
         self._is_in_place = windows is not None
         if self._is_in_place:
-            self._build = lambda: (build(), _in_place(vector, op))[1]
+            self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
         if self._short is not None and vector is not None:
-            self._round = self._short.round(call, vector, op, windows)
+            self._round = self._short.round(call, vector, kind, op_or_root, windows)
             # Where the memory may move, it has to be looked at each time.
             if self._round is not None and type(result) is np.ndarray:
                 self._begin, self._address = self._round.begin, self._round.bound(vector)

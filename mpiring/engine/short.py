@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..memory import sums
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import Array, bounds_of, dtype_name
 from ..operations.agreement import Call
-from ..transport import compiled_rounds, pipeline
+from ..transport import compiled_rounds, moves, pipeline
 from ..transport.base import T
 from ..transport.layout import (
     AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
@@ -24,13 +24,15 @@ if TYPE_CHECKING:
 _MOST_CALLS = 256
 # So many of a kind may be started at once.
 _MOST_STARTED = AREAS - 1
-_Key = tuple[str, np.dtype[Any], tuple[int, ...]]
+# Of an allreduce: op, dtype, shape. Of others: kind, op or root, dtype, shape.
+_Key = tuple[Any, ...]
 COMPILED_EARLY = ("float32", "float64", "int64")
 BARRIER = Call("barrier")
 # It combines nothing.
 _NOTHING = np.empty(0, np.float32)
-_OF_BARRIER: _Key = ("", _NOTHING.dtype, ())
-# What rounds do to the bit: every rank combines all vectors, see collectives.shared.
+COPYING = "allgather", "broadcast"
+_OF_BARRIER: _Key = ("barrier",)
+# What rounds do to the bit, see collectives.shared.
 _ALGORITHM = "eager"
 
 
@@ -102,10 +104,50 @@ class ShortCalls:
 
         Raises: as Communicator.allreduce.
         """
-        found = self._made_before(x, op)
+        found = self._made_before(x, (op, x.dtype, x.shape))
         if found is None:
             return False
         return self.run(*found, x if x.ndim == 1 else x.reshape(-1))
+
+    def reduce_scatter(self, x: Any, op: Any) -> Array | None:
+        """Combine `x` over all ranks if such a call was made before; return this rank's chunk.
+
+        Args: as `allreduce`.
+
+        Returns:
+            The chunk, or None.
+        """
+        found = self._made_before(x, ("reduce_scatter", op, x.dtype, x.shape))
+        vector = x if x.ndim == 1 else x.reshape(-1)
+        if found is None or not self.run(*found, vector):
+            return None
+        chunk: Array = vector[found[0].moves.combines]
+        return chunk
+
+    def allgather(self, x: Any) -> bool:
+        """Copy all ranks' chunks of `x`, in place, if such a call was made before; return whether.
+
+        Args:
+            x: A NumPy array.
+
+        Raises: as Communicator.allgather.
+        """
+        found = self._made_before(x, ("allgather", None, x.dtype, x.shape))
+        return found is not None and self.run(*found, x if x.ndim == 1 else x.reshape(-1))
+
+    def broadcast(self, x: Any, root: Any) -> bool:
+        """Copy `x` of rank `root`, in place, if such a call was made before; return whether.
+
+        Args:
+            x: A NumPy array.
+            root: As in Communicator.broadcast.
+
+        Raises: as Communicator.broadcast.
+        """
+        # 1 == 1.0 == True
+        found = None if type(root) is not int else self._made_before(
+            x, ("broadcast", root, x.dtype, x.shape))
+        return found is not None and self.run(*found, x if x.ndim == 1 else x.reshape(-1))
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
         """Begin to combine `x` over all ranks, in place, if such a call was made before.
@@ -115,7 +157,7 @@ class ShortCalls:
         Returns:
             The handle, or None.
         """
-        found = self._made_before(x, op)
+        found = self._made_before(x, (op, x.dtype, x.shape))
         if found is None:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
@@ -123,15 +165,15 @@ class ShortCalls:
             more = self._more.setdefault((op, x.dtype, x.shape), [])
             found = next((pair for pair in more if not pair[0].words[ROUND_STAGE]), found)
             if found not in more and len(more) < _MOST_STARTED - 1:
-                another = self.round(found[1], vector, op)
+                another = self.round(found[1], vector, "allreduce", op)
                 if another is not None:
                     found = another, found[1]
                     more.append(found)
         return self.start(*found, vector, x)
 
-    def _made_before(self, x: Any, op: Any) -> tuple[Round, Call] | None:
+    def _made_before(self, x: Any, key: _Key) -> tuple[Round, Call] | None:
         try:
-            found = self._rounds.get((op, x.dtype, x.shape))
+            found = self._rounds.get(key)
         except TypeError:
             # An op that is none; the ordinary path says so.
             return None
@@ -142,58 +184,74 @@ class ShortCalls:
         """Return whether every rank has called a barrier; False, and do nothing, if it cannot."""
         found = self._rounds.get(_OF_BARRIER)
         if found is None:
-            round_ = self.round(BARRIER, _NOTHING, "sum")
+            round_ = self.round(BARRIER, _NOTHING, "barrier")
             if round_ is None:
                 return False
             found = self._rounds[_OF_BARRIER] = round_, BARRIER
         return self.run(*found, _NOTHING)
 
-    def note(self, call: Call, x: Any, op: Any) -> None:
-        """Note an allreduce that was made, so that the next one like it is a round.
+    def note(self, call: Call, x: Any, kind: str, op_or_root: Any = None) -> None:
+        """Note a collective that was made, so that the next one like it is a round.
 
         Args:
             call: What it was.
-            x, op: As for `allreduce`.
+            x: Its array, of NumPy.
+            kind: "allreduce", "reduce_scatter", "allgather" or "broadcast".
+            op_or_root: Where it has one.
         """
-        if type(op) is not str or not x.flags.carray:
+        if type(op_or_root) not in (str, int, type(None)) or not x.flags.carray:
             return
         if len(self._rounds) >= _MOST_CALLS:
             self._rounds.clear()
             self._more.clear()
-        round_ = self.round(call, x.reshape(-1), op)
+        round_ = self.round(call, x.reshape(-1), kind, op_or_root)
         if round_ is not None:
-            self._rounds[op, x.dtype, x.shape] = round_, call
+            key = op_or_root, x.dtype, x.shape
+            self._rounds[key if kind == "allreduce" else (kind, *key)] = round_, call
 
     def forget(self) -> None:
         """Forget what was noted, since there may be a better way now."""
         self._rounds.clear()
         self._more.clear()
 
-    def round(self, call: Call, x: Array, op: str,
+    def round(self, call: Call, x: Array, kind: str, op_or_root: Any = None,
               windows: Sequence[Array] | None = None) -> Round | None:
-        """Return what runs an allreduce as a round; None where it cannot.
+        """Return what runs a collective as a round; None where it cannot.
 
         Args:
             call: What it is.
-            x: A vector like those that are to be combined.
-            op: As in Reduction.
+            x: A vector like those that are to be combined or copied.
+            kind, op_or_root: As for `note`, or "barrier".
             windows: All ranks' vectors, if they are to be combined in place, where
                 `is_compiled`: then it is always the same vector.
         """
-        memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
-        if memory is None or self._group.algorithm_of(x, op) != _ALGORITHM:
+        group, memory, ledger = self._group, self._group.sharing.memory, self._group.sharing.ledger
+        op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
+        if memory is None or not group.is_eager(kind, x, op):
             return None
-        algorithm = "" if call is BARRIER else _ALGORITHM if windows is None else "shared"
-        round_ = Round(memory, ledger.identity_of(call, algorithm), call.header, call.digest, op,
-                       x.dtype, x.size, compiled=self._group.config.rounds == "auto")
+        algorithm = "" if kind != "allreduce" else _ALGORITHM if windows is None else "shared"
+        round_ = Round(memory, ledger.identity_of(call, algorithm), call.header, call.digest,
+                       x.dtype, x.size, self._moves(kind, x.size, op_or_root), op,
+                       compiled=group.config.rounds == "auto")
         if windows is not None:
             round_.combine_in_place(windows, self._group.position_of(x))
         return round_
 
+    def _moves(self, kind: str, n: int, op_or_root: Any) -> moves.Moves:
+        rank, size = self._group.rank, self._group.size
+        if kind == "allreduce":
+            return moves.allreduce(n)
+        if kind == "broadcast":
+            return moves.broadcast(n, op_or_root, rank, size)
+        if kind == "barrier":
+            return moves.BARRIER
+        build = moves.reduce_scatter if kind == "reduce_scatter" else moves.allgather
+        return build(bounds_of(n, size), rank)
+
     def is_compiled(self, x: Array, op: str) -> bool:
         """Return whether an allreduce of such vectors would be a round in compiled code."""
         group = self._group
-        return (group.config.rounds == "auto" and group.algorithm_of(x, op) == _ALGORITHM
+        return (group.config.rounds == "auto" and group.is_eager("allreduce", x, op)
                 and compiled_rounds.code(op, dtype_name(x.dtype), group.size) is not None)
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:

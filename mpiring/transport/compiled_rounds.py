@@ -1,4 +1,4 @@
-"""The compiled form of a round: sums and means of short vectors, from the first word to the last.
+"""The compiled form of a round: sums, means and copies of short vectors, from end to end.
 
 Whatever is not plain (a rank that is late, another call, a closed gate, a rank that combines by
 NumPy) is handed back to Python; see layout. Python's lock is held while a round begins, for some
@@ -19,15 +19,17 @@ from .layout import (
     FORM_WORD, GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
     LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING, OTHERWISE,
     PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
-    ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER,
-    ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_NOTE,
-    ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS,
-    SLOT_WORD)
+    ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_COMBINES, ROUND_DIGEST, ROUND_DIVISOR,
+    ROUND_HEADER, ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LAYS, ROUND_LEDGER, ROUND_LENGTH,
+    ROUND_NBYTES, ROUND_NOTE, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE,
+    ROUND_TAKES, ROUND_VECTOR, ROUND_YIELDS, SLOT_WORD)
 
 if TYPE_CHECKING:
     from .rounds import Round, Run
 
-# What is compiled: sums and means (of integers: sums).
+# What is compiled: sums and means (of integers: sums). The code for any dtype also runs rounds that
+# combine nothing; this one is taken for them.
+COPIES = "float32"
 DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
 OPS = ("sum", "mean")
 
@@ -65,9 +67,12 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.C
     """Return the code of rounds for an op on a dtype, among some ranks; None where there is none.
 
     Args:
+        op: "" for rounds that combine nothing.
         name: Of the dtype.
         compiles: Compile it if need be, for a second or two; else only what is on disk is taken.
     """
+    if not op:
+        op, name = "sum", COPIES
     # See `_adding`: more vectors of 16 bits would be rounded on the way.
     if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
@@ -126,7 +131,7 @@ def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
 def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
     """Return a function that runs a round from where it is published to its end."""
     inlined, store_release = intrinsics.inlined, intrinsics.store_release
-    combine = _combining(intrinsics, name)
+    end = _ending(intrinsics, name)
 
     @inlined
     def agreement(words, area):  # type: ignore[no-untyped-def]
@@ -135,7 +140,7 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
             theirs = words_at(words[ROUND_BASES + r] + area)
             if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
                 return DISAGREE
-            if theirs[FORM_WORD] == 0 and words[ROUND_IN_PLACE] == 0:
+            if theirs[FORM_WORD] == 0 and words[ROUND_IN_PLACE] + words[ROUND_TAKES] == 0:
                 plain = True
         return OTHERWISE if plain else DONE
 
@@ -148,7 +153,7 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
             status = agreement(words, area)
             if status != DONE:
                 return status
-            combine(words, area)
+            end(words, area)
             if words[ROUND_IN_PLACE] != 0:
                 store_release(mine, arrived + 1)
                 words[ROUND_STAGE] = COMBINED
@@ -224,7 +229,8 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
         base = words[ROUND_BASES + words[ROUND_RANK]] + area
         mine, ledger = words_at(base), words_at(words[ROUND_LEDGER])
         if words[ROUND_IN_PLACE] == 0:
-            copy_bytes(base + 8 * SLOT_WORD, words[ROUND_VECTOR], words[ROUND_NBYTES])
+            copy_bytes(base + 8 * SLOT_WORD + words[ROUND_LAYS],
+                       words[ROUND_VECTOR] + words[ROUND_LAYS], words[ROUND_NBYTES])
         else:
             # Of the first barrier, see NOTE_WORD.
             mine[NOTE_WORD + NOTE_WORDS] = words[ROUND_NOTE]
@@ -238,6 +244,23 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
         words[ROUND_STAGE] = PUBLISHED
 
     return publish
+
+
+def _ending(intrinsics: Any, name: str) -> Any:
+    """Return a function that combines, or copies what each rank has laid down for this one."""
+    copy_bytes, combine = intrinsics.copy_bytes, _combining(intrinsics, name)
+
+    @intrinsics.inlined
+    def end(words, area):  # type: ignore[no-untyped-def]
+        if words[ROUND_TAKES] == 0:
+            combine(words, area)
+            return
+        p, vector = words[ROUND_RANKS], words[ROUND_VECTOR]
+        for r in range(p):
+            part, slot = ROUND_BASES + p + 2 * r, words[ROUND_BASES + r] + area + 8 * SLOT_WORD
+            copy_bytes(vector + words[part], slot + words[part], words[part + 1])
+
+    return end
 
 
 def _combining(intrinsics: Any, name: str) -> Any:
@@ -259,7 +282,8 @@ def _combining(intrinsics: Any, name: str) -> Any:
     @inlined
     def combine(words, area):  # type: ignore[no-untyped-def]
         p, n, rank = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_RANK]
-        first, offset, out = ROUND_BASES, area + 8 * SLOT_WORD, words[ROUND_VECTOR]
+        offset = area + 8 * SLOT_WORD + words[ROUND_COMBINES]
+        first, out = ROUND_BASES, words[ROUND_VECTOR] + words[ROUND_COMBINES]
         if words[ROUND_IN_PLACE] != 0:
             # This rank's slice, see memory.arrays.slice_of, by way of its slot.
             start = rank * n // p

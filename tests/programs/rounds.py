@@ -1,4 +1,4 @@
-"""Runs short operations, each rank by rounds, schedules or handles as it likes; checks all sums.
+"""Runs short operations, each rank by rounds, schedules or handles as it likes; checks all results.
 
     mpiexec -n 4 python tests/programs/rounds.py 5000 [python|auto]
 
@@ -17,13 +17,27 @@ import mpiring
 
 LENGTHS = 1, 2, 17, 333, 2000, 4096
 DTYPES = "float32", "int64"
+OTHERS = "allgather", "broadcast", "reduce_scatter"
 
 
 def wrong(x, want):
     """End the job unless all of `x` is as it must be."""
-    if x[0] != want or x[-1] != want or not (x == want).all():
+    if not (x == want).all():
         print(f"rank {MPI.COMM_WORLD.rank}: WRONG: {x[:5]} … {x[-5:]}, not {want}", flush=True)
         MPI.COMM_WORLD.Abort(1)
+
+
+def other(comm, kind, x, value):
+    """Run a collective that is no allreduce on the ranks' multiples of a value, and check it."""
+    p = comm.size
+    if kind == "reduce_scatter":
+        wrong(comm.reduce_scatter(x), p * (p + 1) // 2 * value)
+    elif kind == "broadcast":
+        wrong(comm.broadcast(x, root=value % p), (value % p + 1) * value)
+    else:
+        comm.allgather(x)
+        for r in range(p):
+            wrong(x[r * x.size // p:(r + 1) * x.size // p], (r + 1) * value)
 
 
 def main():
@@ -47,7 +61,9 @@ def main():
         if mine.random() < 0.01 * often:
             time.sleep(mine.random() * 0.002)
         comm._short = None if mine.random() < 0.3 * often else ordinary
-        if together.random() < 0.2:
+        if together.random() < 0.3:
+            other(comm, together.choice(OTHERS), x, value)
+        elif together.random() < 0.3:
             # Started, and perhaps finished behind the others of this kind.
             started.append((comm.iallreduce(x.copy()), ranks_sum * value))
         else:

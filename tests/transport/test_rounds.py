@@ -1,7 +1,6 @@
 """Rounds: the same protocol as schedules', to the bit, however the ranks of a node interleave."""
 
 import random
-from types import SimpleNamespace
 
 import contract
 import ml_dtypes
@@ -10,9 +9,11 @@ import pytest
 
 from mpiring.collectives import shared
 from mpiring.errors import BufferMismatchError
+from mpiring.memory.arrays import bounds_of
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
 from mpiring.record.ledger import Ledger
+from mpiring.transport import moves
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, DISAGREE, DONE, GATED, LATE, LEDGER_GATE, LEDGER_SEQUENCE, LOOK, NODE_MEMORY_BYTES,
@@ -22,6 +23,29 @@ from mpiring.transport.rounds import Round
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"
+# The last rank is the root of broadcasts.
+KINDS = {
+    "allreduce": lambda n, rank, p: moves.allreduce(n),
+    "reduce_scatter": lambda n, rank, p: moves.reduce_scatter(bounds_of(n, p), rank),
+    "allgather": lambda n, rank, p: moves.allgather(bounds_of(n, p), rank),
+    "broadcast": lambda n, rank, p: moves.broadcast(n, p - 1, rank, p),
+    "barrier": lambda n, rank, p: moves.BARRIER}
+COMBINE = "allreduce", "reduce_scatter"
+
+
+def check(kind, x, before, rank, p):
+    """Fail unless a collective has made what it must of `before`, the ranks' vectors."""
+    n, total = x.size, np.sum(before, axis=0)
+    mine = slice(rank * n // p, (rank + 1) * n // p)
+    if kind == "allreduce":
+        assert np.array_equal(x, total)
+    elif kind == "reduce_scatter":
+        assert np.array_equal(x[mine], total[mine])
+    elif kind == "allgather":
+        parts = [before[r][r * n // p:(r + 1) * n // p] for r in range(p)]
+        assert np.array_equal(x, np.concatenate(parts))
+    else:
+        assert np.array_equal(x, before[p - 1 if kind == "broadcast" else rank])
 
 
 class Rank:
@@ -33,18 +57,20 @@ class Rank:
         self.memory = NodeMemory(segments, rank, range(len(segments)), self.ledger.words)
         self.rounds = {}
 
-    def round(self, n, op="sum"):
-        if (n, op) not in self.rounds:
-            call = Call("allreduce", f"{op} of {n}", nbytes=4 * n)
+    def round(self, n, op="sum", kind="allreduce", dtype=FLOAT32):
+        key = n, op, kind
+        if key not in self.rounds:
+            call = Call(kind, f"{op} of {n}", nbytes=4 * n)
             identity = self.ledger.identity_of(call, "eager")
-            self.rounds[n, op] = call, Round(
-                self.memory, identity, call.header, call.digest, op, FLOAT32, n,
-                compiled=self.compiled)
-        return self.rounds[n, op]
+            self.rounds[key] = call, Round(
+                self.memory, identity, call.header, call.digest, dtype, n,
+                KINDS[kind](n, self.memory.rank, len(self.memory.ranks)),
+                op if kind in COMBINE else "", compiled=self.compiled)
+        return self.rounds[key]
 
-    def by_round(self, x, op="sum"):
-        """An allreduce, in steps."""
-        call, a = self.round(x.size, op)
+    def by_round(self, x, op="sum", kind="allreduce"):
+        """A collective, in steps."""
+        call, a = self.round(x.size, op, kind, x.dtype)
         status = a.run(BEGIN, x)
         while status == LATE:
             yield
@@ -53,13 +79,12 @@ class Rank:
             refuse_others(call, self.memory.node(a.words[ROUND_SEQUENCE], a.header, a.digest))
         assert status == DONE and a.words[ROUND_STAGE] == NOTHING
 
-    def by_schedule(self, x, op="sum"):
-        call, _ = self.round(x.size, op)
+    def by_schedule(self, x, op="sum", kind="allreduce"):
+        call, a = self.round(x.size, op, kind)
         node = self.memory.node(self.ledger.sequence, call.header, call.digest)
         self.ledger.words[LEDGER_SEQUENCE] += 1
         combine = reduction(op, x.dtype, node.size)
-        task = Task(agreed(None, node, None, call, shared.eager(
-            SimpleNamespace(node=node), x, op, combine)))
+        task = Task(agreed(None, node, None, call, shared.moved(node, x, a.moves, combine)))
         while not task.done:
             task.step()
             yield
@@ -88,14 +113,15 @@ def together(programs):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_rounds_and_schedules_mix_whoever_is_late(node, size):
     ranks, chance = node(size), random.Random(size)
-    lengths = [chance.choice([0, 1, 3, 1000]) for _ in range(300)]
+    calls = [(chance.choice([0, 1, 3, 1000]), chance.choice(list(KINDS))) for _ in range(400)]
 
     def program(rank, mine):
-        for step, n in enumerate(lengths):
-            x = np.full(n, (rank + 1) * step, np.float32)
+        for step, (n, kind) in enumerate(calls):
+            before = [np.arange(n, dtype=np.float32) + (r + 1) * step for r in range(size)]
             way = ranks[rank].by_round if mine.random() < 0.6 else ranks[rank].by_schedule
-            yield from way(x)
-            assert (x == step * size * (size + 1) // 2).all()
+            x = before[rank].copy()
+            yield from way(x, kind=kind)
+            check(kind, x, before, rank, size)
 
     left = [program(rank, random.Random(100 + rank)) for rank in range(size)]
     while left:
@@ -108,20 +134,21 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
                 left.remove(one)
                 break
     for rank in ranks:
-        assert rank.ledger.sequence == len(lengths)
+        assert rank.ledger.sequence == len(calls)
         sequences = [flight.sequence for flight in rank.ledger.flights()]
         assert sequences == sorted(set(sequences)) and rank.ledger.rounds == len(sequences) > 100
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("ways", [("by_round", "by_round"), ("by_round", "by_schedule"),
                                   ("by_schedule", "by_round")])
-def test_another_call_is_refused_before_anything_is_used(node, ways):
+def test_another_call_is_refused_before_anything_is_used(node, ways, kind):
     ranks = node(2)
     # The headers of these lie in the areas, too.
     for n in (5, 7, 5, 7, 7):
-        together([rank.by_round(np.ones(n, np.float32)) for rank in ranks])
+        together([rank.by_round(np.ones(n, np.float32), kind="broadcast") for rank in ranks])
     xs = [np.ones(5, np.float32) for _ in ranks]
-    steps = [getattr(rank, way)(x, op) for rank, way, x, op in zip(ranks, ways, xs, OPS)]
+    steps = [getattr(rank, way)(x, op, kind) for rank, way, x, op in zip(ranks, ways, xs, OPS)]
     errors = []
     for step in steps * 2:
         try:
@@ -129,8 +156,8 @@ def test_another_call_is_refused_before_anything_is_used(node, ways):
         except BufferMismatchError as error:
             errors.append(str(error).partition(";")[0])
     assert sorted(errors) == [
-        "rank 0 called allreduce sum of 5, but rank 1 called allreduce max of 5",
-        "rank 1 called allreduce max of 5, but rank 0 called allreduce sum of 5"]
+        f"rank 0 called {kind} sum of 5, but rank 1 called {kind} max of 5",
+        f"rank 1 called {kind} max of 5, but rank 0 called {kind} sum of 5"]
     assert all((x == 1).all() for x in xs)
 
 
@@ -163,10 +190,8 @@ def combined(size, dtype, op, compiled):
     ranks = [Rank(segments, rank, compiled) for rank in range(size)]
     steps = []
     for rank, x in zip(ranks, xs):
-        call = Call("allreduce", op, nbytes=x.nbytes)
-        rank.rounds[x.size, op] = call, Round(rank.memory, 1, call.header, call.digest, op,
-                                              x.dtype, x.size, compiled=compiled)
-        of_code = rank.rounds[x.size, op][1].run.__qualname__ == "CompiledRound.run"
+        _, a = rank.round(x.size, op, dtype=x.dtype)
+        of_code = a.run.__qualname__ == "CompiledRound.run"
         assert of_code == (compiled and (size <= 4 or x.dtype.itemsize > 2))
         steps.append(rank.by_round(x, op))
     together(steps)
