@@ -167,7 +167,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
             self._group.tune_once()
         self._group.run(call, build)
         if short is not None:
-            short.note(call, x, op)
+            short.note(call, x, "allreduce", op)
         return x
 
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
@@ -187,7 +187,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
         if short is not None:
-            short.note(call, x, op)
+            short.note(call, x, "allreduce", op)
         return handle
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
@@ -205,8 +205,15 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
+        short = self._short if type(x) is np.ndarray else None
+        chunk = None if short is None else short.reduce_scatter(x, op)
+        if chunk is not None:
+            return cast(A, chunk)
         call, build, vector = self._reduce_scatter(x, op)
-        return cast(A, part_of(x, vector, self._group.run(call, build)))
+        chunk = self._group.run(call, build)
+        if short is not None:
+            short.note(call, x, "reduce_scatter", op)
+        return cast(A, part_of(x, vector, chunk))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.
@@ -221,8 +228,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
+        short = self._short if type(x) is np.ndarray else None
+        if short is not None and short.allgather(x):
+            return x
         call, build, _ = self._allgather(x)
         self._group.run(call, build)
+        if short is not None:
+            short.note(call, x, "allgather")
         return x
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
@@ -236,8 +248,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
+        short = self._short if type(x) is np.ndarray else None
+        if short is not None and short.broadcast(x, root):
+            return x
         call, build, _ = self._broadcast(x, root)
         self._group.run(call, build)
+        if short is not None:
+            short.note(call, x, "broadcast", root)
         return x
 
     def barrier(self) -> None:

@@ -1,5 +1,6 @@
 """Collectives on arrays, prepared: the calls of a Communicator, and those that are made once."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar, cast
@@ -56,7 +57,8 @@ class ArrayCollectives:
         prepared = self._allreduce(_of_its_own(x), op, "auto")
         name = self._checked(op, prepared)
         self._group.tune_once()
-        return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x, name)
+        return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
+                                "allreduce", name)
 
     def persistent_reduce_scatter(self, x: A, *, op: str = "sum") -> Persistent[A]:
         """Return an operation that is a `reduce_scatter` of `x` each time; see there.
@@ -64,9 +66,10 @@ class ArrayCollectives:
         Collective: yes. Blocking: yes.
         """
         prepared = self._reduce_scatter(_of_its_own(x), op)
-        self._checked(op, prepared)
+        name = self._checked(op, prepared)
         chunk = part_of(x, prepared.vector, slice_of(prepared.vector, self.rank, self.size))
-        return self._persistent(prepared, lambda: self._reduce_scatter(x, op), x, cast(A, chunk))
+        return self._persistent(prepared, lambda: self._reduce_scatter(x, op), x, cast(A, chunk),
+                                "reduce_scatter", name)
 
     def persistent_allgather(self, x: A) -> Persistent[A]:
         """Return an operation that is an `allgather` of `x` each time; see there.
@@ -74,7 +77,7 @@ class ArrayCollectives:
         Collective: yes. Blocking: yes.
         """
         return self._persistent(
-            self._allgather(_of_its_own(x)), lambda: self._allgather(x), x, x)
+            self._allgather(_of_its_own(x)), lambda: self._allgather(x), x, x, "allgather")
 
     def persistent_broadcast(self, x: A, *, root: int = 0) -> Persistent[A]:
         """Return an operation that is a `broadcast` of `x` each time; see there.
@@ -82,7 +85,8 @@ class ArrayCollectives:
         Collective: yes. Blocking: yes.
         """
         return self._persistent(
-            self._broadcast(_of_its_own(x), root), lambda: self._broadcast(x, root), x, x)
+            self._broadcast(_of_its_own(x), root), lambda: self._broadcast(x, root), x, x,
+            "broadcast", operator.index(root))
 
     def _checked(self, op: Any, prepared: Prepared) -> str:
         """Return the name of an op that suits the dtype; else raise ConfigError."""
@@ -90,16 +94,17 @@ class ArrayCollectives:
         return reduction(op_named(op, dtype), dtype, self.size).op
 
     def _persistent(self, prepared: Prepared, again: Callable[[], Prepared], x: Any, result: A,
-                    op: str = "") -> Persistent[A]:
+                    kind: str, op_or_root: Any = None) -> Persistent[A]:
         call, build, vector = prepared
         number = self._group.next_persistent()
         call = replace(call, detail=f"{call.detail}, persistent operation {number}")
         if type(vector) is not np.ndarray:
             # On a GPU: of what is queued when it is started.
-            return Persistent(self._group, call, lambda: again().build, result, self)
+            return Persistent(self._group, call, lambda: again().build, result, self,
+                              vector=None, kind=kind, op_or_root=op_or_root)
         return Persistent(
             self._group, call, _looked_at(x, build, self.rank) if is_tensor(x) else lambda: build,
-            result, self, vector=vector if op else None, op=op)
+            result, self, vector=vector, kind=kind, op_or_root=op_or_root)
 
     def _allreduce(self, x: Any, op: str, algorithm: str) -> Prepared:
         vector = flat(x) if type(x) is np.ndarray else vector_of(x)

@@ -1,5 +1,7 @@
 """Runs programs on a simulated cluster of nodes, composed as the communicator composes them."""
 
+from dataclasses import replace
+
 from mpiring.operations.agreement import Call, agreed
 from mpiring.collectives.native import Turns
 from mpiring.collectives.operation import Tuning
@@ -44,8 +46,9 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
         program: Takes a Collectives, and returns a schedule.
         call: What each rank was asked to do.
         algorithm: What "auto" means; MPI's own is not there.
-        tuning: Lengths and counts.
+        tuning: Lengths and counts; what is copied at once always fits into a slot.
     """
+    tuning = replace(tuning, eager_bytes=min(tuning.eager_bytes, 4 * slot_bytes))
     node_of = list(node_of)
     network = network or SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
     memory = SimulatedMemory(network, barrier_s=barrier_s, slot_bytes=slot_bytes)

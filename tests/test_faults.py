@@ -104,7 +104,7 @@ def test_an_interrupt_on_one_rank():
 
 
 @pytest.mark.parametrize(("fault", "texts"), [
-    ("op", MISMATCHES["op"]), ("order", MISMATCHES["order"]),
+    ("op", MISMATCHES["op"]), ("order", MISMATCHES["order"]), ("root", MISMATCHES["root"]),
     ("missing call", ["#1 allreduce sum of float32 (1000,), algorithm auto",
                       "rank 3 has NOT CALLED", "last call was #0 allreduce", "StallError"]),
     ("interrupt", ["KeyboardInterrupt"]), ("killed", []), ("raise", ["a bug in the user's code"])])

@@ -13,8 +13,9 @@ import numpy as np
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, chunks_of, cut
 from ..memory.reduction import Combine
-from ..transport import pipeline
+from ..transport import moves, pipeline
 from ..transport.base import Node, Schedule
+from ..transport.moves import Moves
 from . import node_copies
 from .operation import IN_SLOT, Operation, Tuning
 
@@ -76,14 +77,56 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
 
     Collective: yes. Blocking: no (a schedule).
     """
+    what = moves.allreduce(x.size)
+    if root is not None and root != operation.node.rank:
+        what = what._replace(combines=None)
+    return moved(operation.node, x, what, combine)
+
+
+def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
+                         combine: Combine) -> Schedule[None]:
+    """Do as `reduce_scatter` with a short vector: each rank reads its slice of all."""
+    return moved(operation.node, x, moves.reduce_scatter(bounds, operation.node.rank), combine)
+
+
+def eager_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    """Do as `allgather` with a short vector: each rank lays down its slice."""
+    return moved(operation.node, x, moves.allgather(bounds, operation.node.rank))
+
+
+def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
+    """Copy a short vector of the node's rank `root` to all ranks of the node.
+
+    Args: as for `eager`.
+    """
     node = operation.node
+    return moved(node, x, moves.broadcast(x.size, root, node.rank, node.size))
+
+
+def moved(node: Node, x: Array, what: Moves, combine: Combine | None = None) -> Schedule[None]:
+    """Lay a part of a short vector down, meet, and combine or take what all have laid down.
+
+    One barrier: nobody lays down anything else before all have left the operation. This is what a
+    round does, see transport.layout, to the bit.
+
+    Args:
+        x: Shape (n,), contiguous, not longer than a staging slot.
+        what: Which parts.
+        combine: The op, where any is combined.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
     if node.met:
         # What an earlier schedule of this operation has left in the slots may still be read.
         yield (node.barrier(),)
-    copies = laid_out(node, x)
+    copies = node.slots(x.dtype, x.size)
+    copy_to(copies[node.rank][what.lays], x[what.lays])
     yield (node.barrier(),)
-    if root is None or root == node.rank:
-        combine.combine(copies, x)
+    if combine is not None and what.combines is not None:
+        combine.combine([copy[what.combines] for copy in copies], x[what.combines])
+    for copy, part in zip(copies, what.takes):
+        if part.stop > part.start:
+            copy_to(x[part], copy[part])
 
 
 def laid_out(node: Node, x: Array) -> Sequence[Array]:

@@ -12,7 +12,6 @@ from ..errors import ClosedError
 from ..launch import forks
 from ..launch.cache import folder_of
 from ..launch.start import load_mpi
-from ..memory.arrays import Array
 from ..memory.machine import save_in
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
@@ -204,12 +203,8 @@ class Group:
         """The arrays in node-shared memory."""
         return self._resources.windows
 
-    def algorithm_of(self, x: Array, op: str) -> str:
-        """Return the name of the algorithm that "auto" takes for an allreduce of a vector."""
-        return self.collectives(None, 0).algorithm_of(x, op).name
-
-    def collectives(self, node: Node | None, sequence: int) -> Collectives:
-        """Return the schedules of an operation; see Collectives."""
+    def collectives(self, node: Node | None = None, sequence: int = 0) -> Collectives:
+        """Return the schedules of an operation; see there."""
         return Collectives(self._resources, node, sequence)
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:

@@ -15,7 +15,7 @@ from ..transport import compiled_rounds
 from ..transport.base import Schedule, T
 from ..transport.layout import DONE
 from .handle import Handle
-from .short import BY_SLOTS, IN_PLACE, ShortCalls, compile_rounds
+from .short import COPYING, IN_PLACE, ShortCalls, compile_rounds
 
 if TYPE_CHECKING:
     from .group import Build, Group
@@ -38,13 +38,13 @@ class Persistent(Generic[T]):
         result: What `wait` returns.
         owner: Is kept alive.
         vector: The array as a vector in host memory; None where it cannot be a round.
-        op: Of an allreduce.
+        kind, op_or_root: Of the collective; see ShortCalls.note.
 
     Collective: yes. Blocking: yes.
     """
 
     def __init__(self, group: "Group", call: Call, build: "Callable[[], Build[Any]]", result: T,
-                 owner: object, *, vector: Any = None, op: str = "") -> None:
+                 owner: object, *, vector: Any, kind: str, op_or_root: Any) -> None:
         self._group, self._call, self._build = group, call, build
         self._result, self._owner, self._vector = result, owner, vector
         self._handle: Handle[Any] | None = None
@@ -56,22 +56,24 @@ class Persistent(Generic[T]):
         # What runs when it is called, and when it is started.
         self._short, self._round, self._started = group.short, None, None
         in_windows = False
-        if vector is not None and op in compiled_rounds.OPS:
-            compile_rounds(group, [dtype_name(vector.dtype)])
+        if vector is not None:
+            name = dtype_name(vector.dtype)
+            compile_rounds(group, [compiled_rounds.COPIES if kind in COPYING else name])
+        if kind == "allreduce" and vector is not None and op_or_root in compiled_rounds.OPS:
             in_windows = group.run(
                 Call("persistent", "(whether vectors are in windows)"),
-                lambda collectives: _are_in_windows(collectives, vector, op, group.short))
+                lambda collectives: _are_in_windows(collectives, vector, op_or_root, group.short))
         if in_windows:
-            self._build = lambda: (build(), _in_place(vector, op))[1]
+            self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
         if self._short is not None and vector is not None:
-            self._started = self._short.round(call, vector, op, instead=in_windows)
+            self._started = self._short.round(call, vector, kind, op_or_root, instead=in_windows)
             self._round = self._started
-            if in_windows or self._short.is_compiled(vector, op, IN_PLACE) and (
-                    group.windows.position_of(vector) != NOWHERE):
-                self._round = self._short.in_place(call, vector, op)
-        # Where the memory may move, it has to be looked at each time.
-        if self._round is not None and type(result) is np.ndarray:
-            self._begin, self._address = self._round.begin, self._round.bound(vector)
+            if in_windows or kind == "allreduce" and _alone_in_window(
+                    group, self._short, vector, op_or_root):
+                self._round = self._short.in_place(call, vector, op_or_root)
+            # Where the memory may move, it has to be looked at each time.
+            if self._round is not None and type(result) is np.ndarray:
+                self._begin, self._address = self._round.begin, self._round.bound(vector)
 
     def __repr__(self) -> str:
         return f"<Persistent: {self._call}{', started' * (self._handle is not None)}>"
@@ -141,11 +143,15 @@ def _are_in_windows(collectives: Collectives, x: Array, op: str,
     if len(collectives.nodes) > 1 or collectives.size == 1:
         yield from collectives.barrier()
         return False
-    is_able = (short is not None and short.is_compiled(x, op, BY_SLOTS)
-               and x.nbytes >= _IN_PLACE_BYTES)
+    is_able = short is not None and short.is_compiled(x, op) and x.nbytes >= _IN_PLACE_BYTES
     window, _ = collectives.windows.position_of(x)
     answers = yield from collectives.node.share(window, int(is_able))
     return answers == [(answers[0][0], 1)] * len(answers) and window >= 0
+
+
+def _alone_in_window(group: "Group", short: ShortCalls, x: Array, op: str) -> bool:
+    """Return whether this rank may combine a long vector in place, whatever the others do."""
+    return (group.windows.position_of(x) != NOWHERE and short.is_compiled(x, op, IN_PLACE))
 
 
 def _in_place(x: Array, op: str) -> "Build[None]":

@@ -7,9 +7,9 @@ import numpy as np
 
 from ..collectives.operation import IN_SLOT, NOWHERE
 from ..memory import sums
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import Array, bounds_of, dtype_name
 from ..operations.agreement import Call
-from ..transport import compiled_rounds, pipeline
+from ..transport import compiled_rounds, moves, pipeline
 from ..transport.base import T
 from ..transport.layout import (
     AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 _MOST_CALLS = 256
 # So many of a kind may be started at once.
 _MOST_STARTED = AREAS - 1
-# An op, a dtype, a shape; then, of vectors that are combined in place, the position of this rank's.
+# Of an allreduce: op, dtype, shape; and in place, the position of this rank's vector. Of others:
+# kind, op or root, dtype, shape.
 _Key = tuple[Any, ...]
 COMPILED_EARLY = ("float32", "float64", "int64")
 BARRIER = Call("barrier")
 # It combines nothing.
 _NOTHING = np.empty(0, np.float32)
-_OF_BARRIER: _Key = ("", _NOTHING.dtype, ())
-# What rounds do to the bit, see collectives.shared: every rank combines all vectors, by slots; or a
-# slice of all, in windows.
+COPYING = "allgather", "broadcast"
+_OF_BARRIER: _Key = ("barrier",)
+# What rounds of an allreduce do to the bit, see collectives.shared: every rank combines all
+# vectors, by slots; or a slice of all, in windows.
 BY_SLOTS, IN_PLACE = "eager", "shared"
 # At how many barriers a vector lies in its slot, if it was to be combined in place.
 _BARRIERS = 3
@@ -81,8 +83,9 @@ def _compile_long(dtypes: Sequence[str]) -> None:
 
 
 class ShortCalls:
-    """The calls that a group has made before, and may make again as rounds: short ones, and those
-    on vectors in windows.
+    """The calls that a group has made before, and may make again as rounds.
+
+    Short ones, and allreduces of vectors in windows, of any length.
 
     Whether a call is a round, each rank decides by itself: the others cannot tell.
 
@@ -111,10 +114,51 @@ class ShortCalls:
 
         Raises: as Communicator.allreduce.
         """
-        found = self._made_before(x, op) or self._made_in_place(x, op)
+        key = op, x.dtype, x.shape
+        found = self._made_before(x, key) or self._made_in_place(x, key)
         if found is None:
             return False
         return self.run(*found, x if x.ndim == 1 else x.reshape(-1))
+
+    def reduce_scatter(self, x: Any, op: Any) -> Array | None:
+        """Combine `x` over all ranks if such a call was made before; return this rank's chunk.
+
+        Args: as `allreduce`.
+
+        Returns:
+            The chunk, or None.
+        """
+        found = self._made_before(x, ("reduce_scatter", op, x.dtype, x.shape))
+        vector = x if x.ndim == 1 else x.reshape(-1)
+        if found is None or not self.run(*found, vector):
+            return None
+        chunk: Array = vector[found[0].moves.combines]
+        return chunk
+
+    def allgather(self, x: Any) -> bool:
+        """Copy all ranks' chunks of `x`, in place, if such a call was made before; return whether.
+
+        Args:
+            x: A NumPy array.
+
+        Raises: as Communicator.allgather.
+        """
+        found = self._made_before(x, ("allgather", None, x.dtype, x.shape))
+        return found is not None and self.run(*found, x if x.ndim == 1 else x.reshape(-1))
+
+    def broadcast(self, x: Any, root: Any) -> bool:
+        """Copy `x` of rank `root`, in place, if such a call was made before; return whether.
+
+        Args:
+            x: A NumPy array.
+            root: As in Communicator.broadcast.
+
+        Raises: as Communicator.broadcast.
+        """
+        # 1 == 1.0 == True
+        found = None if type(root) is not int else self._made_before(
+            x, ("broadcast", root, x.dtype, x.shape))
+        return found is not None and self.run(*found, x if x.ndim == 1 else x.reshape(-1))
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
         """Begin to combine `x` over all ranks, in place, if such a call was made before.
@@ -124,7 +168,7 @@ class ShortCalls:
         Returns:
             The handle, or None.
         """
-        found = self._made_before(x, op)
+        found = self._made_before(x, (op, x.dtype, x.shape))
         if found is None:
             return None
         vector = x if x.ndim == 1 else x.reshape(-1)
@@ -132,66 +176,71 @@ class ShortCalls:
             more = self._more.setdefault((op, x.dtype, x.shape), [])
             found = next((pair for pair in more if not pair[0].words[ROUND_STAGE]), found)
             if found not in more and len(more) < _MOST_STARTED - 1:
-                another = self.round(found[1], vector, op)
+                another = self.round(found[1], vector, "allreduce", op)
                 if another is not None:
                     found = another, found[1]
                     more.append(found)
         return self.start(*found, vector, x)
 
-    def _made_before(self, x: Any, op: Any) -> tuple[Round, Call] | None:
+    def _made_before(self, x: Any, key: _Key) -> tuple[Round, Call] | None:
         try:
-            found = self._rounds.get((op, x.dtype, x.shape))
+            found = self._rounds.get(key)
         except TypeError:
             # An op that is none; the ordinary path says so.
             return None
         # Nothing is known about the array: its memory, shape and flags may change at any time.
         return found if found is not None and x.flags.carray else None
 
-    def _made_in_place(self, x: Any, op: Any) -> tuple[Round, Call] | None:
+    def _made_in_place(self, x: Any, key: _Key) -> tuple[Round, Call] | None:
         try:
-            call = self._in_place.get((op, x.dtype, x.shape))
+            call = self._in_place.get(key)
         except TypeError:
             return None
         if call is None or not x.flags.carray:
             return None
         position = self._group.windows.position_of(x)
-        found = self._rounds.get((op, x.dtype, x.shape, position))
+        here = *key, position
+        found = self._rounds.get(here)
         if found is None and position != NOWHERE:
             if len(self._rounds) >= _MOST_CALLS:
                 self._rounds.clear()
                 self._more.clear()
-            round_ = self.in_place(call, x.reshape(-1), op)
-            found = self._rounds[op, x.dtype, x.shape, position] = round_, call
+            found = self._rounds[here] = self.in_place(call, x.reshape(-1), key[0]), call
         return found
 
     def barrier(self) -> bool:
         """Return whether every rank has called a barrier; False, and do nothing, if it cannot."""
         found = self._rounds.get(_OF_BARRIER)
         if found is None:
-            round_ = self.round(BARRIER, _NOTHING, "sum")
+            round_ = self.round(BARRIER, _NOTHING, "barrier")
             if round_ is None:
                 return False
             found = self._rounds[_OF_BARRIER] = round_, BARRIER
         return self.run(*found, _NOTHING)
 
-    def note(self, call: Call, x: Any, op: Any) -> None:
-        """Note an allreduce that was made, so that the next one like it is a round.
+    def note(self, call: Call, x: Any, kind: str, op_or_root: Any = None) -> None:
+        """Note a collective that was made, so that the next one like it is a round.
 
         Args:
             call: What it was.
-            x, op: As for `allreduce`.
+            x: Its array, of NumPy.
+            kind: "allreduce", "reduce_scatter", "allgather" or "broadcast".
+            op_or_root: Where it has one.
         """
-        key = op, x.dtype, x.shape
-        if type(op) is not str or not x.flags.carray or (
-                key in self._rounds or key in self._in_place):
+        if type(op_or_root) not in (str, int, type(None)) or not x.flags.carray:
+            return
+        key: _Key = op_or_root, x.dtype, x.shape
+        if kind != "allreduce":
+            key = kind, *key
+        if key in self._rounds or key in self._in_place:
             return
         if len(self._rounds) + len(self._in_place) >= _MOST_CALLS:
             self.forget()
         vector = x.reshape(-1)
-        round_ = self.round(call, vector, op)
+        round_ = self.round(call, vector, kind, op_or_root)
         if round_ is not None:
             self._rounds[key] = round_, call
-        elif self.is_compiled(vector, op, IN_PLACE):
+        elif kind == "allreduce" and self.is_compiled(vector, op_or_root, IN_PLACE):
             self._in_place[key] = call
 
     def forget(self) -> None:
@@ -200,38 +249,57 @@ class ShortCalls:
         self._in_place.clear()
         self._more.clear()
 
-    def round(self, call: Call, x: Array, op: str, *, instead: bool = False) -> Round | None:
-        """Return what runs an allreduce of short vectors as a round; None where it cannot.
+    def round(self, call: Call, x: Array, kind: str, op_or_root: Any = None, *,
+              instead: bool = False) -> Round | None:
+        """Return what runs a collective on short vectors as a round; None where it cannot.
 
         Args:
             call: What it is.
-            x: A vector like those that are to be combined.
-            op: As in Reduction.
-            instead: Others may combine it by `in_place`.
+            x: A vector like those that are to be combined or copied.
+            kind, op_or_root: As for `note`, or "barrier".
+            instead: Of an allreduce: others may combine it by `in_place`.
         """
-        if self._group.algorithm_of(x, op) != BY_SLOTS:
+        op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
+        if not self._group.collectives().is_eager(kind, x, op):
             return None
-        return self._round(call, x, op, "" if call is BARRIER else BY_SLOTS, **(
-            {"note": IN_SLOT, "barriers": _BARRIERS} if instead else {}))
+        settings = {"note": IN_SLOT, "barriers": _BARRIERS} if instead else {}
+        return self._round(call, x, self._moves(kind, x.size, op_or_root), op,
+                           BY_SLOTS if kind == "allreduce" else "", **settings)
 
     def in_place(self, call: Call, x: Array, op: str) -> Round:
         """Return what combines a vector in a window in place as a round, if `is_compiled`.
 
-        Args: as for `round`; the vector stays where it is.
+        Args:
+            call, op: What it is.
+            x: The vector; it stays where it is.
         """
-        return self._round(call, x, op, IN_PLACE, note=self._group.windows.position_of(x),
-                           find=self._group.windows.vectors)
+        windows = self._group.windows
+        return self._round(call, x, moves.allreduce(x.size), op, IN_PLACE,
+                           note=windows.position_of(x), find=windows.vectors)
 
-    def _round(self, call: Call, x: Array, op: str, algorithm: str, **settings: Any) -> Round:
+    def _round(self, call: Call, x: Array, what: moves.Moves, op: str, algorithm: str,
+               **settings: Any) -> Round:
         memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
         return Round(cast(NodeMemory, memory), ledger.identity_of(call, algorithm), call.header,
-                     call.digest, op, x.dtype, x.size,
+                     call.digest, x.dtype, x.size, what, op,
                      compiled=self._group.config.rounds == "auto", **settings)
+
+    def _moves(self, kind: str, n: int, op_or_root: Any) -> moves.Moves:
+        rank, size = self._group.rank, self._group.size
+        if kind == "allreduce":
+            return moves.allreduce(n)
+        if kind == "broadcast":
+            return moves.broadcast(n, op_or_root, rank, size)
+        if kind == "barrier":
+            return moves.BARRIER
+        build = moves.reduce_scatter if kind == "reduce_scatter" else moves.allgather
+        return build(bounds_of(n, size), rank)
 
     def is_compiled(self, x: Array, op: str, algorithm: str = BY_SLOTS) -> bool:
         """Return whether an allreduce by an algorithm would be a round in compiled code."""
         group = self._group
-        return (group.config.rounds == "auto" and group.algorithm_of(x, op) == algorithm
+        return (group.config.rounds == "auto"
+                and group.collectives().algorithm_of(x, op).name == algorithm
                 and compiled_rounds.code(op, dtype_name(x.dtype), group.size) is not None)
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:

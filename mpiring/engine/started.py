@@ -161,9 +161,10 @@ def _rest(group: "Group", round_: Round, call: Call, x: Any) -> Schedule[Any]:
         refuse(round_, call)
     if rest.status == OTHERWISE:
         # Not all vectors are in windows.
-        node, combine = round_.node(), round_.reduction
+        node = round_.node()
         operation = group.collectives(node, round_.words[ROUND_SEQUENCE])
-        yield from shared.located(operation, node.notes(2), x, combine.op, combine)
+        yield from shared.located(operation, node.notes(2), x, round_.op,
+                                  operation.combiner(round_.op, round_.dtype, node.size))
         node.leave()
         round_.words[ROUND_STAGE] = NOTHING
 

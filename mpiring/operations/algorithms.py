@@ -215,12 +215,15 @@ def _unless_mpi_can(case: Case) -> str:
         f"MPI's own {case.op} is wrong or missing for {dtype_name(case.dtype)}")
 
 
+# On a node, for few bytes.
+EAGER = Algorithm("eager", shared.eager,
+                  Halves(shared.eager_reduce_scatter, shared.eager_allgather))
 # Of those that are measured, the last sends the fewest bytes. For 16 bits, "auto" takes the first
 # that keeps float32.
 TABLE = (
     Algorithm("shared", shared.allreduce, Halves(shared.reduce_scatter, shared.allgather),
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
-              on_gpus=_shared_on_gpus, short=Algorithm("eager", shared.eager),
+              on_gpus=_shared_on_gpus, short=EAGER,
               is_short=lambda case: shared.is_short(
                   case.nbytes, case.dtype, case.ranks, case.tuning.eager_bytes)),
     Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),
@@ -280,7 +283,8 @@ def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) ->
     Raises: as `choose`.
     """
     halves = {row: row.halves for row in TABLE if row.halves is not None}
-    return halves[_row(case, wish, model, list(halves))]
+    row = _row(case, wish, model, list(halves))
+    return row.variant(case).halves or halves[row]
 
 
 def _row(case: Case, wish: str, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:

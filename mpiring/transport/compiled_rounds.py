@@ -1,4 +1,4 @@
-"""The compiled form of a round: sums and means, from the first word to the last.
+"""The compiled form of a round: sums, means and copies of vectors, from end to end.
 
 Whatever is not plain (a rank that is late, another call, a closed gate, a rank that combines by
 NumPy) is handed back to Python; see layout. Python's lock is held while a short round begins, for
@@ -20,15 +20,17 @@ from .layout import (
     LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING,
     OTHERWISE, PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE,
     RING_WORDS, ROUND_BARRIERS, ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_DIGEST, ROUND_HEADER,
-    ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LEDGER, ROUND_NBYTES, ROUND_NOTE, ROUND_RANK,
-    ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, SLOT_WORD)
-
+    ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LAYS, ROUND_LEDGER, ROUND_NBYTES, ROUND_NOTE, ROUND_RANK,
+    ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_TAKES, ROUND_VECTOR, ROUND_YIELDS,
+    SLOT_WORD)
 from .round_sums import combining
 
 if TYPE_CHECKING:
     from .rounds import Round, Run
 
-# What is compiled: sums and means (of integers: sums).
+# What is compiled: sums and means (of integers: sums). The code for any dtype also runs rounds that
+# combine nothing; this one is taken for them.
+COPIES = "float32"
 DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
 OPS = ("sum", "mean")
 
@@ -76,9 +78,12 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.C
     """Return the code of rounds for an op on a dtype, among some ranks; None where there is none.
 
     Args:
+        op: "" for rounds that combine nothing.
         name: Of the dtype.
         compiles: Compile it if need be, for a second or two; else only what is on disk is taken.
     """
+    if not op:
+        op, name = "sum", COPIES
     # See round_sums: more vectors of 16 bits would be rounded on the way.
     if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
@@ -136,7 +141,7 @@ def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
 def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
     """Return a function that runs a round from where it is published to its end."""
     inlined, store_release = intrinsics.inlined, intrinsics.store_release
-    combine = combining(intrinsics, name)
+    end = _ending(intrinsics, name)
 
     @inlined
     def agreement(words, area):  # type: ignore[no-untyped-def]
@@ -145,12 +150,12 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
             theirs = words_at(words[ROUND_BASES + r] + area)
             if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
                 return DISAGREE
-            if words[ROUND_IN_PLACE] == 0:
-                otherwise |= theirs[FORM_WORD] == 0
-            else:
+            if words[ROUND_IN_PLACE] != 0:
                 known = ROUND_BASES + 2 * (p + r)
                 otherwise |= theirs[_NOTE] != words[known]
                 otherwise |= theirs[_NOTE + 1] != words[known + 1]
+            elif words[ROUND_TAKES] == 0:
+                otherwise |= theirs[FORM_WORD] == 0
         return OTHERWISE if otherwise else DONE
 
     @inlined
@@ -162,7 +167,7 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
             status = agreement(words, area)
             if status != DONE:
                 return status
-            combine(words, area)
+            end(words, area)
             if words[ROUND_IN_PLACE] != 0:
                 store_release(mine, count + 2)
                 words[ROUND_STAGE] = COMBINED
@@ -238,7 +243,8 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
         base = words[ROUND_BASES + words[ROUND_RANK]] + area
         mine, ledger = words_at(base), words_at(words[ROUND_LEDGER])
         if words[ROUND_IN_PLACE] == 0:
-            copy_bytes(base + 8 * SLOT_WORD, words[ROUND_VECTOR], words[ROUND_NBYTES])
+            copy_bytes(base + 8 * SLOT_WORD + words[ROUND_LAYS],
+                       words[ROUND_VECTOR] + words[ROUND_LAYS], words[ROUND_NBYTES])
         mine[_NOTE], mine[_NOTE + 1] = words[ROUND_NOTE], words[ROUND_NOTE + 1]
         mine[DIGEST_WORD] = words[ROUND_DIGEST]
         # Whoever lays a vector down after a round in place, does it by NumPy.
@@ -250,3 +256,20 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
         words[ROUND_STAGE] = PUBLISHED
 
     return publish
+
+
+def _ending(intrinsics: Any, name: str) -> Any:
+    """Return a function that combines, or copies what each rank has laid down for this one."""
+    copy_bytes, combine = intrinsics.copy_bytes, combining(intrinsics, name)
+
+    @intrinsics.inlined
+    def end(words, area):  # type: ignore[no-untyped-def]
+        if words[ROUND_TAKES] == 0:
+            combine(words, area)
+            return
+        p, vector = words[ROUND_RANKS], words[ROUND_VECTOR]
+        for r in range(p):
+            part, slot = ROUND_BASES + p + 2 * r, words[ROUND_BASES + r] + area + 8 * SLOT_WORD
+            copy_bytes(vector + words[part], slot + words[part], words[part + 1])
+
+    return end

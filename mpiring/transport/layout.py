@@ -10,10 +10,12 @@ or a compiled one), in another thread:
 1. Number: take LEDGER_SEQUENCE, and add 1 to it.
 2. Wait until every rank's flag in the area, one's own among them, is at least
    `(s + 1 - AREAS) << COUNT_BITS | ENDED` (from operation AREAS on).
-3. Lay the vector into one's own slot; write the digest beside the flag, and the header unless
-   LEDGER_WRITTEN says that it is there; publish the flag `(s + 1) << COUNT_BITS | 1`.
+3. Lay one's part of the vector into one's own slot, where it lies in the vector; write the digest
+   beside the flag, and the header unless LEDGER_WRITTEN says that it is there; publish the flag
+   `(s + 1) << COUNT_BITS | 1`.
 4. Wait until all others' flags are at least that; compare their digests.
-5. Combine all slots, in rank order, into the vector.
+5. Combine all slots, in rank order, into the vector, or take the others' parts out of them; see
+   `moves`.
 6. Publish the flag `(s + 1) << COUNT_BITS | ENDED`.
 
 Publishing stores with release, waiting loads with acquire. Each rank writes to its own segment
@@ -84,11 +86,11 @@ ROUND_IDENTITY: Final = 1
 # How many ranks the node has, and which of them this one is.
 ROUND_RANKS: Final = 2
 ROUND_RANK: Final = 3
-# Of the vector: how many elements and bytes.
+# How many elements are combined, and how many bytes are laid down.
 ROUND_LENGTH: Final = 4
 ROUND_NBYTES: Final = 5
-# The op, an index of memory.reduction.OPS, and what the result is divided by (1 but for a mean).
-ROUND_OP: Final = 6
+# 1 where nothing is combined, but taken; what a result is divided by (1 but for a mean).
+ROUND_TAKES: Final = 6
 ROUND_DIVISOR: Final = 7
 # The header's digest, and the address of its HEADER_BYTES bytes.
 ROUND_DIGEST: Final = 8
@@ -113,8 +115,12 @@ ROUND_IN_PLACE: Final = 18
 ROUND_NOTE: Final = 19
 # How many barriers it has come to when its vector is published.
 ROUND_BARRIERS: Final = 21
+# Where in the vector, in bytes, what is combined begins, and what is laid down.
+ROUND_COMBINES: Final = 22
+ROUND_LAYS: Final = 23
 # Per rank of the node, the address of its segment of node memory; behind these, of a round in
-# place, the addresses of all ranks' vectors in windows, and the notes (two words each) that say so.
+# place, the addresses of all ranks' vectors in windows, and the notes (two words each) that say so;
+# of one that takes, where in the vector what is taken begins, and how many bytes that are.
 ROUND_BASES: Final = 24
 
 # Stages. COMBINED is for a round in place, which waits a second time.

@@ -7,8 +7,8 @@ import numpy as np
 from ..memory.arrays import SIXTEEN_BIT
 from ..memory.sums import adding_both
 from .layout import (
-    ROUND_BASES, ROUND_DIVISOR, ROUND_IN_PLACE, ROUND_LENGTH, ROUND_RANK, ROUND_RANKS, ROUND_VECTOR,
-    SLOT_WORD)
+    ROUND_BASES, ROUND_COMBINES, ROUND_DIVISOR, ROUND_IN_PLACE, ROUND_LENGTH, ROUND_RANK,
+    ROUND_RANKS, ROUND_VECTOR, SLOT_WORD)
 
 # Of more than two windows, so many bytes are added up at a time: with those of four vectors they
 # stay in the level-1 cache.
@@ -16,7 +16,7 @@ _BLOCK_BYTES = 4096
 
 
 def combining(intrinsics: Any, name: str) -> Any:
-    """Return a function that combines all slots into the vector, or a slice of all windows."""
+    """Return a function that combines slots into the vector, or a slice of all windows."""
     inlined, stored = intrinsics.inlined, np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
     number, widen, finish, divides = _arithmetic(intrinsics, name)
@@ -27,8 +27,8 @@ def combining(intrinsics: Any, name: str) -> Any:
     def combine(words, area):  # type: ignore[no-untyped-def]
         p, n, rank = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_RANK]
         divisor = number(words[ROUND_DIVISOR])
-        slot, out = area + 8 * SLOT_WORD, words[ROUND_VECTOR]
-        first, offset, step, at, stop = ROUND_BASES, slot, n, 0, n
+        slot, out = area + 8 * SLOT_WORD, words[ROUND_VECTOR] + words[ROUND_COMBINES]
+        first, offset, step, at, stop = ROUND_BASES, slot + words[ROUND_COMBINES], n, 0, n
         if words[ROUND_IN_PLACE] != 0:
             # This rank's slice, see memory.arrays.slice_of, by way of its slot.
             first, offset, step = ROUND_BASES + p, 0, block

@@ -9,17 +9,18 @@ from typing import Any
 import numpy as np
 
 from ..memory.arrays import data_address, dtype_name
-from ..memory.reduction import OPS, reduction
+from ..memory.reduction import reduction
 from . import compiled_rounds
 from .base import HEADER_BYTES, Array
 from .layout import (
     AREAS, AREA_WORDS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD,
     GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS,
     LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING, OTHERWISE, PUBLISH,
-    PUBLISHED, RING, RING_WORDS, ROUND_BARRIERS, ROUND_BASES, ROUND_BEGAN, ROUND_DIGEST,
-    ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LEDGER, ROUND_LENGTH,
-    ROUND_NBYTES, ROUND_NOTE, ROUND_OP, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS,
-    ROUND_STAGE, ROUND_VECTOR, ROUND_YIELDS, round_words)
+    PUBLISHED, RING, RING_WORDS, ROUND_BARRIERS, ROUND_BASES, ROUND_BEGAN, ROUND_COMBINES,
+    ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LAYS,
+    ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_NOTE, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE,
+    ROUND_SPINS, ROUND_STAGE, ROUND_TAKES, ROUND_VECTOR, ROUND_YIELDS, round_words)
+from .moves import Moves
 from .node_memory import REORDERS, NodeMemory, SharedNode
 
 # Given how (BEGIN, …) and the vector: runs a round as far as it goes, and returns DONE, LATE, …
@@ -36,7 +37,8 @@ _SPINS, _SPINS_TOGETHER = 200, 20
 _AHEAD = (AREAS << COUNT_BITS) - ENDED
 
 _clock = time.monotonic_ns
-_Area = tuple[int, Array, Callable[[Array], None], int]
+_End = Callable[[Array], None]
+_Area = tuple[int, Array, _End, int]
 # Given per rank of the node what its note says, and this rank's vector: returns all ranks' vectors
 # if they lie in one window.
 Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
@@ -45,15 +47,18 @@ give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 
 class Round:
-    """A call that the ranks of a node make again and again: an allreduce.
+    """A call that the ranks of a node make again and again.
 
-    Of vectors that fit into slots; or of vectors in windows, in place, which takes compiled code.
+    A collective on vectors that fit into slots; or an allreduce of vectors in windows, in place,
+    which takes compiled code.
 
     Args:
         memory: Where the ranks meet.
         identity: What stands for the call in the ledger.
         header, digest: Of the call, as for NodeMemory.node.
-        op, dtype, n: Of the vectors.
+        dtype, n: Of the vectors.
+        moves: What this rank lays down, and combines or takes.
+        op: Of what is combined; "" where nothing is.
         compiled: Run it in compiled code, if there is some for the op and the dtype.
         note: What this rank tells the others of where its vector is, and always will be.
         barriers: How many it has come to when its vector lies in its slot.
@@ -62,27 +67,26 @@ class Round:
     Attributes:
         words: See layout; `round_words` of them.
         memory, header, digest: As above.
-        dtype, n: As above.
-        reduction: Combines the ranks' vectors.
+        dtype, n, moves, op: As above.
         run: Runs it; see `Run`. May be another one for each operation, and each stage.
         begin: Compiled code that does as `run(BEGIN, x)`, after `bound(x)`, with less to do for
             Python; it may also return OTHERWISE: go on with `run`. None where there is none.
     """
 
-    def __init__(self, memory: NodeMemory, identity: int, header: bytes, digest: int, op: str,
-                 dtype: "np.dtype[Any]", n: int, *, compiled: bool, note: tuple[int, int] = (0, 0),
-                 barriers: int = 1, find: Find | None = None) -> None:
+    def __init__(self, memory: NodeMemory, identity: int, header: bytes, digest: int,
+                 dtype: "np.dtype[Any]", n: int, moves: Moves, op: str = "", *,
+                 compiled: bool, note: tuple[int, int] = (0, 0), barriers: int = 1,
+                 find: Find | None = None) -> None:
         ranks = len(memory.ranks)
         self.memory, self.header, self.digest = memory, header, digest
-        self.dtype, self.n = dtype, n
-        self.reduction = reduction(op, dtype, ranks)
+        self.dtype, self.n, self.moves, self.op = dtype, n, moves, op
         self.words = words = array("q", bytes(8 * round_words(ranks)))
         words[ROUND_IDENTITY], words[ROUND_DIGEST] = identity, digest
         words[ROUND_RANKS], words[ROUND_RANK] = ranks, memory.rank
-        words[ROUND_LENGTH], words[ROUND_NBYTES] = n, n * dtype.itemsize
-        words[ROUND_OP], words[ROUND_DIVISOR] = OPS.index(op), ranks if op == "mean" else 1
+        words[ROUND_DIVISOR], words[ROUND_TAKES] = ranks if op == "mean" else 1, not op
         words[ROUND_NOTE], words[ROUND_NOTE + 1], words[ROUND_BARRIERS] = *note, barriers
         words[ROUND_IN_PLACE], self._find = find is not None, find
+        self._move_by_bytes()
         self.run: Run = self._go_on_in_place if find is not None else _Plain(self).run
         code = compiled and compiled_rounds.code(op, dtype_name(dtype), ranks)
         self.begin: Callable[[int], int] | None = None
@@ -100,6 +104,17 @@ class Round:
         node = self.memory.node(self.words[ROUND_SEQUENCE], self.header, self.digest)
         node.arrived(node.count + 1)
         return node
+
+    def _move_by_bytes(self) -> None:
+        """Tell compiled code what moves."""
+        words, (lays, combines, takes), itemsize = self.words, self.moves, self.dtype.itemsize
+        words[ROUND_LAYS], words[ROUND_NBYTES] = _bytes_of(lays, itemsize)
+        if combines is not None:
+            words[ROUND_COMBINES] = combines.start * itemsize
+            words[ROUND_LENGTH] = combines.stop - combines.start
+        first = ROUND_BASES + len(self.memory.ranks)
+        for rank, part in enumerate(takes):
+            words[first + 2 * rank], words[first + 2 * rank + 1] = _bytes_of(part, itemsize)
 
     def _go_on_in_place(self, how: int, x: Array) -> int:
         """Go on where vectors are not where they were; see `Run`."""
@@ -141,7 +156,7 @@ class _Plain:
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
-                 "_digest", "_identity", "_note", "_barriers", "_areas")
+                 "_digest", "_identity", "_note", "_barriers", "_areas", "_part")
 
     def __init__(self, round_: Round) -> None:
         memory = self._memory = round_.memory
@@ -152,10 +167,14 @@ class _Plain:
         self._identity = round_.words[ROUND_IDENTITY]
         self._note = tuple(round_.words[ROUND_NOTE:ROUND_NOTE + 2])
         self._barriers = round_.words[ROUND_BARRIERS]
-        # Per area: its flag, this rank's slot, what combines all ranks', where its header is noted.
-        self._areas = [
-            (area * AREA_WORDS, slots[memory.rank],
-             round_.reduction.of(slots) if round_.n else _nothing, LEDGER_WRITTEN + area)
+        # What is laid down; None for all of the vector.
+        part = round_.moves.lays
+        self._part = None if part == slice(0, round_.n) else part
+        # Per area: its flag, where in this rank's slot that lies, what combines or takes all ranks'
+        # parts, where its header is noted.
+        self._areas: list[_Area] = [
+            (area * AREA_WORDS, slots[memory.rank][part], _ending(round_, slots),
+             LEDGER_WRITTEN + area)
             for area in range(AREAS) for slots in [memory.slots(area, round_.dtype, round_.n)]]
 
     def run(self, how: int, x: Array) -> int:
@@ -188,7 +207,7 @@ class _Plain:
             for theirs in self._everybody:
                 if theirs[flag] < free and _is_late(self._everybody, flag, free, how):
                     return False
-        slot[...] = x
+        slot[...] = x if self._part is None else x[self._part]
         mine[flag + DIGEST_WORD] = self._digest
         mine[flag + FORM_WORD] = 0
         if self._barriers > 1:
@@ -209,8 +228,8 @@ class _Plain:
         self._memory.texts[self._memory.rank][start:start + HEADER_BYTES] = self._header
 
     def _finish(self, how: int, x: Array, area: "_Area", count: int) -> int:
-        """Meet the others, combine all vectors, and leave."""
-        flag, _, combine, _ = area
+        """Meet the others, combine or take what they have laid down, and leave."""
+        flag, _, end, _ = area
         words, others, digest = self._words, self._others, self._digest
         arrived = count + self._barriers
         for theirs in others:
@@ -221,7 +240,7 @@ class _Plain:
         for theirs in others:
             if theirs[flag + DIGEST_WORD] != digest:
                 return DISAGREE
-        combine(x)
+        end(x)
         if REORDERS:
             self._memory.fence()
         self._mine[flag] = count | ENDED
@@ -234,7 +253,31 @@ class _Plain:
         return DONE
 
 
-def _nothing(out: Array) -> None:
+def _bytes_of(part: slice, itemsize: int) -> tuple[int, int]:
+    """Return where a part of a vector begins, and how long it is, in bytes."""
+    return part.start * itemsize, (part.stop - part.start) * itemsize
+
+
+def _ending(round_: Round, slots: Sequence[Array]) -> _End:
+    """Return a function that combines all slots into a vector, or takes what is in them."""
+    part = round_.moves.combines
+    if part is not None:
+        sources = [slot[part] for slot in slots]
+        combine = reduction(round_.op, round_.dtype, len(slots)).of(sources)
+        if not sources[0].size:
+            return _nothing
+        return combine if sources[0].size == round_.n else lambda x: combine(x[part])
+    takes = [(part, slot[part]) for slot, part in zip(slots, round_.moves.takes)
+             if part.stop > part.start]
+
+    def take(x: Array) -> None:
+        for part, source in takes:
+            x[part] = source
+
+    return take
+
+
+def _nothing(x: Array) -> None:
     """Combine vectors without elements."""
 
 

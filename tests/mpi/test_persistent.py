@@ -46,17 +46,18 @@ def test_allreduce(some, dtype):
                     contract.check(x, some.size, op)
 
 
-def test_the_other_collectives(some):
+@pytest.mark.parametrize(("dtype", "n"), [("float32", 100_000), ("float64", 3000), ("bool", 1)])
+def test_the_other_collectives(some, dtype, n):
     p, rank = some.size, some.rank
-    x, y, z = np.empty(7), np.empty((2, 4), np.int32), np.empty(100_000, np.float32)
+    x, y, z = np.empty(7), np.empty((2, 4), np.int32), np.empty(n, dtype)
     scatter = some.persistent_reduce_scatter(x, op="max")
     gather, copy = some.persistent_allgather(y), some.persistent_broadcast(z, root=p - 1)
     mine = slice(rank * 8 // p, (rank + 1) * 8 // p)
     for step in range(5):
         x[:], y[...], z[:] = np.arange(7) + rank + step, -1, rank + step
         y.reshape(-1)[mine] = np.arange(8)[mine] + step
-        if step % 2:
-            for operation in (copy, gather, scatter):
+        if (step + rank) % 2:
+            for operation in (scatter, gather, copy):
                 operation.start()
             chunk, all_of_it, copied = scatter.wait(), gather.wait(), copy.wait()
         else:
@@ -65,7 +66,7 @@ def test_the_other_collectives(some):
         assert np.array_equal(chunk, (np.arange(7) + p - 1 + step)[own])
         assert chunk.base is x and all_of_it is y and copied is z
         assert np.array_equal(y.reshape(-1), np.arange(8) + step)
-        assert (z == p - 1 + step).all()
+        assert (z == np.array(p - 1 + step).astype(dtype)).all()
 
 
 def test_many_at_once_in_any_order_amid_others(some):

@@ -12,6 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
+from mpiring.memory.arrays import chunks_of
 from mpiring.transport import compiled_rounds
 
 pytestmark = pytest.mark.mpi
@@ -67,6 +68,66 @@ def test_contract(some, dtype):
                 contract.check(x, some.size, op)
                 sums.append(zlib.crc32(x.tobytes()))
     assert some.allgather_object(sums) == [sums] * some.size, "bits differ"
+
+
+@pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
+def test_contract_of_the_others(some, dtype):
+    p, rank, longest = some.size, some.rank, (64 << 10) // np.dtype(dtype).itemsize
+    for n in (0, 1, 3, 1001, longest, longest + 1):
+        mine, ones = slice(rank * n // p, (rank + 1) * n // p), np.ones(n, dtype)
+        for step in range(2):
+            for op in ("max", "bxor", "mean", "prod"):
+                if contract.defined(op, dtype):
+                    x = contract.contribution(rank, n, dtype)
+                    chunk = some.reduce_scatter(x, op=op)
+                    assert np.array_equal(chunk, contract.expected(p, n, x.dtype, op)[mine])
+                    assert chunk.shape == (mine.stop - mine.start,) and (
+                        chunk.base is x or not n)
+            whole = contract.contribution(step, n, dtype)
+            x = ones.copy()
+            x[mine] = whole[mine]
+            assert some.allgather(x) is x and np.array_equal(x, whole)
+            for root in {0, p - 1}:
+                x = whole.copy() if rank == root else ones.copy()
+                x.flags.writeable = rank != root or step > 0
+                assert some.broadcast(x, root=root) is x and np.array_equal(x, whole)
+
+
+def test_the_others_on_arrays_and_roots_of_all_kinds(some):
+    p, rank = some.size, some.rank
+    for step in range(3):
+        x = np.full((4, 6), rank + step, np.float32)
+        for array in (x, np.asfortranarray(x), x.T, x.view(Sub), some.empty((4, 6))):
+            array[...] = rank + step
+            assert some.broadcast(array, root=p - 1) is array and (array == p - 1 + step).all()
+            array[...] = rank + 1
+            some.reduce_scatter(array)
+            array.reshape(-1, order="A")[...] = rank
+            assert some.allgather(array) is array
+            assert np.array_equal(array.reshape(-1, order="A"), [
+                r for r in range(p) for _ in range((r + 1) * 24 // p - r * 24 // p)])
+        assert some.broadcast(np.full(3, rank), root=np.int64(1))[0] == 1
+        for root in (True, 1.0, p, -1, None):
+            with pytest.raises(mpiring.ConfigError, match="root"):
+                some.broadcast(np.ones(3, int), root=root)
+        for op in ("avg", None, ["sum"], 1):
+            with pytest.raises(mpiring.ConfigError, match="op="):
+                some.reduce_scatter(np.ones(3), op=op)
+        for call in (some.allgather, some.broadcast, some.reduce_scatter):
+            with pytest.raises(mpiring.ConfigError, match="is not contiguous"):
+                call(np.ones((4, 6))[::2])
+    count = rounds(some)
+    for _ in range(10):
+        some.broadcast(x)
+        some.allgather(x)
+        some.reduce_scatter(x)
+    if some._short is not None:
+        # One that was late is the engine's.
+        assert count < rounds(some) <= count + 30
+        some.dump_flight(last=30, file=(text := io.StringIO()))
+        for call in ("broadcast of float32 (4, 6) from root 0", "allgather float32 (4, 6)",
+                     "reduce_scatter sum of float32 (4, 6)"):
+            assert text.getvalue().count(call) == 10
 
 
 def test_rounds_run_where_they_may_and_count(some):
@@ -188,8 +249,17 @@ def test_rounds_amid_other_operations(some):
         if mine.random() < 0.02:
             time.sleep(mine.random() * 0.003)
         x = np.full(together.choice([2, 300]), some.rank + step)
-        some.allreduce(x)
-        assert (x == some.size * step + some.size * (some.size - 1) // 2).all()
+        total = some.size * step + some.size * (some.size - 1) // 2
+        kind = together.randrange(4)
+        if kind < 2:
+            x = some.reduce_scatter(x) if kind else some.allreduce(x)
+            assert (x == total).all()
+        elif kind == 2:
+            root = together.randrange(some.size)
+            assert (some.broadcast(x, root=root) == root + step).all()
+        else:
+            assert some.allgather(x).sum() == sum(
+                (r + step) * len(part) for r, part in enumerate(chunks_of(x, some.size)))
         if step % 5 == 0:
             assert part.allreduce(np.ones(2))[0] == part.size
         if waiting and together.random() < 0.1:
@@ -246,18 +316,32 @@ def array_for(comm, call):
     return x
 
 
+def scattered(comm, *args, **named):
+    comm.reduce_scatter(*args, **named)
+
+
+def copied(comm, x, op="sum"):
+    """From another root, where others name another op."""
+    comm.broadcast(x, root=int(op == "max"))
+
+
+def other(comm, x, op="sum"):
+    comm.allgather(x) if op == "max" else comm.broadcast(x)
+
+
 # What rank 0 calls, and what the others do, after both calls were made before.
-@pytest.mark.parametrize("call", [blocking, started, in_place])
+@pytest.mark.parametrize("call", [blocking, started, in_place, scattered, copied, other])
 @pytest.mark.parametrize("how", [("python", "python"), ("python", "off"), ("off", "python"),
                                  ("auto", "auto")])
 def test_ranks_that_disagree(how, call):
     comm = opened(rounds=how[MPI.COMM_WORLD.rank > 0])
     x = array_for(comm, call)
     for _ in range(3):
-        comm.allreduce(x)
-        comm.allreduce(x, op="max")
+        for op in ("sum", "max"):
+            call(comm, x, op=op)
     x[:] = 5
-    with pytest.raises(mpiring.BufferMismatchError, match="rank [0-9] called allreduce (sum|max)"):
+    with pytest.raises(mpiring.BufferMismatchError, match=(
+            "rank [0-9] called (allreduce|reduce_scatter|broadcast|allgather) .* but rank")):
         call(comm, x, op="max" if comm.rank else "sum")
     assert (x == 5).all()
     with pytest.raises(mpiring.TransportError, match="an earlier operation failed"):

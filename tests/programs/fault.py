@@ -32,7 +32,8 @@ elif fault == "dtype":
 elif fault == "op":
     comm.allreduce(x, op="max" if odd else "sum")
 elif fault == "root":
-    comm.broadcast(x, root=1 if odd else 0)
+    for root in (0, 1, int(odd)):
+        comm.broadcast(x, root=root)
 elif fault == "order":
     comm.broadcast(x) if odd else comm.allreduce(x)
     comm.allreduce(x) if odd else comm.broadcast(x)
@@ -49,18 +50,20 @@ elif fault == "background":
     comm.iallreduce(np.ones(1_000_000 - odd, np.float32))
     time.sleep(60)
 elif fault == "interrupt":
+    comm.broadcast(x)
     if odd:
         os.kill(os.getpid(), signal.SIGINT)
-    comm.allreduce(x)
+    comm.broadcast(x)
     comm.barrier()
 elif fault == "wait for ever":
     if not odd:
         comm.allreduce(x)
     time.sleep(60)
 elif fault == "killed":
+    comm.reduce_scatter(x)
     if odd:
         os.kill(os.getpid(), signal.SIGKILL)
-    comm.allreduce(x)
+    comm.reduce_scatter(x)
 elif fault.startswith("full "):
     if odd:
         setattr(sys, fault.removeprefix("full "), open("/dev/full", "w"))

@@ -1,4 +1,4 @@
-"""Runs operations, each rank by rounds, schedules or handles as it likes; checks all sums.
+"""Runs operations, each rank by rounds, schedules or handles as it likes; checks all results.
 
     mpiexec -n 4 python tests/programs/rounds.py 5000 [python|auto]
 
@@ -22,11 +22,12 @@ LENGTHS = 1, 2, 17, 333, 2000, 4096
 LONG, LONGEST = 17_000, 150_000
 MIDDLE = 2000, 16_000
 DTYPES = "float32", "int64"
+OTHERS = "allgather", "broadcast", "reduce_scatter"
 
 
 def wrong(x, want):
     """End the job unless all of `x` is as it must be."""
-    if x[0] != want or x[-1] != want or not (x == want).all():
+    if not (x == want).all():
         print(f"rank {MPI.COMM_WORLD.rank}: WRONG: {x[:5]} … {x[-5:]}, not {want}", flush=True)
         MPI.COMM_WORLD.Abort(1)
 
@@ -92,12 +93,28 @@ class Program:
         elif kind < 0.3:
             self.again(*self.together.choice(self.persistent), value)
             return
+        elif kind < 0.5:
+            self.other(self.together.choice(OTHERS), x, value)
+            return
         x.fill((self.comm.rank + 1) * value)
-        if kind < 0.5 and x.size < LONG:
+        if kind < 0.7 and x.size < LONG:
             # Started, and perhaps finished behind the others of this kind.
             self.started.append((self.comm.iallreduce(x.copy()), self.sum * value))
         else:
             wrong(self.comm.allreduce(x), self.sum * value)
+
+    def other(self, kind, x, value):
+        """Run a collective that is no allreduce."""
+        p = self.comm.size
+        x.fill((self.comm.rank + 1) * value)
+        if kind == "reduce_scatter":
+            wrong(self.comm.reduce_scatter(x), self.sum * value)
+        elif kind == "broadcast":
+            wrong(self.comm.broadcast(x, root=value % p), (value % p + 1) * value)
+        else:
+            self.comm.allgather(x)
+            for r in range(p):
+                wrong(x[r * x.size // p:(r + 1) * x.size // p], (r + 1) * value)
 
     def somewhere(self):
         """Return a long vector, mostly at the same place as the others'."""

@@ -11,10 +11,12 @@ import pytest
 from mpiring.collectives import shared
 from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
 from mpiring.errors import BufferMismatchError
+from mpiring.memory.arrays import bounds_of
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
 from mpiring.operations.windows import Windows
 from mpiring.record.ledger import Ledger
+from mpiring.transport import moves
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, DISAGREE, DONE, GATED, LATE, LEDGER_GATE, LEDGER_SEQUENCE, LOOK, NODE_MEMORY_BYTES,
@@ -24,6 +26,29 @@ from mpiring.transport.rounds import Round
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"
+# The last rank is the root of broadcasts.
+KINDS = {
+    "allreduce": lambda n, rank, p: moves.allreduce(n),
+    "reduce_scatter": lambda n, rank, p: moves.reduce_scatter(bounds_of(n, p), rank),
+    "allgather": lambda n, rank, p: moves.allgather(bounds_of(n, p), rank),
+    "broadcast": lambda n, rank, p: moves.broadcast(n, p - 1, rank, p),
+    "barrier": lambda n, rank, p: moves.BARRIER}
+COMBINE = "allreduce", "reduce_scatter"
+
+
+def check(kind, x, before, rank, p):
+    """Fail unless a collective has made what it must of `before`, the ranks' vectors."""
+    n, total = x.size, np.sum(before, axis=0)
+    mine = slice(rank * n // p, (rank + 1) * n // p)
+    if kind == "allreduce":
+        assert np.array_equal(x, total)
+    elif kind == "reduce_scatter":
+        assert np.array_equal(x[mine], total[mine])
+    elif kind == "allgather":
+        parts = [before[r][r * n // p:(r + 1) * n // p] for r in range(p)]
+        assert np.array_equal(x, np.concatenate(parts))
+    else:
+        assert np.array_equal(x, before[p - 1 if kind == "broadcast" else rank])
 
 
 class Rank:
@@ -35,20 +60,21 @@ class Rank:
         self.memory = NodeMemory(segments, rank, range(len(segments)), self.ledger.words)
         self.rounds, self.windows = {}, Windows()
 
-    def round(self, n, op="sum", **settings):
+    def round(self, n, op="sum", kind="allreduce", dtype=FLOAT32, **settings):
         """By slots; or in place, given where."""
-        key = n, op, *settings.values()
+        key = n, op, kind, *settings.values()
         if key not in self.rounds:
-            call = Call("allreduce", f"{op} of {n}", nbytes=4 * n)
+            call = Call(kind, f"{op} of {n}", nbytes=4 * n)
             identity = self.ledger.identity_of(call, "eager")
             self.rounds[key] = call, Round(
-                self.memory, identity, call.header, call.digest, op, FLOAT32, n,
-                compiled=self.compiled, **settings)
+                self.memory, identity, call.header, call.digest, dtype, n,
+                KINDS[kind](n, self.memory.rank, len(self.memory.ranks)),
+                op if kind in COMBINE else "", compiled=self.compiled, **settings)
         return self.rounds[key]
 
-    def by_round(self, x, op="sum", **settings):
-        """An allreduce, in steps."""
-        call, a = self.round(x.size, op, **settings)
+    def by_round(self, x, op="sum", kind="allreduce", **settings):
+        """A collective, in steps."""
+        call, a = self.round(x.size, op, kind, x.dtype, **settings)
         status = a.run(BEGIN, x)
         while status == LATE:
             yield
@@ -60,12 +86,14 @@ class Rank:
             status = DONE
         assert status == DONE and a.words[ROUND_STAGE] == NOTHING
 
-    def by_schedule(self, x, op="sum", algorithm=shared.eager):
-        call, _ = self.round(x.size, op)
+    def by_schedule(self, x, op="sum", kind="allreduce", in_place=False):
+        call, a = self.round(x.size, op, kind)
         node = self.memory.node(self.ledger.sequence, call.header, call.digest)
         self.ledger.words[LEDGER_SEQUENCE] += 1
-        yield from stepped(agreed(None, node, None, call, algorithm(
-            self.operation(node), x, op, reduction(op, x.dtype, node.size))))
+        combine = reduction(op, x.dtype, node.size)
+        yield from stepped(agreed(
+            None, node, None, call, shared.allreduce(self.operation(node), x, op, combine)
+            if in_place else shared.moved(node, x, a.moves, combine)))
 
     def operation(self, node):
         return SimpleNamespace(node=node, windows=self.windows, tuning=Tuning())
@@ -75,14 +103,14 @@ class Rank:
     def in_place(self, x):
         position = self.windows.position_of(x)
         if not self.compiled or position == NOWHERE:
-            return self.by_schedule(x, algorithm=shared.allreduce)
+            return self.by_schedule(x, in_place=True)
         return self.by_round(x, note=position, find=self.windows.vectors)
 
     def rest(self, a, x):
         """As engine.started does it."""
-        node, combine = a.node(), a.reduction
+        node = a.node()
         yield from stepped(shared.located(
-            self.operation(node), node.notes(2), x, combine.op, combine))
+            self.operation(node), node.notes(2), x, a.op, reduction(a.op, a.dtype, node.size)))
         node.leave()
         a.words[ROUND_STAGE] = NOTHING
 
@@ -121,18 +149,19 @@ def together(programs):
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_rounds_and_schedules_mix_whoever_is_late(node, size):
     ranks, chance = node(size), random.Random(size)
-    lengths = [chance.choice([0, 1, 3, 1000]) for _ in range(300)]
+    calls = [(chance.choice([0, 1, 3, 1000]), chance.choice(list(KINDS))) for _ in range(400)]
 
     def program(rank, mine):
-        for step, n in enumerate(lengths):
-            x = np.full(n, (rank + 1) * step, np.float32)
+        for step, (n, kind) in enumerate(calls):
+            before = [np.arange(n, dtype=np.float32) + (r + 1) * step for r in range(size)]
             way = ranks[rank].by_round if mine.random() < 0.6 else ranks[rank].by_schedule
-            yield from way(x)
-            assert (x == step * size * (size + 1) // 2).all()
+            x = before[rank].copy()
+            yield from way(x, kind=kind)
+            check(kind, x, before, rank, size)
 
     in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
     for rank in ranks:
-        assert rank.ledger.sequence == len(lengths)
+        assert rank.ledger.sequence == len(calls)
         sequences = [flight.sequence for flight in rank.ledger.flights()]
         assert sequences == sorted(set(sequences)) and rank.ledger.rounds == len(sequences) > 100
 
@@ -170,7 +199,7 @@ def test_rounds_in_place_mix_wherever_vectors_are(node, size):
                 window, offset = mine.choice([0, 1, 2]), mine.choice([0, 3, 500])
             x = arrays[rank][window][offset:offset + n]
             x[:] = (position + 1) * step
-            others = rank.started, lambda x: rank.by_schedule(x, algorithm=shared.allreduce)
+            others = rank.started, lambda x: rank.by_schedule(x, in_place=True)
             way = rank.in_place if mine.random() < 0.8 else mine.choice(others)
             yield from way(x)
             assert (x == step * size * (size + 1) // 2).all()
@@ -180,15 +209,16 @@ def test_rounds_in_place_mix_wherever_vectors_are(node, size):
     assert all(places[rank] > 10 for rank in ranks if rank.compiled)
 
 
+@pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("ways", [("by_round", "by_round"), ("by_round", "by_schedule"),
                                   ("by_schedule", "by_round")])
-def test_another_call_is_refused_before_anything_is_used(node, ways):
+def test_another_call_is_refused_before_anything_is_used(node, ways, kind):
     ranks = node(2)
     # The headers of these lie in the areas, too.
     for n in (5, 7, 5, 7, 7):
-        together([rank.by_round(np.ones(n, np.float32)) for rank in ranks])
+        together([rank.by_round(np.ones(n, np.float32), kind="broadcast") for rank in ranks])
     xs = [np.ones(5, np.float32) for _ in ranks]
-    steps = [getattr(rank, way)(x, op) for rank, way, x, op in zip(ranks, ways, xs, OPS)]
+    steps = [getattr(rank, way)(x, op, kind) for rank, way, x, op in zip(ranks, ways, xs, OPS)]
     errors = []
     for step in steps * 2:
         try:
@@ -196,8 +226,8 @@ def test_another_call_is_refused_before_anything_is_used(node, ways):
         except BufferMismatchError as error:
             errors.append(str(error).partition(";")[0])
     assert sorted(errors) == [
-        "rank 0 called allreduce sum of 5, but rank 1 called allreduce max of 5",
-        "rank 1 called allreduce max of 5, but rank 0 called allreduce sum of 5"]
+        f"rank 0 called {kind} sum of 5, but rank 1 called {kind} max of 5",
+        f"rank 1 called {kind} max of 5, but rank 0 called {kind} sum of 5"]
     assert all((x == 1).all() for x in xs)
 
 
@@ -230,10 +260,8 @@ def combined(size, dtype, op, compiled):
     ranks = [Rank(segments, rank, compiled) for rank in range(size)]
     steps = []
     for rank, x in zip(ranks, xs):
-        call = Call("allreduce", op, nbytes=x.nbytes)
-        rank.rounds[x.size, op] = call, Round(rank.memory, 1, call.header, call.digest, op,
-                                              x.dtype, x.size, compiled=compiled)
-        of_code = rank.rounds[x.size, op][1].run.__qualname__ == "CompiledRound.run"
+        _, a = rank.round(x.size, op, dtype=x.dtype)
+        of_code = a.run.__qualname__ == "CompiledRound.run"
         assert of_code == (compiled and (size <= 4 or x.dtype.itemsize > 2))
         steps.append(rank.by_round(x, op))
     together(steps)

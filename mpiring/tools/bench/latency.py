@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...memory.arrays import Array, chunks_of
+from ...memory.arrays import Array, chunks_of, slice_of
 from ..arguments import checked, names, positive
 from ..files import Environment, Row
 from ..units import parse_sizes, size_text
@@ -36,7 +36,7 @@ _CALLS_BEFORE_COMPUTE = 20
 _UNIT_NUMBERS = 1024
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
 _TITLES = {"allreduce": "Allreduce", "iallreduce": "Non-blocking Allreduce",
-           "allgather": "Allgather"}
+           "allgather": "Allgather", "bcast": "Broadcast", "reduce_scatter": "Reduce_scatter"}
 # osu_util.h
 _SIZE_WIDTH, _FIELD_WIDTH, _COUNT_WIDTH = 10, 18, 12
 
@@ -161,24 +161,72 @@ def _to_end(start: Start) -> Call:
 def _gathered(world: World, array: Callable[[int], Array], length: int) -> list[_Subject]:
     """Return the subjects of an allgather, in which each rank contributes `length` numbers.
 
-    Raises:
-        WrongAnswerError: A contender's result is not what the ranks have contributed.
-
-    Collective: yes. Blocking: yes.
+    Raises, collective and blocking: as `_summed`.
     """
     x = array(world.size * length)
     right = np.empty_like(x)
     for rank, chunk in enumerate(chunks_of(right, world.size)):
         inputs.fill(chunk, rank, world.size)
+    mine = np.zeros_like(x)
     own = slice(world.rank * length, (world.rank + 1) * length)
-    calls: dict[str, Call] = {
-        "MPI_Allgather": lambda: world.raw.Allgather(world.mpi.IN_PLACE, x),
-        "mpiring auto": lambda: world.comm.allgather(x)}
+    mine[own] = right[own]
+    return _moved(world, x, mine, right, {
+        "MPI_Allgather": lambda: (world.raw.Allgather(world.mpi.IN_PLACE, x), x)[1],
+        "mpiring auto": lambda: world.comm.allgather(x),
+        "mpiring persistent": world.comm.persistent_allgather(x)})
+
+
+def _copied(world: World, array: Callable[[int], Array], length: int) -> list[_Subject]:
+    """Return the subjects of a broadcast of `length` numbers from rank 0.
+
+    Raises, collective and blocking: as `_summed`.
+    """
+    x = array(length)
+    mine, right = np.empty_like(x), np.empty_like(x)
+    inputs.fill(mine, world.rank, world.size)
+    inputs.fill(right, 0, world.size)
+    return _moved(world, x, mine, right, {
+        "MPI_Bcast": lambda: (world.raw.Bcast(x), x)[1],
+        "mpiring auto": lambda: world.comm.broadcast(x),
+        "mpiring persistent": world.comm.persistent_broadcast(x)})
+
+
+def _scattered(world: World, array: Callable[[int], Array], length: int) -> list[_Subject]:
+    """Return the subjects of a reduce-scatter, in which each rank contributes `length` numbers.
+
+    Raises, collective and blocking: as `_summed`.
+    """
+    x = array(length)
+    mine, right = np.empty_like(x), np.zeros_like(x)
+    inputs.fill(mine, world.rank, world.size)
+    for rank in range(world.size):
+        theirs = np.empty_like(x)
+        inputs.fill(theirs, rank, world.size)
+        right += theirs
+    counts = [chunk.size for chunk in chunks_of(x, world.size)]
+    # MPI's, in place, would leave its result where the next call has its input.
+    own = np.empty_like(slice_of(x, world.rank, world.size))
+    return _moved(world, x, mine, slice_of(right, world.rank, world.size), {
+        "MPI_Reduce_scatter": lambda: (world.raw.Reduce_scatter(x, own, counts), own)[1],
+        "mpiring auto": lambda: world.comm.reduce_scatter(x),
+        "mpiring persistent": world.comm.persistent_reduce_scatter(x)})
+
+
+def _moved(world: World, x: Array, mine: Array, right: Array,
+           calls: dict[str, Callable[[], Array]]) -> list[_Subject]:
+    """Return the subjects of a collective whose array may be used again and again.
+
+    Args:
+        x: The array.
+        mine: What this rank has in it at first.
+        right: What a call must return.
+        calls: By contender.
+
+    Raises, collective and blocking: as `_summed`.
+    """
     for name, call in calls.items():
-        x[...] = 0
-        x[own] = right[own]
-        call()
-        wrong = np.flatnonzero(x != right)
+        x[...] = mine
+        wrong = np.flatnonzero(call() != right)
         inputs.refuse_wrong(world, x, int(wrong[0]) if wrong.size else None, name,
                             "what the ranks have contributed")
     return [_Subject(name, call, None, call, timing.MOST_CALLS) for name, call in calls.items()]
@@ -187,7 +235,7 @@ def _gathered(world: World, array: Callable[[int], Array], length: int) -> list[
 _SUBJECTS: dict[str, Callable[..., list[_Subject]]] = {
     "allreduce": partial(_summed, nonblocking=False),
     "iallreduce": partial(_summed, nonblocking=True),
-    "allgather": _gathered}
+    "allgather": _gathered, "bcast": _copied, "reduce_scatter": _scattered}
 
 
 def _in_rounds(world: World, subjects: Sequence[_Subject], calls: int, options: Namespace,

@@ -139,10 +139,12 @@ def test_steps_and_latencies(tmp_path):
 
 
 def check_latencies(rows, output):
-    assert {row["test"] for row in rows} == {"allreduce", "iallreduce", "allgather"}
+    assert {row["test"] for row in rows} == {
+        "allreduce", "iallreduce", "allgather", "bcast", "reduce_scatter"}
     contenders = Counter(row["contender"] for row in rows)
-    assert contenders == {"mpiring auto": 12, "mpiring persistent": 8, "MPI_Allreduce": 4,
-                          "MPI_Iallreduce": 4, "MPI_Allgather": 4}
+    assert contenders == {"mpiring auto": 20, "mpiring persistent": 20, "MPI_Allreduce": 4,
+                          "MPI_Iallreduce": 4, "MPI_Allgather": 4, "MPI_Bcast": 4,
+                          "MPI_Reduce_scatter": 4}
     assert not any(row["barrier"] for row in rows)
     for row in rows:
         assert row["iterations"] == {4: 40, 12288: 4}[row["bytes"]]
@@ -151,8 +153,8 @@ def check_latencies(rows, output):
         assert ("overlap_percent" in row) == (row["test"] == "iallreduce")
     # As the OSU micro-benchmarks print them with -f.
     head = "# Size       Avg Latency(us)   Min Latency(us)   Max Latency(us)  Iterations"
-    assert output.count(head) == 3 + 6 + 4
-    assert len(re.findall(r"^4 {9}( +\d+\.\d\d){3} +40$", output, re.MULTILINE)) == 3 + 6 + 4
+    assert output.count(head) == 3 + 4 * 6
+    assert len(re.findall(r"^4 {9}( +\d+\.\d\d){3} +40$", output, re.MULTILINE)) == 3 + 4 * 6
     assert len(re.findall(r"^12288 {5}( +\d+\.\d\d){7}$", output, re.MULTILINE)) == 6
     assert output.count("a barrier before each call") == 3
 

@@ -40,7 +40,7 @@ def test_help_needs_no_mpi(capsys, monkeypatch, command):
 @pytest.mark.parametrize(("words", "message"), [
     ("allreduce --sizes many", "argument --sizes: size 'many': expected a number of bytes"),
     ("allreduce --sizes 8,0", "argument --sizes: size '0': expected 1 byte or more"),
-    ("latency --tests allreduce,bcast", "'bcast': expected some of allreduce, iallreduce"),
+    ("latency --tests allreduce,scan", "'scan': expected some of allreduce, iallreduce"),
     ("latency --calls 0", "argument --calls: '0': expected 1 or more"),
     ("overlap --bucket 0", "argument --bucket: size '0': expected 1 byte or more"),
     ("allreduce --algorithms auto,best", "'best': expected some of auto"),
