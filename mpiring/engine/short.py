@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..memory import sums
+from ..memory import streams, sums
 from ..memory.arrays import Array, bounds_of, dtype_name
 from ..operations.agreement import Call
 from ..transport import compiled_rounds, moves, pipeline
@@ -74,6 +74,7 @@ def _compile_long(dtypes: Sequence[str]) -> None:
         if name in sums.DTYPES:
             sums.code(name, compiles=True)
             pipeline.code(name, compiles=True)
+    streams.code(compiles=True)
 
 
 class ShortCalls:
