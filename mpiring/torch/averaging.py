@@ -22,7 +22,7 @@ from .devices import gpu_of, marker_of, selector_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
-from .threads import fill_cores
+from .threads import fill_only_node
 from .withheld import withheld
 
 
@@ -108,13 +108,13 @@ class Averaging:
         # All are on its device.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
-        fills = gpu is None and len(comm.memory_groups) == 1 and fill_cores(comm.local_size)
+        hides_nothing = fill_only_node(comm) and gpu is None
         with self._select_gpu():
             self.gradients = Gradients(
                 specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
                 deterministic=settings.deterministic, order=settings.order, moved=self._move,
                 steps=steps, device=gpu, mark=marker_of(first), weighing=weighing,
-                hides_nothing=all(comm.allgather_object(fills)))
+                hides_nothing=hides_nothing)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)

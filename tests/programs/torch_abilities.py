@@ -29,6 +29,7 @@ from mpiring.numpy import DiLoCo as LocalOfArrays
 from mpiring.torch import (
     Checkpoints, DataParallel, DiLoCo, DistributedSampler, Sharded, broadcast_optimizer_state,
     broadcast_parameters, share_cores)
+from mpiring.torch.threads import fill_only_node
 
 if CUDA:
     torch.set_default_device(WHERE)
@@ -1017,8 +1018,7 @@ def operations_leave_busy_cores_alone():
                 lambda q, sent=sent, gradients=gradients: sent.append(len(gradients._handles)))
         x, y = batch(r)
         nn.functional.mse_loss(model(x), y).backward()
-        fills = p * torch.get_num_threads() >= cores
-        hides_nothing = not ON_GPU and len(comm.memory_groups) == 1 and fills
+        hides_nothing = fill_only_node(comm) and not ON_GPU
         assert len(sent) == 4 and (sent == [0] * 4) == hides_nothing, (threads, sent)
     torch.set_num_threads(before)
 
