@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ..collectives.operation import IN_SLOT, NOWHERE
-from ..memory import sums
+from ..memory import streams, sums
 from ..memory.arrays import Array, bounds_of, dtype_name
 from ..operations.agreement import Call
 from ..transport import compiled_rounds, moves, pipeline
@@ -80,6 +80,7 @@ def _compile_long(dtypes: Sequence[str]) -> None:
         if name in sums.DTYPES:
             sums.code(name, compiles=True)
             pipeline.code(name, compiles=True)
+    streams.code(compiles=True)
 
 
 class ShortCalls:

@@ -62,7 +62,7 @@ class CompiledRound:
         # Owns what the code is given addresses of.
         self._round, self._words = round_, round_.words
         self._address = round_.address()
-        is_short = self._words[ROUND_NBYTES] <= _WITH_LOCK_BYTES
+        is_short = round_.n * round_.dtype.itemsize <= _WITH_LOCK_BYTES
         self.begin = code.call_with_lock if is_short else code.call
         self._go_on, self._otherwise = code.call, otherwise
 
