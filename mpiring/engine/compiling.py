@@ -1,7 +1,8 @@
 """Compiles what runs sums and means, once per kind of machine, rather than amid other work."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ..memory import sums
 from ..operations.agreement import Call
@@ -16,8 +17,8 @@ COMPILED_EARLY = ("float32", "float64", "int64")
 def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> None:
     """Compile what runs sums and means, unless it is on disk; without numba, do nothing.
 
-    A rank that keeps nothing on disk (see the setting `tuning_folder`) does not compile either: it
-    would at every start.
+    The ranks of a node share the work. One that keeps nothing on disk (see the setting
+    `tuning_folder`) does not compile: it would at every start.
 
     Args:
         group: Short sums are compiled if its ranks share one memory, long ones if any do.
@@ -25,29 +26,25 @@ def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> No
 
     Collective: yes. Blocking: yes, for a few seconds per dtype the first time.
     """
-    memory, rounds = group.sharing.memory, group.config.rounds == "auto"
-    keeps = bool(group.config.tuning_folder)
-    if len(group.sharing.memory_groups) > 1:
-        if memory is not None and keeps:
-            _compile_long(dtypes)
-        return
     dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
-    if memory is None or not dtypes:
+    if not dtypes or all(len(ranks) == 1 for ranks in group.sharing.memory_groups):
         return
-    # The first one saves it for the others.
-    for turn in (memory.rank == 0, memory.rank > 0):
-        if turn and keeps:
-            for name in dtypes if rounds else ():
-                compiled_rounds.code("sum", name, group.size, compiles=True)
-            _compile_long(dtypes)
+    memory = group.sharing.memory
+    mine = [*_compilations(group, dtypes)] if memory and group.config.tuning_folder else []
+    # What others save is loaded; what cannot be saved is made by each.
+    for share in (mine[memory.rank::len(memory.ranks)] if memory else [], mine):
+        for compilation in share:
+            compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),
                   lambda collectives: collectives.barrier())
     if group.short is not None:
         group.short.forget()
 
 
-def _compile_long(dtypes: Sequence[str]) -> None:
+def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:
     for name in dtypes:
+        if group.short is not None and group.config.rounds == "auto":
+            yield partial(compiled_rounds.code, "sum", name, group.size)
         if name in sums.DTYPES:
-            sums.code(name, compiles=True)
-            pipeline.code(name, compiles=True)
+            yield partial(sums.code, name)
+            yield partial(pipeline.code, name)
