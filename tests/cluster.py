@@ -48,7 +48,8 @@ def run(node_of, program, *, call=lambda rank: Call("test"), order=None, seed=No
         algorithm: What "auto" means; MPI's own is not there.
         tuning: Lengths and counts; what is copied at once always fits into a slot.
     """
-    tuning = replace(tuning, eager_bytes=min(tuning.eager_bytes, 4 * slot_bytes))
+    tuning = replace(tuning, eager_bytes=min(tuning.eager_bytes, 4 * slot_bytes),
+                     moved_bytes=min(tuning.moved_bytes, slot_bytes))
     node_of = list(node_of)
     network = network or SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
     memory = SimulatedMemory(network, barrier_s=barrier_s, slot_bytes=slot_bytes)

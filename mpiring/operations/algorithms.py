@@ -59,10 +59,14 @@ class Halves:
 
     Attributes:
         reduce_scatter, allgather: Build their schedules.
+        short: Takes their place for few bytes …
+        is_short: … so few.
     """
 
     reduce_scatter: ReduceScatter
     allgather: Allgather
+    short: "Halves | None" = None
+    is_short: Callable[[Case], bool] = lambda case: False
 
 
 @dataclass(frozen=True)
@@ -216,12 +220,14 @@ def _unless_mpi_can(case: Case) -> str:
 
 
 # On a node, for few bytes.
-EAGER = Algorithm("eager", shared.eager,
-                  Halves(shared.eager_reduce_scatter, shared.eager_allgather))
+EAGER = Algorithm("eager", shared.eager)
+EAGER_HALVES = Halves(shared.eager_reduce_scatter, shared.eager_allgather)
 # Of those that are measured, the last sends the fewest bytes. For 16 bits, "auto" takes the first
 # that keeps float32.
 TABLE = (
-    Algorithm("shared", shared.allreduce, Halves(shared.reduce_scatter, shared.allgather),
+    Algorithm("shared", shared.allreduce,
+              Halves(shared.reduce_scatter, shared.allgather, EAGER_HALVES,
+                     lambda case: case.nbytes <= case.tuning.moved_bytes),
               _unless_one_node, is_measured=lambda nodes: True, keeps_float32=True,
               on_gpus=_shared_on_gpus, short=EAGER,
               is_short=lambda case: shared.is_short(
@@ -283,8 +289,8 @@ def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) ->
     Raises: as `choose`.
     """
     halves = {row: row.halves for row in TABLE if row.halves is not None}
-    row = _row(case, wish, model, list(halves))
-    return row.variant(case).halves or halves[row]
+    found = halves[_row(case, wish, model, list(halves))]
+    return found.short if found.short is not None and found.is_short(case) else found
 
 
 def _row(case: Case, wish: str, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:

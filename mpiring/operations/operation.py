@@ -15,7 +15,7 @@ from ..memory.reduction import Combine, reduction
 from ..transport.alone import Alone
 from ..transport.base import Channel, Node, Schedule, T
 from ..transport.members import Members
-from .algorithms import EAGER, Algorithm, Case, choose, choose_halves, say_fallback
+from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, say_fallback
 from .resources import OperationChannel, Resources
 from .windows import mapped_once
 
@@ -253,12 +253,10 @@ class Collectives:
             ConfigError: The op does not suit the dtype.
         """
         combine = self.combiner(op, x.dtype, self.size)
-        if self._whole is not None and self._is_short(x):
+        if self._whole is not None and shared.is_short(
+                x.nbytes, x.dtype, self.size, self.tuning.eager_bytes):
             return shared.eager(self, x, op, combine, root)
         return self.confirmed(self._reduce(x, root, combine))
-
-    def _is_short(self, x: Array) -> bool:
-        return shared.is_short(x.nbytes, x.dtype, self.size, self.tuning.eager_bytes)
 
     def is_eager(self, kind: str, x: Array, op: str) -> bool:
         """Return whether a collective takes a single barrier on the node, by way of the slots.
@@ -272,8 +270,8 @@ class Collectives:
             return self.algorithm_of(x, op) is EAGER
         if kind in ("reduce_scatter", "allgather"):
             # As there.
-            return self._chosen(choose_halves, x, op or "sum") is EAGER.halves
-        return len(self.nodes) == 1 < self.size and self._is_short(x)
+            return self._chosen(choose_halves, x, op or "sum") is EAGER_HALVES
+        return len(self.nodes) == 1 < self.size and x.nbytes <= self.tuning.moved_bytes
 
     def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
         chunks = chunks_of(x, self.size)
@@ -382,8 +380,9 @@ class Collectives:
     def broadcast(self, x: Array, root: int) -> Schedule[None]:
         """Return the schedule that copies the vector `x` of rank `root` to all."""
         if self._whole is not None:
-            return (shared.eager_broadcast(self, x, root) if self._is_short(x) else
-                    node_copies.broadcast(self._whole, x, root))
+            if x.nbytes <= self.tuning.moved_bytes:
+                return shared.eager_broadcast(self, x, root)
+            return node_copies.broadcast(self._whole, x, root)
         return chain.broadcast(
             self.ring, x, self.order.index(root), self.tuning.broadcast_bytes)
 

@@ -22,7 +22,7 @@ from . import sparse
 from .devices import DEVICE_TYPES
 from .groups import monitored_barrier, open_group
 from .ops import op_of
-from .threads import fill_cores
+from .threads import fill_cores, own_share
 from .vectors import (
     Loan, by_splits, check_alike, check_count, check_multiple, described, in_turn,
     only, rows_of, with_own,
@@ -72,6 +72,7 @@ class ProcessGroup(dist.ProcessGroup):
         self._name = self._description = ""
         self._beside: Group | None = None
         self._messages = group.messages()
+        self._share = own_share(group.run, group.sharing.topology.node_rank)
         self._coalescing: list[Work] | None = None
 
     # The interface of back ends
@@ -151,8 +152,7 @@ class ProcessGroup(dist.ProcessGroup):
 
         Then, with two ranks on two cores, the thread cost a step as much again as the reductions.
         """
-        sharing = self._group.sharing
-        return len(sharing.memory_groups) == 1 and fill_cores(sharing.topology.local_size)
+        return len(self._group.sharing.memory_groups) == 1 and fill_cores(self._share)
 
     def _work(self, work: Work) -> Work:
         if self._coalescing is not None:

@@ -1,12 +1,16 @@
 """Limits PyTorch's threads to each rank's share of the node's cores."""
 
 import os
-from collections.abc import Set
+from collections.abc import Callable, Set
 
+import numpy as np
 import torch
 
 from ..communicator import Communicator, refuse_other_than_communicators
+from ..engine.group import Build
 from ..launch.environment import threads_are_set
+from ..memory.arrays import Array
+from ..operations.agreement import Call
 
 # Numbers of threads that `share_cores` has set, which a later call may replace.
 _shares: set[int] = set()
@@ -27,23 +31,50 @@ def share_cores(comm: Communicator) -> int:
     Collective: yes. Blocking: yes.
     """
     refuse_other_than_communicators(comm)
-    cores = frozenset(_own_cores())
-    others = [theirs for node, theirs in comm.allgather_object((comm.node_rank, cores))
-              if node == comm.node_rank and theirs & cores]
-    if not threads_are_set() and torch.get_num_threads() in _shares | _defaults(cores):
-        share = max(1, len(cores) // len(others))
-        _shares.add(share)
-        torch.set_num_threads(share)
+    share = own_share(comm.run, comm.node_rank)
+    if not threads_are_set() and torch.get_num_threads() in _shares | _defaults(_own_cores()):
+        threads = max(1, int(share))
+        _shares.add(threads)
+        torch.set_num_threads(threads)
     return torch.get_num_threads()
 
 
-def fill_cores(ranks: int) -> bool:
-    """Return whether PyTorch's threads of so many ranks leave none of their cores idle.
+def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank: int) -> float:
+    """Return how many cores there are for this rank, of those that it may run on.
+
+    A rank of this node that may run on some of them, and on others, takes its part of them.
 
     Args:
-        ranks: That run on the same cores as this one, with as many threads.
+        run: Of a communicator, or group, of the ranks that compute at the same time.
+        node_rank: The number of this rank's node.
+
+    Collective: yes. Blocking: yes.
     """
-    return ranks * torch.get_num_threads() >= len(_own_cores())
+    mine = np.array([node_rank, *sorted(_own_cores())], np.int64)
+    found = run(Call("cores"), lambda collectives: collectives.allgather_bytes(mine.view(np.uint8)))
+    cores, taken = set(mine[1:]), 0.0
+    for node, *theirs in (numbers.view(np.int64) for numbers in found):
+        if node == node_rank:
+            taken += len(cores.intersection(theirs)) / len(theirs)
+    return len(cores) / taken
+
+
+def fill_cores(share: float) -> bool:
+    """Return whether PyTorch's threads leave none of the cores idle that this rank may run on.
+
+    Args:
+        share: How many of these there are for it; the other ranks have as many threads for each.
+    """
+    return torch.get_num_threads() >= share
+
+
+def fill_only_node(comm: Communicator) -> bool:
+    """Return whether all ranks are on one node and leave none of its cores idle; alike on all.
+
+    Collective: yes. Blocking: yes.
+    """
+    fills = fill_cores(own_share(comm.run, comm.node_rank))
+    return len(comm.memory_groups) == 1 and all(comm.allgather_object(fills))
 
 
 def _own_cores() -> Set[int]:

@@ -27,11 +27,16 @@ from .host_copy import HostCopy
 from .views import Views
 
 
-class Submit(Protocol):
-    """Begins an operation; see Communicator.submit."""
+class Operations(Protocol):
+    """Begins operations, or runs them; a Communicator, or what counts those of a step."""
 
-    def __call__(self, call: Call, build: Build[None], *, device: Device | None,
-                 ready: Sequence[Event]) -> Handle[None]: ...
+    def submit(self, call: Call, build: Build[None], *, device: Device | None,
+               ready: Sequence[Event]) -> Handle[None]:
+        """Begin an operation; see Communicator.submit."""
+
+    def run(self, call: Call, build: Build[None], *, device: Device | None,
+            ready: Sequence[Event]) -> None:
+        """Run an operation; see Communicator.run."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +85,9 @@ class Averager:
         device: The GPU that tensors are to lie on; in host memory by default.
         mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
             CuPy's stream by default.
-        submit: Begins the operations that average; `comm.submit` by default.
-        hides_nothing: Buckets leave in `wait` or `arrived`, since ranks compute on all cores
-            until then; the same on all ranks.
+        operations: Begins the operations that average, or runs them; `comm` by default.
+        hides_nothing: Buckets leave in `wait` or `arrived`, one after the other, since ranks
+            compute on all cores until then; the same on all ranks.
 
     Attributes:
         views: By name; replaced by new views when buckets are built anew.
@@ -106,11 +111,11 @@ class Averager:
                  bucket_bytes: int, reducer: Wish = None, deterministic: bool = False,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
-                 mark: Callable[[], Event] | None = None, submit: Submit | None = None,
+                 mark: Callable[[], Event] | None = None, operations: Operations | None = None,
                  hides_nothing: bool = False) -> None:
         self._device = device
         self._mark = device.gpu.mark if device is not None and mark is None else mark
-        self._comm, self._submit = comm, submit or comm.submit
+        self._comm, self._operations = comm, operations or comm
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._reducers = reducers_of(self.tensors, reducer)
         self.compressors = compressors(self._reducers.values())
@@ -128,10 +133,10 @@ class Averager:
         self._retired: list[Bucket] = []
         self.steps, self.scatters = steps, False
         # Of the present step: the tensors that are ready, since when there are any, and the
-        # reductions of the buckets that have left.
+        # reductions of the buckets that have left; None for one that was waited for at once.
         self._order: list[str] = []
         self._began_s = 0.0
-        self._handles: list[Handle[None]] = []
+        self._handles: list[Handle[None] | None] = []
         self._finite: bool | None = True
         for compressor in self.compressors:
             compressor.serve(self)
@@ -174,14 +179,18 @@ class Averager:
             self._handles.append(self._send(bucket))
         self._comm.poke()
 
-    def _send(self, bucket: Bucket) -> Handle[None]:
+    def _send(self, bucket: Bucket) -> Handle[None] | None:
         reduction = self._reductions[bucket.index]
         bucket.finite = None
         call = Call("scatter" if self.scatters else "reduce",
                     f"{reduction.text} in {self.moment}", bucket.label, bucket.flat.nbytes)
         # What is in other buckets soon is needed whole.
         build = reduction.scatter if self.scatters and self._is_final else reduction.reduce
-        return self._submit(call, build, device=reduction.device, ready=bucket.written)
+        if self._hides_nothing:
+            self._operations.run(call, build, device=reduction.device, ready=bucket.written)
+            return None
+        return self._operations.submit(
+            call, build, device=reduction.device, ready=bucket.written)
 
     @property
     def moment(self) -> str:
@@ -243,7 +252,9 @@ class Averager:
         for bucket in self.buckets:
             if bucket.index == len(self._handles):
                 self._handles.append(self._send(bucket))
-            self._handles[bucket.index].wait()
+            handle = self._handles[bucket.index]
+            if handle is not None:
+                handle.wait()
             yield bucket
 
     def _agree_on_finite(self) -> None:

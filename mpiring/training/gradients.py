@@ -53,10 +53,10 @@ class Gradients(Averager):
             bucket_bytes = usual_bytes(len(comm.memory_groups))
         super().__init__(tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
                          deterministic=deterministic, order=order, steps=steps, moved=moved,
-                         device=device, mark=mark, submit=self.tally.submit,
+                         device=device, mark=mark, operations=self.tally,
                          hides_nothing=hides_nothing)
 
-    def _send(self, bucket: Bucket) -> Handle[None]:
+    def _send(self, bucket: Bucket) -> Handle[None] | None:
         self.nonfinite.look_at(bucket, last=bucket is self.buckets[-1])
         return super()._send(bucket)
 
@@ -127,13 +127,26 @@ class Tally:
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:
         """Begin an operation that counts; see Communicator.submit."""
+        handle = self._comm.submit(call, self._counted(build), device=device, ready=ready)
+        self._flights.append(handle.flight)
+        return handle
+
+    def run(self, call: Call, build: Build[T], *, device: Device | None = None,
+            ready: Sequence[Event] = ()) -> T:
+        """Run an operation that counts; see Communicator.run."""
+        began_s = time.monotonic()
+        result = self._comm.run(call, self._counted(build), device=device, ready=ready)
+        if self._comm.size > 1:
+            now_s = time.monotonic()
+            self._flights.append(Flight(call, 0, "", "", began_s, began_s, now_s, now_s - began_s))
+        return result
+
+    def _counted(self, build: Build[T]) -> Build[T]:
         def counted(collectives: Collectives) -> Schedule[T]:
             self._collectives.append(collectives)
             return build(collectives)
 
-        handle = self._comm.submit(call, counted, device=device, ready=ready)
-        self._flights.append(handle.flight)
-        return handle
+        return counted
 
     def take(self) -> Statistics:
         """Return the cost of those since the last call, which should all be complete."""

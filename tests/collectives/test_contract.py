@@ -21,7 +21,7 @@ NODES = {"p=1": [0], "p=2": [0, 1], "p=3": [0, 1, 2], "p=5": [0, 1, 2, 3, 4], "p
          "one node": [0] * 4, "2 x 2": [0, 0, 1, 1], "round-robin": [0, 1, 0, 1, 0, 1],
          "uneven": [0, 0, 0, 1, 2, 2, 2]}
 # Arrays of this test's sizes take every path.
-SMALL = Tuning(eager_bytes=300, short_bytes=200)
+SMALL = Tuning(eager_bytes=300, moved_bytes=75, short_bytes=200)
 
 
 def some_dtypes(op, p):

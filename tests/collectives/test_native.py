@@ -6,7 +6,7 @@ import pytest
 
 from mpiring.collectives import native
 from mpiring.collectives.operation import Tuning
-from mpiring.operations.algorithms import EAGER, TABLE, Case, choose, choose_halves
+from mpiring.operations.algorithms import EAGER_HALVES, TABLE, Case, choose, choose_halves
 from mpiring.errors import ConfigError
 
 
@@ -55,13 +55,14 @@ def test_choice_by_nodes():
 def test_what_cannot_be_halved_gives_way():
     def halves(ranks, nodes, wish, op="sum", dtype="float32", nbytes=8):
         found = choose_halves(Case(nbytes, np.dtype(dtype), op, ranks, nodes, Tuning()), wish)
-        return next(row.name for row in (*TABLE, EAGER) if row.halves is found)
+        return "eager" if found is EAGER_HALVES else next(
+            row.name for row in TABLE if row.halves is found)
 
     for wish in ("auto", "native"):
         assert halves(4, 4, wish) == "ring"
         assert halves(4, 2, wish) == "hierarchical", "also where an allreduce would be short"
         assert halves(4, 1, wish) == "eager"
-        assert halves(4, 1, wish, nbytes=Tuning.eager_bytes // 4 + 1) == "shared"
+        assert halves(4, 1, wish, nbytes=Tuning.moved_bytes + 1) == "shared"
     assert halves(4, 4, "auto", dtype="float16") == "direct"
     assert halves(4, 2, "ring") == "ring"
 

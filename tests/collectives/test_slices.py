@@ -14,7 +14,7 @@ from mpiring.simulated.network import SimulatedNetwork
 
 HEADER_BYTES = 192
 # Arrays of these tests' sizes take every path, in several pieces.
-SMALL = Tuning(eager_bytes=300, slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
+SMALL = Tuning(moved_bytes=75, slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
 SIZES = [1, 2, 3, 4, 5, 7, 9]
 BOUNDS = {
     "equal": lambda n, p: None,

@@ -42,8 +42,9 @@ def assert_equal(averager, means):
         np.testing.assert_allclose(averager.views[name], mean, rtol=1e-5, atol=1e-5)
 
 
-def test_tensors_become_their_means(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=300)
+@pytest.mark.parametrize("hides_nothing", [False, True])
+def test_tensors_become_their_means(hides_nothing, comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=300, hides_nothing=hides_nothing)
     for step in range(3):
         assert averager.steps == step
         means = write(averager, comm, step)
@@ -52,8 +53,10 @@ def test_tensors_become_their_means(comm):
         assert averager.finite and averager.order == ORDER
 
 
-def test_buckets_arrive_in_the_order_in_which_they_leave(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=100, deterministic=True)
+@pytest.mark.parametrize("hides_nothing", [False, True])
+def test_buckets_arrive_in_the_order_in_which_they_leave(hides_nothing, comm):
+    averager = Averager(TENSORS, comm, bucket_bytes=100, deterministic=True,
+                        hides_nothing=hides_nothing)
     assert len(averager.buckets) > 2
     for step in range(2):
         means = write(averager, comm, step)

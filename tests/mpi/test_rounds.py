@@ -71,8 +71,9 @@ def test_contract(some, dtype):
 
 @pytest.mark.parametrize("dtype", contract.DTYPES, ids=lambda dtype: np.dtype(dtype).name)
 def test_contract_of_the_others(some, dtype):
-    p, rank, longest = some.size, some.rank, (64 << 10) // np.dtype(dtype).itemsize
-    for n in (0, 1, 3, 1001, longest, longest + 1):
+    p, rank, longest = some.size, some.rank, (512 << 10) // np.dtype(dtype).itemsize
+    # What is longer is no round.
+    for n in (0, 1, 3, 1001, *((longest, longest + 1) if dtype == "float32" else ())):
         mine, ones = slice(rank * n // p, (rank + 1) * n // p), np.ones(n, dtype)
         for step in range(2):
             for op in ("max", "bxor", "mean", "prod"):

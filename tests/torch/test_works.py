@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from launching import needed
 
@@ -99,11 +100,29 @@ def test_outside_of_a_backward_pass_nothing_rests(handle):
     Work(handle, [], threaded=True, rests=True).get_future()
 
 
-def test_cores_are_full(monkeypatch):
+def cores_of(*ranks):
+    """Return a communicator's `run` where ranks of (node, cores) tell each other what they have."""
+    def run(call, build):
+        build(SimpleNamespace(allgather_bytes=lambda mine: None))
+        return [np.array([node, *cores], np.int64).view(np.uint8) for node, cores in ranks]
+
+    return run
+
+
+HALVES = range(4), range(4, 8)
+
+
+@pytest.mark.parametrize("ranks, share", [
+    ([(0, range(8))], 8), ([(0, range(8))] * 2, 4), ([(0, range(8))] * 3, 8 / 3),
+    # Each on cores of its own; on other nodes; and where some of them are others', too.
+    ([(0, HALVES[0]), (0, HALVES[1])], 4), ([(0, HALVES[0])] * 2 + [(0, HALVES[1])] * 2, 2),
+    ([(0, range(8)), (1, range(8))], 8), ([(0, range(4)), (0, range(2, 6))], 4 / 1.5)])
+def test_cores_are_full(ranks, share, monkeypatch):
     import torch
 
     from mpiring.torch import threads
-    monkeypatch.setattr(threads, "_own_cores", lambda: set(range(8)))
-    for ranks, count, full in [(2, 4, True), (2, 3, False), (8, 1, True), (1, 8, True)]:
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        assert threads.fill_cores(ranks) == full
+    monkeypatch.setattr(threads, "_own_cores", lambda: set(ranks[0][1]))
+    assert threads.own_share(cores_of(*ranks), 0) == pytest.approx(share)
+    for count in range(1, 9):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+        assert threads.fill_cores(share) == (count >= share)
