@@ -11,10 +11,11 @@ from numpy.typing import DTypeLike
 
 from .arguments import MOST_OF_MPI, whole_number
 from .config import Config
+from .engine.compiling import compile_rounds
 from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
-from .engine.short import BARRIER, compile_rounds
+from .engine.short import BARRIER
 from .errors import ConfigError
 from .gpu.arrays import device_named
 from .gpu.base import Event

@@ -14,8 +14,9 @@ from ..operations.operation import Collectives
 from ..transport import compiled_rounds
 from ..transport.base import Schedule, T
 from ..transport.layout import DONE
+from .compiling import compile_rounds
 from .handle import Handle
-from .short import COPYING, IN_PLACE, ShortCalls, compile_rounds
+from .short import COPYING, IN_PLACE, ShortCalls
 
 if TYPE_CHECKING:
     from .group import Build, Group

@@ -1,0 +1,36 @@
+"""Tests who compiles what ahead of use."""
+
+import pytest
+from mpi4py import MPI
+
+import mpiring
+from mpiring.memory import machine
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What this rank would have compiled, in order."""
+    asked = []
+    monkeypatch.setattr(machine, "code", lambda what, *_: asked.append(what))
+    monkeypatch.setattr(machine, "_folder", None)
+    return asked
+
+
+@pytest.mark.parametrize("rounds", ["auto", "python", "off"])
+def test_ranks_share_the_work_and_who_keeps_nothing_does_none(compiled, rounds, tmp_path):
+    world = MPI.COMM_WORLD
+    keeps = world.rank < world.size - 1
+    config = mpiring.Config(tuning_folder=str(tmp_path) if keeps else "", rounds=rounds)
+    with mpiring.Communicator(world, config=config) as comm:
+        shares = len(comm.memory_groups) == 1 and comm.size > 1
+        comm.prepare()
+    kinds = {what.split(" of ")[0] for what in compiled}
+    if not (keeps and shares):
+        assert not compiled
+        return
+    assert "long sums" in kinds and ("short sums" in kinds) == (rounds == "auto")
+    everything = sorted(set(compiled))
+    mine = compiled[:-len(everything)]
+    assert sorted(compiled[len(mine):]) == everything and set(mine) < set(everything)
