@@ -1,6 +1,5 @@
 """Runs a group's calls as rounds, in the caller's thread; what is late goes to the engine."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
