@@ -141,22 +141,7 @@ def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
 def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
     """Return a function that runs a round from where it is published to its end."""
     inlined, store_release = intrinsics.inlined, intrinsics.store_release
-    end = _ending(intrinsics, name)
-
-    @inlined
-    def agreement(words, area):  # type: ignore[no-untyped-def]
-        otherwise, p = False, words[ROUND_RANKS]
-        for r in range(p):
-            theirs = words_at(words[ROUND_BASES + r] + area)
-            if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
-                return DISAGREE
-            if words[ROUND_IN_PLACE] != 0:
-                known = ROUND_BASES + 2 * (p + r)
-                otherwise |= theirs[_NOTE] != words[known]
-                otherwise |= theirs[_NOTE + 1] != words[known + 1]
-            elif words[ROUND_TAKES] == 0:
-                otherwise |= theirs[FORM_WORD] == 0
-        return OTHERWISE if otherwise else DONE
+    end, agreement = _ending(intrinsics, name), _agreeing(intrinsics, words_at)
 
     @inlined
     def finish(words, clock, area, count, how):  # type: ignore[no-untyped-def]
@@ -181,6 +166,26 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
         return DONE
 
     return finish
+
+
+def _agreeing(intrinsics: Any, words_at: Any) -> Any:
+    """Return a function that compares what all ranks have published: DONE, DISAGREE, OTHERWISE."""
+    @intrinsics.inlined
+    def agreement(words, area):  # type: ignore[no-untyped-def]
+        otherwise, p = False, words[ROUND_RANKS]
+        for r in range(p):
+            theirs = words_at(words[ROUND_BASES + r] + area)
+            if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
+                return DISAGREE
+            if words[ROUND_IN_PLACE] != 0:
+                known = ROUND_BASES + 2 * (p + r)
+                otherwise |= theirs[_NOTE] != words[known]
+                otherwise |= theirs[_NOTE + 1] != words[known + 1]
+            elif words[ROUND_TAKES] == 0:
+                otherwise |= theirs[FORM_WORD] == 0
+        return OTHERWISE if otherwise else DONE
+
+    return agreement
 
 
 def _notes(intrinsics: Any, words_at: Any) -> tuple[Any, Any]:
