@@ -36,7 +36,7 @@ def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> No
         for compilation in share:
             compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),
-                  lambda collectives: collectives.barrier())
+                  lambda collectives: collectives.barrier(), patient=True)
     if group.short is not None:
         group.short.forget()
 

@@ -71,6 +71,14 @@ def relax(typing: Any) -> Any:
     return types.void(), generate
 
 
+@numba.extending.intrinsic
+def opaque(typing: Any, value: Any) -> Any:
+    """Return a word as it is, of which the compiler knows nothing any more."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.asm(ir.FunctionType(_WORD, [_WORD]), "", "=r,0", values, True)
+    return types.int64(types.int64), generate
+
+
 def _call(builder: Any, name: str, kind: Any, values: list[Any]) -> None:
     builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
 

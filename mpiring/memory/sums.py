@@ -83,7 +83,7 @@ def adding(intrinsics: Any, name: str) -> Any:
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     pointer, number = intrinsics.pointer_to(np.dtype(name)), np.dtype(name).type
-    inlined = intrinsics.inlined
+    inlined, opaque = intrinsics.inlined, intrinsics.opaque
     add_blocks = _adding_blocks(inlined, pointer)
     both = adding_both(inlined, pointer, inlined(lambda x: x), inlined(lambda x, divisor: x), True)
 
@@ -93,10 +93,12 @@ def adding(intrinsics: Any, name: str) -> Any:
         if p == 2 and q == 2 and sources[0] == outs[0] and sources[1] == outs[1]:
             both(sources[0], sources[1], n, number(divisor))
             return
+        divides = np.int64(divisor != 1)
         for start in range(0, n, _BLOCK):
             length = min(_BLOCK, n - start)
-            add_blocks(sources, p, start, length, total)
-            if divisor != 1:
+            # Or all would be compiled once more for each case.
+            add_blocks(sources, opaque(p), start, length, total)
+            if opaque(divides):
                 for i in range(length):
                     total[i] /= number(divisor)
             # Only here, since what is written to may be one of the sources.
