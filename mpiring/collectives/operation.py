@@ -53,8 +53,10 @@ class Tuning:
     native_below_bytes: int = 256 << 10
 
 
-# The number and offset of a vector that no window holds.
+# The number and offset of a vector that no window holds ...
 NOWHERE = (-1, 0)
+# ... and of one that lies in its rank's staging slot, because others cannot wait for the rank.
+IN_SLOT = (-2, 0)
 
 
 class Windows(Protocol):

@@ -17,7 +17,7 @@ from ..transport import moves, pipeline
 from ..transport.base import Node, Schedule
 from ..transport.moves import Moves
 from . import node_copies
-from .operation import Operation, Tuning
+from .operation import IN_SLOT, Operation, Tuning
 
 
 def is_short(nbytes: int, dtype: "np.dtype[np.generic]", ranks: int, limit: int) -> bool:
@@ -42,10 +42,25 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
 
     Collective: yes. Blocking: no (a schedule).
     """
-    node, windows = operation.node, operation.windows
-    positions = yield from node.share(*windows.position_of(x))
-    slices = windows.slices(node, positions, x)
-    if slices is not None:
+    positions = yield from operation.node.share(*operation.windows.position_of(x))
+    yield from located(operation, positions, x, op, combine)
+
+
+def located(operation: Operation, positions: Sequence[tuple[int, ...]], x: Array, op: str,
+            combine: Combine) -> Schedule[None]:
+    """Go on with `allreduce` when all ranks have told where their vectors are.
+
+    Args:
+        positions: Per rank of the node, the window and the offset there; or NOWHERE or IN_SLOT.
+        operation, x, op, combine: As for `allreduce`.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    node = operation.node
+    slices = operation.windows.slices(node, positions, x)
+    if IN_SLOT in positions:
+        yield from eager(operation, x, op, combine)
+    elif slices is not None:
         yield from in_place(node, slices, combine)
     else:
         yield from staged(node, x, combine, operation.tuning.staged_bytes)

@@ -12,7 +12,6 @@ from ..errors import ClosedError
 from ..launch import forks
 from ..launch.cache import folder_of
 from ..launch.start import load_mpi
-from ..memory.arrays import Array
 from ..memory.machine import save_in
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
@@ -24,7 +23,7 @@ from ..operations.resources import Resources
 from ..operations.windows import Windows
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
-from ..transport.base import Schedule, T, Task
+from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE
 from ..transport.rounds import give_way
 from .engine import Engine
@@ -199,13 +198,14 @@ class Group:
         self._persistent += 1
         return self._persistent
 
-    def position_of(self, x: Array) -> tuple[int, int]:
-        """Return where a vector lies in the windows; see Windows."""
-        return self._resources.windows.position_of(x)
+    @property
+    def windows(self) -> Windows:
+        """The arrays in node-shared memory."""
+        return self._resources.windows
 
-    def is_eager(self, kind: str, x: Array, op: str) -> bool:
-        """Return whether a collective takes one barrier; see Collectives.is_eager."""
-        return Collectives(self._resources, None, 0).is_eager(kind, x, op)
+    def collectives(self, node: Node | None = None, sequence: int = 0) -> Collectives:
+        """Return the schedules of an operation; see there."""
+        return Collectives(self._resources, node, sequence)
 
     def _run_at_once(self, task: Task[Any], flight: Flight) -> bool:
         """Start an operation; return whether it is complete after a moment."""
@@ -246,7 +246,7 @@ class Group:
         sequence, sharing = self._words[LEDGER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
-        collectives = Collectives(self._resources, node, sequence)
+        collectives = self.collectives(node, sequence)
         try:
             schedule = build(collectives)
             if self.size == 1:

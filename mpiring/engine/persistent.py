@@ -1,11 +1,12 @@
 """An operation that is made once and started again and again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic
 
 import numpy as np
 
 from ..collectives import shared
+from ..collectives.operation import NOWHERE
 from ..errors import ConfigError
 from ..memory.arrays import Array, dtype_name
 from ..operations.agreement import Call
@@ -15,7 +16,7 @@ from ..transport.base import Schedule, T
 from ..transport.layout import DONE
 from .compiling import compile_rounds
 from .handle import Handle
-from .short import COPYING, ShortCalls
+from .short import COPYING, IN_PLACE, ShortCalls
 
 if TYPE_CHECKING:
     from .group import Build, Group
@@ -53,19 +54,24 @@ class Persistent(Generic[T]):
         # All ranks make the same ones, and in the same order.
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
-        self._short, self._round, windows = group.short, None, None
+        # What runs when it is called, and when it is started.
+        self._short, self._round, self._started = group.short, None, None
+        in_windows = False
         if vector is not None:
             name = dtype_name(vector.dtype)
             compile_rounds(group, [compiled_rounds.COPIES if kind in COPYING else name])
         if kind == "allreduce" and vector is not None and op_or_root in compiled_rounds.OPS:
-            windows = group.run(
-                Call("persistent", "(where all vectors are)"),
-                lambda collectives: _windows(collectives, vector, op_or_root, group.short))
-        self._is_in_place = windows is not None
-        if self._is_in_place:
+            in_windows = group.run(
+                Call("persistent", "(whether vectors are in windows)"),
+                lambda collectives: _are_in_windows(collectives, vector, op_or_root, group.short))
+        if in_windows:
             self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
         if self._short is not None and vector is not None:
-            self._round = self._short.round(call, vector, kind, op_or_root, windows)
+            self._started = self._short.round(call, vector, kind, op_or_root, instead=in_windows)
+            self._round = self._started
+            if in_windows or kind == "allreduce" and _alone_in_window(
+                    group, self._short, vector, op_or_root):
+                self._round = self._short.in_place(call, vector, op_or_root)
             # Where the memory may move, it has to be looked at each time.
             if self._round is not None and type(result) is np.ndarray:
                 self._begin, self._address = self._round.begin, self._round.bound(vector)
@@ -84,9 +90,8 @@ class Persistent(Generic[T]):
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
         build = self._build()
-        # In place, the others wait for what this rank combines: that is the engine's.
-        if self._round is not None and self._short is not None and not self._is_in_place:
-            self._handle = self._short.start(self._round, self._call, self._vector, None)
+        if self._started is not None and self._short is not None:
+            self._handle = self._short.start(self._started, self._call, self._vector, None)
         if self._handle is None:
             self._handle = self._group.submit(self._call, build)
 
@@ -130,21 +135,24 @@ class Persistent(Generic[T]):
         return self._result
 
 
-def _windows(collectives: Collectives, x: Array, op: str,
-             short: ShortCalls | None) -> Schedule[Sequence[Array] | None]:
-    """Return all ranks' vectors if they are to be combined in place, by rounds; else None.
+def _are_in_windows(collectives: Collectives, x: Array, op: str,
+                    short: ShortCalls | None) -> Schedule[bool]:
+    """Return whether all ranks are to combine short vectors in place, which takes compiled code.
 
-    Shorter ones are faster copied, longer ones are no rounds, and rounds in Python do not do it.
+    Shorter ones are faster copied; with longer ones it goes without saying.
     """
     if len(collectives.nodes) > 1 or collectives.size == 1:
         yield from collectives.barrier()
-        return None
-    position = collectives.windows.position_of(x)
-    is_able = short is not None and short.is_compiled(x, op)
-    answers = yield from collectives.node.share(*position, int(is_able))
-    if x.nbytes < _IN_PLACE_BYTES or not all(able for _, _, able in answers):
-        return None
-    return collectives.windows.vectors([answer[:2] for answer in answers], x)
+        return False
+    is_able = short is not None and short.is_compiled(x, op) and x.nbytes >= _IN_PLACE_BYTES
+    window, _ = collectives.windows.position_of(x)
+    answers = yield from collectives.node.share(window, int(is_able))
+    return answers == [(answers[0][0], 1)] * len(answers) and window >= 0
+
+
+def _alone_in_window(group: "Group", short: ShortCalls, x: Array, op: str) -> bool:
+    """Return whether this rank may combine a long vector in place, whatever the others do."""
+    return (group.windows.position_of(x) != NOWHERE and short.is_compiled(x, op, IN_PLACE))
 
 
 def _in_place(x: Array, op: str) -> "Build[None]":

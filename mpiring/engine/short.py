@@ -1,10 +1,10 @@
-"""Runs a group's short calls as rounds, in the caller's thread; what is late goes to the engine."""
+"""Runs a group's calls as rounds, in the caller's thread; what is late goes to the engine."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ..collectives.operation import IN_SLOT, NOWHERE
 from ..memory.arrays import Array, bounds_of, dtype_name
 from ..operations.agreement import Call
 from ..transport import compiled_rounds, moves
@@ -12,6 +12,7 @@ from ..transport.base import T
 from ..transport.layout import (
     AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
     ROUND_STAGE)
+from ..transport.node_memory import NodeMemory
 from ..transport.rounds import Round
 from .handle import Handle
 from .started import StartedRound
@@ -23,19 +24,25 @@ if TYPE_CHECKING:
 _MOST_CALLS = 256
 # So many of a kind may be started at once.
 _MOST_STARTED = AREAS - 1
-# Of an allreduce: op, dtype, shape. Of others: kind, op or root, dtype, shape.
+# Of an allreduce: op, dtype, shape; and in place, the position of this rank's vector. Of others:
+# kind, op or root, dtype, shape.
 _Key = tuple[Any, ...]
 BARRIER = Call("barrier")
 # It combines nothing.
 _NOTHING = np.empty(0, np.float32)
 COPYING = "allgather", "broadcast"
 _OF_BARRIER: _Key = ("barrier",)
-# What rounds do to the bit, see collectives.shared.
-_ALGORITHM = "eager"
+# What rounds of an allreduce do to the bit, see collectives.shared: every rank combines all
+# vectors, by slots; or a slice of all, in windows.
+BY_SLOTS, IN_PLACE = "eager", "shared"
+# At how many barriers a vector lies in its slot, if it was to be combined in place.
+_BARRIERS = 3
 
 
 class ShortCalls:
-    """The short calls that a group has made before, and may make again as rounds.
+    """The calls that a group has made before, and may make again as rounds.
+
+    Short ones, and allreduces of vectors in windows, of any length.
 
     Whether a call is a round, each rank decides by itself: the others cannot tell.
 
@@ -50,6 +57,8 @@ class ShortCalls:
         self._group = group
         self.started: list[StartedRound[Any]] = []
         self._rounds: dict[_Key, tuple[Round, Call]] = {}
+        # Those that are combined in place, where this rank's vector is in a window.
+        self._in_place: dict[_Key, Call] = {}
         # For several that are started at once.
         self._more: dict[_Key, list[tuple[Round, Call]]] = {}
 
@@ -62,7 +71,8 @@ class ShortCalls:
 
         Raises: as Communicator.allreduce.
         """
-        found = self._made_before(x, (op, x.dtype, x.shape))
+        key = op, x.dtype, x.shape
+        found = self._made_before(x, key) or self._made_in_place(x, key)
         if found is None:
             return False
         return self.run(*found, x if x.ndim == 1 else x.reshape(-1))
@@ -147,6 +157,23 @@ class ShortCalls:
         # Nothing is known about the array: its memory, shape and flags may change at any time.
         return found if found is not None and x.flags.carray else None
 
+    def _made_in_place(self, x: Any, key: _Key) -> tuple[Round, Call] | None:
+        try:
+            call = self._in_place.get(key)
+        except TypeError:
+            return None
+        if call is None or not x.flags.carray:
+            return None
+        position = self._group.windows.position_of(x)
+        here = *key, position
+        found = self._rounds.get(here)
+        if found is None and position != NOWHERE:
+            if len(self._rounds) >= _MOST_CALLS:
+                self._rounds.clear()
+                self._more.clear()
+            found = self._rounds[here] = self.in_place(call, x.reshape(-1), key[0]), call
+        return found
+
     def barrier(self) -> bool:
         """Return whether every rank has called a barrier; False, and do nothing, if it cannot."""
         found = self._rounds.get(_OF_BARRIER)
@@ -168,41 +195,60 @@ class ShortCalls:
         """
         if type(op_or_root) not in (str, int, type(None)) or not x.flags.carray:
             return
-        if len(self._rounds) >= _MOST_CALLS:
-            self._rounds.clear()
-            self._more.clear()
-        round_ = self.round(call, x.reshape(-1), kind, op_or_root)
+        key: _Key = op_or_root, x.dtype, x.shape
+        if kind != "allreduce":
+            key = call.kind, *key
+        if key in self._rounds or key in self._in_place:
+            return
+        if len(self._rounds) + len(self._in_place) >= _MOST_CALLS:
+            self.forget()
+        vector = x.reshape(-1)
+        round_ = self.round(call, vector, kind, op_or_root)
         if round_ is not None:
-            key = op_or_root, x.dtype, x.shape
-            self._rounds[key if kind == "allreduce" else (call.kind, *key)] = round_, call
+            self._rounds[key] = round_, call
+        elif kind == "allreduce" and self.is_compiled(vector, op_or_root, IN_PLACE):
+            self._in_place[key] = call
 
     def forget(self) -> None:
-        """Forget what was noted, since there may be a better way now."""
+        """Forget what was noted: there may be a better way now, or too much."""
         self._rounds.clear()
+        self._in_place.clear()
         self._more.clear()
 
-    def round(self, call: Call, x: Array, kind: str, op_or_root: Any = None,
-              windows: Sequence[Array] | None = None) -> Round | None:
-        """Return what runs a collective as a round; None where it cannot.
+    def round(self, call: Call, x: Array, kind: str, op_or_root: Any = None, *,
+              instead: bool = False) -> Round | None:
+        """Return what runs a collective on short vectors as a round; None where it cannot.
 
         Args:
             call: What it is.
             x: A vector like those that are to be combined or copied.
             kind, op_or_root: As for `note`, or "barrier".
-            windows: All ranks' vectors, if they are to be combined in place, where
-                `is_compiled`: then it is always the same vector.
+            instead: Of an allreduce: others may combine it by `in_place`.
         """
-        group, memory, ledger = self._group, self._group.sharing.memory, self._group.sharing.ledger
         op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
-        if memory is None or not group.is_eager(kind, x, op):
+        if not self._group.collectives().is_eager(kind, x, op):
             return None
-        algorithm = "" if kind != "allreduce" else _ALGORITHM if windows is None else "shared"
-        round_ = Round(memory, ledger.identity_of(call, algorithm), call.header, call.digest,
-                       x.dtype, x.size, self._moves(kind, x.size, op_or_root), op,
-                       compiled=group.config.rounds == "auto")
-        if windows is not None:
-            round_.combine_in_place(windows, self._group.position_of(x))
-        return round_
+        settings = {"note": IN_SLOT, "barriers": _BARRIERS} if instead else {}
+        return self._round(call, x, self._moves(kind, x.size, op_or_root), op,
+                           BY_SLOTS if kind == "allreduce" else "", **settings)
+
+    def in_place(self, call: Call, x: Array, op: str) -> Round:
+        """Return what combines a vector in a window in place as a round, if `is_compiled`.
+
+        Args:
+            call, op: What it is.
+            x: The vector; it stays where it is.
+        """
+        windows = self._group.windows
+        return self._round(call, x, moves.allreduce(x.size), op, IN_PLACE,
+                           note=windows.position_of(x), find=windows.vectors)
+
+    def _round(self, call: Call, x: Array, what: moves.Moves, op: str, algorithm: str,
+               **settings: Any) -> Round:
+        memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
+        return Round(cast(NodeMemory, memory), ledger.identity_of(call, algorithm), call.header,
+                     call.digest, x.dtype, x.size, what, op,
+                     compiled=self._group.config.rounds == "auto", **settings)
 
     def _moves(self, kind: str, n: int, op_or_root: Any) -> moves.Moves:
         rank, size = self._group.rank, self._group.size
@@ -215,10 +261,11 @@ class ShortCalls:
         build = moves.reduce_scatter if kind == "reduce_scatter" else moves.allgather
         return build(bounds_of(n, size), rank)
 
-    def is_compiled(self, x: Array, op: str) -> bool:
-        """Return whether an allreduce of such vectors would be a round in compiled code."""
+    def is_compiled(self, x: Array, op: str, algorithm: str = BY_SLOTS) -> bool:
+        """Return whether an allreduce by an algorithm would be a round in compiled code."""
         group = self._group
-        return (group.config.rounds == "auto" and group.is_eager("allreduce", x, op)
+        return (group.config.rounds == "auto"
+                and group.collectives().algorithm_of(x, op).name == algorithm
                 and compiled_rounds.code(op, dtype_name(x.dtype), group.size) is not None)
 
     def run(self, round_: Round, call: Call, x: Array) -> bool:
@@ -244,7 +291,7 @@ class ShortCalls:
         """
         if status == LATE or status == OTHERWISE:
             status = round_.run(GO_ON, x)
-        if status == LATE or status == DISAGREE:
+        if status == LATE or status == DISAGREE or status == OTHERWISE:
             # From here on all is as for any operation.
             self.hand_over()
             rest = StartedRound(self._group, round_, call, x, None, self.finished, waited=True)

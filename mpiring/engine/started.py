@@ -4,13 +4,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..collectives import shared
 from ..memory.arrays import Array
 from ..operations.agreement import Call, refuse_others
 from ..record.recorder import Flight
 from ..transport.base import Schedule, T, Task
 from ..transport.layout import (
-    DISAGREE, GATE_STARTED, GO_ON, LATE, LEDGER_GATE, LOOK, ROUND_BEGAN, ROUND_IDENTITY,
-    ROUND_SEQUENCE, ROUND_STAGE)
+    DISAGREE, GATE_STARTED, GO_ON, LATE, LEDGER_GATE, LOOK, NOTHING, OTHERWISE, ROUND_BEGAN,
+    ROUND_IDENTITY, ROUND_SEQUENCE, ROUND_STAGE)
 from ..transport.rounds import Round, note
 from .handle import Action, Handle
 
@@ -101,10 +102,12 @@ class StartedRound(Handle[T]):
     def hand_over(self) -> None:
         """Let the engine run what is left; from here on it is as any handle."""
         began_s, self._is_handed_over = self._began_ns / 1e9, True
-        flight = Flight(self._call, self._sequence, self._group.sharing.ledger.group, "eager",
-                        began_s, began_s, exposed_s=self._waited_ns / 1e9)
+        flight = Flight(self._call, self._sequence, self._group.sharing.ledger.group,
+                        "shared" if self._round.in_place else "eager", began_s, began_s,
+                        exposed_s=self._waited_ns / 1e9)
         done, x = self._is_done, self._x
-        super().__init__(self._group.lane, flight, Task(_rest(self._round, self._call, x)))
+        super().__init__(self._group.lane, flight, Task(
+            _rest(self._group, self._round, self._call, x)))
         self._is_done = done
         try:
             if not done:
@@ -148,19 +151,26 @@ class StartedRound(Handle[T]):
 
 def refuse(round_: Round, call: Call) -> None:
     """Raise BufferMismatchError for a round in which another rank made another call."""
-    refuse_others(call, round_.memory.node(
-        round_.words[ROUND_SEQUENCE], round_.header, round_.digest))
+    refuse_others(call, round_.node())
 
 
-def _rest(round_: Round, call: Call, x: Any) -> Schedule[Any]:
+def _rest(group: "Group", round_: Round, call: Call, x: Any) -> Schedule[Any]:
     rest = _Rest(round_, x)
     yield (rest,)
     if rest.status == DISAGREE:
         refuse(round_, call)
+    if rest.status == OTHERWISE:
+        # Not all vectors are in windows.
+        node = round_.node()
+        operation = group.collectives(node, round_.words[ROUND_SEQUENCE])
+        yield from shared.located(operation, node.notes(2), x, round_.op,
+                                  operation.combiner(round_.op, round_.dtype, node.size))
+        node.leave()
+        round_.words[ROUND_STAGE] = NOTHING
 
 
 class _Rest:
-    """What is left of a round; complete when it is, or when ranks disagree."""
+    """What is left of a round; complete when it is, or when it is no round any more."""
 
     def __init__(self, round_: Round, x: Any) -> None:
         self.status, self._round, self._x = LATE, round_, x

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import Array, data_address, dtype_name
 from .kernels import Kernel
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ class DeviceVector:
 
 def address_of(x: Any) -> int:
     """Return the address of a vector's first element; none is both of a GPU and of the host."""
-    return x.address if isinstance(x, DeviceVector) else int(x.ctypes.data)
+    return x.address if isinstance(x, DeviceVector) else data_address(x)
 
 
 def await_event(event: Event) -> None:

@@ -16,8 +16,8 @@ from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 # Vectors are combined block by block where they are three or more, or where the result is stored
 # several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
 BLOCK_BYTES = 256 << 10
-# Three vectors or more are added by compiled code from here on; NumPy takes as long for two, and
-# for shorter ones. Measured.
+# Vectors are added by compiled code from here on, two of them if the sum is stored into both; NumPy
+# takes as long for others, and for shorter ones. Measured.
 _LONG_BYTES = 128 << 10
 
 _UFUNCS: dict[str, Callable[..., Any]] = {
@@ -160,8 +160,8 @@ class Reduction:
         divisor, out = self.divisor, outs[0]
         if divisor == 1 and len(sources) == 1 == len(outs) and sources[0] is out:
             return
-        if (self.adds and len(sources) > 2 and out.nbytes >= _LONG_BYTES
-                and sums.add(sources, divisor, outs)):
+        if (self.adds and (len(sources) > 2 or len(sources) == len(outs) == 2)
+                and out.nbytes >= _LONG_BYTES and sums.add(sources, divisor, outs)):
             return
         self._quietly(sources, divisor, outs)
 

@@ -1,8 +1,8 @@
-"""The compiled form of a round: sums, means and copies of short vectors, from end to end.
+"""The compiled form of a round: sums, means and copies of vectors, from end to end.
 
 Whatever is not plain (a rank that is late, another call, a closed gate, a rank that combines by
-NumPy) is handed back to Python; see layout. Python's lock is held while a round begins, for some
-microseconds at most, and released while it waits for longer.
+NumPy) is handed back to Python; see layout. Python's lock is held while a short round begins, for
+some microseconds at most, and released while it waits for longer, and for long vectors.
 """
 
 import time
@@ -15,14 +15,15 @@ from ..memory import machine
 from ..memory.arrays import SIXTEEN_BIT, Array, data_address
 from .base import HEADER_BYTES
 from .layout import (
-    AREA_WORDS, AREAS, BEGIN, BEGUN, COMBINED, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
+    AREAS, AREA_WORDS, BEGIN, BEGUN, COMBINED, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED,
     FORM_WORD, GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
-    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING, OTHERWISE,
-    PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS,
-    ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_COMBINES, ROUND_DIGEST, ROUND_DIVISOR,
-    ROUND_HEADER, ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LAYS, ROUND_LEDGER, ROUND_LENGTH,
-    ROUND_NBYTES, ROUND_NOTE, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE,
-    ROUND_TAKES, ROUND_VECTOR, ROUND_YIELDS, SLOT_WORD)
+    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING,
+    OTHERWISE, PUBLISH, PUBLISHED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE,
+    RING_WORDS, ROUND_BARRIERS, ROUND_BASES, ROUND_BEGAN, ROUND_CLOCK, ROUND_DIGEST, ROUND_HEADER,
+    ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LAYS, ROUND_LEDGER, ROUND_NBYTES, ROUND_NOTE, ROUND_RANK,
+    ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_TAKES, ROUND_VECTOR, ROUND_YIELDS,
+    SLOT_WORD)
+from .round_sums import combining
 
 if TYPE_CHECKING:
     from .rounds import Round, Run
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
 COPIES = "float32"
 DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
 OPS = ("sum", "mean")
+
+# For longer ones, Python's lock is not held.
+_WITH_LOCK_BYTES = 64 << 10
+# Where a rank's note of the first barrier lies, see NOTE_WORD.
+_NOTE = NOTE_WORD + NOTE_WORDS
 
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 # See layout: a flag of the operation AREAS before lies so far behind the count of this one.
@@ -44,23 +50,28 @@ class CompiledRound:
     Args:
         round_: What it is of.
         code: The code for its dtype.
-        plain: Runs it in Python; see rounds.Run.
+        otherwise: Goes on with it in Python; see rounds.Run.
+
+    Attributes:
+        begin: See rounds.Round.
     """
 
-    __slots__ = ("_round", "_words", "_address", "_begin", "_go_on", "_plain")
+    __slots__ = ("begin", "_round", "_words", "_address", "_go_on", "_otherwise")
 
-    def __init__(self, round_: "Round", code: machine.Code, plain: "Run") -> None:
+    def __init__(self, round_: "Round", code: machine.Code, otherwise: "Run") -> None:
         # Owns what the code is given addresses of.
         self._round, self._words = round_, round_.words
         self._address = round_.address()
-        self._begin, self._go_on, self._plain = code.call_with_lock, code.call, plain
+        is_short = round_.n * round_.dtype.itemsize <= _WITH_LOCK_BYTES
+        self.begin = code.call_with_lock if is_short else code.call
+        self._go_on, self._otherwise = code.call, otherwise
 
     def run(self, how: int, x: Array) -> int:
         """Run it; see rounds.Run."""
         self._words[ROUND_VECTOR] = data_address(x)
-        run = self._go_on if how == GO_ON else self._begin
+        run = self._go_on if how == GO_ON else self.begin
         status: int = run(self._address + how)
-        return self._plain(GO_ON, x) if status == OTHERWISE else status
+        return self._otherwise(GO_ON, x) if status == OTHERWISE else status
 
 
 def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.Code | None:
@@ -73,7 +84,7 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.C
     """
     if not op:
         op, name = "sum", COPIES
-    # See `_adding`: more vectors of 16 bits would be rounded on the way.
+    # See round_sums: more vectors of 16 bits would be rounded on the way.
     if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
     find = machine.code if compiles else machine.saved
@@ -96,15 +107,14 @@ def _round(intrinsics: Any, name: str) -> Callable[..., Any]:
         if (how == BEGIN or how == PUBLISH) and not begin(words, clock):
             return GATED
         sequence = words[ROUND_SEQUENCE]
-        area = sequence % AREAS * (8 * AREA_WORDS)
-        arrived = ((sequence + 1) << COUNT_BITS) + 1
+        area, count = sequence % AREAS * (8 * AREA_WORDS), (sequence + 1) << COUNT_BITS
         if words[ROUND_STAGE] == BEGUN:
-            if sequence >= AREAS and not meet(words, area, arrived - 1 - _AHEAD, how):
+            if sequence >= AREAS and not meet(words, area, count - _AHEAD, how):
                 return LATE
-            publish(words, area, sequence % AREAS, arrived)
+            publish(words, area, sequence % AREAS, count + words[ROUND_BARRIERS])
             if how == PUBLISH:
                 return DONE
-        return finish(words, clock, area, arrived, how)
+        return finish(words, clock, area, count, how)
 
     return run
 
@@ -131,35 +141,24 @@ def _beginning(intrinsics: Any, words_at: Any, now: Any) -> Any:
 def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) -> Any:
     """Return a function that runs a round from where it is published to its end."""
     inlined, store_release = intrinsics.inlined, intrinsics.store_release
-    end = _ending(intrinsics, name)
+    end, agreement = _ending(intrinsics, name), _agreeing(intrinsics, words_at)
 
     @inlined
-    def agreement(words, area):  # type: ignore[no-untyped-def]
-        plain = False
-        for r in range(words[ROUND_RANKS]):
-            theirs = words_at(words[ROUND_BASES + r] + area)
-            if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
-                return DISAGREE
-            if theirs[FORM_WORD] == 0 and words[ROUND_IN_PLACE] + words[ROUND_TAKES] == 0:
-                plain = True
-        return OTHERWISE if plain else DONE
-
-    @inlined
-    def finish(words, clock, area, arrived, how):  # type: ignore[no-untyped-def]
+    def finish(words, clock, area, count, how):  # type: ignore[no-untyped-def]
         mine = words[ROUND_BASES + words[ROUND_RANK]] + area
         if words[ROUND_STAGE] == PUBLISHED:
-            if not meet(words, area, arrived, how):
+            if not meet(words, area, count + words[ROUND_BARRIERS], how):
                 return LATE
             status = agreement(words, area)
             if status != DONE:
                 return status
             end(words, area)
             if words[ROUND_IN_PLACE] != 0:
-                store_release(mine, arrived + 1)
+                store_release(mine, count + 2)
                 words[ROUND_STAGE] = COMBINED
-        if words[ROUND_STAGE] == COMBINED and not meet(words, area, arrived + 1, how):
+        if words[ROUND_STAGE] == COMBINED and not meet(words, area, count + 2, how):
             return LATE
-        store_release(mine, arrived - 1 + ENDED)
+        store_release(mine, count + ENDED)
         if words[ROUND_BEGAN] != 0:
             note(words, clock)
         # Last: another thread may begin it again.
@@ -167,6 +166,26 @@ def _finishing(intrinsics: Any, name: str, words_at: Any, meet: Any, note: Any) 
         return DONE
 
     return finish
+
+
+def _agreeing(intrinsics: Any, words_at: Any) -> Any:
+    """Return a function that compares what all ranks have published: DONE, DISAGREE, OTHERWISE."""
+    @intrinsics.inlined
+    def agreement(words, area):  # type: ignore[no-untyped-def]
+        otherwise, p = False, words[ROUND_RANKS]
+        for r in range(p):
+            theirs = words_at(words[ROUND_BASES + r] + area)
+            if theirs[DIGEST_WORD] != words[ROUND_DIGEST]:
+                return DISAGREE
+            if words[ROUND_IN_PLACE] != 0:
+                known = ROUND_BASES + 2 * (p + r)
+                otherwise |= theirs[_NOTE] != words[known]
+                otherwise |= theirs[_NOTE + 1] != words[known + 1]
+            elif words[ROUND_TAKES] == 0:
+                otherwise |= theirs[FORM_WORD] == 0
+        return OTHERWISE if otherwise else DONE
+
+    return agreement
 
 
 def _notes(intrinsics: Any, words_at: Any) -> tuple[Any, Any]:
@@ -231,12 +250,10 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
         if words[ROUND_IN_PLACE] == 0:
             copy_bytes(base + 8 * SLOT_WORD + words[ROUND_LAYS],
                        words[ROUND_VECTOR] + words[ROUND_LAYS], words[ROUND_NBYTES])
-        else:
-            # Of the first barrier, see NOTE_WORD.
-            mine[NOTE_WORD + NOTE_WORDS] = words[ROUND_NOTE]
-            mine[NOTE_WORD + NOTE_WORDS + 1] = words[ROUND_NOTE + 1]
+        mine[_NOTE], mine[_NOTE + 1] = words[ROUND_NOTE], words[ROUND_NOTE + 1]
         mine[DIGEST_WORD] = words[ROUND_DIGEST]
-        mine[FORM_WORD] = 1
+        # Whoever lays a vector down after a round in place, does it by NumPy.
+        mine[FORM_WORD] = 1 - words[ROUND_IN_PLACE]
         if ledger[LEDGER_WRITTEN + number] != words[ROUND_IDENTITY]:
             copy_bytes(base + 8 * HEADER_WORD, words[ROUND_HEADER], HEADER_BYTES)
             ledger[LEDGER_WRITTEN + number] = words[ROUND_IDENTITY]
@@ -248,7 +265,7 @@ def _publishing(intrinsics: Any, words_at: Any) -> Any:
 
 def _ending(intrinsics: Any, name: str) -> Any:
     """Return a function that combines, or copies what each rank has laid down for this one."""
-    copy_bytes, combine = intrinsics.copy_bytes, _combining(intrinsics, name)
+    copy_bytes, combine = intrinsics.copy_bytes, combining(intrinsics, name)
 
     @intrinsics.inlined
     def end(words, area):  # type: ignore[no-untyped-def]
@@ -261,73 +278,3 @@ def _ending(intrinsics: Any, name: str) -> Any:
             copy_bytes(vector + words[part], slot + words[part], words[part + 1])
 
     return end
-
-
-def _combining(intrinsics: Any, name: str) -> Any:
-    """Return a function that combines all slots into the vector, or a slice of all windows."""
-    is_wide, inlined = name not in SIXTEEN_BIT, intrinsics.inlined
-    copy_bytes, itemsize = intrinsics.copy_bytes, np.dtype(name if is_wide else np.uint16).itemsize
-    pointer = intrinsics.pointer_to(np.dtype(name if is_wide else np.uint16))
-    number = np.dtype(name).type if is_wide else np.float32
-    if is_wide:
-        widen, finish = inlined(lambda x: x), inlined(lambda x, divisor: x)
-    else:
-        widen, narrow = intrinsics.conversions(name)
-        # Rounded once, at the end.
-        finish = inlined(lambda x, divisor: narrow(x / np.float32(divisor)))
-    add = _adding(inlined, pointer, widen, finish)
-    # Integers have no mean.
-    divides = is_wide and np.dtype(number).kind == "f"
-
-    @inlined
-    def combine(words, area):  # type: ignore[no-untyped-def]
-        p, n, rank = words[ROUND_RANKS], words[ROUND_LENGTH], words[ROUND_RANK]
-        offset = area + 8 * SLOT_WORD + words[ROUND_COMBINES]
-        first, out = ROUND_BASES, words[ROUND_VECTOR] + words[ROUND_COMBINES]
-        if words[ROUND_IN_PLACE] != 0:
-            # This rank's slice, see memory.arrays.slice_of, by way of its slot.
-            start = rank * n // p
-            n = (rank + 1) * n // p - start
-            out = words[ROUND_BASES + rank] + offset
-            first, offset = ROUND_BASES + p, start * itemsize
-        add(words, first, offset, n, pointer(out))
-        if divides and words[ROUND_DIVISOR] != 1:
-            total, divisor = pointer(out), number(words[ROUND_DIVISOR])
-            for i in range(n):
-                total[i] /= divisor
-        if words[ROUND_IN_PLACE] != 0:
-            for r in range(p):
-                copy_bytes(words[first + r] + offset, out, n * itemsize)
-
-    return combine
-
-
-def _adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
-    """Return a function that adds up n numbers of each rank, in rank order.
-
-    Their addresses are `offset` beyond what stands in the words from `first` on; `finish` is given
-    a sum and the divisor.
-    """
-    @inlined
-    def add(words, first, offset, n, out):  # type: ignore[no-untyped-def]
-        p, divisor = words[ROUND_RANKS], words[ROUND_DIVISOR]
-        a, b = pointer(words[first] + offset), pointer(words[first + 1] + offset)
-        if p == 2:
-            for i in range(n):
-                out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
-            return
-        c = pointer(words[first + 2] + offset)
-        if p == 3:
-            for i in range(n):
-                out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
-            return
-        d = pointer(words[first + 3] + offset)
-        for i in range(n):
-            out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
-        # Not of 16 bits, see `code`: a sum has the type of `out`.
-        for r in range(4, p):
-            e = pointer(words[first + r] + offset)
-            for i in range(n):
-                out[i] += e[i]
-
-    return add

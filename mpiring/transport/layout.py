@@ -19,9 +19,12 @@ or a compiled one), in another thread:
 6. Publish the flag `(s + 1) << COUNT_BITS | ENDED`.
 
 Publishing stores with release, waiting loads with acquire. Each rank writes to its own segment
-only. Vectors in windows are combined in place: 3 lays down a note of where the vector is, as
-`collectives.shared.allreduce` does, 5 combines this rank's slice of all windows, publishes
-`(s + 1) << COUNT_BITS | 2`, and waits for the others' before 6.
+only. Vectors in windows, of any length, are combined in place: 3 lays down a note of where the
+vector is, as `collectives.shared.allreduce` does, 4 compares all notes with what is known, 5
+combines this rank's slice of all windows, publishes `(s + 1) << COUNT_BITS | 2`, and waits for the
+others' before 6. A rank that starts such an operation, and may not come back soon to combine a
+slice, lays its vector into its slot, notes that, and publishes ROUND_BARRIERS barriers at once:
+then all others lay theirs down, too.
 """
 
 from typing import Final
@@ -105,15 +108,19 @@ ROUND_SEQUENCE: Final = 14
 ROUND_BEGAN: Final = 15
 # Two words for the clock of compiled code: seconds, nanoseconds.
 ROUND_CLOCK: Final = 16
-# 1 for a round in place, and what its note says: the window of the vector, and its offset there.
+# 1 for a round in place.
 ROUND_IN_PLACE: Final = 18
+# What this rank's note says, see collectives.shared.allreduce: the window of the vector, and its
+# offset there.
 ROUND_NOTE: Final = 19
+# How many barriers it has come to when its vector is published.
+ROUND_BARRIERS: Final = 21
 # Where in the vector, in bytes, what is combined begins, and what is laid down.
 ROUND_COMBINES: Final = 22
 ROUND_LAYS: Final = 23
 # Per rank of the node, the address of its segment of node memory; behind these, of a round in
-# place, the addresses of all ranks' vectors in windows; of one that takes, where in the vector what
-# is taken begins, and how many bytes that are.
+# place, the addresses of all ranks' vectors in windows, and the notes (two words each) that say so;
+# of one that takes, where in the vector what is taken begins, and how many bytes that are.
 ROUND_BASES: Final = 24
 
 # Stages. COMBINED is for a round in place, which waits a second time.
@@ -128,7 +135,8 @@ BEGIN, PUBLISH, GO_ON, LOOK = range(4)
 # published). LATE: another rank is; go on from the stage. GATED: not begun, the stage was not
 # NOTHING or the gate is closed: take the ordinary path. DISAGREE: published, and another rank's
 # call is another one. OTHERWISE (compiled code only): published, all have come and agree, but
-# Python has to combine.
+# Python has to combine; or, in place, the vectors are not where they were: the rest is a schedule's
+# if they do not all lie in one window.
 DONE, LATE, GATED, DISAGREE, OTHERWISE = range(5)
 
 

@@ -140,8 +140,8 @@ class SharedNode:
         return self._count
 
     def arrived(self, count: int) -> "_Arrived":
-        """Return a request for the others, given what compiled code has set this rank's flag to."""
-        self._count = count
+        """Return a request for the others, given what other code has set this rank's flag to."""
+        self._count, self.met = count, True
         return _Arrived(self._memory, self._flag, count)
 
     def addresses(self) -> tuple[list[int], list[int]]:
@@ -153,8 +153,12 @@ class SharedNode:
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return, per rank of the node, the up to 8 numbers that each has passed."""
         yield (self.barrier(*numbers),)
+        return self.notes(len(numbers))
+
+    def notes(self, length: int) -> list[tuple[int, ...]]:
+        """Return, per rank of the node, the numbers of its note; after a barrier."""
         note = self._flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
-        return [tuple(words[note:note + len(numbers)]) for words in self._memory.words]
+        return [tuple(words[note:note + length]) for words in self._memory.words]
 
     def lane(self, index: int) -> "SharedNode":
         """Return a further meeting place of the same operation, without an agreement."""

@@ -1,4 +1,4 @@
-"""Runs a short operation of a node's ranks as one straight function: a round, see layout."""
+"""Runs an operation of a node's ranks as one straight function: a round, see layout."""
 
 import os
 import time
@@ -13,15 +13,15 @@ from ..memory.reduction import reduction
 from . import compiled_rounds
 from .base import HEADER_BYTES, Array
 from .layout import (
-    AREA_WORDS, AREAS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD,
-    GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING,
-    LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTHING, PUBLISH, PUBLISHED, RING,
-    RING_WORDS, ROUND_BASES, ROUND_BEGAN, ROUND_COMBINES, ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER,
-    ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LAYS, ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES,
-    ROUND_NOTE, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE, ROUND_SPINS, ROUND_STAGE, ROUND_TAKES,
-    ROUND_VECTOR, ROUND_YIELDS, round_words)
+    AREAS, AREA_WORDS, BEGIN, BEGUN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD,
+    GATED, GO_ON, HEADER_WORD, LATE, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS,
+    LEDGER_SEQUENCE, LEDGER_WRITTEN, LOOK, NOTE_WORD, NOTE_WORDS, NOTHING, OTHERWISE, PUBLISH,
+    PUBLISHED, RING, RING_WORDS, ROUND_BARRIERS, ROUND_BASES, ROUND_BEGAN, ROUND_COMBINES,
+    ROUND_DIGEST, ROUND_DIVISOR, ROUND_HEADER, ROUND_IDENTITY, ROUND_IN_PLACE, ROUND_LAYS,
+    ROUND_LEDGER, ROUND_LENGTH, ROUND_NBYTES, ROUND_NOTE, ROUND_RANK, ROUND_RANKS, ROUND_SEQUENCE,
+    ROUND_SPINS, ROUND_STAGE, ROUND_TAKES, ROUND_VECTOR, ROUND_YIELDS, round_words)
 from .moves import Moves
-from .node_memory import REORDERS, NodeMemory
+from .node_memory import REORDERS, NodeMemory, SharedNode
 
 # Given how (BEGIN, …) and the vector: runs a round as far as it goes, and returns DONE, LATE, …
 Run = Callable[[int, Array], int]
@@ -39,12 +39,18 @@ _AHEAD = (AREAS << COUNT_BITS) - ENDED
 _clock = time.monotonic_ns
 _End = Callable[[Array], None]
 _Area = tuple[int, Array, _End, int]
+# Given per rank of the node what its note says, and this rank's vector: returns all ranks' vectors
+# if they lie in one window.
+Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
 
 give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Round:
-    """A call that the ranks of a node make again and again: a collective on short vectors.
+    """A call that the ranks of a node make again and again.
+
+    A collective on vectors that fit into slots; or an allreduce of vectors in windows, in place,
+    which takes compiled code.
 
     Args:
         memory: Where the ranks meet.
@@ -54,6 +60,9 @@ class Round:
         moves: What this rank lays down, and combines or takes.
         op: Of what is combined; "" where nothing is.
         compiled: Run it in compiled code, if there is some for the op and the dtype.
+        note: What this rank tells the others of where its vector is, and always will be.
+        barriers: How many it has come to when its vector lies in its slot.
+        find: For a round in place: finds all ranks' vectors; `run` may return OTHERWISE then.
 
     Attributes:
         words: See layout; `round_words` of them.
@@ -66,7 +75,8 @@ class Round:
 
     def __init__(self, memory: NodeMemory, identity: int, header: bytes, digest: int,
                  dtype: "np.dtype[Any]", n: int, moves: Moves, op: str = "", *,
-                 compiled: bool) -> None:
+                 compiled: bool, note: tuple[int, int] = (0, 0), barriers: int = 1,
+                 find: Find | None = None) -> None:
         ranks = len(memory.ranks)
         self.memory, self.header, self.digest = memory, header, digest
         self.dtype, self.n, self.moves, self.op = dtype, n, moves, op
@@ -74,13 +84,26 @@ class Round:
         words[ROUND_IDENTITY], words[ROUND_DIGEST] = identity, digest
         words[ROUND_RANKS], words[ROUND_RANK] = ranks, memory.rank
         words[ROUND_DIVISOR], words[ROUND_TAKES] = ranks if op == "mean" else 1, not op
+        words[ROUND_NOTE], words[ROUND_NOTE + 1], words[ROUND_BARRIERS] = *note, barriers
+        words[ROUND_IN_PLACE], self._find = find is not None, find
         self._move_by_bytes()
-        self.run: Run = _Plain(self).run
+        self.run: Run = self._go_on_in_place if find is not None else _Plain(self).run
         code = compiled and compiled_rounds.code(op, dtype_name(dtype), ranks)
         self.begin: Callable[[int], int] | None = None
         if code:
-            self.run, self.begin = (
-                compiled_rounds.CompiledRound(self, code, self.run).run, code.call_with_lock)
+            by_code = compiled_rounds.CompiledRound(self, code, self.run)
+            self.run, self.begin = by_code.run, by_code.begin
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it combines vectors in windows."""
+        return self._find is not None
+
+    def node(self) -> SharedNode:
+        """Return its meeting place, after the first barrier."""
+        node = self.memory.node(self.words[ROUND_SEQUENCE], self.header, self.digest)
+        node.arrived(node.count + 1)
+        return node
 
     def _move_by_bytes(self) -> None:
         """Tell compiled code what moves."""
@@ -93,17 +116,20 @@ class Round:
         for rank, part in enumerate(takes):
             words[first + 2 * rank], words[first + 2 * rank + 1] = _bytes_of(part, itemsize)
 
-    def combine_in_place(self, windows: Sequence[Array], note: tuple[int, int]) -> None:
-        """Let compiled code combine in place, from now on; `run` and `begin` do nothing else then.
-
-        Args:
-            windows: Per rank of the node, its vector in shared memory.
-            note: What this rank tells the others of its vector; see collectives.shared.
-        """
-        words, self._windows = self.words, windows
-        words[ROUND_IN_PLACE], words[ROUND_NOTE], words[ROUND_NOTE + 1] = 1, *note
-        for rank, x in enumerate(windows):
-            words[ROUND_BASES + len(windows) + rank] = data_address(x)
+    def _go_on_in_place(self, how: int, x: Array) -> int:
+        """Go on where vectors are not where they were; see `Run`."""
+        words, ranks = self.words, len(self.memory.ranks)
+        notes = self.node().notes(2)
+        vectors = self._find and self._find(notes, x)
+        addresses = [data_address(vector) for vector in vectors or ()]
+        # At an odd place only NumPy can make sums.
+        if self.begin is None or not addresses or any(a % x.itemsize for a in addresses):
+            return OTHERWISE
+        first = ROUND_BASES + ranks
+        for rank, (address, (window, offset)) in enumerate(zip(addresses, notes)):
+            words[first + rank] = address
+            words[first + ranks + 2 * rank], words[first + ranks + 2 * rank + 1] = window, offset
+        return self.run(how, x)
 
     def bound(self, x: Array) -> int:
         """Let `begin` work on a vector until another one runs; return what to call it with."""
@@ -130,7 +156,7 @@ class _Plain:
     """
 
     __slots__ = ("_words", "_ledger", "_memory", "_everybody", "_others", "_mine", "_header",
-                 "_digest", "_identity", "_areas", "_part")
+                 "_digest", "_identity", "_note", "_barriers", "_areas", "_part")
 
     def __init__(self, round_: Round) -> None:
         memory = self._memory = round_.memory
@@ -139,6 +165,8 @@ class _Plain:
         self._mine = memory.words[memory.rank]
         self._header, self._digest = round_.header, round_.digest
         self._identity = round_.words[ROUND_IDENTITY]
+        self._note = tuple(round_.words[ROUND_NOTE:ROUND_NOTE + 2])
+        self._barriers = round_.words[ROUND_BARRIERS]
         # What is laid down; None for all of the vector.
         part = round_.moves.lays
         self._part = None if part == slice(0, round_.n) else part
@@ -182,12 +210,16 @@ class _Plain:
         slot[...] = x if self._part is None else x[self._part]
         mine[flag + DIGEST_WORD] = self._digest
         mine[flag + FORM_WORD] = 0
+        if self._barriers > 1:
+            # Only then anybody looks at it.
+            start = flag + NOTE_WORD + NOTE_WORDS
+            mine[start], mine[start + 1] = self._note
         if self._ledger[written] != self._identity:
             self._write_header(flag)
             self._ledger[written] = self._identity
         if REORDERS:
             self._memory.fence()
-        mine[flag] = count + 1
+        mine[flag] = count + self._barriers
         self._words[ROUND_STAGE] = PUBLISHED
         return True
 
@@ -199,8 +231,9 @@ class _Plain:
         """Meet the others, combine or take what they have laid down, and leave."""
         flag, _, end, _ = area
         words, others, digest = self._words, self._others, self._digest
+        arrived = count + self._barriers
         for theirs in others:
-            if theirs[flag] <= count and _is_late(others, flag, count + 1, how):
+            if theirs[flag] < arrived and _is_late(others, flag, arrived, how):
                 return LATE
         if REORDERS:
             self._memory.fence()

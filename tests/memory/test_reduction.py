@@ -157,6 +157,11 @@ def test_long_sums_have_the_bits_of_numpy_from_left_to_right(dtype, op, monkeypa
         outs = [np.empty(5001, dtype) for _ in range(3)]
         stored(op, sources, outs)
         assert all(out.tobytes() == expected.tobytes() for out in outs)
+        for x in sources:
+            x.flags.writeable = True
+        # As vectors in windows are.
+        stored(op, sources, sources)
+        assert all(x.tobytes() == expected.tobytes() for x in sources)
 
 
 @pytest.mark.usefixtures("by")

@@ -164,7 +164,7 @@ def test_they_match_each_other_only():
 @pytest.mark.parametrize("dtype", ["float32", "int64", "float16"])
 def test_vectors_in_windows(some, dtype):
     """In place, where all ranks have compiled code; the engine's operations mix with rounds."""
-    for n in (4 << 10, 32 << 10):
+    for n in (4 << 10, 32 << 10, 300 << 10):
         n //= np.dtype(dtype).itemsize
         # All ranks' at other offsets.
         whole = some.empty(2 * n, dtype)

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring.memory.arrays import chunks_of
+from mpiring.transport import compiled_rounds
 
 pytestmark = pytest.mark.mpi
 
@@ -166,6 +167,29 @@ def test_rounds_run_where_they_may_and_count(some):
         assert ("CompiledRound.run" in forms) == (HAS_CODE and config == "auto")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "float16", "int8"])
+def test_long_vectors_in_windows(some, dtype):
+    """In place, wherever they lie, and beside those of ranks that have them elsewhere."""
+    n, together, mine = 70_001, random.Random(4), random.Random(some.rank)
+    windows, sums = [some.empty(2 * n, dtype) for _ in range(2)], []
+    for step in range(16):
+        op = together.choice(("sum", "mean", "max"))
+        window, offset = together.choice(windows), together.choice((0, 0, 0, 5, n))
+        if step > 8 and mine.random() < 0.1:
+            window, offset = mine.choice((*windows, np.empty(2 * n, dtype))), mine.choice((0, 9))
+        if contract.defined(op, dtype):
+            x = window[offset:offset + n]
+            x[:] = contract.contribution(some.rank, n, dtype)
+            some.allreduce(x, op=op)
+            contract.check(x, some.size, op)
+            sums.append(zlib.crc32(x.tobytes()))
+    assert some.allgather_object(sums) == [sums] * some.size, "bits differ"
+    if some._short is not None:
+        in_place = any(a.in_place and a.dtype == dtype for a, _ in some._short._rounds.values())
+        has_code = compiled_rounds.code("sum", dtype, some.size) is not None
+        assert in_place == (has_code and some.config.rounds == "auto")
+
+
 def test_barriers(some):
     before = some.statistics.operations
     for step in range(20):
@@ -298,6 +322,16 @@ def started(comm, *args, **named):
     comm.iallreduce(*args, **named).wait()
 
 
+def in_place(comm, *args, **named):
+    comm.allreduce(*args, **named)
+
+
+def array_for(comm, call):
+    x = comm.empty(70_000) if call is in_place else np.empty(3, np.float32)
+    x[:] = 1
+    return x
+
+
 def scattered(comm, *args, **named):
     comm.reduce_scatter(*args, **named)
 
@@ -317,12 +351,13 @@ def other(comm, x, op="sum"):
 
 
 # What rank 0 calls, and what the others do, after both calls were made before.
-@pytest.mark.parametrize("call", [blocking, started, scattered, copied, pickled, other])
+@pytest.mark.parametrize("call", [
+    blocking, started, in_place, scattered, copied, pickled, other])
 @pytest.mark.parametrize("how", [("python", "python"), ("python", "off"), ("off", "python"),
                                  ("auto", "auto")])
 def test_ranks_that_disagree(how, call):
     comm = opened(rounds=how[MPI.COMM_WORLD.rank > 0])
-    x = np.ones(3, np.float32)
+    x = array_for(comm, call)
     for _ in range(3):
         for op in ("sum", "max"):
             call(comm, x, op=op)
@@ -337,18 +372,21 @@ def test_ranks_that_disagree(how, call):
     left(comm)
 
 
-@pytest.mark.parametrize("how", ["python", "auto"])
-def test_a_missing_call(how):
+@pytest.mark.parametrize(("how", "call"), [
+    ("python", blocking), ("auto", blocking), ("auto", in_place)])
+def test_a_missing_call(how, call):
     comm = opened(rounds=how, stall_timeout_s=0.5, stall_warning_s=0)
-    x = np.ones(3, np.float32)
+    x = array_for(comm, call)
     for _ in range(3):
         comm.allreduce(x)
+    last = comm._group.sharing.ledger.sequence - 1
     if comm.rank:
         with pytest.raises(mpiring.StallError) as raised:
             comm.allreduce(x)
-        assert "#3 allreduce sum of float32 (3,)" in str(raised.value)
+        assert f"#{last + 1} allreduce sum of float32 ({x.size},)" in str(raised.value)
         if comm._group.threaded:
-            assert "rank 0 has NOT CALLED it; its last call was #2 allreduce" in str(raised.value)
+            text = f"rank 0 has NOT CALLED it; its last call was #{last} allreduce"
+            assert text in str(raised.value)
     else:
         time.sleep(1.5)
     # Questions about it may be.

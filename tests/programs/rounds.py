@@ -1,9 +1,10 @@
-"""Runs short operations, each rank by rounds, schedules or handles as it likes; checks all results.
+"""Runs operations, each rank by rounds, schedules or handles as it likes; checks all results.
 
     mpiexec -n 4 python tests/programs/rounds.py 5000 [python|auto]
 
-The ranks agree on the operations, and on nothing else: which way each takes, and when, is chance.
-Rounds alone, at their full speed, are a million a minute: 10,000,000 show how well the flags hold.
+The ranks agree on the operations, and on nothing else: which way each takes, when, and often where
+its vector lies, is chance. Rounds alone, at their full speed, are a million a minute: 10,000,000
+show how well the flags hold.
 """
 
 import random
@@ -14,8 +15,12 @@ import numpy as np
 from mpi4py import MPI
 
 import mpiring
+from mpiring.transport.layout import GATE_TRACED
 
 LENGTHS = 1, 2, 17, 333, 2000, 4096
+# In windows: from here on ordinary calls are combined in place, and what is persistent is before.
+LONG, LONGEST = 17_000, 150_000
+MIDDLE = 2000, 16_000
 DTYPES = "float32", "int64"
 OTHERS = "allgather", "broadcast", "reduce_scatter"
 
@@ -27,60 +32,132 @@ def wrong(x, want):
         MPI.COMM_WORLD.Abort(1)
 
 
-def other(comm, kind, x, value):
-    """Run a collective that is no allreduce on the ranks' multiples of a value, and check it."""
-    p = comm.size
-    if kind == "reduce_scatter":
-        wrong(comm.reduce_scatter(x), p * (p + 1) // 2 * value)
-    elif kind == "broadcast":
-        wrong(comm.broadcast(x, root=value % p), (value % p + 1) * value)
-    else:
-        comm.allgather(x)
-        for r in range(p):
-            wrong(x[r * x.size // p:(r + 1) * x.size // p], (r + 1) * value)
+class Program:
+    """What one rank does.
+
+    Args:
+        comm: Its communicator.
+        total: How many operations.
+    """
+
+    def __init__(self, comm, total):
+        self.comm, self.total = comm, total
+        self.ledger = comm._group.sharing.ledger
+        self.together, self.mine = random.Random(total), random.Random(100 + comm.rank)
+        # In long runs most are rounds, and sleep rarely.
+        self.often = min(1, 20_000 / total)
+        self.sum = comm.size * (comm.size + 1) // 2
+        self.short = [np.zeros(n, dtype) for n in LENGTHS for dtype in DTYPES]
+        # Per dtype, two windows and private memory.
+        self.memories = {dtype: [
+            comm.empty(LONGEST, dtype), comm.empty(LONGEST, dtype), np.zeros(LONGEST, dtype)]
+            for dtype in DTYPES}
+        vectors = [comm.empty(n, dtype) for n in (5, *MIDDLE, LONG) for dtype in DTYPES]
+        self.persistent = [(comm.persistent_allreduce(x), x) for x in vectors]
+        # What each of these must be when it is waited for.
+        self.under_way, self.started, self.waiting = {}, [], []
+
+    def chance(self, probability):
+        """Return whether this rank alone does something."""
+        return self.mine.random() < probability * self.often
+
+    def run(self):
+        for step in range(self.total):
+            value = step % 1000
+            if self.together.random() < 0.01 * self.often:
+                y = np.full(20_000, self.comm.rank + 1 + step, np.float64)
+                self.waiting.append((self.comm.iallreduce(y), self.sum + self.comm.size * step))
+            if self.chance(0.01):
+                time.sleep(self.mine.random() * 0.002)
+            self.ledger.open(GATE_TRACED)
+            if self.chance(0.3):
+                # By a schedule.
+                self.ledger.close(GATE_TRACED)
+            self.one_of_many(self.together.random(), value)
+            while self.started and self.mine.random() < 0.3:
+                handle, want = self.started.pop(self.mine.randrange(len(self.started)))
+                wrong(handle.wait(), want)
+            if self.waiting and (len(self.waiting) > 3 or self.together.random() < 0.05):
+                handle, want = self.waiting.pop(0)
+                wrong(handle.wait(), want)
+        for handle, want in self.waiting + self.started:
+            wrong(handle.wait(), want)
+        for operation in list(self.under_way):
+            self.wait(operation)
+
+    def one_of_many(self, kind, value):
+        """Run or start one operation; `kind` is from 0 to 1."""
+        x = self.together.choice(self.short)
+        if kind < 0.1:
+            x = self.somewhere()
+        elif kind < 0.3:
+            self.again(*self.together.choice(self.persistent), value)
+            return
+        elif kind < 0.5:
+            self.other(self.together.choice(OTHERS), x, value)
+            return
+        x.fill((self.comm.rank + 1) * value)
+        if kind < 0.7 and x.size < LONG:
+            # Started, and perhaps finished behind the others of this kind.
+            self.started.append((self.comm.iallreduce(x.copy()), self.sum * value))
+        else:
+            wrong(self.comm.allreduce(x), self.sum * value)
+
+    def other(self, kind, x, value):
+        """Run a collective that is no allreduce."""
+        p = self.comm.size
+        x.fill((self.comm.rank + 1) * value)
+        if kind == "reduce_scatter":
+            wrong(self.comm.reduce_scatter(x), self.sum * value)
+        elif kind == "broadcast":
+            wrong(self.comm.broadcast(x, root=value % p), (value % p + 1) * value)
+        else:
+            self.comm.allgather(x)
+            for r in range(p):
+                wrong(x[r * x.size // p:(r + 1) * x.size // p], (r + 1) * value)
+
+    def somewhere(self):
+        """Return a long vector, mostly at the same place as the others'."""
+        dtype, n = self.together.choice(DTYPES), LONG
+        if self.together.random() < 0.05:
+            n = self.together.randrange(LONG, LONGEST)
+        memory, offset = self.together.choice((0, 0, 1)), self.together.choice((0, 0, LONG))
+        if self.chance(0.1):
+            memory, offset = self.mine.choice((0, 1, 2)), self.mine.choice((1, 3000))
+        return self.memories[dtype][memory][offset:offset + n][:LONGEST - LONG]
+
+    def again(self, operation, x, value):
+        """Call a persistent operation, or start it, while others may do the other."""
+        self.wait(operation)
+        x.fill((self.comm.rank + 1) * value)
+        if self.mine.random() < 0.8:
+            wrong(operation(), self.sum * value)
+        else:
+            operation.start()
+            self.under_way[operation] = self.sum * value
+        for other in list(self.under_way):
+            if self.mine.random() < 0.5:
+                self.wait(other)
+
+    def wait(self, operation):
+        """Wait for a persistent operation if it is under way."""
+        if operation in self.under_way:
+            want = self.under_way.pop(operation)
+            wrong(operation.wait(), want)
 
 
 def main():
     total, how = int(sys.argv[1]), (sys.argv[2:] or ["auto"])[0]
-    world = MPI.COMM_WORLD
-    comm = mpiring.Communicator(world, config=mpiring.Config(rounds=how, operations_in_flight=3))
-    together, mine = random.Random(total), random.Random(100 + comm.rank)
+    comm = mpiring.Communicator(
+        MPI.COMM_WORLD, config=mpiring.Config(rounds=how, operations_in_flight=3))
     # Compiled now, if numba is installed, and not on disk.
     comm.prepare()
-    arrays = [np.zeros(n, dtype) for n in LENGTHS for dtype in DTYPES]
-    ranks_sum, waiting, started = comm.size * (comm.size + 1) // 2, [], []
-    ordinary = comm._group.short
-    # In long runs most are rounds, and sleep rarely.
-    often = min(1, 20_000 / total)
-    for step in range(total):
-        x, value = together.choice(arrays), step % 1000
-        x.fill((comm.rank + 1) * value)
-        if together.random() < 0.01 * often:
-            y = np.full(20_000, comm.rank + 1 + step, np.float64)
-            waiting.append((comm.iallreduce(y), ranks_sum + comm.size * step))
-        if mine.random() < 0.01 * often:
-            time.sleep(mine.random() * 0.002)
-        comm._short = None if mine.random() < 0.3 * often else ordinary
-        if together.random() < 0.3:
-            other(comm, together.choice(OTHERS), x, value)
-        elif together.random() < 0.3:
-            # Started, and perhaps finished behind the others of this kind.
-            started.append((comm.iallreduce(x.copy()), ranks_sum * value))
-        else:
-            comm.allreduce(x)
-            wrong(x, ranks_sum * value)
-        while started and mine.random() < 0.3:
-            handle, want = started.pop(mine.randrange(len(started)))
-            wrong(handle.wait(), want)
-        if waiting and (len(waiting) > 3 or together.random() < 0.05):
-            handle, want = waiting.pop(0)
-            wrong(handle.wait(), want)
-    for handle, want in waiting + started:
-        wrong(handle.wait(), want)
-    codes = {a.begin is not None for a, _ in ordinary._rounds.values()}
+    Program(comm, total).run()
+    known = [a for a, _ in comm._group.short._rounds.values()]
+    codes, places = {a.begin is not None for a in known}, sum(a.in_place for a in known)
     form = {True: "compiled", False: "in Python"}
     print(f"rank {comm.rank}: {total} right, {comm._group.sharing.ledger.rounds} of them rounds, "
-          f"{' or '.join(sorted(form[code] for code in codes))}", flush=True)
+          f"{' or '.join(sorted(form[code] for code in codes))}, {places} places", flush=True)
     comm.close()
 
 

@@ -1,6 +1,7 @@
 """Rounds: the same protocol as schedules', to the bit, however the ranks of a node interleave."""
 
 import random
+from types import SimpleNamespace
 
 import contract
 import ml_dtypes
@@ -8,16 +9,18 @@ import numpy as np
 import pytest
 
 from mpiring.collectives import shared
+from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
 from mpiring.errors import BufferMismatchError
 from mpiring.memory.arrays import bounds_of
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
+from mpiring.operations.windows import Windows
 from mpiring.record.ledger import Ledger
 from mpiring.transport import moves
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, DISAGREE, DONE, GATED, LATE, LEDGER_GATE, LEDGER_SEQUENCE, LOOK, NODE_MEMORY_BYTES,
-    NOTHING, PUBLISH, ROUND_BEGAN, ROUND_SEQUENCE, ROUND_STAGE)
+    NOTHING, OTHERWISE, PUBLISH, ROUND_BEGAN, ROUND_STAGE)
 from mpiring.transport.node_memory import NodeMemory
 from mpiring.transport.rounds import Round
 
@@ -55,39 +58,72 @@ class Rank:
         self.compiled = compiled
         self.ledger = Ledger()
         self.memory = NodeMemory(segments, rank, range(len(segments)), self.ledger.words)
-        self.rounds = {}
+        self.rounds, self.windows = {}, Windows()
 
-    def round(self, n, op="sum", kind="allreduce", dtype=FLOAT32):
-        key = n, op, kind
+    def round(self, n, op="sum", kind="allreduce", dtype=FLOAT32, **settings):
+        """By slots; or in place, given where."""
+        key = n, op, kind, *settings.values()
         if key not in self.rounds:
             call = Call(kind, f"{op} of {n}", nbytes=4 * n)
             identity = self.ledger.identity_of(call, "eager")
             self.rounds[key] = call, Round(
                 self.memory, identity, call.header, call.digest, dtype, n,
                 KINDS[kind](n, self.memory.rank, len(self.memory.ranks)),
-                op if kind in COMBINE else "", compiled=self.compiled)
+                op if kind in COMBINE else "", compiled=self.compiled, **settings)
         return self.rounds[key]
 
-    def by_round(self, x, op="sum", kind="allreduce"):
+    def by_round(self, x, op="sum", kind="allreduce", **settings):
         """A collective, in steps."""
-        call, a = self.round(x.size, op, kind, x.dtype)
+        call, a = self.round(x.size, op, kind, x.dtype, **settings)
         status = a.run(BEGIN, x)
         while status == LATE:
             yield
             status = a.run(LOOK, x)
         if status == DISAGREE:
-            refuse_others(call, self.memory.node(a.words[ROUND_SEQUENCE], a.header, a.digest))
+            refuse_others(call, a.node())
+        if status == OTHERWISE:
+            yield from self.rest(a, x)
+            status = DONE
         assert status == DONE and a.words[ROUND_STAGE] == NOTHING
 
-    def by_schedule(self, x, op="sum", kind="allreduce"):
+    def by_schedule(self, x, op="sum", kind="allreduce", in_place=False):
         call, a = self.round(x.size, op, kind)
         node = self.memory.node(self.ledger.sequence, call.header, call.digest)
         self.ledger.words[LEDGER_SEQUENCE] += 1
         combine = reduction(op, x.dtype, node.size)
-        task = Task(agreed(None, node, None, call, shared.moved(node, x, a.moves, combine)))
-        while not task.done:
-            task.step()
-            yield
+        yield from stepped(agreed(
+            None, node, None, call, shared.allreduce(self.operation(node), x, op, combine)
+            if in_place else shared.moved(node, x, a.moves, combine)))
+
+    def operation(self, node):
+        return SimpleNamespace(node=node, windows=self.windows, tuning=Tuning())
+
+    # Of vectors that may be in windows; only compiled rounds are in place.
+
+    def in_place(self, x):
+        position = self.windows.position_of(x)
+        if not self.compiled or position == NOWHERE:
+            return self.by_schedule(x, in_place=True)
+        return self.by_round(x, note=position, find=self.windows.vectors)
+
+    def rest(self, a, x):
+        """As engine.started does it."""
+        node = a.node()
+        yield from stepped(shared.located(
+            self.operation(node), node.notes(2), x, a.op, reduction(a.op, a.dtype, node.size)))
+        node.leave()
+        a.words[ROUND_STAGE] = NOTHING
+
+    def started(self, x):
+        """It may come back late."""
+        return self.by_round(x, note=IN_SLOT, barriers=3)
+
+
+def stepped(schedule):
+    task = Task(schedule)
+    while not task.done:
+        task.step()
+        yield
 
 
 @pytest.fixture(params=["Python", "compiled", "either"])
@@ -123,7 +159,15 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
             yield from way(x, kind=kind)
             check(kind, x, before, rank, size)
 
-    left = [program(rank, random.Random(100 + rank)) for rank in range(size)]
+    in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
+    for rank in ranks:
+        assert rank.ledger.sequence == len(calls)
+        sequences = [flight.sequence for flight in rank.ledger.flights()]
+        assert sequences == sorted(set(sequences)) and rank.ledger.rounds == len(sequences) > 100
+
+
+def in_any_order(chance, left):
+    """Step programs to their ends."""
     while left:
         one = chance.choice(left)
         # Long turns, too: a rank may come four operations late.
@@ -133,10 +177,36 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
             except StopIteration:
                 left.remove(one)
                 break
-    for rank in ranks:
-        assert rank.ledger.sequence == len(calls)
-        sequences = [flight.sequence for flight in rank.ledger.flights()]
-        assert sequences == sorted(set(sequences)) and rank.ledger.rounds == len(sequences) > 100
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_rounds_in_place_mix_wherever_vectors_are(node, size):
+    ranks, chance = node(size), random.Random(size)
+    arrays = {rank: [np.zeros(20_000, np.float32)] for rank in ranks}
+    for number in (5, 6):
+        roots = [np.zeros(100_000, np.uint8) for _ in ranks]
+        for rank, root in zip(ranks, roots):
+            rank.windows.add(root, number, roots, ranks.index(rank))
+            arrays[rank].append(root[:80_000].view(np.float32))
+    # Mostly all ranks' vectors lie at the same place of one window, but it may be any.
+    steps = [(chance.choice([1, 5, 2000, 19_000]), chance.choice([0, 1, 1, 1, 2, 2]),
+              chance.choice([0, 0, 0, 7, 900])) for _ in range(300)]
+
+    def program(position, mine):
+        rank = ranks[position]
+        for step, (n, window, offset) in enumerate(steps):
+            if mine.random() < 0.05:
+                window, offset = mine.choice([0, 1, 2]), mine.choice([0, 3, 500])
+            x = arrays[rank][window][offset:offset + n]
+            x[:] = (position + 1) * step
+            others = rank.started, lambda x: rank.by_schedule(x, in_place=True)
+            way = rank.in_place if mine.random() < 0.8 else mine.choice(others)
+            yield from way(x)
+            assert (x == step * size * (size + 1) // 2).all()
+
+    in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
+    places = {rank: sum(a.in_place for _, a in rank.rounds.values()) for rank in ranks}
+    assert all(places[rank] > 10 for rank in ranks if rank.compiled)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
