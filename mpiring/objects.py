@@ -13,6 +13,10 @@ from .operations.agreement import Call
 from .transport.base import T
 
 
+# What most objects fit into travels with the length, in one message.
+_HEAD_BYTES, _LENGTH_BYTES = 1024, 8
+
+
 class ObjectCollectives:
     """The part of a Communicator that takes Python objects."""
 
@@ -34,8 +38,14 @@ class ObjectCollectives:
         """
         root = self._root(root)
         mine, problem = _pickled(obj) if self.rank == root else (np.empty(0, np.uint8), "")
-        payload = self._group.run(Call("broadcast_object", f"from root {root}"),
-                                  lambda collectives: collectives.broadcast_bytes(mine, root))
+        head = _head(mine)
+        self._run_short(Call("broadcast_object", f"from root {root}"), "broadcast", head, root)
+        nbytes = _length(head)
+        payload = head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
+        if nbytes > payload.size:
+            payload = mine if self.rank == root else np.empty(nbytes, np.uint8)
+            self._group.run(Call("broadcast_object", f"of {nbytes} bytes from root {root}"),
+                            lambda collectives: collectives.broadcast(payload, root))
         if self.rank != root:
             obj, problem = pickle.loads(payload.data)
         _refuse_unpickled(root, problem)
@@ -53,15 +63,47 @@ class ObjectCollectives:
         Collective: yes. Blocking: yes.
         """
         mine, _ = _pickled(obj)
-        payloads = self._group.run(
-            Call("allgather_object"), lambda collectives: collectives.allgather_bytes(mine))
+        heads = np.empty((self.size, _HEAD_BYTES), np.uint8)
+        heads[self.rank] = _head(mine)
+        self._run_short(Call("allgather_object"), "allgather", heads.reshape(-1), None)
+        lengths = [_length(head) for head in heads]
+        payloads = [head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
+                    for head, nbytes in zip(heads, lengths)]
+        if max(lengths) > _HEAD_BYTES - _LENGTH_BYTES:
+            payloads = [np.empty(nbytes, np.uint8) for nbytes in lengths]
+            payloads[self.rank] = mine
+            self._group.run(Call("allgather_object", f"of up to {max(lengths)} bytes"),
+                            lambda collectives: collectives.allgather_chunks(payloads))
         found = [pickle.loads(payload.data) for payload in payloads]
         for rank, (_, problem) in enumerate(found):
             _refuse_unpickled(rank, problem)
         return [theirs for theirs, _ in found]
 
+    def _run_short(self, call: Call, kind: str, x: NDArray[Any], root: int | None) -> None:
+        """Run a copy of a short vector, as a round from the second time on where that may be."""
+        short = self._group.short
+        if short is not None and short.again(call.kind, x, root):
+            return
+        self._group.run(call, lambda collectives: collectives.allgather(x) if root is None else
+                        collectives.broadcast(x, root))
+        if short is not None:
+            short.note(call, x, kind, root)
+
     def _root(self, root: int) -> int:
         return whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)
+
+
+def _head(data: NDArray[Any]) -> NDArray[Any]:
+    """Return a vector of the length of some bytes, and the first of them: what travels at once."""
+    head = np.empty(_HEAD_BYTES, np.uint8)
+    head[:_LENGTH_BYTES].view(np.int64)[0] = data.size
+    first = data[:_HEAD_BYTES - _LENGTH_BYTES]
+    head[_LENGTH_BYTES:_LENGTH_BYTES + first.size] = first
+    return head
+
+
+def _length(head: NDArray[Any]) -> int:
+    return int(head[:_LENGTH_BYTES].view(np.int64)[0])
 
 
 def _pickled(obj: object) -> tuple[NDArray[Any], str]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..memory import streams, sums
+from ..memory import sums
 from ..operations.agreement import Call
 from ..transport import compiled_rounds, pipeline
 
@@ -48,4 +48,3 @@ def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:
         if name in sums.DTYPES:
             yield partial(sums.code, name)
             yield partial(pipeline.code, name)
-    yield streams.code

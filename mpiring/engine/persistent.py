@@ -69,7 +69,7 @@ class Persistent(Generic[T]):
         if self._short is not None and vector is not None:
             self._started = self._short.round(call, vector, kind, op_or_root, instead=in_windows)
             self._round = self._started
-            if in_windows or kind == "allreduce" and _alone_in_window(
+            if in_windows or kind == "allreduce" and _is_long_in_window(
                     group, self._short, vector, op_or_root):
                 self._round = self._short.in_place(call, vector, op_or_root)
             # Where the memory may move, it has to be looked at each time.
@@ -150,9 +150,9 @@ def _are_in_windows(collectives: Collectives, x: Array, op: str,
     return answers == [(answers[0][0], 1)] * len(answers) and window >= 0
 
 
-def _alone_in_window(group: "Group", short: ShortCalls, x: Array, op: str) -> bool:
+def _is_long_in_window(group: "Group", short: ShortCalls, x: Array, op: str) -> bool:
     """Return whether this rank may combine a long vector in place, whatever the others do."""
-    return (group.windows.position_of(x) != NOWHERE and short.is_compiled(x, op, IN_PLACE))
+    return group.windows.position_of(x) != NOWHERE and short.is_compiled(x, op, IN_PLACE)
 
 
 def _in_place(x: Array, op: str) -> "Build[None]":

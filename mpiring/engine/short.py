@@ -100,8 +100,7 @@ class ShortCalls:
 
         Raises: as Communicator.allgather.
         """
-        found = self._made_before(x, ("allgather", None, x.dtype, x.shape))
-        return found is not None and self.run(*found, x if x.ndim == 1 else x.reshape(-1))
+        return self.again("allgather", x)
 
     def broadcast(self, x: Any, root: Any) -> bool:
         """Copy `x` of rank `root`, in place, if such a call was made before; return whether.
@@ -113,8 +112,18 @@ class ShortCalls:
         Raises: as Communicator.broadcast.
         """
         # 1 == 1.0 == True
-        found = None if type(root) is not int else self._made_before(
-            x, ("broadcast", root, x.dtype, x.shape))
+        # 1 == 1.0 == True
+        return type(root) is int and self.again("broadcast", x, root)
+
+    def again(self, kind: str, x: Any, root: int | None = None) -> bool:
+        """Copy `x`, in place, if a call of a kind was made before; return whether.
+
+        Args:
+            kind: Of the call.
+            x: A NumPy array.
+            root: Of a broadcast.
+        """
+        found = self._made_before(x, (kind, root, x.dtype, x.shape))
         return found is not None and self.run(*found, x if x.ndim == 1 else x.reshape(-1))
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
@@ -181,14 +190,14 @@ class ShortCalls:
         Args:
             call: What it was.
             x: Its array, of NumPy.
-            kind: "allreduce", "reduce_scatter", "allgather" or "broadcast".
+            kind: "allreduce", "reduce_scatter", "allgather" or "broadcast": how it moves.
             op_or_root: Where it has one.
         """
         if type(op_or_root) not in (str, int, type(None)) or not x.flags.carray:
             return
         key: _Key = op_or_root, x.dtype, x.shape
         if kind != "allreduce":
-            key = kind, *key
+            key = call.kind, *key
         if key in self._rounds or key in self._in_place:
             return
         if len(self._rounds) + len(self._in_place) >= _MOST_CALLS:

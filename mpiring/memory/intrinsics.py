@@ -94,28 +94,6 @@ def copy_bytes(typing: Any, target: Any, source: Any, nbytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@numba.extending.intrinsic
-def stream_64_bytes(typing: Any, target: Any, source: Any) -> Any:
-    """Copy 64 bytes to a multiple of 64, past the caches; `fence` lets others see them in order."""
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kind = ir.VectorType(_WORD, 8).as_pointer()
-        loaded = builder.load(builder.inttoptr(values[1], kind), align=1)
-        stored = builder.store(loaded, builder.inttoptr(values[0], kind), align=64)
-        stored.set_metadata("nontemporal", builder.module.add_metadata(
-            [ir.Constant(ir.IntType(32), 1)]))
-        return context.get_dummy_value()
-    return types.void(types.int64, types.int64), generate
-
-
-@numba.extending.intrinsic
-def fence(typing: Any) -> Any:
-    """Let no access to memory move across this line."""
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        builder.fence("seq_cst")
-        return context.get_dummy_value()
-    return types.void(), generate
-
-
 def conversions(name: str) -> tuple[Any, Any]:
     """Return functions that convert the bits of a 16-bit number to float32, and back.
 

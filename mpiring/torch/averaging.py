@@ -14,12 +14,10 @@ from torch.nn import Parameter
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..memory.streams import exceeds_caches
 from ..memory.tensors import numpy_dtype
 from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
 from ..training.weighing import Weighing
-from .copies import copy, copy_past_caches
 from .devices import gpu_of, marker_of, selector_of
 from .passes import adds_to_gradients, leaves_behind
 from .sparse import SparseGradients
@@ -120,15 +118,16 @@ class Averaging:
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)
-        # Until buckets leave, all ranks write more than the caches hold: nothing is found there.
-        nbytes = comm.size * sum(spec.padded_bytes for spec in specs)
-        self._copy = copy_past_caches if hides_nothing and exceeds_caches(nbytes) else copy
         self._views: dict[str, torch.Tensor] = {}
         for name in self._dense:
             self._move(name)
         self._owner: Owner | None = None
         self.stand_ins: dict[str, torch.Tensor] = {}
-        self._hooks = _hooks(self, parameters)
+        # Python's garbage collector does not find cycles through a parameter's hooks.
+        reference = weakref.ref(self)
+        self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
+                       for name, p in parameters.items()]
+        weakref.finalize(self, _remove, self._hooks).atexit = False
 
     @property
     def finite(self) -> bool:
@@ -253,7 +252,7 @@ class Averaging:
                     f"rank {self.comm.rank}: the gradient of {name} is {p.grad.layout}; only "
                     f"those of Embedding and EmbeddingBag may be sparse")
             if weight == 1:
-                self._copy(view, p.grad)
+                view.copy_(p.grad)
             else:
                 torch.mul(p.grad, weight, out=view)
             p.grad = view
@@ -356,16 +355,6 @@ class Averaging:
         self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
-
-
-def _hooks(averaging: Averaging, parameters: Mapping[str, Parameter]) -> list[Any]:
-    """Report the complete gradients of parameters to an Averaging while that lives."""
-    # Python's garbage collector does not find cycles through a parameter's hooks.
-    reference = weakref.ref(averaging)
-    hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
-             for name, p in parameters.items()]
-    weakref.finalize(averaging, _remove, hooks).atexit = False
-    return hooks
 
 
 def _hook(reference: "weakref.ref[Averaging]", name: str) -> Callable[[Parameter], None]:

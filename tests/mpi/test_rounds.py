@@ -131,6 +131,21 @@ def test_the_others_on_arrays_and_roots_of_all_kinds(some):
             assert text.getvalue().count(call) == 10
 
 
+def test_objects(some):
+    """Short ones travel as rounds; what they are longer, after that."""
+    p, rank = some.size, some.rank
+    before = some.statistics
+    for n in (0, 7, 700, 1100, 100_000):
+        for step in range(3):
+            text = "x" * (n + rank * step * 20)
+            assert some.allgather_object((rank, text)) == [
+                (r, "x" * (n + r * step * 20)) for r in range(p)]
+            assert some.broadcast_object((rank, text), root=1) == (1, "x" * (n + step * 20))
+    assert (some.statistics - before).operations == 42
+    with pytest.raises(mpiring.ConfigError, match="does not pickle"):
+        some.allgather_object(lambda: None if rank else 0)
+
+
 def test_rounds_run_where_they_may_and_count(some):
     x, config = np.ones(10), some.config.rounds
     before, called = rounds(some), some.statistics
@@ -326,12 +341,18 @@ def copied(comm, x, op="sum"):
     comm.broadcast(x, root=int(op == "max"))
 
 
+def pickled(comm, x, op="sum"):
+    """What travels is of one length and dtype."""
+    comm.broadcast(np.empty(1024, np.uint8)) if op == "max" else comm.broadcast_object(1)
+
+
 def other(comm, x, op="sum"):
     comm.allgather(x) if op == "max" else comm.broadcast(x)
 
 
 # What rank 0 calls, and what the others do, after both calls were made before.
-@pytest.mark.parametrize("call", [blocking, started, in_place, scattered, copied, other])
+@pytest.mark.parametrize("call", [
+    blocking, started, in_place, scattered, copied, pickled, other])
 @pytest.mark.parametrize("how", [("python", "python"), ("python", "off"), ("off", "python"),
                                  ("auto", "auto")])
 def test_ranks_that_disagree(how, call):
@@ -342,7 +363,8 @@ def test_ranks_that_disagree(how, call):
             call(comm, x, op=op)
     x[:] = 5
     with pytest.raises(mpiring.BufferMismatchError, match=(
-            "rank [0-9] called (allreduce|reduce_scatter|broadcast|allgather) .* but rank")):
+            "rank [0-9] called (allreduce|reduce_scatter|broadcast|broadcast_object|allgather) "
+            ".* but rank")):
         call(comm, x, op="max" if comm.rank else "sum")
     assert (x == 5).all()
     with pytest.raises(mpiring.TransportError, match="an earlier operation failed"):

@@ -64,6 +64,15 @@ elif fault == "killed":
     if odd:
         os.kill(os.getpid(), signal.SIGKILL)
     comm.reduce_scatter(x)
+elif fault.endswith("in place"):
+    y = comm.empty(100_000)
+    for _ in range(3):
+        y[:] = 1
+        comm.allreduce(y)
+    if odd:
+        os.kill(os.getpid(), signal.SIGKILL if "killed" in fault else signal.SIGINT)
+    comm.allreduce(y)
+    comm.barrier()
 elif fault.startswith("full "):
     if odd:
         setattr(sys, fault.removeprefix("full "), open("/dev/full", "w"))

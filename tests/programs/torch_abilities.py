@@ -26,7 +26,6 @@ from whereabouts import CUDA, ON_GPU, WHERE
 
 import mpiring
 from mpiring.numpy import DiLoCo as LocalOfArrays
-from mpiring.torch import copies
 from mpiring.torch import (
     Checkpoints, DataParallel, DiLoCo, DistributedSampler, Sharded, broadcast_optimizer_state,
     broadcast_parameters, share_cores)
@@ -1021,23 +1020,6 @@ def operations_leave_busy_cores_alone():
         nn.functional.mse_loss(model(x), y).backward()
         hides_nothing = fill_only_node(comm) and not ON_GPU
         assert len(sent) == 4 and (sent == [0] * 4) == hides_nothing, (threads, sent)
-    torch.set_num_threads(before)
-
-
-@ability
-def long_gradients_are_copied_past_the_caches():
-    """Where all ranks' are more than these hold, and PyTorch copies with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(r)
-    for kind, transposes in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, False),
-                             (torch.complex64, False)):
-        gradient = torch.randn(300, 200).to(kind)
-        copies.copy_past_caches(view := torch.zeros(300, 200, dtype=kind),
-                                gradient.t().contiguous().t() if transposes else gradient)
-        assert view._version == 1 and view.equal(gradient), (kind, transposes)
-    copies.copy_past_caches(view, torch._neg_view(gradient.real.contiguous()))
-    assert view.equal((-gradient.real).to(view.dtype))
     torch.set_num_threads(before)
 
 
