@@ -15,7 +15,7 @@ from .engine.compiling import compile_rounds
 from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
-from .engine.short import BARRIER
+from .engine.repeated import BARRIER
 from .errors import ConfigError
 from .gpu.arrays import device_named
 from .gpu.base import Event
@@ -84,7 +84,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         self._join(Group(mpi_comm, _settings(config)))
 
     def _join(self, group: Group) -> None:
-        self._group, self._short = group, group.short
+        self._group, self._repeated = group, group.repeated
         self.config, self.recorder = group.config, group.recorder
         self.rank, self.size = group.rank, group.size
         nodes = group.sharing.topology
@@ -160,15 +160,15 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        short = self._short if type(x) is np.ndarray and algorithm == "auto" else None
-        if short is not None and short.allreduce(x, op):
+        repeated = self._repeated if type(x) is np.ndarray and algorithm == "auto" else None
+        if repeated is not None and repeated.allreduce(x, op):
             return x
         call, build, _ = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
         self._group.run(call, build)
-        if short is not None:
-            short.note(call, x, "allreduce", op)
+        if repeated is not None:
+            repeated.note(call, x, "allreduce", op)
         return x
 
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
@@ -181,14 +181,14 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: no.
         """
-        short = self._short if type(x) is np.ndarray and algorithm == "auto" else None
-        started = None if short is None else short.iallreduce(x, op)
+        repeated = self._repeated if type(x) is np.ndarray and algorithm == "auto" else None
+        started = None if repeated is None else repeated.iallreduce(x, op)
         if started is not None:
             return started
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
-        if short is not None:
-            short.note(call, x, "allreduce", op)
+        if repeated is not None:
+            repeated.note(call, x, "allreduce", op)
         return handle
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
@@ -206,14 +206,14 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        short = self._short if type(x) is np.ndarray else None
-        chunk = None if short is None else short.reduce_scatter(x, op)
+        repeated = self._repeated if type(x) is np.ndarray else None
+        chunk = None if repeated is None else repeated.reduce_scatter(x, op)
         if chunk is not None:
             return cast(A, chunk)
         call, build, vector = self._reduce_scatter(x, op)
         chunk = self._group.run(call, build)
-        if short is not None:
-            short.note(call, x, "reduce_scatter", op)
+        if repeated is not None:
+            repeated.note(call, x, "reduce_scatter", op)
         return cast(A, part_of(x, vector, chunk))
 
     def allgather(self, x: A) -> A:
@@ -229,13 +229,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        short = self._short if type(x) is np.ndarray else None
-        if short is not None and short.allgather(x):
+        repeated = self._repeated if type(x) is np.ndarray else None
+        if repeated is not None and repeated.allgather(x):
             return x
         call, build, _ = self._allgather(x)
         self._group.run(call, build)
-        if short is not None:
-            short.note(call, x, "allgather")
+        if repeated is not None:
+            repeated.note(call, x, "allgather")
         return x
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
@@ -249,13 +249,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        short = self._short if type(x) is np.ndarray else None
-        if short is not None and short.broadcast(x, root):
+        repeated = self._repeated if type(x) is np.ndarray else None
+        if repeated is not None and repeated.broadcast(x, root):
             return x
         call, build, _ = self._broadcast(x, root)
         self._group.run(call, build)
-        if short is not None:
-            short.note(call, x, "broadcast", root)
+        if repeated is not None:
+            repeated.note(call, x, "broadcast", root)
         return x
 
     def barrier(self) -> None:
@@ -263,7 +263,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        if self._short is None or not self._short.barrier():
+        if self._repeated is None or not self._repeated.barrier():
             self._group.run(BARRIER, lambda collectives: collectives.barrier())
 
     # Operations

@@ -81,13 +81,13 @@ class ObjectCollectives:
 
     def _run_short(self, call: Call, kind: str, x: NDArray[Any], root: int | None) -> None:
         """Run a copy of a short vector, as a round from the second time on where that may be."""
-        short = self._group.short
-        if short is not None and short.again(call.kind, x, root):
+        repeated = self._group.repeated
+        if repeated is not None and repeated.again(call.kind, x, root):
             return
         self._group.run(call, lambda collectives: collectives.allgather(x) if root is None else
                         collectives.broadcast(x, root))
-        if short is not None:
-            short.note(call, x, kind, root)
+        if repeated is not None:
+            repeated.note(call, x, kind, root)
 
     def _root(self, root: int) -> int:
         return whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)

@@ -37,13 +37,13 @@ def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> No
             compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),
                   lambda collectives: collectives.barrier(), patient=True)
-    if group.short is not None:
-        group.short.forget()
+    if group.repeated is not None:
+        group.repeated.forget()
 
 
 def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:
     for name in dtypes:
-        if group.short is not None and group.config.rounds == "auto":
+        if group.repeated is not None and group.config.rounds == "auto":
             yield partial(compiled_rounds.code, "sum", name, group.size)
         if name in sums.DTYPES:
             yield partial(sums.code, name)

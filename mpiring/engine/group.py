@@ -30,7 +30,7 @@ from .engine import Engine
 from .handle import Handle
 from .messages import Messages
 from .opening import opened
-from .short import ShortCalls
+from .repeated import RepeatedCalls
 from .stalls import StallWatch
 from .tuning import Tuner
 
@@ -62,7 +62,7 @@ class Group:
         recorder: The last operations of this rank.
         engine, lane: Advances the operations; they queue there.
         gpus: The GPUs that operations have used.
-        short: Short calls, on one node.
+        repeated: Calls that were made before; on one node.
         closed: Whether `close` was called, or a rank has died.
 
     Raises: as Communicator.
@@ -94,8 +94,8 @@ class Group:
         self.engine.guard(self._ledger)
         if self.recorder.trace is not None:
             self._ledger.close(GATE_TRACED)
-        self.short = None if config.rounds == "off" or self.sharing.memory is None or len(
-            self.sharing.memory_groups) > 1 else ShortCalls(self)
+        self.repeated = None if config.rounds == "off" or self.sharing.memory is None or len(
+            self.sharing.memory_groups) > 1 else RepeatedCalls(self)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
         atexit.register(self._close_at_exit)
@@ -241,8 +241,8 @@ class Group:
         signal whose handler raises may take an operation from one rank unnoticed.
         """
         self.check_open()
-        if self.short is not None and self.short.started:
-            self.short.hand_over()
+        if self.repeated is not None and self.repeated.started:
+            self.repeated.hand_over()
         sequence, sharing = self._words[LEDGER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
@@ -424,8 +424,8 @@ class Group:
 
     def _wait_for_all(self) -> None:
         """Wait for the operations in the background."""
-        if self.short is not None:
-            self.short.hand_over()
+        if self.repeated is not None:
+            self.repeated.hand_over()
         for handle in self._watch.unfinished():
             handle.wait()
 

@@ -16,7 +16,7 @@ from ..transport.base import Schedule, T
 from ..transport.layout import DONE
 from .compiling import compile_rounds
 from .handle import Handle
-from .short import COPYING, IN_PLACE, ShortCalls
+from .repeated import COPYING, IN_PLACE, RepeatedCalls
 
 if TYPE_CHECKING:
     from .group import Build, Group
@@ -39,7 +39,7 @@ class Persistent(Generic[T]):
         result: What `wait` returns.
         owner: Is kept alive.
         vector: The array as a vector in host memory; None where it cannot be a round.
-        kind, op_or_root: Of the collective; see ShortCalls.note.
+        kind, op_or_root: Of the collective; see RepeatedCalls.note.
 
     Collective: yes. Blocking: yes.
     """
@@ -55,7 +55,7 @@ class Persistent(Generic[T]):
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
         # What runs when it is called, and when it is started.
-        self._short, self._round, self._started = group.short, None, None
+        self._repeated, self._round, self._started = group.repeated, None, None
         in_windows = False
         if vector is not None:
             name = dtype_name(vector.dtype)
@@ -63,15 +63,16 @@ class Persistent(Generic[T]):
         if kind == "allreduce" and vector is not None and op_or_root in compiled_rounds.OPS:
             in_windows = group.run(
                 Call("persistent", "(whether vectors are in windows)"),
-                lambda collectives: _are_in_windows(collectives, vector, op_or_root, group.short))
+                lambda collectives: _are_in_windows(
+                    collectives, vector, op_or_root, group.repeated))
         if in_windows:
             self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
-        if self._short is not None and vector is not None:
-            self._started = self._short.round(call, vector, kind, op_or_root, instead=in_windows)
+        if self._repeated is not None and vector is not None:
+            self._started = self._repeated.round(call, vector, kind, op_or_root, instead=in_windows)
             self._round = self._started
             if in_windows or kind == "allreduce" and _is_long_in_window(
-                    group, self._short, vector, op_or_root):
-                self._round = self._short.in_place(call, vector, op_or_root)
+                    group, self._repeated, vector, op_or_root):
+                self._round = self._repeated.in_place(call, vector, op_or_root)
             # Where the memory may move, it has to be looked at each time.
             if self._round is not None and type(result) is np.ndarray:
                 self._begin, self._address = self._round.begin, self._round.bound(vector)
@@ -90,8 +91,8 @@ class Persistent(Generic[T]):
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
         build = self._build()
-        if self._started is not None and self._short is not None:
-            self._handle = self._short.start(self._started, self._call, self._vector, None)
+        if self._started is not None and self._repeated is not None:
+            self._handle = self._repeated.start(self._started, self._call, self._vector, None)
         if self._handle is None:
             self._handle = self._group.submit(self._call, build)
 
@@ -119,24 +120,24 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
-        begin, short, round_ = self._begin, self._short, self._round
-        if begin is not None and short is not None and round_ is not None:
-            # As short.run, but that the memory is known.
+        begin, repeated, round_ = self._begin, self._repeated, self._round
+        if begin is not None and repeated is not None and round_ is not None:
+            # As repeated.run, but that the memory is known.
             try:
                 status = begin(self._address)
-                if status == DONE or short.go_on(status, round_, self._call, self._vector):
+                if status == DONE or repeated.go_on(status, round_, self._call, self._vector):
                     return self._result
             except BaseException as error:
-                short.fail(round_, error)
+                repeated.fail(round_, error)
                 raise
         build = self._build()
-        if round_ is None or short is None or not short.run(round_, self._call, self._vector):
+        if round_ is None or repeated is None or not repeated.run(round_, self._call, self._vector):
             self._group.run(self._call, build)
         return self._result
 
 
 def _are_in_windows(collectives: Collectives, x: Array, op: str,
-                    short: ShortCalls | None) -> Schedule[bool]:
+                    repeated: RepeatedCalls | None) -> Schedule[bool]:
     """Return whether all ranks are to combine short vectors in place, which takes compiled code.
 
     Shorter ones are faster copied; with longer ones it goes without saying.
@@ -144,15 +145,15 @@ def _are_in_windows(collectives: Collectives, x: Array, op: str,
     if len(collectives.nodes) > 1 or collectives.size == 1:
         yield from collectives.barrier()
         return False
-    is_able = short is not None and short.is_compiled(x, op) and x.nbytes >= _IN_PLACE_BYTES
+    is_able = repeated is not None and repeated.is_compiled(x, op) and x.nbytes >= _IN_PLACE_BYTES
     window, _ = collectives.windows.position_of(x)
     answers = yield from collectives.node.share(window, int(is_able))
     return answers == [(answers[0][0], 1)] * len(answers) and window >= 0
 
 
-def _is_long_in_window(group: "Group", short: ShortCalls, x: Array, op: str) -> bool:
+def _is_long_in_window(group: "Group", repeated: RepeatedCalls, x: Array, op: str) -> bool:
     """Return whether this rank may combine a long vector in place, whatever the others do."""
-    return group.windows.position_of(x) != NOWHERE and short.is_compiled(x, op, IN_PLACE)
+    return group.windows.position_of(x) != NOWHERE and repeated.is_compiled(x, op, IN_PLACE)
 
 
 def _in_place(x: Array, op: str) -> "Build[None]":

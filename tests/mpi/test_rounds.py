@@ -122,7 +122,7 @@ def test_the_others_on_arrays_and_roots_of_all_kinds(some):
         some.broadcast(x)
         some.allgather(x)
         some.reduce_scatter(x)
-    if some._short is not None:
+    if some._repeated is not None:
         # One that was late is the engine's.
         assert count < rounds(some) <= count + 30
         some.dump_flight(last=30, file=(text := io.StringIO()))
@@ -162,8 +162,8 @@ def test_rounds_run_where_they_may_and_count(some):
         assert text.getvalue().count("allreduce max of float64 (10,), algorithm auto, 80 b") == 5
     for _ in range(2):
         some.allreduce(np.ones(10))
-    if some._short is not None:
-        forms = {a.run.__qualname__ for a, _ in some._short._rounds.values()}
+    if some._repeated is not None:
+        forms = {a.run.__qualname__ for a, _ in some._repeated._rounds.values()}
         assert ("CompiledRound.run" in forms) == (HAS_CODE and config == "auto")
 
 
@@ -184,8 +184,8 @@ def test_long_vectors_in_windows(some, dtype):
             contract.check(x, some.size, op)
             sums.append(zlib.crc32(x.tobytes()))
     assert some.allgather_object(sums) == [sums] * some.size, "bits differ"
-    if some._short is not None:
-        in_place = any(a.in_place and a.dtype == dtype for a, _ in some._short._rounds.values())
+    if some._repeated is not None:
+        in_place = any(a.in_place and a.dtype == dtype for a, _ in some._repeated._rounds.values())
         has_code = compiled_rounds.code("sum", dtype, some.size) is not None
         assert in_place == (has_code and some.config.rounds == "auto")
 

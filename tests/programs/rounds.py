@@ -153,7 +153,7 @@ def main():
     # Compiled now, if numba is installed, and not on disk.
     comm.prepare()
     Program(comm, total).run()
-    known = [a for a, _ in comm._group.short._rounds.values()]
+    known = [a for a, _ in comm._group.repeated._rounds.values()]
     codes, places = {a.begin is not None for a in known}, sum(a.in_place for a in known)
     form = {True: "compiled", False: "in Python"}
     print(f"rank {comm.rank}: {total} right, {comm._group.sharing.ledger.rounds} of them rounds, "

@@ -39,7 +39,7 @@ BY_SLOTS, IN_PLACE = "eager", "shared"
 _BARRIERS = 3
 
 
-class ShortCalls:
+class RepeatedCalls:
     """The calls that a group has made before, and may make again as rounds.
 
     Short ones, and allreduces of vectors in windows, of any length.
@@ -111,7 +111,6 @@ class ShortCalls:
 
         Raises: as Communicator.broadcast.
         """
-        # 1 == 1.0 == True
         # 1 == 1.0 == True
         return type(root) is int and self.again("broadcast", x, root)
 
