@@ -3,7 +3,8 @@
 import pytest
 from launching import PROGRAMS, launch
 
-pytestmark = pytest.mark.launch
+# Rounds need nothing of MPI.
+pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 
 @pytest.mark.parametrize(("ranks", "operations", "how"), [
