@@ -429,7 +429,7 @@ class Collectives:
         return np.zeros(n, dtype) if memory is None else memory.view(dtype)
 
     def next_window(self) -> int:
-        """Return a number for a window, the same on all ranks."""
+        """Return a number for a window, the same on all ranks; never 0, which stands for none."""
         # Not a count of all windows: operations may end in any order.
         self._window_count += 1
         return self.sequence << 16 | self._window_count
