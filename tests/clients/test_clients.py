@@ -20,6 +20,6 @@ def test_a_client_does_what_it_does_over_gloo(client, package, tmp_path):
     assert ended.output.count(f"{client} does over mpiring what it does over Gloo") == 2
 
 
-@pytest.mark.parametrize("comment, language, text", [*blocks([ROOT / "docs" / "clients.md"])])
+@pytest.mark.parametrize("comment, language, text", [*blocks([ROOT / "docs" / "how_to" / "clients.md"])])
 def test_what_users_write(comment, language, text, tmp_path):
     run(comment, language, text, tmp_path)
