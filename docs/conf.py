@@ -27,7 +27,7 @@ python_maximum_signature_line_length = 88
 # Types in signatures: other projects' have their inventories elsewhere, and what is ours but not
 # public has no page.
 nitpick_ignore_regex = [
-    ("py:.*", r"(collections|concurrent|contextlib|cupy|io|numpy|os|pathlib|signal|torch|typing)\..*"),
+    ("py:.*", r"(collections|contextlib|cupy|numpy|os|pathlib|signal|torch|typing)\..*"),
     ("py:class", r"(MPI|mpiring)\..*\.?\w+"),
 ]
 
