@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/architecture.md: `python docs/pictures/draw.py` writes them anew.
+"""Draws the pictures of docs/explanation: `python docs/pictures/draw.py` writes them anew.
 
 A picture is a sheet of lanes, side by side, in which time goes down. A step is a box in a lane and
 a row; arrows join boxes.
