@@ -268,7 +268,8 @@ def _step_panel(axes, rows):
     names = [plain(STEP_NAMES.get(row["contender"], row["contender"])) for row in rows]
     bars(axes, names, [row["over_compute"] for row in rows], [
         f"{row['median_ms']:.0f} ms" if row["contender"] == ALONE else
-        f"× {row['over_compute']:.2f}" for row in rows], [name for name in names if "mpiring" in name or "Sharded" in name])
+        f"× {row['over_compute']:.2f}" for row in rows],
+        [name for name in names if "mpiring" in name or "Sharded" in name])
 
 
 def speed(path, steps, calls):
