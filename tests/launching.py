@@ -97,17 +97,18 @@ def environment(**variables):
             "PYTHONPATH": path, **variables}
 
 
-def start(ranks, *command, options=(), **variables):
+def start(ranks, *command, options=(), cwd=ROOT, **variables):
     """Start `python command…` on some ranks, in a process group of its own.
 
     Args:
         options: Of mpiexec.
+        cwd: The folder in which it runs.
         variables: Of the environment.
     """
     return subprocess.Popen(
         [mpiexec(), *options, "-n", str(ranks), sys.executable, *map(str, command)],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-        text=True, errors="replace", cwd=ROOT, env=environment(**variables),
+        text=True, errors="replace", cwd=cwd, env=environment(**variables),
         start_new_session=True)
 
 
@@ -123,16 +124,16 @@ def finish(job, timeout_s=HANG_S):
     return Ended(job.returncode, output, time.monotonic() - began)
 
 
-def launch(ranks, *command, timeout_s=HANG_S, options=(), **variables):
+def launch(ranks, *command, timeout_s=HANG_S, options=(), cwd=ROOT, **variables):
     """Run `python command…` on some ranks to its end."""
-    return finish(start(ranks, *command, options=options, **variables), timeout_s)
+    return finish(start(ranks, *command, options=options, cwd=cwd, **variables), timeout_s)
 
 
-def shell(text, timeout_s=HANG_S):
+def shell(text, timeout_s=HANG_S, cwd=ROOT):
     """Run lines of a shell to their end, stopping at the first that fails."""
     variables = environment()
     variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
     return finish(subprocess.Popen(
         ["bash", "-euo", "pipefail", "-c", text], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL, text=True, errors="replace", cwd=ROOT, env=variables,
+        stdin=subprocess.DEVNULL, text=True, errors="replace", cwd=cwd, env=variables,
         start_new_session=True), timeout_s)

@@ -1,69 +1,108 @@
-"""Runs what the pages under docs/ show.
+"""Runs what the pages under docs/ show, and follows their links; `pages` says how blocks are run.
 
-A comment before a block says how: `<!-- ranks: 3 -->` starts a Python block as a program on three
-ranks, `<!-- run -->` a shell block as it stands. Both must succeed, unless the comment goes on:
-`<!-- ranks: 2, fails: ConfigError -->` must fail with that text in what it prints. What else is
-needed is named, too: `<!-- ranks: 2, needs: torch -->`. Those of clients.md need the extra
-`clients`, and are run by tests/clients.
+Those of docs/how_to/clients.md need the extra `clients`, and are run by tests/clients.
 """
 
+import importlib
 import re
 import runpy
 
+import pages
 import pytest
-from launching import ROOT, WITHOUT_STAND_INS, installed, launch, shell
+from launching import ROOT, installed
 
-pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
+from mpiring import Config
+from mpiring.__main__ import parse
 
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
-_BLOCK = re.compile(
-    r"(?:^<!-- ([^\n]*) -->\n)?^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-
-
-def blocks(pages):
-    for page in pages:
-        for number, match in enumerate(_BLOCK.finditer(page.read_text()), 1):
-            yield pytest.param(*match.groups(), id=f"{page.relative_to(ROOT)}:{number}")
+REFERENCE = ROOT / "docs" / "reference"
+CLIENTS = ROOT / "docs" / "how_to" / "clients.md"
+TEXTS = [*pages.PAGES, *ROOT.glob("C*.md"), *ROOT.glob("*/README.md")]
 
 
-def options_of(comment):
-    assert comment, "a comment before the block says how it is run"
-    return dict(re.match(r"(\w+)(?:: (.*))?$", part).groups() for part in comment.split(", "))
+def without_code(text):
+    return re.sub(r"^(`{3,}).*?^\1$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def run(comment, language, text, folder):
-    options = options_of(comment)
-    assert ("ranks" in options) == (language == "python") and options.keys() <= {
-        "ranks", "run", "fails", "needs"}
-    for module in options.get("needs", "").split():
-        installed(module)
-    if language == "python":
-        program = folder / "program.py"
-        program.write_text(text)
-        # What is needed may look for the whole of scikit-learn.
-        ended = launch(int(options["ranks"]), program,
-                       **WITHOUT_STAND_INS if "needs" in options else {})
-    else:
-        ended = shell(text)
-    assert (ended.status == 0) == ("fails" not in options), ended.output
-    assert options.get("fails", "") in ended.output
+def anchors(page):
+    """Return the anchors of a page's headings, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.*)$", without_code(page.read_text()), re.MULTILINE)
+    named = re.findall(r"^\((\S+)\)=$", page.read_text(), re.MULTILINE)
+    return {*named, *(re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+                      for heading in headings)}
 
 
-@pytest.mark.parametrize(
-    "comment, language, text", [*blocks(page for page in PAGES if page.name != "clients.md")])
-def test_block(comment, language, text, tmp_path):
-    run(comment, language, text, tmp_path)
+@pytest.mark.launch
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("example", pages.parameters(
+    page for page in pages.PAGES[1:] if page != CLIENTS))
+def test_example(example, tmp_path):
+    example.check(tmp_path)
+
+
+@pytest.mark.parametrize("page", pages.PAGES[1:], ids=lambda page: page.name)
+def test_every_block_is_seen(page):
+    """None is hidden by its indentation, or by another name of its language."""
+    fences = re.findall(r"^[ \t>]*[`~]{3,}[ ]*\{?(?:code-block)?\}?[ ]*"
+                        r"(python|py|pycon|sh|bash|shell|console|zsh|diff)\b",
+                        page.read_text(), re.MULTILINE | re.IGNORECASE)
+    seen = re.findall(r"^```(?:python|sh|diff)$", page.read_text(), re.MULTILINE)
+    assert len(fences) == len(seen), "a block of code is not run: see tests/pages.py"
+
+
+@pytest.mark.parametrize("page", pages.PAGES[1:], ids=lambda page: page.name)
+def test_a_page_says_whom_it_is_for(page):
+    _, _, rest = page.read_text().partition("\n\n")
+    assert rest.startswith("*For "), "below the title: *For those who ...*"
+
+
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    text = without_code(page.read_text())
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
+        if target.startswith("https://"):
+            continue
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
 def test_pictures_are_those_that_their_source_draws():
     namespace = runpy.run_path(ROOT / "docs" / "pictures" / "draw.py")
-    for name, sheet in namespace["PICTURES"].items():
+    for name, draw in namespace["PICTURES"].items():
         drawn = (ROOT / "docs" / "pictures" / name).read_text()
-        assert namespace["picture"](*sheet) == drawn, "run python docs/pictures/draw.py"
+        assert draw() == drawn, "run python docs/pictures/draw.py"
 
 
-@pytest.mark.parametrize(
-    "page", [*PAGES, *ROOT.glob("C*.md")], ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+@pytest.mark.parametrize("module", ["", ".asynchronous", ".data", ".elastic", ".numpy", ".optim",
+                                    ".reducers", ".resilience", ".torch"])
+def test_the_reference_has_every_public_name(module):
+    if module == ".torch":
+        installed("torch")
+    text = "".join(page.read_text() for page in REFERENCE.rglob("*.md"))
+    for name in importlib.import_module(f"mpiring{module}").__all__:
+        assert re.search(rf"\bmpiring{module}\.{name}\b", text), name
+
+
+def test_the_reference_has_every_setting():
+    text = (REFERENCE / "settings.md").read_text()
+    for name, default in vars(Config()).items():
+        (row,) = re.findall(
+            rf"^\| `{name}` \| `MPIRING_{name.upper()}` \| (.*) \|$", text, re.MULTILINE)
+        shown = str(int(default)) if isinstance(default, bool) else f"{default}"
+        assert shown.removesuffix(".0") in row
+
+
+def test_the_reference_has_every_command(capsys):
+    def help_of(*words):
+        with pytest.raises(SystemExit):
+            parse([*words, "--help"])
+        return capsys.readouterr().out
+
+    text, found = (REFERENCE / "commands.md").read_text(), 0
+    for command in re.search(r"\{([\w,]+)\}", help_of())[1].split(","):
+        further = re.search(r"^usage: \S+ -m mpiring \w+\s+\[-h\]\s+\{([\w,]+)\}", help_of(command))
+        for words in [command, *(f"{command} {name}" for name in
+                                 (further[1].split(",") if further else []))]:
+            assert f" python -m mpiring {words} --help" in text, words
+            found += 1
+    assert found > 20

@@ -3,9 +3,10 @@
 Their wheels are the extra `clients`.
 """
 
+import pages
 import pytest
-from launching import PROGRAMS, ROOT, WITHOUT_STAND_INS, installed, launch
-from test_docs import blocks, run
+from launching import PROGRAMS, WITHOUT_STAND_INS, installed, launch
+from test_docs import CLIENTS
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
@@ -20,6 +21,6 @@ def test_a_client_does_what_it_does_over_gloo(client, package, tmp_path):
     assert ended.output.count(f"{client} does over mpiring what it does over Gloo") == 2
 
 
-@pytest.mark.parametrize("comment, language, text", [*blocks([ROOT / "docs" / "clients.md"])])
-def test_what_users_write(comment, language, text, tmp_path):
-    run(comment, language, text, tmp_path)
+@pytest.mark.parametrize("example", pages.parameters([CLIENTS]))
+def test_what_users_write(example, tmp_path):
+    example.check(tmp_path)

@@ -55,7 +55,7 @@ def test_contract(comm, dtype, algorithm):
 
 
 def test_a_blocking_call_passes_through_ten_files(comm):
-    """As docs/architecture.md says, where the other ranks are there in time."""
+    """As docs/explanation/architecture.md says, where the other ranks are there in time."""
     x, package, counts = comm.empty(1000), str(Path(mpiring.__file__).parent), []
     for _ in range(50):
         files = set()

@@ -1,0 +1,141 @@
+"""Finds the code blocks of README and docs/, and what has to be done with each.
+
+Right before every block of Python, of a shell, and every diff stands a comment. Its first line says
+how the block is run, in parts separated by ", ":
+
+    ranks: 3            a program, started on 3 ranks; a diff's program is its new text
+    more                goes on with the program before it on the page
+    run                 lines of a shell, run in a folder that shows the checkout's folders
+    parse               lines of a shell that take too much here: only their options are parsed
+    not run: a reason   the same, for what cannot be run here at all
+    needs: torch        modules, separated by spaces
+    fails: ConfigError  must fail, and print this
+
+Further lines are code that goes before the block, and, after a line `---`, behind it.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass, field
+
+import pytest
+from launching import ROOT, WITHOUT_STAND_INS, installed, launch, shell
+
+from mpiring.__main__ import parse
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN_LANGUAGES = ("python", "sh", "diff")
+_BLOCK = re.compile(r"(?:^<!-- *((?:(?!-->).)*?)\s*-->\n)?^```(python|sh|diff)\n(.*?)^```$",
+                    re.MULTILINE | re.DOTALL)
+_OPTIONS = {"python": {"ranks", "more", "not run"}, "sh": {"run", "parse", "not run"}}
+_OPTIONS["diff"] = _OPTIONS["python"]
+_FOLDERS = ("examples", "slurm", "tests", "docs", "packaging", "mpiring")
+
+
+@dataclass
+class Example:
+    """A program, of one block or several, or some lines of a shell."""
+
+    place: str
+    language: str
+    options: dict[str, str | None]
+    text: str
+    shown: str = field(repr=False)
+
+    def check(self, folder):
+        """Do what its comment says, in a folder that is its own."""
+        if "parse" in self.options or "not run" in self.options:
+            (check_words if self.language == "sh" else compiled)(self.text)
+            return
+        for module in self.options.get("needs", "").split():
+            installed(module)
+        for name in _FOLDERS:
+            if (ROOT / name).exists():
+                (folder / name).symlink_to(ROOT / name)
+        if self.language == "sh":
+            ended = shell(self.text, cwd=folder)
+        else:
+            program = folder / "program.py"
+            program.write_text(self.text)
+            # What is needed may look for the whole of scikit-learn.
+            ended = launch(int(self.options["ranks"]), program, cwd=folder,
+                           **WITHOUT_STAND_INS if "needs" in self.options else {})
+        assert (ended.status == 0) == ("fails" not in self.options), ended.output
+        assert self.options.get("fails", "") in ended.output
+
+
+def examples(page):
+    """Return the examples of a page, in its order."""
+    found = []
+    for number, match in enumerate(_BLOCK.finditer(page.read_text()), 1):
+        comment, language, text = match.groups()
+        place = f"{page.relative_to(ROOT)}:{number}"
+        assert comment, f"{place}: a comment before the block says how it is run:\n{text}"
+        first, _, code = comment.partition("\n")
+        options = _parsed(first, place)
+        how = options.keys() - {"needs", "fails"}
+        assert len(how) == 1 and how <= _OPTIONS[language], f"{place}: {first}"
+        if language == "diff":
+            text = "".join(line[1:] for line in text.splitlines(True) if not line.startswith("-"))
+        before, _, after = f"\n{code}\n".partition("\n---\n")
+        whole = text if language == "sh" else f"{before}\n{text}{after}\n"
+        if "more" in options:
+            program = next((each for each in found[::-1] if "ranks" in each.options), None)
+            assert program, f"{place} continues no program"
+            program.text += whole
+            program.shown += text
+        else:
+            found.append(Example(place, language, options, whole, text))
+    return found
+
+
+def example(page, words):
+    """Return the one example of a page in which certain words stand."""
+    found, = (each for each in examples(ROOT / page) if words in each.shown)
+    return found
+
+
+def parameters(pages):
+    """Return the examples of pages, as parameters of a test."""
+    return [pytest.param(each, id=each.place) for page in pages for each in examples(page)]
+
+
+def compiled(text):
+    """Check a program that is not run."""
+    compile(text, "program.py", "exec")
+
+
+def check_words(text):
+    """Check that commands have the options, extras and files that they name."""
+    lexer = shlex.shlex(text.replace("\\\n", " ").replace("\n", " ; "), posix=True,
+                        punctuation_chars=True)
+    lexer.whitespace_split = True
+    words = []
+    for word in [*lexer, ";"]:
+        if word and not set(word) <= set("();<>|&"):
+            words.append(word)
+            continue
+        _check_command(words)
+        words = []
+
+
+def _check_command(words):
+    for word in words:
+        if word.split("/")[0] in _FOLDERS and "/" in word and "*" not in word:
+            assert (ROOT / word.partition("::")[0]).exists(), word
+        for extras in re.findall(r"^\.\[(.*)\]$|^mpiring\[(.*)\]$", word):
+            for extra in "".join(extras).split(","):
+                assert re.search(rf"^{extra} =$", (ROOT / "setup.cfg").read_text(), re.M), extra
+    while "mpiring" in words and words[words.index("mpiring") - 1] == "-m":
+        # parse_args ends the test where a word is no option.
+        options = parse(words[words.index("mpiring") + 1:])
+        words = getattr(options, "command", None) or []
+
+
+def _parsed(line, place):
+    if line.startswith("not run"):
+        assert re.fullmatch(r"not run: \S.+", line), f"{place}: give a reason: {line}"
+        return {"not run": line.partition(": ")[2]}
+    parts = dict(re.fullmatch(r"(\w+)(?:: (.*))?", part).groups() for part in line.split(", "))
+    assert parts.keys() <= {"ranks", "more", "run", "parse", "needs", "fails"}, f"{place}: {line}"
+    return parts
