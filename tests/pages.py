@@ -4,7 +4,7 @@ Right before every block of Python, of a shell, and every diff stands a comment.
 how the block is run, in parts separated by ", ":
 
     ranks: 3            a program, started on 3 ranks; a diff's program is its new text
-    more                goes on with the program of the block before
+    more                goes on with the program before it on the page
     run                 lines of a shell, run in a folder that shows the checkout's folders
     parse               lines of a shell that take too much here: only their options are parsed
     not run: a reason   the same, for what cannot be run here at all
@@ -80,9 +80,10 @@ def examples(page):
         before, _, after = f"\n{code}\n".partition("\n---\n")
         whole = text if language == "sh" else f"{before}\n{text}{after}\n"
         if "more" in options:
-            assert found and "ranks" in found[-1].options, f"{place} continues no program"
-            found[-1].text += whole
-            found[-1].shown += text
+            program = next((each for each in found[::-1] if "ranks" in each.options), None)
+            assert program, f"{place} continues no program"
+            program.text += whole
+            program.shown += text
         else:
             found.append(Example(place, language, options, whole, text))
     return found

@@ -4,6 +4,7 @@ A picture is a sheet of lanes, side by side, in which time goes down. A step is 
 a row; arrows join boxes.
 """
 
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -67,12 +68,7 @@ def picture(lanes, steps, arrows):
         boxes[name.lstrip("=")] = (x, top, height, texts, files)
         row_end = max(row_end, top + height + ROW) if name.startswith("=") else top + height + ROW
     width, height = 2 * MARGIN + LANE * len(lanes), row_end
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-           f'viewBox="0 0 {width} {height}">', f"<style>{STYLE}</style>",
-           '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
-           'markerHeight="7" orient="auto-start-reverse"><path d="M0 0 L8 4 L0 8 z" '
-           'fill="#2f6f9f"/></marker></defs>',
-           f'<rect width="{width}" height="{height}" fill="#ffffff"/>']
+    out = _opened(width, height)
     for number, lane in enumerate(lanes):
         x = MARGIN + number * LANE
         if number % 2 == 0:
@@ -88,6 +84,16 @@ def picture(lanes, steps, arrows):
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
+def _opened(width, height):
+    """Return the lines with which every picture begins."""
+    return [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}">', f"<style>{STYLE}</style>",
+            '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
+            'markerHeight="7" orient="auto-start-reverse"><path d="M0 0 L8 4 L0 8 z" '
+            'fill="#2f6f9f"/></marker></defs>',
+            f'<rect width="{width}" height="{height}" fill="#ffffff"/>']
+
+
 def _arrow(first, second, kind=""):
     (x1, y1, height1, *_), (x2, y2, height2, *_) = first, second
     if x1 == x2:
@@ -98,8 +104,65 @@ def _arrow(first, second, kind=""):
     return '<path class="{}" d="M{} {} L{} {}"/>'.format(f"arrow {kind}".strip(), *ends)
 
 
-PICTURES = {"gradient.svg": (GRADIENT_LANES, GRADIENT, GRADIENT_ARROWS)}
+def ring(ranks):
+    """Return the SVG of an allreduce around a ring: each rank's chunks, step after step.
+
+    A chunk is a box with the ranks whose numbers are in it; the more, the darker.
+    """
+    box, gap, row, left, top = 40, 54, 58, 150, 70
+    lane = ranks * box + gap
+    steps = 2 * (ranks - 1)
+    width, height = left + ranks * lane, top + steps * row + 36 + MARGIN
+    out = [*_opened(width, height), f'<text class="file" x="{MARGIN}" y="52">chunk</text>']
+    for rank in range(ranks):
+        x = left + rank * lane
+        out.append(f'<text class="lane" x="{x + ranks * box / 2}" y="26" text-anchor="middle">'
+                   f'rank {rank}</text>')
+        out += [f'<text class="file" x="{x + (chunk + 0.5) * box}" y="52" text-anchor="middle">'
+                f'{chunk}</text>' for chunk in range(ranks)]
+    # Whose numbers are in each chunk of each rank.
+    sums = [[{rank} for _ in range(ranks)] for rank in range(ranks)]
+    for step in range(steps + 1):
+        y = top + step * row
+        title = ("start" if step == 0 else
+                 f"step {step}: {'add' if step < ranks else 'copy'}")
+        out.append(f'<text x="{MARGIN}" y="{y + 23}">{title}</text>')
+        sent = [(rank - 1 - step) % ranks for rank in range(ranks)]
+        for rank, chunk in ((rank, chunk) for rank in range(ranks) for chunk in range(ranks)):
+            x, whose = left + rank * lane + chunk * box, sums[rank][chunk]
+            color = ("#ffffff", "#dbe9f4", "#a9cbe5", "#6fa8d2")[
+                (len(whose) - 1) * 3 // (ranks - 1)]
+            out.append(f'<rect class="box" x="{x}" y="{y}" width="{box}" height="36" '
+                       f'style="fill: {color}"/>')
+            out.append(f'<text x="{x + box / 2}" y="{y + 23}" text-anchor="middle">'
+                       f'{"".join(map(str, sorted(whose)))}</text>')
+            if step < steps and chunk == sent[rank]:
+                start = x + box / 2, y + 36
+                out.append(_hop(start, (left, width), lane, row - 36, rank == ranks - 1))
+        if step < steps:
+            taken = [set(sums[rank][sent[rank]]) for rank in range(ranks)]
+            for rank in range(ranks):
+                sums[(rank + 1) % ranks][sent[rank]] |= taken[rank]
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def _hop(start, sides, lane, down, is_last):
+    """Draw a chunk's way to the next rank; the last rank's leaves at one side, to come in again."""
+    (x, y), (left, width) = start, sides
+    below = y + down
+    if not is_last:
+        return f'<path class="arrow" d="M{x} {y} L{x + lane} {below}"/>'
+    first = left + (x - left) % lane
+    return (f'<path d="M{x} {y} L{width - 4} {y + 11}" style="stroke: #2f6f9f; fill: none"/>'
+            f'<path class="arrow" d="M{left - 30} {y + 11} L{first} {below}"/>')
+
+
+# A function that returns the SVG, for each file.
+PICTURES = {
+    "gradient.svg": partial(picture, GRADIENT_LANES, GRADIENT, GRADIENT_ARROWS),
+    "ring.svg": partial(ring, 4),
+}
 
 if __name__ == "__main__":
-    for file, sheet in PICTURES.items():
-        (FOLDER / file).write_text(picture(*sheet))
+    for file, draw in PICTURES.items():
+        (FOLDER / file).write_text(draw())
