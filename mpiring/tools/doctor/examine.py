@@ -76,7 +76,7 @@ def _loaded() -> tuple[Any, int]:
 def _library(mpi: Any) -> Library:
     """Describe the library; these calls are allowed before MPI_Init."""
     paths = [path for path in gather.loaded_libraries() if _LIBRARY.match(path.name)]
-    return Library(text=" ".join(mpi.Get_library_version().split())[:200],
+    return Library(text=" ".join(mpi.Get_library_version().split())[:2000],
                    path=str(paths[0]) if paths else "",
                    standard=".".join(map(str, mpi.Get_version())))
 

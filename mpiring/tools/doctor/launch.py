@@ -51,6 +51,9 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
         return mpirun
     if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
         return (f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {mpirun}")
+    if vendor == "MPICH" and _has_own_pmi(job):
+        return (f"between nodes, Slurm's PMI garbles what this MPICH sends; in a batch script: "
+                f"{mpirun}")
     # Intel's library finds Slurm's PMI by this variable alone.
     library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
     return f"{library}srun --mpi={pmi} -n {size} {command}"
@@ -72,6 +75,12 @@ def is_mismatched(rank: Rank) -> bool:
 def _pmi_offered(rank: Rank) -> str:
     names = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
     return next((pmi for name, pmi in names.items() if name in rank.variables), "no PMI")
+
+
+def _has_own_pmi(job: Job) -> bool:
+    """Return whether an MPICH that was not built with Slurm's PMI is to run on several nodes."""
+    return ("slurm" not in job.here.library.text.lower()
+            and job.here.variables.get("SLURM_JOB_NUM_NODES", "1") != "1")
 
 
 def _uses_srun(job: Job) -> bool:
@@ -176,6 +185,7 @@ def _slurm(job: Job) -> Iterator[Finding]:
         yield Finding("srun --mpi", WARNING, f"{types}{default}", right_launch(job))
     elif vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi):
         yield Finding("srun --mpi", NOTE, f"{types}{default}, and {vendor} needs {pmi}",
+                      right_launch(job) if vendor == "MPICH" and _has_own_pmi(job) else
                       f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}")
     else:
         yield Finding("srun --mpi", OK, f"{types}{default}")

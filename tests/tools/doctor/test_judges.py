@@ -16,6 +16,7 @@ from mpiring.tools.doctor.report import as_json, as_text
 
 MPICH = Library(path="/m/lib/libmpi.so.12", standard="5.0",
                 text="MPICH Version: 5.0.2 MPICH Release date: 2026")
+BY_SLURM = replace(MPICH, text=f"{MPICH.text} MPICH configure: --with-slurm --with-pm=none")
 OPEN = Library(path="/o/lib/libmpi.so.40", standard="3.1",
                text="Open MPI v5.0.11, package: Open MPI user@host Distribution")
 CRAY = Library(path="/opt/cray/lib/libmpi_cray.so.12", standard="3.1",
@@ -134,6 +135,9 @@ def test_no_library_and_no_mpirun():
 
 @pytest.mark.parametrize(("library", "variables", "types", "words"), [
     (MPICH, STEP, (), "MPICH 5.0.2 needs pmi2 -> srun --mpi=pmi2 -n 2 python"),
+    (MPICH, {**STEP, "SLURM_JOB_NUM_NODES": "2"}, (),
+     "garbles what this MPICH sends; in a batch script: "),
+    (BY_SLURM, {**STEP, "SLURM_JOB_NUM_NODES": "2"}, (), "-> srun --mpi=pmi2 -n 2 python"),
     (OPEN, {**STEP, "PMI_FD": "3", "SLURM_MPI_TYPE": "pmi2"}, ("pmi2", "pmix"),
      "srun offers PMI by --mpi=pmi2, and Open MPI 5.0.11 needs pmix -> srun --mpi=pmix -n 2"),
     (OPEN, STEP, ("none", "pmi2"), "this Slurm has no --mpi=pmix, which Open MPI needs"),
