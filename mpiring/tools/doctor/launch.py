@@ -32,9 +32,9 @@ def findings(job: Job) -> Iterator[Finding]:
         yield Finding("mpiring", OK, f"an allreduce of 1 MiB is right, and takes "
                                      f"{1e3 * job.tried_s:.2f} ms")
     for error in job.trial_errors:
-        yield Finding("mpiring", PROBLEM, error, "see Troubleshooting in README.md")
+        yield Finding("mpiring", PROBLEM, error, "see docs/reference/errors.md")
     for warning in job.warnings:
-        yield Finding("mpiring", WARNING, warning, "see Troubleshooting in README.md")
+        yield Finding("mpiring", WARNING, warning, "see docs/reference/errors.md")
     if job.printed and job.failure is None:
         yield Finding("what MPI prints", NOTE, "\n".join(job.printed),
                       "mend what it speaks of, where that matters to you")
@@ -200,8 +200,8 @@ def _settings(job: Job) -> Iterator[Finding]:
     name = "MPIRING_* variables"
     for rank in job.ranks:
         if rank.settings_error:
-            yield Finding(name, PROBLEM, rank.settings_error,
-                          "unset or correct it; README.md lists the settings", (rank.rank,))
+            yield Finding(name, PROBLEM, rank.settings_error, "unset or correct it; "
+                          "docs/reference/settings.md has them all", (rank.rank,))
     if len(set(mine)) > 1:
         for rank, settings in zip(job.ranks, mine):
             yield Finding(name, PROBLEM, settings, "give all ranks the same, as with mpirun -genv "
