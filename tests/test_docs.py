@@ -3,13 +3,18 @@
 Those of docs/how_to/clients.md need the extra `clients`, and are run by tests/clients.
 """
 
+import importlib
 import re
 import runpy
 
 import pages
 import pytest
-from launching import ROOT
+from launching import ROOT, installed
 
+from mpiring import Config
+from mpiring.__main__ import parse
+
+REFERENCE = ROOT / "docs" / "reference"
 CLIENTS = ROOT / "docs" / "how_to" / "clients.md"
 TEXTS = [*pages.PAGES, *ROOT.glob("C*.md"), *ROOT.glob("*/README.md")]
 
@@ -66,3 +71,38 @@ def test_pictures_are_those_that_their_source_draws():
     for name, draw in namespace["PICTURES"].items():
         drawn = (ROOT / "docs" / "pictures" / name).read_text()
         assert draw() == drawn, "run python docs/pictures/draw.py"
+
+
+@pytest.mark.parametrize("module", ["", ".asynchronous", ".data", ".elastic", ".numpy", ".optim",
+                                    ".reducers", ".resilience", ".torch"])
+def test_the_reference_has_every_public_name(module):
+    if module == ".torch":
+        installed("torch")
+    text = "".join(page.read_text() for page in REFERENCE.rglob("*.md"))
+    for name in importlib.import_module(f"mpiring{module}").__all__:
+        assert re.search(rf"\bmpiring{module}\.{name}\b", text), name
+
+
+def test_the_reference_has_every_setting():
+    text = (REFERENCE / "settings.md").read_text()
+    for name, default in vars(Config()).items():
+        (row,) = re.findall(
+            rf"^\| `{name}` \| `MPIRING_{name.upper()}` \| (.*) \|$", text, re.MULTILINE)
+        shown = str(int(default)) if isinstance(default, bool) else f"{default}"
+        assert shown.removesuffix(".0") in row
+
+
+def test_the_reference_has_every_command(capsys):
+    def help_of(*words):
+        with pytest.raises(SystemExit):
+            parse([*words, "--help"])
+        return capsys.readouterr().out
+
+    text, found = (REFERENCE / "commands.md").read_text(), 0
+    for command in re.search(r"\{([\w,]+)\}", help_of())[1].split(","):
+        further = re.search(r"^usage: \S+ -m mpiring \w+\s+\[-h\]\s+\{([\w,]+)\}", help_of(command))
+        for words in [command, *(f"{command} {name}" for name in
+                                 (further[1].split(",") if further else []))]:
+            assert f" python -m mpiring {words} --help" in text, words
+            found += 1
+    assert found > 20

@@ -6,12 +6,16 @@ The functions look at `environ`, by default this process's variables.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..config import PREFIX
 
 # Variables that change how fast MPI and NumPy are.
 SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
                   "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_")
+
+# Where `mpiring lab run` tells its ranks what it was asked for.
+LAB_OPTIONS = "LAB_OPTIONS"
 
 
 @dataclass(frozen=True)
@@ -94,12 +98,21 @@ LAUNCHERS = (
     # Kubernetes' PyTorchJob, or a user's own export.
     Launcher("WORLD_SIZE", _NO_MPI, "WORLD_SIZE", *_TORCH))
 
+# The variables that container runtimes set inside, and the runtimes. Singularity's name is
+# Apptainer's, too; systemd asks containers to set the last one.
+CONTAINERS = {
+    "APPTAINER_CONTAINER": "Apptainer", "SINGULARITY_CONTAINER": "Apptainer",
+    "KUBERNETES_SERVICE_HOST": "Kubernetes", "container": ""}
+_LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
+                "MVP_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
+
 # Prefixes of the variables that say how a process was launched and bound, and which networks and
 # GPUs it gets; narrow ones, since Slurm's and others' variables may hold secrets.
 LAUNCH_PREFIXES = (
     *filter(None, (name for launcher in LAUNCHERS for name in (
         launcher.size, launcher.rank, launcher.local_rank, launcher.mark))),
     "PMI_", "PMIX_NAMESPACE", "PALS_", "MPI_LOCAL", "OMPI_COMM_WORLD_", "OMPI_VERSION",
+    "PMIX_VERSION", "PMIX_SERVER_TMPDIR", "CRAY_MPICH_VERSION", *CONTAINERS,
     "I_MPI_", "MV2_", "MVP_", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_STEP_ID", "SLURM_CPU",
     "SLURM_MPI_TYPE", "SRUN_CPUS_PER_TASK", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES", "IBV_FORK_SAFE", "RDMAV_FORK_SAFE", "MPI4PY_")
@@ -108,6 +121,11 @@ LAUNCH_PREFIXES = (
 def relevant_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that change how fast a program runs, for the record."""
     return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
+
+
+def lab_options(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the options of the lab in whose hosts this process runs; None outside of one."""
+    return environ.get(LAB_OPTIONS)
 
 
 def launch_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -146,6 +164,29 @@ def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = Fals
     names = [launcher.local_rank if local else launcher.rank for launcher in LAUNCHERS
              if not launcher.mark or launcher.mark in environ]
     return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+
+
+def launched_here(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return how many ranks the launcher has started on this node; None where it does not say."""
+    return next((int(environ[name]) for name in _LOCAL_SIZES if environ.get(name, "").isdigit()),
+                None)
+
+
+def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
+    """Return whether the first process that is seen has been launched as a rank.
+
+    So it is in a container that was started for one rank. In others, the launcher, which is no
+    rank, has started this process, and others beside it.
+
+    Args:
+        proc: Where the system shows its processes.
+    """
+    names = [launcher.rank for launcher in launchers(environ) if launcher.rank][:1]
+    try:
+        first = (proc / "1/environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return False
+    return any(word.startswith(f"{name}=") for name in names for word in first)
 
 
 def launched_size(environ: Mapping[str, str] = os.environ, *,

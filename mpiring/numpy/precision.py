@@ -135,7 +135,7 @@ class LossScaler:
             name: As in `dp.grads`.
 
         Returns:
-            A new array: of float32 for 16 bits, else of the gradient's dtype.
+            A new array, of float32 for 16 bits, else of the gradient's dtype.
 
         Raises:
             GradientError: `step()` was not called since `dp.wait()`, or returned False.

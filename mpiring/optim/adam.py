@@ -27,7 +27,9 @@ class Adam(Optimizer):
     m ← β1 m + (1 − β1) g and v ← β2 v + (1 − β2) g²; m̂ and v̂ are corrected for their start at
     zero. The paper's defaults.
 
-    Args: see Optimizer; and
+    Optimizer has the arguments that all share.
+
+    Args:
         dp: A mpiring.numpy.DataParallel.
         lr: η; a number, or a function of the number of updates before this one.
         betas: β1 and β2.
@@ -60,7 +62,9 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with decoupled weight decay: w ← (1 − η λ) w − η m̂ / (√v̂ + ε).
 
-    Args: see Adam; and
+    Adam has the other arguments.
+
+    Args:
         weight_decay: λ, times the rate as in PyTorch; the paper has a rate of its own for it.
     """
 

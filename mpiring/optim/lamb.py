@@ -27,13 +27,15 @@ APPLY = Update("lamb", "w m v", "part root eps decay rate", f"""
 
 
 class LAMB(Optimizer):
-    """LAMB: w ← w − η (|w| / |r + λ w|) (r + λ w) for each tensor, with Adam's r = m̂ / (√v̂ + ε).
+    """LAMB: w ← w − η (‖w‖ / ‖r + λ w‖) (r + λ w) for each tensor, with Adam's r = m̂ / (√v̂ + ε).
 
     The paper: β1 = 0.9, β2 = 0.999, ε = 1e-6, λ = 0.01; its authors' code and others clip the
     norm of all gradients to 1 first, which is `max_norm=1` here. Where a norm is zero, and for
     tensors of `no_decay` (biases, normalisations), the ratio is 1.
 
-    Args: see Optimizer; and
+    Optimizer has the arguments that all share.
+
+    Args:
         dp: A mpiring.numpy.DataParallel.
         lr: η; a number, or a function of the number of updates before this one.
         betas: β1 and β2.

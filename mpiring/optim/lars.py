@@ -18,13 +18,15 @@ LARS_UPDATE = Update("lars", "w g v", "scale decay mu rate", """
 
 
 class LARS(Optimizer):
-    """LARS: v ← μ v + γ λ (g + β w), w ← w − v, with λ = η |w| / (|g| + β |w|) for each tensor.
+    """LARS: v ← μ v + γ λ (g + β w), w ← w − v, with λ = η ‖w‖ / (‖g‖ + β ‖w‖) for each tensor.
 
     The paper: μ = 0.9, η = 0.001, β = 0.0005, and a γ that grows with the batch, such as 6.4 for
     2048 images with a warm-up. Where a norm is zero, and for tensors of `no_decay` (biases,
     normalisations), λ is 1.
 
-    Args: see Optimizer; and
+    Optimizer has the arguments that all share.
+
+    Args:
         dp: A mpiring.numpy.DataParallel.
         lr: γ; a number, or a function of the number of updates before this one.
         momentum: μ; the same.

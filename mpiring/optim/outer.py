@@ -441,7 +441,9 @@ class DiLoCo(Outer):
     Parameters are broadcast from rank 0. The inner optimizer is any (AdamW in the paper); its state
     stays this rank's.
 
-    Args: see LocalSGD; and
+    LocalSGD has the other arguments.
+
+    Args:
         every: Inner steps between two synchronisations of a fragment, from 1.
         lr, momentum: η and μ; numbers, or functions of the number of outer steps before this one.
         fragments: Parts of the model, of about as many bytes, that are synchronised in turn, evenly

@@ -31,7 +31,9 @@ NESTEROV = Update("sgd_nesterov", "w g b", "scale decay lr mu", """
 class SGD(Optimizer):
     """Gradient descent: b ← μ b + g + λ w, w ← w − η b; Nesterov's w ← w − η (g + λ w + μ b).
 
-    Args: see Optimizer; and
+    Optimizer has the arguments that all share.
+
+    Args:
         dp: A mpiring.numpy.DataParallel.
         lr: η; a number, or a function of the number of updates before this one.
         momentum: μ; the same.

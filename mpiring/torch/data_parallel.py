@@ -55,8 +55,8 @@ class DataParallel(Wrapper):
     an earlier `torch.set_num_threads` sets its threads; see `share_cores`.
 
     The process keeps memory that it frees (glibc's malloc, up to 1 GiB), since the next step needs
-    as much again; MALLOC_TRIM_THRESHOLD_ or MALLOC_MMAP_THRESHOLD_ in the environment, whatever
-    their values, leave that to you.
+    as much again; `MALLOC_TRIM_THRESHOLD_` or `MALLOC_MMAP_THRESHOLD_` in the environment,
+    whatever their values, leave that to you.
 
     Args:
         module: The same on every rank, with parameters in the same order, on the CPU or all on one

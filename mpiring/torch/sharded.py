@@ -152,8 +152,9 @@ class Sharded(torch.optim.Optimizer):
 
         Raises:
             GradientError: There are no new gradients; or some were replaced.
-            BufferMismatchError, or with weights="node" ReplicaError: Some ranks have written
-                weights, and others have not; as far as PyTorch's version counters tell.
+            BufferMismatchError: Some ranks have written weights, and others have not; as far as
+                PyTorch's version counters tell.
+            ReplicaError: The same, with weights="node".
 
         Collective: yes. Blocking: yes.
         """
@@ -276,7 +277,7 @@ class Sharded(torch.optim.Optimizer):
                         error_if_nonfinite: bool = False) -> torch.Tensor:
         """Scale all gradients down so that their norm is at most `max_norm`.
 
-        As torch.nn.utils.clip_grad_norm_ does for whole gradients.
+        As `torch.nn.utils.clip_grad_norm_` does for whole gradients.
 
         Args:
             max_norm: From 0.

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...launch.environment import launched_rank, launched_size, launcher_of
 from ..arguments import above_zero
-from . import gather, gpu, launch, library, memory, network, processors
+from . import containers, gather, gpu, launch, library, memory, network, processors
 from .child import examined
 from .examine import examine
 from .facts import ENDING, LOADING, STARTING, Failure, Job, Library
@@ -17,9 +17,10 @@ from .report import as_json, as_text
 # The subjects, in the order of the report.
 SUBJECTS = (
     ("Python and MPI", library.findings), ("Launch", launch.findings),
-    ("Processors", processors.findings), ("Memory and processes", memory.findings),
-    ("Network", network.findings), ("GPUs", gpu.findings),
-    ("After a rank's death", launch.survival), ("Packages", library.packages))
+    ("Containers", containers.findings), ("Processors", processors.findings),
+    ("Memory and processes", memory.findings), ("Network", network.findings),
+    ("GPUs", gpu.findings), ("After a rank's death", launch.survival),
+    ("Packages", library.packages))
 
 # How much longer than the reporting rank a failed rank stays: mpirun ends all ranks when a rank
 # ends that was in MPI, before the report; srun does not.
@@ -94,5 +95,7 @@ def _stand_by(rank: int, failure: Failure, found: dict[str, Any], until: float) 
     if not failure.late and not alike and first:
         print(f"mpiring doctor: rank {rank} on {here.host}: {failure.stage}: {failure.how}; "
               f"{' '.join(failure.printed[-2:])}", file=sys.stderr, flush=True)
-    if launcher_of(here.variables) != "srun" and failure.stage not in (LOADING, ENDING):
+    # Where all are late, the first looks for the others.
+    if (failure.late or launcher_of(here.variables) != "srun") and failure.stage not in (
+            LOADING, ENDING):
         time.sleep(max(0.0, until - time.monotonic()))

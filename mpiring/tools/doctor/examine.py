@@ -20,7 +20,8 @@ from ...config import Config
 from ...errors import MpiringError
 from ...launch.start import thread_level
 from . import gather
-from .facts import ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank
+from .facts import (
+    ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank, vendor_of)
 from .measure import measured
 
 # Processes share whole blocks of this size of GPU memory.
@@ -75,10 +76,13 @@ def _loaded() -> tuple[Any, int]:
 
 def _library(mpi: Any) -> Library:
     """Describe the library; these calls are allowed before MPI_Init."""
-    paths = [path for path in gather.loaded_libraries() if _LIBRARY.match(path.name)]
-    return Library(text=" ".join(mpi.Get_library_version().split())[:200],
-                   path=str(paths[0]) if paths else "",
-                   standard=".".join(map(str, mpi.Get_version())))
+    loaded = gather.loaded_libraries()
+    paths = [path for path in loaded if _LIBRARY.match(path.name)]
+    text = " ".join(mpi.Get_library_version().split())[:200]
+    return Library(text=text, path=str(paths[0]) if paths else "",
+                   standard=".".join(map(str, mpi.Get_version())),
+                   pmix=vendor_of(text) == "Open MPI"
+                   or any(path.name.startswith("libpmix") for path in loaded))
 
 
 def _with_mpi(mpi: Any, library: Library, report: Report) -> None:

@@ -44,12 +44,14 @@ class Library:
         text: How the library names itself, on one line; "" where it could not be loaded.
         standard: Version of MPI that it implements.
         error: Why it could not be loaded.
+        pmix: It has loaded PMIx's library, or is one that always has it inside.
     """
 
     path: str = ""
     text: str = ""
     standard: str = ""
     error: str = ""
+    pmix: bool = False
 
     @property
     def vendor(self) -> str:
@@ -156,6 +158,33 @@ class Gpus:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Container:
+    """Where a process lives, and what it sees there of the ranks beside it.
+
+    Attributes:
+        kinds: "Apptainer", "enroot", "Kubernetes", "Podman", "Docker", or what the container
+            calls itself; () outside of containers.
+        image: Its name or file, where the runtime tells it.
+        machine: An identity of the running system that all its containers have in common; "" where
+            unknown, as are the following two.
+        shm: The file system at /dev/shm, by a name that is unique on the machine.
+        processes: The namespace of processes; those of others are not seen.
+        own: The launcher has started this container for this rank alone.
+        apart: How many of the doctor's processes that are seen have another /dev/shm.
+        missing: The folder of the launcher's PMIx, if it is not there inside; else "".
+    """
+
+    kinds: tuple[str, ...] = ()
+    image: str = ""
+    machine: str = ""
+    shm: str = ""
+    processes: str = ""
+    own: bool = False
+    apart: int = 0
+    missing: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rank:
     """Facts about a process.
 
@@ -186,6 +215,7 @@ class Rank:
     memory: Memory = Memory()
     devices: Sequence[Device] = ()
     gpus: Gpus = Gpus()
+    container: Container = Container()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from ...errors import ConfigError
 from ...launch.environment import launch_variables
 from ...launch.start import find_mpiexec
 from .facts import Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm
+from .namespaces import container, text_of
 
 # Packages that mpiring can use.
 PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "tqdm", "cupy")
@@ -44,12 +45,13 @@ def rank(number: int, library: Library) -> Rank:
         number: Its rank, as far as is known.
         library: What mpi4py loads.
     """
+    variables = launch_variables()
     return Rank(
         rank=number, host=socket.gethostname(), python=platform.python_version(),
         executable=sys.executable, versions=versions(PACKAGES), library=library,
-        start_method=multiprocessing.get_start_method(), variables=launch_variables(),
+        start_method=multiprocessing.get_start_method(), variables=variables,
         settings_error=_settings_error(), processors=processors(), memory=memory(),
-        devices=tuple(devices()), gpus=gpus())
+        devices=tuple(devices()), gpus=gpus(), container=container(variables))
 
 
 def versions(names: Iterable[str]) -> dict[str, str]:
@@ -85,7 +87,7 @@ def processors(root: Path = _ROOT) -> Processors:
     online = os.cpu_count() or 1
     allowed = (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity")
                else set(range(online)))
-    siblings = {_text(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+    siblings = {text_of(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
                 or str(cpu) for cpu in allowed}
     return Processors(allowed=frozenset(allowed), cores=len(siblings), online=online,
                       quota=quota(root), load=os.getloadavg()[0])
@@ -98,7 +100,7 @@ def quota(root: Path = _ROOT) -> float | None:
         root: Where the system's files are.
     """
     found = []
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", 2)
         if not controllers:
             folder, read = root / "sys/fs/cgroup", _quota_2
@@ -113,12 +115,12 @@ def quota(root: Path = _ROOT) -> float | None:
 
 
 def _quota_2(folder: Path) -> float | None:
-    granted, _, period = _text(folder / "cpu.max").partition(" ")
+    granted, _, period = text_of(folder / "cpu.max").partition(" ")
     return int(granted) / int(period) if granted.isdigit() else None
 
 
 def _quota_1(folder: Path) -> float | None:
-    granted, period = _text(folder / "cpu.cfs_quota_us"), _text(folder / "cpu.cfs_period_us")
+    granted, period = text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")
     return int(granted) / int(period) if granted.isdigit() and period.isdigit() else None
 
 
@@ -152,7 +154,7 @@ def _left(root: Path) -> Iterator[int]:
                     found[path.name] = status.st_size
     if found:
         for maps in (root / "proc").glob("[0-9]*/maps"):
-            for name in _SHM_FILES.finditer(_text(maps)):
+            for name in _SHM_FILES.finditer(text_of(maps)):
                 found.pop(name[0], None)
     yield from found.values()
 
@@ -169,22 +171,22 @@ def devices(root: Path = _ROOT) -> Iterator[Device]:
         root: Where the system's files are.
     """
     for path in sorted((root / "sys/class/net").glob("*")):
-        kind = _text(path / "type")
+        kind = text_of(path / "type")
         if kind in (str(_ARPHRD_ETHER), str(_ARPHRD_INFINIBAND)):
             is_virtual = "/devices/virtual/" in str(path.resolve())
             # Virtual devices make up their speed.
-            speed = "" if is_virtual else _text(path / "speed")
+            speed = "" if is_virtual else text_of(path / "speed")
             yield Device(name=path.name, kind="virtual" if is_virtual else "Ethernet",
                          gbit=int(speed) / 1000 if speed.isdigit() and int(speed) else None,
-                         active=_text(path / "operstate") != "down")
+                         active=text_of(path / "operstate") != "down")
     for path in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         name = path.parent.parent.name
-        rate = re.match(r"[\d.]+", _text(path / "rate"))
-        kind = _kind_of(name, _text(path / "link_layer"))
+        rate = re.match(r"[\d.]+", text_of(path / "rate"))
+        kind = _kind_of(name, text_of(path / "link_layer"))
         yield Device(name=name, kind=kind, gbit=float(rate[0]) if rate else None,
-                     active="ACTIVE" in _text(path / "state"))
+                     active="ACTIVE" in text_of(path / "state"))
     for path in sorted((root / "sys/class/cxi").glob("*")):
-        digits = re.search(r"\d+", _text(path / "device/properties/speed"))
+        digits = re.search(r"\d+", text_of(path / "device/properties/speed"))
         yield Device(name=path.name, kind="Slingshot", gbit=float(digits[0]) if digits else None)
 
 
@@ -204,14 +206,14 @@ def gpus(root: Path = _ROOT) -> Gpus:
         root: Where the system's files are.
     """
     modules = tuple(name for name in _GPU_MODULES if (root / "sys/module" / name).exists())
-    driver = re.search(r"(\d+\.[\d.]+)", _text(root / "proc/driver/nvidia/version"))
+    driver = re.search(r"(\d+\.[\d.]+)", text_of(root / "proc/driver/nvidia/version"))
     count = len([path for path in (root / "dev").glob("nvidia[0-9]*")])
     if count:
         return Gpus(kind="NVIDIA", count=count, driver=driver[0] if driver else "", modules=modules)
     amd = [path for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-           if _text(path) not in ("", "0")]
+           if text_of(path) not in ("", "0")]
     if amd:
-        return Gpus(kind="AMD", count=len(amd), driver=_text(root / "sys/module/amdgpu/version"))
+        return Gpus(kind="AMD", count=len(amd), driver=text_of(root / "sys/module/amdgpu/version"))
     return Gpus()
 
 
@@ -267,14 +269,6 @@ def output_of(command: list[str], *, whole: bool = False) -> str:
 
 def loaded_libraries() -> list[Path]:
     """Return the shared libraries that this process has loaded."""
-    lines = _text(_ROOT / "proc/self/maps").splitlines()
+    lines = text_of(_ROOT / "proc/self/maps").splitlines()
     names = {line.split(maxsplit=5)[-1] for line in lines if ".so" in line}
     return sorted(Path(name) for name in names if name.startswith("/"))
-
-
-def _text(path: Path) -> str:
-    """Return a small file of the system's, stripped, or "" where it cannot be read."""
-    try:
-        return path.read_text(errors="replace").strip()
-    except OSError:
-        return ""

@@ -17,6 +17,8 @@ _AWARE = {
 # Libraries that are switched by a variable, and have no function to ask.
 _SWITCHES = {"Cray MPICH": ("MPICH_GPU_SUPPORT_ENABLED",), "Intel MPI": ("I_MPI_OFFLOAD",),
              "MVAPICH": ("MV2_USE_CUDA", "MVP_USE_CUDA")}
+# Cray's libraries between MPI and GPUs.
+_GTL = {"NVIDIA": "libmpi_gtl_cuda.so", "AMD": "libmpi_gtl_hsa.so"}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
@@ -35,7 +37,8 @@ def _rank(rank: Rank, job: Job) -> Iterator[Finding]:
 def _none(rank: Rank) -> Finding:
     if rank.variables.get("MPICH_GPU_SUPPORT_ENABLED", "0") == "1":
         return Finding("GPUs", WARNING, "none, but MPICH_GPU_SUPPORT_ENABLED=1",
-                       "export MPICH_GPU_SUPPORT_ENABLED=0")
+                       "export MPICH_GPU_SUPPORT_ENABLED=0; in a container, let it see the GPUs: "
+                       "apptainer exec --nv (AMD: --rocm), docker run --gpus all")
     return Finding("GPUs", OK, "none")
 
 
@@ -60,8 +63,8 @@ def _awareness(rank: Rank) -> Finding:
     if vendor == "Cray MPICH" and switch and not gpus.gtl:
         return Finding("GPU-aware MPI", WARNING, f"{switch}=1, but Cray's GTL library is not "
                        f"loaded: MPI_Init or the first GPU message fails",
-                       "LD_PRELOAD the libmpi_gtl_* of your GPUs, or build mpi4py with "
-                       "craype-accel-* loaded")
+                       f"LD_PRELOAD={_GTL[gpus.kind]}, or build mpi4py with craype-accel-* loaded; "
+                       f"in a container, bind /opt/cray/pe/mpich, and set LD_PRELOAD inside")
     if gpus.aware or switch:
         return Finding("GPU-aware MPI", OK, f"{name} says that it takes GPU memory"
                        if gpus.aware else f"{switch} is set")

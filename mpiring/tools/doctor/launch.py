@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from ...launch.environment import launcher_of, launchers
 from ...text import ranks_on_nodes
+from . import containers
 from .facts import ENDING, STARTING, Failure, Job, Rank, is_foreign
 from .findings import NOTE, OK, PROBLEM, WARNING, Finding
 from .memory import shm_is_short
@@ -152,6 +153,8 @@ def _remedy(job: Job, failure: Failure) -> str:
     if launcher_of(here.variables) == "srun" and "UCX_comm_addr_exchange" in text:
         # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than PMI allows.
         return "export MPIR_CVAR_CH4_NETMOD=ofi; UCX's addresses do not pass through Slurm's PMI"
+    if containers.is_private(job):
+        return "give the ranks of a node one /dev/shm, as said below"
     if shm_is_short(job):
         return "give /dev/shm more memory, as said below"
     if "GTL" in text:

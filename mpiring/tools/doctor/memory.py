@@ -52,7 +52,8 @@ def _shm(ranks: Sequence[Rank], ranks_here: int) -> Finding:
     needed, vendor = _needed(ranks[0], ranks_here), ranks[0].library.vendor
     text = f"{_text(total)}, {_text(free)} free"
     wants = f"{vendor or 'MPI'} takes {_text(needed)} for {count(ranks_here, 'rank')}"
-    remedy = "mount -o remount,size=2G /dev/shm as root; in a container: docker run --shm-size=2g"
+    remedy = ("mount -o remount,size=2G /dev/shm as root; in a container: docker run "
+              "--shm-size=2g; in a pod: an emptyDir of medium Memory (packaging/mpijob.yaml)")
     if total < needed:
         return Finding("/dev/shm", WARNING if vendor == "Open MPI" else PROBLEM,
                        f"{text}, too small: {wants}", remedy)

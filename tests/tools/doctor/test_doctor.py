@@ -124,14 +124,54 @@ def test_without_mpi4py(tmp_path):
     assert "MPIRING_STALL_TIME_S is no setting; did you mean MPIRING_STALL" in ended.stdout
 
 
+PRIVATE = "mount -t tmpfs -o size={} none /dev/shm"
+
+
+def unshared(size="64m"):
+    """Skip, or fail in CI, where a process can have no /dev/shm of its own."""
+    possible = subprocess.run(["unshare", "-m", "sh", "-c", PRIVATE.format(size)],
+                              capture_output=True, text=True)
+    if possible.returncode:
+        assert os.environ.get("CI") != "true", possible.stderr
+        pytest.skip(reason=f"cannot mount another /dev/shm: {possible.stderr}")
+
+
+def each_in_its_own(*doctor, **variables):
+    """Run the doctor on two ranks, each with a /dev/shm of its own, as containers may have."""
+    unshared()
+    start = f'{PRIVATE.format("64m")} && exec "$@"'
+    job = subprocess.Popen(
+        [mpiexec(), "-n", "2", "unshare", "-m", "sh", "-c", start, "sh", sys.executable, *DOCTOR,
+         *doctor], cwd=ROOT, env=environment(**variables), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, start_new_session=True)
+    return finish(job)
+
+
+def test_ranks_with_a_shared_memory_each():
+    """mpiring's sums are right; MPICH needs to be told, Open MPI finds out."""
+    ended = each_in_its_own(*PATIENCE, "--json", MPIR_CVAR_NOLOCAL="1")
+    assert ended.status == 0, ended.output
+    _, found = parsed(ended.output)
+    assert found["mpiring"]["value"].startswith("an allreduce of 1 MiB is right")
+    assert found["one /dev/shm"]["verdict"] == "warning"
+    assert "2 ranks on one machine have 2 different ones" in found["one /dev/shm"]["value"]
+
+
+@pytest.mark.any_mpi
+def test_a_shared_memory_each_and_nobody_told_mpich():
+    """It waits in MPI_Init, for ever."""
+    ended = each_in_its_own("--deadline", "4")
+    assert ended.status != 0 and ended.seconds < SOON_S
+    assert ended.output.count("problem  one /dev/shm: 1 other rank on this node has another") == 1
+    assert "-> give the ranks of a node one /dev/shm, as said below" in ended.output
+    assert "or export MPIR_CVAR_NOLOCAL=1, and they use the network" in ended.output
+
+
 @pytest.mark.any_mpi
 def test_a_tiny_shared_memory(tmp_path):
     """MPICH dies of it in MPI_Init, and the doctor does not."""
-    mount = "mount -t tmpfs -o size=1m none /dev/shm"
-    possible = subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, text=True)
-    if possible.returncode:
-        assert os.environ.get("CI") != "true", possible.stderr
-        pytest.skip(reason=f"cannot mount a small /dev/shm: {possible.stderr}")
+    unshared("1m")
+    mount = PRIVATE.format("1m")
     job = subprocess.Popen(
         ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -n 2 "$@"', mpiexec(),
          sys.executable, *DOCTOR, "--deadline", "20"], cwd=ROOT, env=environment(), text=True,

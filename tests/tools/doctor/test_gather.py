@@ -9,7 +9,7 @@ import pytest
 from launching import HANG_S, ROOT, environment
 
 from mpiring.config import unknown_variables
-from mpiring.launch.environment import launch_variables, launched_rank
+from mpiring.launch.environment import launch_variables, launched_here, launched_rank
 from mpiring.tools.doctor import gather, memory
 from mpiring.tools.doctor.facts import Device, Library
 from mpiring.tools.doctor.measure import rounds
@@ -136,6 +136,7 @@ def test_launchers_variables():
     assert launched_rank({"PMI_RANK": "3", "SLURM_PROCID": "0"}) == 3
     assert launched_rank({"SLURM_PROCID": "2", "SLURM_LOCALID": "1"}, local=True) == 1
     assert launched_rank({}) is None
+    assert launched_here({"MPI_LOCALNRANKS": "2"}) == 2 and launched_here({}) is None
     secret = {"SLURM_JWT": "s", "AWS_SECRET": "s", "MPIRING_TUNING": "0", "PMI_RANK": "1"}
     assert launch_variables(secret) == {"MPIRING_TUNING": "0", "PMI_RANK": "1"}
     assert unknown_variables({"MPIRING_TUNING": "0", "PATH": ""}) == {}

@@ -1,0 +1,55 @@
+"""Facts of jobs that are well, and what the doctor finds in them."""
+
+from mpiring.tools.doctor.command import judged
+from mpiring.tools.doctor.facts import Device, Job, Library, Memory, Processors, Rank
+
+MPICH = Library(path="/m/lib/libmpi.so.12", standard="5.0",
+                text="MPICH Version: 5.0.2 MPICH Release date: 2026")
+OPEN = Library(path="/o/lib/libmpi.so.40", standard="3.1",
+               text="Open MPI v5.0.11, package: Open MPI user@host Distribution")
+CRAY = Library(path="/opt/cray/lib/libmpi_cray.so.12", standard="3.1",
+               text="MPI VERSION : CRAY MPICH version 8.1.29.44 (ANL base 3.4a2)")
+INTEL = Library(path="/i/lib/libmpi.so.12", standard="3.1",
+                text="Intel(R) MPI Library 2021.13 for Linux* OS")
+MVAPICH = Library(path="/v/lib/libmpi.so.12", standard="3.1",
+                  text="MVAPICH2 Version : 2.3.7 MVAPICH2 Release date : 2022")
+
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "2", "PMI_FD": "9", "MPI_LOCALNRANKS": "2"}
+PRTE = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0",
+        "SLURM_STEP_NUM_TASKS": "2"}
+PLENTY = Memory(shm_bytes=1 << 33, shm_free_bytes=1 << 33)
+INFINIBAND = Device(name="mlx5_0", kind="InfiniBand", gbit=200)
+ETHERNET = Device(name="eth0", kind="Ethernet", gbit=25)
+
+
+def ranks(count, per_node=None, *, library=MPICH, variables=HYDRA, **facts):
+    """Return facts of healthy ranks, each bound to a processor of its own."""
+    per_node = per_node or count
+    healthy = {"python": "3.11.7", "versions": {"numpy": "2.4.6", "mpi4py": "4.1.2"},
+               "thread_level": "multiple", "start_method": "fork", "memory": PLENTY}
+    return [Rank(**{**healthy, "rank": rank, "host": f"n{1 + rank // per_node}",
+                    "node": rank // per_node, "library": library, "variables": variables,
+                    "processors": Processors(allowed=frozenset([rank % per_node]), online=per_node),
+                    **facts})
+            for rank in range(count)]
+
+
+def job(some, **facts):
+    return Job(**{"ranks": some, "size": len(some), "wanted": len(some), **facts})
+
+
+def found(what):
+    """Return the findings by name; of those of one name, all."""
+    names = {}
+    for section in judged(what):
+        for finding in section.findings:
+            names.setdefault(finding.name, []).append(finding)
+    return names
+
+
+def one(what, name, verdict):
+    (finding,) = found(what)[name]
+    assert finding.verdict == verdict, finding
+    assert finding.remedy or verdict == "ok", finding
+    return f"{finding.value} -> {finding.remedy}"
