@@ -14,6 +14,9 @@ from ..config import PREFIX
 SPEED_PREFIXES = (PREFIX, "MPI4PY_RC_", "MPICH_", "MPIR_CVAR_", "OMPI_MCA_", "UCX_", "FI_",
                   "OMP_", "OPENBLAS_", "MKL_", "HOROVOD_", "GLOO_")
 
+# Where `mpiring lab run` tells its ranks what it was asked for.
+LAB_OPTIONS = "LAB_OPTIONS"
+
 
 @dataclass(frozen=True)
 class Launcher:
@@ -118,6 +121,11 @@ LAUNCH_PREFIXES = (
 def relevant_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that change how fast a program runs, for the record."""
     return {name: environ[name] for name in sorted(environ) if name.startswith(SPEED_PREFIXES)}
+
+
+def lab_options(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the options of the lab in whose hosts this process runs; None outside of one."""
+    return environ.get(LAB_OPTIONS)
 
 
 def launch_variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

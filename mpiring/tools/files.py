@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from .. import __version__
 from ..errors import ConfigError
-from ..launch.environment import relevant_variables
+from ..launch.environment import lab_options, relevant_variables
 
 Row = dict[str, Any]
 # A path, or an open stream, as standard output.
@@ -24,14 +24,18 @@ Environment = dict[str, Any]
 
 _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
              "cupy-cuda12x")
+# Linux' numbers.
+_POLICIES = {0: "SCHED_OTHER", 1: "SCHED_FIFO", 2: "SCHED_RR", 3: "SCHED_BATCH", 5: "SCHED_IDLE"}
 
 
 def machine() -> Environment:
     """Return the part of the environment that does not need MPI."""
     versions = {name: _version(name) for name in _PACKAGES}
+    lab = lab_options()
     return {
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]),
+        **({} if lab is None else {"lab": lab}),
         "mpiring": __version__,
         "python": platform.python_version(),
         **{name: version for name, version in versions.items() if version},
@@ -39,6 +43,7 @@ def machine() -> Environment:
         "cpu": _cpu(),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg()[0],
+        "scheduling": _scheduling(),
         "variables": relevant_variables(),
     }
 
@@ -58,6 +63,15 @@ def _cpu() -> str:
         lines = []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _scheduling() -> str | None:
+    """Return this process's class in the scheduler, its priority there or its niceness (Linux)."""
+    if not hasattr(os, "sched_getscheduler"):
+        return None
+    priority = os.sched_getparam(0).sched_priority
+    name = _POLICIES.get(os.sched_getscheduler(0), "unknown")
+    return f"{name} {priority}" if priority else f"{name}, nice {os.nice(0)}"
 
 
 @contextlib.contextmanager

@@ -5,23 +5,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from ..errors import ConfigError, MissingDependencyError
 from .files import writing
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-# Okabe and Ito's colours, which colour-blind readers can distinguish, without the yellow, and some
-# more: there must be one for each contender.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#555555",
-           "#882255", "#000000", "#117733", "#AA4499", "#999933", "#332288", "#DDCC77")
-GREY = COLOURS[6]
+# Pictures have no background: each of these can be told from a white page and from a dark one, and
+# text stands out from both by the same factor, 4.3, the most there is. The first four are of Okabe
+# and Ito, which colour-blind readers can distinguish; there must be one for each contender.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#B8860B", "#6A7FDB", "#8C6BB1",
+           "#A0522D", "#117733", "#C44E7B", "#7F7F00", "#00868B", "#AA4499", "#5B8C5A")
+INK = "#797979"
+GREY = "#8C8C8C"
 _MARKERS = "osD^vPX<>hp*d8"
 INCHES = (7.2, 3.4)
 _DPI = 200
-_STYLE = {"font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.grid": True,
-          "grid.color": "#dddddd", "grid.linewidth": 0.6, "axes.axisbelow": True,
-          "axes.spines.top": False, "axes.spines.right": False}
+_POINTS = 10
+# More curves than these have a legend; fewer have their names at their ends.
+_MOST_NAMED = 8
+_STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _POINTS,
+          "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
+          "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
+          "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
+          "svg.fonttype": "none", "svg.hashsalt": "mpiring",
+          "font.sans-serif": ["DejaVu Sans", "Helvetica", "Arial"],
+          **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color",
+                           "ytick.color"), INK)}
 
 
 def refuse_undrawable(path: str) -> None:
@@ -64,11 +77,51 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
         grid = figure.subplots(len(heights), columns, squeeze=False, height_ratios=heights).tolist()
         yield grid
         handles, labels = grid[0][0].get_legend_handles_labels()
-        if handles:
+        if handles and len(handles) <= _MOST_NAMED and all(map(_is_curve, handles)):
+            for panels, height in zip(grid, heights):
+                _name_curves(panels[-1], height)
+        elif handles:
             figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
-        figure.suptitle(caption, fontsize=8)
+        figure.suptitle(caption, fontsize=_POINTS)
+        # Equal rows make an equal SVG: no date.
+        undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None
         with writing(path):
-            figure.savefig(path, dpi=_DPI)
+            figure.savefig(path, dpi=_DPI, metadata=undated)
+
+
+def _is_curve(handle: "Artist") -> bool:
+    return hasattr(handle, "get_linestyle") and handle.get_linestyle() in ("-", "--", ":")
+
+
+def _name_curves(axes: "Axes", height: float) -> None:
+    """Write the names of curves beside the panel, in their colours, each as near its end as it can.
+
+    Args:
+        height: Of the panel, in inches, with its labels.
+    """
+    to_axes = axes.transScale + axes.transLimits
+    axes.autoscale_view()
+    lasts = [(1.0, float(np.asarray(line.get_ydata())[-1])) for line in axes.get_lines()]
+    ends = sorted((float(to_axes.transform([last])[0][1]), number)
+                  for number, (line, last) in enumerate(zip(axes.get_lines(), lasts))
+                  if not str(line.get_label()).startswith("_"))
+    gap = 1.2 * _POINTS / 72 / (0.75 * height)
+    for (_, number), place in zip(ends, _spread([end for end, _ in ends], gap)):
+        line = axes.get_lines()[number]
+        axes.text(1.03, place, str(line.get_label()), transform=axes.transAxes, va="center",
+                  color=line.get_color())
+
+
+def _spread(places: Sequence[float], gap: float) -> list[float]:
+    """Move ascending places apart until each is a gap from the next, within 0 and 1 if they fit."""
+    spread: list[float] = []
+    for place in places:
+        spread.append(max(place, spread[-1] + gap if spread else 0.0))
+    limit = 1.0
+    for number in reversed(range(len(spread))):
+        spread[number] = min(spread[number], limit)
+        limit = spread[number] - gap
+    return spread
 
 
 def name_bars(axes: "Axes", names: Sequence[str]) -> None:

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ConfigError
 from ..text import count, ranks_on_nodes
 from .files import Environment, Row
-from .picture import COLOURS, GREY, INCHES, curve_style, name_bars, picture
+from .picture import COLOURS, GREY, INCHES, INK, curve_style, name_bars, picture
 from .units import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_MOST_LABELS = 6
+_MOST_LABELS = 4
 # Their panels take the whole width.
 _WIDE = ("steps", "prefetch", "reducers")
 # If times differ by a larger factor, their axis is logarithmic.
@@ -119,11 +119,11 @@ def _limit(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     on_node = any(row["contender"] in LIMITS for row in rows)
     members = [known[size] for size in sorted(known)]
     sizes = [row["bytes"] for row in members]
-    look: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1,
-                            "label": "limit: copies" if on_node else "limit: link rate"}
-    axes[0].loglog(sizes, [row["limit_us"] for row in members], **look)
+    look: dict[str, Any] = {"color": INK, "linestyle": "--", "linewidth": 1,
+                            "label": "memory copy" if on_node else "limit: link rate"}
+    axes[0].plot(sizes, [row["limit_us"] for row in members], **look)
     # busbw scales as one over the time.
-    axes[1].loglog(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **look)
+    axes[1].plot(sizes, [row["busbw_GBps"] * row["this_over_limit"] for row in members], **look)
 
 
 def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
@@ -134,6 +134,8 @@ def _label_sizes(panel: "Axes", sizes: Sequence[int]) -> None:
             shown.append(size)
     panel.set_xticks(shown, [size_text(size) for size in shown])
     panel.set_xticks([], minor=True)
+    panel.set_yticks([], minor=True)
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
 
 
 def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -144,8 +146,8 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     added = [max(0.0, row["total_ms"] - row["compute_ms"]) for row in rows]
     axes[0].barh(positions, compute, color=GREY, label="compute alone")
     axes[0].barh(positions, added, left=compute, color=COLOURS[1], label="added by communication")
-    axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], positions, "k|",
-                 markersize=12, label="compute + communication alone")
+    axes[0].plot([row["compute_ms"] + row["communication_ms"] for row in rows], positions,
+                 "|", color=INK, markersize=12, label="compute + communication alone")
     axes[0].set_xlabel("time (ms, median)")
     hidden = axes[1].barh(positions, [row["overlap_percent"] for row in rows], color=COLOURS[0])
     axes[1].bar_label(hidden, fmt="%.0f %%", padding=3)
@@ -199,10 +201,11 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
         axes[1].plot(nodes, [row["efficiency_percent"] for row in members], **look)
         chosen = [row for row in members if row["selected"]]
         axes[0].plot([row["nodes"] for row in chosen], [row["ms"] for row in chosen], "o",
-                     markersize=8, markerfacecolor="none", markeredgecolor="black",
+                     markersize=8, markerfacecolor="none", markeredgecolor=INK,
                      label="what auto takes" if i + 1 == len(names) else None)
     limits = {row["nodes"]: row["limit_ms"] for row in rows}
-    axes[0].plot(list(limits), list(limits.values()), "k--", linewidth=1, label="byte limit")
+    axes[0].plot(list(limits), list(limits.values()), "--", color=INK, linewidth=1,
+                 label="byte limit")
     axes[0].set_yscale("log")
     axes[1].set_ylim(0, 105)
     for panel in axes:
@@ -232,7 +235,7 @@ def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> N
                    label=row.get("method", row.get("reducer")), linewidth=1.2)
     targets = {row["target_bits"] for row in trained if row["target_bits"] == row["target_bits"]}
     for target in targets:
-        panel.axhline(target, color="black", linestyle="--", linewidth=1, label="target")
+        panel.axhline(target, color=INK, linestyle="--", linewidth=1, label="target")
     reached = [row[key][-1] for row in trained if row[key][-1]]
     if reached and max(reached) > _LINEAR_RANGE * min(reached):
         panel.set_xscale("log")

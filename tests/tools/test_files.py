@@ -2,6 +2,8 @@
 
 import csv
 import json
+import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,3 +64,16 @@ def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
     assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
     _, _, (row,) = files.read_json(path)
     assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
+
+
+def test_a_record_says_with_which_priority_and_in_which_lab(monkeypatch):
+    assert "lab" not in files.machine()
+    monkeypatch.setenv("LAB_OPTIONS", "--hosts 2")
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: 2, raising=False)
+    monkeypatch.setattr(os, "sched_getparam", lambda _: SimpleNamespace(sched_priority=10),
+                        raising=False)
+    about = files.machine()
+    assert (about["lab"], about["scheduling"]) == ("--hosts 2", "SCHED_RR 10")
+    monkeypatch.setattr(os, "sched_getscheduler", lambda _: 0)
+    monkeypatch.setattr(os, "sched_getparam", lambda _: SimpleNamespace(sched_priority=0))
+    assert files.machine()["scheduling"] == f"SCHED_OTHER, nice {os.nice(0)}"

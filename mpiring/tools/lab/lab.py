@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import ConfigError, LaunchError, MissingDependencyError
+from ...launch.environment import LAB_OPTIONS
 from ...launch.start import find_mpiexec
 
 PLACEMENTS = ("block", "round-robin")
@@ -116,8 +117,11 @@ class Lab:
         count = f":{ranks_per_host}" if placement == "block" else ""
         names = ",".join(f"10.77.0.{host}{count}" for host in range(1, hosts + 1))
         folder = os.getcwd()
+        options = (f"--hosts {hosts} --ranks-per-host {ranks_per_host} "
+                   f"--rate {self.rate} --placement {placement}")
         mpiexec = shlex.join([
-            *_DIES_WITH_PARENT, "env", f"LAB_FOLDER={folder}", *_UCX, _mpiexec(),
+            *_DIES_WITH_PARENT, "env", f"LAB_FOLDER={folder}", f"{LAB_OPTIONS}={options}",
+            *_UCX, _mpiexec(),
             "-launcher", "ssh", "-launcher-exec", "/run/remote-shell", "-iface", "bridge0",
             "-hosts", names, "-n", str(hosts * ranks_per_host), *command])
         job = subprocess.Popen(

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..picture import name_bars, picture
+from ..picture import INK, name_bars, picture
 from .budget import (
     Activity, Budget, Key, LastCall, Operation, Span, Step, Wait, idle_part, union,
 )
@@ -110,7 +110,7 @@ def _lanes(axes: "Axes", timelines: Sequence[_Timeline], number: int) -> None:
                           operation.name, ha="center", va="center", fontsize=6, color="white")
         top += len(timeline.lanes)
         names += timeline.lanes
-        axes.axhline(top - 0.5, color="black", linewidth=0.6)
+        axes.axhline(top - 0.5, color=INK, linewidth=0.6)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(0, length / 1e3)

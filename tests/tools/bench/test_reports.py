@@ -10,7 +10,7 @@ from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
-from mpiring.tools import plot
+from mpiring.tools import picture, plot
 from mpiring.tools.bench import (
     allreduce, contenders, latency, local, overlap, reducers, results, steps, torch_steps, wire,
 )
@@ -328,7 +328,7 @@ def test_what_a_picture_shows():
     time, bandwidth = axes = figure.Figure().subplots(1, 2)
     plot._curves(axes, rows_of("allreduce"))
     labels = [line.get_label() for line in time.get_lines()]
-    assert labels == ["mpiring auto", "MPI_Allreduce", "limit: copies"]
+    assert labels == ["mpiring auto", "MPI_Allreduce", "memory copy"]
     assert list(time.get_lines()[0].get_xdata()) == [8, 1 << 20]
     assert list(time.get_lines()[0].get_ydata()) == pytest.approx([1500, 1000])
     assert list(time.get_lines()[2].get_ydata()) == pytest.approx([500])
@@ -383,7 +383,7 @@ def test_no_two_curves_look_alike_and_no_two_labels_touch():
     looks = {(line.get_color(), line.get_marker()) for line in time.get_lines()}
     assert len(looks) == len({colour for colour, _ in looks}) == len(names)
     labels = [label.get_text() for label in time.get_xticklabels()]
-    assert labels == ["8 MiB", "128 KiB", "8 KiB", "512 B", "8 B"]
+    assert labels == ["8 MiB", "128 KiB", "512 B", "8 B"]
 
 
 def test_nothing_to_draw(tmp_path, monkeypatch):
@@ -392,3 +392,15 @@ def test_nothing_to_draw(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"mpiring\[bench\]"):
         plot.draw(tmp_path / "x.png", "allreduce", ABOUT, rows_of("allreduce"))
+
+
+def test_curves_are_named_beside_their_ends(tmp_path):
+    needed("matplotlib")
+    with picture.picture(tmp_path / "x.svg", [3], 2, "caption") as ((left, right),):
+        for number in range(3):
+            left.plot([1, 2], [0, number], label=f"curve {number}")
+            right.plot([1, 2], [0, 1 + number / 1e6], label=f"curve {number}")
+    named = {text.get_text(): text.get_position()[1] for text in right.texts}
+    assert list(named) == ["curve 0", "curve 1", "curve 2"] and not left.texts
+    assert named["curve 1"] - named["curve 0"] == pytest.approx(named["curve 2"] - named["curve 1"])
+    assert named["curve 2"] <= 1 and named["curve 1"] - named["curve 0"] > 0.05

@@ -1,0 +1,54 @@
+"""Tests that the figures of docs/benchmarks are those of their data."""
+
+import re
+import sys
+
+import pytest
+from launching import ROOT
+
+HERE = ROOT / "docs" / "benchmarks"
+sys.path.insert(0, str(HERE))
+import draw  # noqa: E402
+from figures import FIGURES, result_of  # noqa: E402
+
+AGAIN = "run python docs/benchmarks/draw.py"
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_a_figure_shows_its_data(figure):
+    """Its table is compared word for word; its picture, which varies with matplotlib, by digest."""
+    if figure.draw:
+        assert draw.drawn_digest(figure.picture) == draw.digest(figure), AGAIN
+    if figure.page:
+        page = (HERE / figure.page).read_text()
+        assert draw.written(page, figure) == page, AGAIN
+
+
+def test_every_file_is_shown():
+    shown = {name for figure in FIGURES for name in figure.results}
+    assert {path.stem for path in (HERE / "data").iterdir()} == shown
+    pictures = {figure.picture.name for figure in FIGURES if figure.folder == HERE / "pictures"
+                and figure.draw}
+    assert {path.name for path in (HERE / "pictures").iterdir()} == pictures
+    for page in HERE.glob("*.md"):
+        named = re.findall("<!-- figure: (.*) -->", page.read_text())
+        assert set(named) == {figure.name for figure in FIGURES if figure.page == page.name}
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: figure.name)
+def test_results_tell_how_they_were_measured(figure):
+    for name in figure.results:
+        about = result_of(name).about
+        assert about["command"].startswith("python ") and "/tmp" not in about["command"]
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT.*", about["date"])
+
+
+def test_a_command_is_that_which_was_typed():
+    about = {"command": "python -m mpiring bench allreduce --sizes 8 --json x.json", "ranks": 4,
+             "variables": {"MPIRING_ALGORITHM": "ring", "OMP_NUM_THREADS": "1"}}
+    assert draw.command_of(about) == (
+        "MPIRING_ALGORITHM=ring mpirun -n 4 python -m mpiring bench allreduce --sizes 8")
+    about["lab"] = "--hosts 2 --ranks-per-host 2 --rate 1gbit --placement block"
+    assert draw.command_of(about).partition("ring ")[2] == (
+        "python -m mpiring lab run --hosts 2 --ranks-per-host 2 -- "
+        "python -m mpiring bench allreduce --sizes 8")
