@@ -16,6 +16,7 @@ html_theme = "pydata_sphinx_theme"
 html_theme_options = {"show_prev_next": False, "navigation_with_keys": False,
                       "secondary_sidebar_items": ["page-toc"]}
 html_show_sourcelink = False
+html_domain_indices = False
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
 myst_heading_anchors = 4
