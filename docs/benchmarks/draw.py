@@ -78,6 +78,7 @@ def origin(figure):
     for name in figure.results:
         about = result_of(name).about
         if "cpu" not in about:
+            parts.append(f"{about['date'][:10]}; mpiring {about['mpiring']}")
             continue
         software = ", ".join(f"{title} {about[key]}".strip() for key, title in _SOFTWARE.items()
                              if about.get(key))

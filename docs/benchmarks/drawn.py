@@ -150,7 +150,8 @@ def memory(*results):
 
 def reducers(result):
     """Return steps with each Reducer."""
-    return [(row["reducer"], row["median_ms"], f"{row['median_ms']:.0f} ms",
+    return [(row["reducer"], row["over_alone"], f"{row['median_ms']:.0f} ms"
+             if row["reducer"] == "alone" else f"× {row['over_alone']:.2f}",
              row["reducer"] not in ("alone", "dense")) for row in result.rows]
 
 
