@@ -115,6 +115,7 @@ def test_reducers_are_measured_where_there_are_nodes():
     assert 25 < ratios["OneBit()"] <= 32 and ratios["TopK(0.001)"] > 50
     assert all(float(row[2].replace(",", "")) > 0 for name, row in rows.items() if name != "Mean()")
     assert "--compute-ms" in ended.output and "Casts change them least" in ended.output
+    assert "auto takes " in ended.output and "auto takes shared" not in ended.output
 
 
 def test_on_one_node_nothing_is_compressed():

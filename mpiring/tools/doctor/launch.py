@@ -52,7 +52,7 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
         return mpirun
     if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
         return (f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {mpirun}")
-    if vendor == "MPICH" and _has_own_pmi(job):
+    if _needs_mpirun(job):
         return (f"between nodes, Slurm's PMI garbles what this MPICH sends; in a batch script: "
                 f"{mpirun}")
     # Intel's library finds Slurm's PMI by this variable alone.
@@ -78,9 +78,10 @@ def _pmi_offered(rank: Rank) -> str:
     return next((pmi for name, pmi in names.items() if name in rank.variables), "no PMI")
 
 
-def _has_own_pmi(job: Job) -> bool:
-    """Return whether an MPICH that was not built with Slurm's PMI is to run on several nodes."""
-    return ("slurm" not in job.here.library.text.lower()
+def _needs_mpirun(job: Job) -> bool:
+    """Return whether srun fails: an MPICH not built with Slurm's PMI is to run on several nodes."""
+    library = job.here.library
+    return (library.vendor == "MPICH" and "slurm" not in library.text.lower()
             and job.here.variables.get("SLURM_JOB_NUM_NODES", "1") != "1")
 
 
@@ -186,9 +187,9 @@ def _slurm(job: Job) -> Iterator[Finding]:
     default = f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
     if vendor and not any(kind.startswith(pmi) for kind in slurm.mpi_types):
         yield Finding("srun --mpi", WARNING, f"{types}{default}", right_launch(job))
-    elif vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi):
+    elif (vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi)
+          and not _needs_mpirun(job)):
         yield Finding("srun --mpi", NOTE, f"{types}{default}, and {vendor} needs {pmi}",
-                      right_launch(job) if vendor == "MPICH" and _has_own_pmi(job) else
                       f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}")
     else:
         yield Finding("srun --mpi", OK, f"{types}{default}")
