@@ -16,6 +16,9 @@ html_theme = "pydata_sphinx_theme"
 html_theme_options = {"show_prev_next": False, "navigation_with_keys": False,
                       "secondary_sidebar_items": ["page-toc"]}
 html_show_sourcelink = False
+html_domain_indices = False
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 
@@ -38,7 +41,7 @@ def files_of_the_repository(app, page, source):
         path = os.path.normpath(os.path.join(os.path.dirname(page), match[1]))
         return f"](path:{match[1]})" if path.startswith("..") else match[0]
 
-    source[0] = re.sub(r"\]\((\.\./[^)#\s]*)\)", link, source[0])
+    source[0] = re.sub(r"\]\((\.\./[^)#\s]*)(?:#[^)\s]*)?\)", link, source[0])
 
 
 def public_name(app, env, node, contents):

@@ -142,9 +142,9 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Args:
             x: Any shape, contiguous, writeable; bool, integer, floating (also bfloat16 of
-                ml_dtypes) or complex. A NumPy array; a PyTorch tensor, where mpiring.torch is
-                imported; a CuPy array, or any with `__cuda_array_interface__`. All ranks' in
-                host memory, or all on GPUs. Bits are equal on all ranks afterwards.
+                ml_dtypes) or complex. A NumPy array, a PyTorch tensor, a CuPy array, or any with
+                `__cuda_array_interface__`. All ranks' in host memory, or all on GPUs. Bits are
+                equal on all ranks afterwards.
             op: "sum", "mean" (floating, complex), "max", "min" (not complex; NaN propagates;
                 on bool: or, and), "prod", or, bit by bit, "band", "bor" or "bxor" (integers,
                 bool). Or an op of mpi4py's, such as MPI.SUM; the logical ones on bool only.

@@ -1,7 +1,8 @@
-"""Tests what is given away: all that is tracked is in the sdist, and the package in the wheel."""
+"""Tests what is given away: what sdist and wheel hold, and that each installs and runs."""
 
 import filecmp
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,25 +12,19 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from launching import HANG_S, ROOT, environment, needed
+from launching import HANG_S, ROOT, environment, mpiexec, needed
+
+MOST_BYTES = 2_000_000
 
 
-def run(*words, cwd):
+def run(*words, cwd, python=sys.executable, **variables):
     """Run Python, with the package of no other folder in its path; return what it prints."""
-    variables = environment(PYTHONDONTWRITEBYTECODE="1")
+    variables = environment(PYTHONDONTWRITEBYTECODE="1", **variables)
     del variables["PYTHONPATH"]
-    ended = subprocess.run([sys.executable, *words], cwd=cwd, env=variables, text=True,
+    ended = subprocess.run([python, *map(str, words)], cwd=cwd, env=variables, text=True,
                            capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0, (ended.stdout + ended.stderr)[-5000:]
     return ended.stdout
-
-
-def built(what, tree):
-    """Return what pip would have the build back end make, without its network."""
-    code = f"from setuptools import build_meta; build_meta.build_{what}('dist')"
-    run("-c", code, cwd=tree)
-    archive, = (tree / "dist").iterdir()
-    return archive
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +37,26 @@ def tracked():
 
 
 @pytest.fixture(scope="module")
-def unpacked(tracked, tmp_path_factory):
-    """Return the folder in an sdist of a copy: nothing appears in the checkout."""
-    needed("setuptools")
-    folder = tmp_path_factory.mktemp("sdist")
+def archives(tracked, tmp_path_factory):
+    """Return sdist, and wheel of the sdist, of a copy: nothing appears in the checkout."""
+    for package in "build", "setuptools":
+        needed(package)
+    folder = tmp_path_factory.mktemp("dist")
     for name in tracked:
         target = folder / "tree" / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, target)
-    with tarfile.open(built("sdist", folder / "tree")) as archive:
+    run("-m", "build", "--no-isolation", "--outdir", folder / "dist", cwd=folder / "tree")
+    sdist, = (folder / "dist").glob("*.tar.gz")
+    wheel, = (folder / "dist").glob("*.whl")
+    return sdist, wheel
+
+
+@pytest.fixture(scope="module")
+def unpacked(archives, tmp_path_factory):
+    """Return the folder in the sdist."""
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(archives[0]) as archive:
         archive.extractall(folder, filter="data")
     tree, = folder.glob("mpiring-*")
     return tree
@@ -69,10 +75,9 @@ def test_all_that_is_tracked_is_in_the_sdist(tracked, unpacked):
     assert os.access(unpacked / ".ci" / "run", os.X_OK)
 
 
-def test_a_wheel_of_the_sdist_holds_the_package_and_nothing_else(unpacked, tmp_path):
-    tree = shutil.copytree(unpacked, tmp_path / "tree")
-    package = {name for name in files_in(tree) if name.startswith("mpiring/")}
-    with zipfile.ZipFile(built("wheel", tree)) as wheel:
+def test_the_wheel_holds_the_package_and_nothing_else(archives, unpacked):
+    package = {name for name in files_in(unpacked) if name.startswith("mpiring/")}
+    with zipfile.ZipFile(archives[1]) as wheel:
         names = {name for name in wheel.namelist() if ".dist-info/" not in name}
         about, = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = message_from_bytes(wheel.read(about))
@@ -80,4 +85,38 @@ def test_a_wheel_of_the_sdist_holds_the_package_and_nothing_else(unpacked, tmp_p
     assert names == package and "mpiring/py.typed" in names
     assert metadata["Author"] and metadata["Requires-Python"] == ">=3.10"
     assert "Programming Language :: Python :: 3.10" in metadata.get_all("Classifier")
-    assert metadata.get_payload().startswith("# mpiring")
+    text = metadata.get_payload()
+    assert text.startswith("# mpiring")
+    assert not re.search(r"\]\((?!https://)", text), "an index has no other files"
+
+
+def test_an_index_would_take_them(archives):
+    needed("twine")
+    run("-m", "twine", "check", "--strict", *archives, cwd=ROOT)
+    for archive in archives:
+        assert archive.stat().st_size < MOST_BYTES
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("which", ["sdist", "wheel"])
+def test_each_installs_in_a_fresh_environment_and_runs(which, archives, unpacked, tmp_path):
+    """What it depends on comes from this environment; a job of two ranks runs elsewhere."""
+    run("-m", "venv", "--without-pip", "fresh", cwd=tmp_path)
+    python = tmp_path / "fresh" / "bin" / "python"
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run("-c", where, python=python, cwd=tmp_path).strip())
+    ours = run("-c", where, cwd=tmp_path).strip()
+    (packages / "dependencies.pth").write_text(f"import site; site.addsitedir({ours!r})\n")
+    run("-m", "pip", "--python", python, "install", "--quiet", "--no-index", "--no-deps",
+        "--no-build-isolation", "--ignore-installed",
+        archives[["sdist", "wheel"].index(which)], cwd=tmp_path)
+    assert (packages / "mpiring" / "__init__.py").is_file()
+    example = shutil.copy(unpacked / "examples" / "allreduce.py", tmp_path)
+    code = ("import mpiring, runpy; assert mpiring.__file__.startswith({!r}), mpiring.__file__; "
+            "runpy.run_path({!r})").format(str(packages), example)
+    started = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
+    # mpi4py's wheel looks beside Python, then here.
+    output = run("-c", started, mpiexec(), "-n", 2, python, "-c", code, cwd=tmp_path,
+                 LD_LIBRARY_PATH=str(Path(sys.prefix) / "lib"))
+    assert "rank 1 of 2: the ranks add up to 1;" in output, output

@@ -102,6 +102,10 @@ def refusal(wanted: int, what: str) -> LaunchError:
     if here and not here[0].starts:
         why = (f": {here[0].title} starts processes that MPI does not know. Start the ranks by "
                f"MPI instead: {right}")
+    elif here and here[0].name == "srun":
+        why = (". srun did not offer the PMI of the library that mpi4py loads: use the matching "
+               "srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI); or, in a batch script, the "
+               "mpirun that came with the library, as for pip's MPICH on several nodes")
     else:
         why = (f". Either the script was started without a launcher: use {right}; or the launcher "
                f"belongs to another MPI library than mpi4py loads: use the mpirun that came with "

@@ -27,6 +27,8 @@ _DPI = 200
 _POINTS = 10
 # More curves than these have a legend; fewer have their names at their ends.
 _MOST_NAMED = 8
+# Where all its labels are so short, a legend has three columns; else two.
+_LONGEST_OF_THREE = 24
 _STYLE = {"font.size": _POINTS, "axes.titlesize": _POINTS, "legend.fontsize": _POINTS,
           "axes.grid": True, "grid.color": INK, "grid.alpha": 0.25, "grid.linewidth": 0.6,
           "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False,
@@ -81,7 +83,9 @@ def picture(path: str, heights: Sequence[float], columns: int, caption: str,
             for panels, height in zip(grid, heights):
                 _name_curves(panels[-1], height)
         elif handles:
-            figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+            columns = 3 if max(map(len, labels)) <= _LONGEST_OF_THREE else 2
+            figure.legend(handles, labels, loc="outside lower center", ncols=columns,
+                          frameon=False)
         figure.suptitle(caption, fontsize=_POINTS)
         # Equal rows make an equal SVG: no date.
         undated = {"Date": None} if Path(path).suffix.lower() == ".svg" else None

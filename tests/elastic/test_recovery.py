@@ -1,11 +1,11 @@
 """Kills ranks of training jobs: the others go on, where MPI can; elastic_campaign.py does more."""
 
 import functools
-import re
 import subprocess
 
+import pages
 import pytest
-from launching import HANG_S, PROGRAMS, ROOT, SOON_S, installed, launch, mpiexec
+from launching import HANG_S, PROGRAMS, SOON_S, installed, launch, mpiexec
 
 pytestmark = pytest.mark.launch
 
@@ -57,27 +57,10 @@ def test_elsewhere_training_is_plain(tmp_path):
     assert ended.output.count("a rank that dies ends this job") == 1, ended.output
 
 
-def test_the_program_of_the_readme():
-    """Rank 0 dies in step 15, and the two others begin again at step 10, where MPI can."""
-    text = (ROOT / "README.md").read_text()
-    (block,) = [block for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-                if "elastic.run" in block]
-    program = "\n".join([
-        "import os, signal, sys, mpiring, numpy as np",
-        "from mpiring.numpy import DataParallel",
-        "comm = mpiring.init()",
-        "params, steps, batch, learning_rate = {'w': np.zeros(4)}, 25, 2, 1.0",
-        "data, mine, deadly = np.arange(200.0), comm.rank, int(sys.argv[1])",
-        "def backward(params, samples):",
-        "    if mine == 0 and state.step == deadly: os.kill(os.getpid(), signal.SIGKILL)",
-        "    yield 'w', samples.mean()",
-        block,
-        "sizes = [3] * 10 + [state.comm.size] * 15",
-        "ends = np.cumsum(sizes) * batch",
-        "means = [data[end - size * batch:end].mean() for end, size in zip(ends, sizes)]",
-        "assert state.seen == ends[-1] and abs(params['w'] + sum(means)).max() < 1e-9",
-        "print('right with', state.comm.size)"])
-    deadly, left, options = (15, 2, SURVIVES) if is_open_mpi() else (-1, 3, ())
-    ended = launch(3, "-c", program, deadly, options=options)
+def test_the_program_of_the_documentation(survives, tmp_path):
+    """Rank 0 dies in step 15, and the two others begin again at step 10; test_docs lets it live."""
+    program = tmp_path / "program.py"
+    program.write_text(pages.example("docs/how_to/elastic.md", "elastic.run").text)
+    ended = launch(3, program, 15, options=SURVIVES)
     assert ended.status == 0, ended.output
-    assert ended.output.count(f"right with {left}") == left, ended.output
+    assert ended.output.count("right with 2") == 2, ended.output

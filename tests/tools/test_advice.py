@@ -115,6 +115,7 @@ def test_reducers_are_measured_where_there_are_nodes():
     assert 25 < ratios["OneBit()"] <= 32 and ratios["TopK(0.001)"] > 50
     assert all(float(row[2].replace(",", "")) > 0 for name, row in rows.items() if name != "Mean()")
     assert "--compute-ms" in ended.output and "Casts change them least" in ended.output
+    assert "auto takes " in ended.output and "auto takes shared" not in ended.output
 
 
 def test_on_one_node_nothing_is_compressed():
@@ -123,6 +124,8 @@ def test_on_one_node_nothing_is_compressed():
     assert "have nothing to compress" in ended.output and "MB sent" not in ended.output
 
 
-def test_a_computing_time_needs_a_model():
-    ended = launch(1, "-m", "mpiring", "tune", "--compute-ms", "100")
-    assert ended.status == 2 and "--model-bytes" in ended.output
+@pytest.mark.parametrize(("options", "words"), [
+    ((), "start several, as with mpirun"), (("--compute-ms", "100"), "--model-bytes")])
+def test_what_cannot_be_measured_is_refused(options, words):
+    ended = launch(1, "-m", "mpiring", "tune", *options)
+    assert ended.status == 2 and words in ended.output, ended.output

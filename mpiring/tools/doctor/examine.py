@@ -78,7 +78,7 @@ def _library(mpi: Any) -> Library:
     """Describe the library; these calls are allowed before MPI_Init."""
     loaded = gather.loaded_libraries()
     paths = [path for path in loaded if _LIBRARY.match(path.name)]
-    text = " ".join(mpi.Get_library_version().split())[:200]
+    text = " ".join(mpi.Get_library_version().split())[:2000]
     return Library(text=text, path=str(paths[0]) if paths else "",
                    standard=".".join(map(str, mpi.Get_version())),
                    pmix=vendor_of(text) == "Open MPI"

@@ -166,9 +166,10 @@ class Container:
             calls itself; () outside of containers.
         image: Its name or file, where the runtime tells it.
         machine: An identity of the running system that all its containers have in common; "" where
-            unknown, as are the following two.
+            unknown, as are the following three.
         shm: The file system at /dev/shm, by a name that is unique on the machine.
-        processes: The namespace of processes; those of others are not seen.
+        processes, users: The namespaces of processes and users; those of other ones are not seen,
+            or their memory is closed.
         own: The launcher has started this container for this rank alone.
         apart: How many of the doctor's processes that are seen have another /dev/shm.
         missing: The folder of the launcher's PMIx, if it is not there inside; else "".
@@ -179,6 +180,7 @@ class Container:
     machine: str = ""
     shm: str = ""
     processes: str = ""
+    users: str = ""
     own: bool = False
     apart: int = 0
     missing: str = ""

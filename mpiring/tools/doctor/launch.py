@@ -33,9 +33,9 @@ def findings(job: Job) -> Iterator[Finding]:
         yield Finding("mpiring", OK, f"an allreduce of 1 MiB is right, and takes "
                                      f"{1e3 * job.tried_s:.2f} ms")
     for error in job.trial_errors:
-        yield Finding("mpiring", PROBLEM, error, "see Troubleshooting in README.md")
+        yield Finding("mpiring", PROBLEM, error, "see docs/reference/errors.md")
     for warning in job.warnings:
-        yield Finding("mpiring", WARNING, warning, "see Troubleshooting in README.md")
+        yield Finding("mpiring", WARNING, warning, "see docs/reference/errors.md")
     if job.printed and job.failure is None:
         yield Finding("what MPI prints", NOTE, "\n".join(job.printed),
                       "mend what it speaks of, where that matters to you")
@@ -52,6 +52,9 @@ def right_launch(job: Job, command: str = _DOCTOR) -> str:
         return mpirun
     if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
         return (f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {mpirun}")
+    if _needs_mpirun(job):
+        return (f"between nodes, Slurm's PMI garbles what this MPICH sends; in a batch script: "
+                f"{mpirun}")
     # Intel's library finds Slurm's PMI by this variable alone.
     library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
     return f"{library}srun --mpi={pmi} -n {size} {command}"
@@ -73,6 +76,13 @@ def is_mismatched(rank: Rank) -> bool:
 def _pmi_offered(rank: Rank) -> str:
     names = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
     return next((pmi for name, pmi in names.items() if name in rank.variables), "no PMI")
+
+
+def _needs_mpirun(job: Job) -> bool:
+    """Return whether srun fails: an MPICH not built with Slurm's PMI is to run on several nodes."""
+    library = job.here.library
+    return (library.vendor == "MPICH" and "slurm" not in library.text.lower()
+            and job.here.variables.get("SLURM_JOB_NUM_NODES", "1") != "1")
 
 
 def _uses_srun(job: Job) -> bool:
@@ -177,7 +187,8 @@ def _slurm(job: Job) -> Iterator[Finding]:
     default = f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
     if vendor and not any(kind.startswith(pmi) for kind in slurm.mpi_types):
         yield Finding("srun --mpi", WARNING, f"{types}{default}", right_launch(job))
-    elif vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi):
+    elif (vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi)
+          and not _needs_mpirun(job)):
         yield Finding("srun --mpi", NOTE, f"{types}{default}, and {vendor} needs {pmi}",
                       f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}")
     else:
@@ -193,8 +204,8 @@ def _settings(job: Job) -> Iterator[Finding]:
     name = "MPIRING_* variables"
     for rank in job.ranks:
         if rank.settings_error:
-            yield Finding(name, PROBLEM, rank.settings_error,
-                          "unset or correct it; README.md lists the settings", (rank.rank,))
+            yield Finding(name, PROBLEM, rank.settings_error, "unset or correct it; "
+                          "docs/reference/settings.md has them all", (rank.rank,))
     if len(set(mine)) > 1:
         for rank, settings in zip(job.ranks, mine):
             yield Finding(name, PROBLEM, settings, "give all ranks the same, as with mpirun -genv "

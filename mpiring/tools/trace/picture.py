@@ -52,7 +52,7 @@ def _bars(axes: "Axes", budgets: Mapping[int, Budget]) -> None:
     data = [budget.data for budget in budgets.values()]
     parts = {
         "compute": (_COMPUTE, [budget.compute - budget.hidden for budget in budgets.values()]),
-        "compute, with communication hidden behind it": (
+        "compute, hiding communication": (
             _BEHIND, [budget.hidden for budget in budgets.values()]),
         **({"waiting for data": (_DATA, data)} if any(data) else {}),
         "exposed communication": (_EXPOSED, [budget.exposed for budget in budgets.values()]),

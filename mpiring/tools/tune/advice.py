@@ -45,7 +45,7 @@ _WIDTH = 100
 _LOSSES = (
     "All of these change gradients. Casts change them least: a rounding to 16 bits. Int8 rounds "
     "to 8 bits by chance; PowerSGD, OneBit and TopK send an approximation, and the errors with "
-    "later gradients. What that does to a model's accuracy, only training it can tell: see README.")
+    "later gradients. What that does to a model's accuracy, only training it can tell.")
 
 
 @dataclass(frozen=True)

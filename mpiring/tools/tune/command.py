@@ -63,11 +63,11 @@ def _report(comm: Communicator, title: str, shown: bool) -> Model:
     model = comm.tune(fresh=True)
     rate = _reduction_rate()
     if shown:
-        _print(comm, model, title, rate)
+        _print(model, title, rate)
     return model
 
 
-def _print(comm: Communicator, model: Model, title: str, rate: float) -> None:
+def _print(model: Model, title: str, rate: float) -> None:
     print(f"{title}\n")
     sizes = [size for size, _ in model.curves[0][1].points] if model.curves else []
     print(f"{'microseconds':14}" + "".join(f"{size_text(size):>12}" for size in sizes)
@@ -76,7 +76,7 @@ def _print(comm: Communicator, model: Model, title: str, rate: float) -> None:
         print(f"{name:14}" + "".join(f"{1e6 * curve.time_s(size):12.1f}" for size in sizes)
               + f"{1e6 * curve.latency_s:14.1f}{1e-9 / curve.s_per_byte:10.3f}")
     print(f"\nadding: {rate:.1f} GB/s on one rank")
-    ranges = [(_SMALLEST, "shared")] if comm.num_nodes == 1 else _ranges(model)
+    ranges = [(_SMALLEST, "shared")] if "shared" in dict(model.curves) else _ranges(model)
     for first, name in ranges:
         print(f"auto takes {name} from {size_text(first)}")
     print(f"bucket_bytes: {model.bucket_bytes} ({size_text(model.bucket_bytes)}) is long enough\n")

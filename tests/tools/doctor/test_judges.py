@@ -17,6 +17,8 @@ from mpiring.tools.doctor.findings import Finding, merged, where
 from mpiring.tools.doctor.launch import right_launch
 from mpiring.tools.doctor.report import as_json, as_text
 
+BY_SLURM = replace(MPICH, text=f"{MPICH.text} MPICH configure: --with-slurm --with-pm=none")
+
 
 @pytest.mark.parametrize(("text", "vendor", "version"), [
     (MPICH.text, "MPICH", "5.0.2"), (OPEN.text, "Open MPI", "5.0.11"),
@@ -86,6 +88,9 @@ def test_no_library_and_no_mpirun():
 
 @pytest.mark.parametrize(("library", "variables", "types", "words"), [
     (MPICH, STEP, (), "MPICH 5.0.2 needs pmi2 -> srun --mpi=pmi2 -n 2 python"),
+    (MPICH, {**STEP, "SLURM_JOB_NUM_NODES": "2"}, (),
+     "garbles what this MPICH sends; in a batch script: "),
+    (BY_SLURM, {**STEP, "SLURM_JOB_NUM_NODES": "2"}, (), "-> srun --mpi=pmi2 -n 2 python"),
     (OPEN, {**STEP, "PMI_FD": "3", "SLURM_MPI_TYPE": "pmi2"}, ("pmi2", "pmix"),
      "srun offers PMI by --mpi=pmi2, and Open MPI 5.0.11 needs pmix -> srun --mpi=pmix -n 2"),
     (OPEN, STEP, ("none", "pmi2"), "this Slurm has no --mpi=pmix, which Open MPI needs"),
