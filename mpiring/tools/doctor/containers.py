@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ...launch.environment import launched_here, launcher_of, launchers
 from ...text import count
-from .facts import Container, Job, Rank, is_foreign, version_of
+from .facts import Container, Job, Rank, is_closed, is_foreign, version_of
 from .findings import OK, PROBLEM, WARNING, Finding, each_rank
 
 # What gives the ranks of a node one /dev/shm, and lets them see each other's processes.
@@ -23,6 +23,7 @@ _USERS = {
 _USERS_ELSE = "start the ranks of a node in one container, by the mpirun inside"
 # Measured with MPICH 5.0.2, which else waits in MPI_Init for what it has written to /dev/shm.
 _APART = "export MPIR_CVAR_NOLOCAL=1, and they use the network"
+_COPY = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
 
 # How a folder of the host gets into a container.
 _BIND = {
@@ -169,7 +170,13 @@ def _hidden(ranks: Sequence[Rank], numbers: tuple[int, ...]) -> Iterator[Finding
     if not processes and not users:
         return
     table, other = (_TOGETHER, _TOGETHER_ELSE) if processes else (_USERS, _USERS_ELSE)
-    yield Finding("each other's memory", WARNING, f"{count(len(ranks), 'rank')} on one machine are "
-                  f"in several namespaces of {'processes' if processes else 'users'}: they cannot "
-                  f"map each other's arrays, which mpiring copies through MPI instead",
-                  _first(table, ranks[0], other), numbers)
+    text = (f"{count(len(ranks), 'rank')} on one machine are in several namespaces of "
+            f"{'processes' if processes else 'users'}: they cannot map each other's arrays, which "
+            f"mpiring copies through MPI instead")
+    remedy = _first(table, ranks[0], other)
+    if is_closed(ranks):
+        yield Finding("each other's memory", PROBLEM, f"{text}; and MPICH, which reads large "
+                      f"messages there, fails: nothing more was tried", f"{remedy}; or {_COPY}",
+                      numbers)
+    else:
+        yield Finding("each other's memory", WARNING, text, remedy, numbers)

@@ -13,6 +13,9 @@ _VENDORS = {
 # Libraries whose ranks each other's launchers can start: they share a PMI.
 _HYDRA = ("MPICH", "Intel MPI", "MVAPICH")
 
+# How MPICH's switches are turned off.
+_NO = ("0", "no", "false", "off")
+
 
 def vendor_of(text: str) -> str:
     """Return the maker of an MPI library or a launcher, by its text on its version; or ""."""
@@ -218,6 +221,20 @@ class Rank:
     devices: Sequence[Device] = ()
     gpus: Gpus = Gpus()
     container: Container = Container()
+
+
+def is_closed(ranks: Sequence[Rank]) -> bool:
+    """Return whether ranks of a node cannot read each other's memory, though their MPICH will.
+
+    Seen with MPICH 5.0.2: it reads messages of 16 KiB and more there, and fails where that is
+    refused between namespaces.
+    """
+    seen: dict[int, set[tuple[str, str]]] = {}
+    for rank in ranks:
+        reads = rank.variables.get("MPIR_CVAR_CH4_CMA_ENABLE", "1").lower() not in _NO
+        if rank.library.vendor == "MPICH" and reads:
+            seen.setdefault(rank.node, set()).add((rank.container.processes, rank.container.users))
+    return any(len(namespaces) > 1 for namespaces in seen.values())
 
 
 @dataclass(frozen=True, kw_only=True)

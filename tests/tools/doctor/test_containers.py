@@ -155,10 +155,20 @@ def test_ranks_on_one_machine_with_several_shared_memories_are_told():
     ("lxc", "users", "-> start the ranks of a node in one container")])
 def test_ranks_that_do_not_see_each_others_memory_are_told(kind, namespace, words):
     some = [replace(rank, container=inside(kind, **{namespace: f"{rank.rank}"}))
-            for rank in ranks(2)]
+            for rank in ranks(2, library=OPEN, variables=PRTE)]
     assert one(job(some), "one /dev/shm", "ok").startswith("all ranks of a machine have the same")
     text = one(job(some), "each other's memory", "warning")
     assert f"several namespaces of {namespace}: they cannot map" in text and words in text
+
+
+def test_mpich_reads_the_others_memory_unless_told():
+    def two(**variables):
+        return [replace(rank, container=inside("Apptainer", users=f"{rank.rank}"))
+                for rank in ranks(2, variables={**HYDRA, **variables})]
+
+    text = one(job(two()), "each other's memory", "problem")
+    assert text.endswith("setuid; or export MPIR_CVAR_CH4_CMA_ENABLE=0")
+    one(job(two(MPIR_CVAR_CH4_CMA_ENABLE="no")), "each other's memory", "warning")
 
 
 def test_nothing_is_said_outside_of_containers():
