@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from ...launch.environment import launched_here, launcher_of, launchers
 from ...text import count
-from .facts import Job, Rank, is_foreign, version_of
+from .facts import Container, Job, Rank, is_closed, is_foreign, version_of
 from .findings import OK, PROBLEM, WARNING, Finding, each_rank
 
 # What gives the ranks of a node one /dev/shm, and lets them see each other's processes.
@@ -16,8 +16,14 @@ _TOGETHER = {
     "Podman": "podman run --ipc=host --pid=host, or one container per node and mpirun inside",
     "Docker": "docker run --ipc=host --pid=host, or one container per node and mpirun inside"}
 _TOGETHER_ELSE = "let the ranks of a node share /dev/shm and the namespace of processes"
+# The same for namespaces of users, without which containers need root's help.
+_USERS = {
+    "Apptainer": "apptainer exec --sharens (since 1.3), or an Apptainer that is installed setuid",
+    "Podman": "podman run --userns=host, or one container per node and mpirun inside"}
+_USERS_ELSE = "start the ranks of a node in one container, by the mpirun inside"
 # Measured with MPICH 5.0.2, which else waits in MPI_Init for what it has written to /dev/shm.
 _APART = "export MPIR_CVAR_NOLOCAL=1, and they use the network"
+_COPY = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
 
 # How a folder of the host gets into a container.
 _BIND = {
@@ -151,17 +157,26 @@ def _compared(job: Job) -> Iterator[Finding]:
                           _together(ranks[0]), numbers)
         elif any(rank.container.kinds for rank in ranks) and len(ranks) > 1:
             yield Finding("one /dev/shm", OK, "all ranks of a machine have the same", "", numbers)
-        if _are_hidden(ranks):
-            yield Finding("one namespace of processes", WARNING, f"{count(len(ranks), 'rank')} on "
-                          f"one machine have several: those of different ones cannot map each "
-                          f"other's arrays, which mpiring copies through MPI instead",
-                          _first(_TOGETHER, ranks[0], _TOGETHER_ELSE), numbers)
+        yield from _hidden(ranks, numbers)
 
 
-def _are_hidden(ranks: Sequence[Rank]) -> bool:
-    """Return whether ranks that see one /dev/shm do not see each other's processes."""
-    seen: dict[str, set[str]] = {}
+def _hidden(ranks: Sequence[Rank], numbers: tuple[int, ...]) -> Iterator[Finding]:
+    """Report ranks with one /dev/shm that cannot open each other's files in /proc."""
+    seen: dict[str, list[Container]] = {}
     for rank in ranks:
-        if rank.container.shm and rank.container.processes:
-            seen.setdefault(rank.container.shm, set()).add(rank.container.processes)
-    return any(len(namespaces) > 1 for namespaces in seen.values())
+        seen.setdefault(rank.container.shm, []).append(rank.container)
+    processes = any(len({each.processes for each in there}) > 1 for there in seen.values())
+    users = any(len({each.users for each in there}) > 1 for there in seen.values())
+    if not processes and not users:
+        return
+    table, other = (_TOGETHER, _TOGETHER_ELSE) if processes else (_USERS, _USERS_ELSE)
+    text = (f"{count(len(ranks), 'rank')} on one machine are in several namespaces of "
+            f"{'processes' if processes else 'users'}: they cannot map each other's arrays, which "
+            f"mpiring copies through MPI instead")
+    remedy = _first(table, ranks[0], other)
+    if is_closed(ranks):
+        yield Finding("each other's memory", PROBLEM, f"{text}; and MPICH, which reads large "
+                      f"messages there, fails: nothing more was tried", f"{remedy}; or {_COPY}",
+                      numbers)
+    else:
+        yield Finding("each other's memory", WARNING, text, remedy, numbers)

@@ -21,7 +21,8 @@ from ...errors import MpiringError
 from ...launch.start import thread_level
 from . import gather
 from .facts import (
-    ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank, vendor_of)
+    ENDING, EXCHANGING, LOADING, MEASURING, STARTING, TRYING, Gpus, Library, Rank,
+    is_closed, vendor_of)
 from .measure import measured
 
 # Processes share whole blocks of this size of GPU memory.
@@ -96,9 +97,12 @@ def _with_mpi(mpi: Any, library: Library, report: Report) -> None:
     leader = leaders[world.rank]
     mine = replace(mine, node=numbers.index(leader),
                    gpus=usable(mine.gpus, leaders[:world.rank].count(leader)))
-    report(TRYING, ranks=world.gather(mine) or [mine])
-    report(MEASURING, **_tried(mpi, world, mine))
-    report(ENDING, pairs=measured(mpi, world, leaders))
+    ranks = world.gather(mine) or [mine]
+    report(TRYING, ranks=ranks)
+    # MPI would end the job, and the report with it.
+    if not world.bcast(is_closed(ranks)):
+        report(MEASURING, **_tried(mpi, world, mine))
+        report(ENDING, pairs=measured(mpi, world, leaders))
     world.Free()
 
 

@@ -13,6 +13,9 @@ _VENDORS = {
 # Libraries whose ranks each other's launchers can start: they share a PMI.
 _HYDRA = ("MPICH", "Intel MPI", "MVAPICH")
 
+# How MPICH's switches are turned off.
+_NO = ("0", "no", "false", "off")
+
 
 def vendor_of(text: str) -> str:
     """Return the maker of an MPI library or a launcher, by its text on its version; or ""."""
@@ -166,9 +169,10 @@ class Container:
             calls itself; () outside of containers.
         image: Its name or file, where the runtime tells it.
         machine: An identity of the running system that all its containers have in common; "" where
-            unknown, as are the following two.
+            unknown, as are the following three.
         shm: The file system at /dev/shm, by a name that is unique on the machine.
-        processes: The namespace of processes; those of others are not seen.
+        processes, users: The namespaces of processes and users; those of other ones are not seen,
+            or their memory is closed.
         own: The launcher has started this container for this rank alone.
         apart: How many of the doctor's processes that are seen have another /dev/shm.
         missing: The folder of the launcher's PMIx, if it is not there inside; else "".
@@ -179,6 +183,7 @@ class Container:
     machine: str = ""
     shm: str = ""
     processes: str = ""
+    users: str = ""
     own: bool = False
     apart: int = 0
     missing: str = ""
@@ -216,6 +221,20 @@ class Rank:
     devices: Sequence[Device] = ()
     gpus: Gpus = Gpus()
     container: Container = Container()
+
+
+def is_closed(ranks: Sequence[Rank]) -> bool:
+    """Return whether ranks of a node cannot read each other's memory, though their MPICH will.
+
+    Seen with MPICH 5.0.2: it reads messages of 16 KiB and more there, and fails where that is
+    refused between namespaces.
+    """
+    seen: dict[int, set[tuple[str, str]]] = {}
+    for rank in ranks:
+        reads = rank.variables.get("MPIR_CVAR_CH4_CMA_ENABLE", "1").lower() not in _NO
+        if rank.library.vendor == "MPICH" and reads:
+            seen.setdefault(rank.node, set()).add((rank.container.processes, rank.container.users))
+    return any(len(namespaces) > 1 for namespaces in seen.values())
 
 
 @dataclass(frozen=True, kw_only=True)

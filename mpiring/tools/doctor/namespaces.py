@@ -35,7 +35,8 @@ def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
         kinds=tuple(dict.fromkeys(_kinds(variables, root))),
         image=next((variables[name] for name in _IMAGES if variables.get(name)), ""),
         machine=text_of(proc / "sys/kernel/random/boot_id"), shm=mine,
-        processes=_namespace(proc / "self/ns/pid"), own=launched_first(variables, proc),
+        processes=_namespace(proc / "self/ns/pid"), users=_namespace(proc / "self/ns/user"),
+        own=launched_first(variables, proc),
         apart=sum(found != mine for found in _others(proc) if found and mine),
         missing=folder if folder and not (root / folder.lstrip("/")).exists() else "")
 

@@ -80,7 +80,7 @@ def test_the_launchers_folder_is_looked_for(tmp_path):
 
 def test_this_process():
     seen = container({})
-    assert seen.machine and seen.shm and int(seen.processes) and not seen.own
+    assert seen.machine and seen.shm and int(seen.processes) and int(seen.users)
     device = os.stat("/dev/shm").st_dev
     assert seen.shm.startswith(f"{os.major(device)}:{os.minor(device)} ")
 
@@ -146,15 +146,29 @@ def test_ranks_on_one_machine_with_several_shared_memories_are_told():
     assert text.endswith("or export MPIR_CVAR_NOLOCAL=1, and they use the network")
     (finding,) = found(job(some))["one /dev/shm"]
     assert finding.ranks == (0, 1, 2)
-    assert "one namespace of processes" not in found(job(some)), "one cause is enough"
+    assert "each other's memory" not in found(job(some)), "one cause is enough"
 
 
-def test_ranks_that_do_not_see_each_others_processes_are_told():
-    some = [replace(rank, container=inside("Docker", processes=f"{rank.rank}"))
-            for rank in ranks(2)]
+@pytest.mark.parametrize(("kind", "namespace", "words"), [
+    ("Docker", "processes", "-> docker run --ipc=host --pid=host"),
+    ("Apptainer", "users", "-> apptainer exec --sharens (since 1.3)"),
+    ("lxc", "users", "-> start the ranks of a node in one container")])
+def test_ranks_that_do_not_see_each_others_memory_are_told(kind, namespace, words):
+    some = [replace(rank, container=inside(kind, **{namespace: f"{rank.rank}"}))
+            for rank in ranks(2, library=OPEN, variables=PRTE)]
     assert one(job(some), "one /dev/shm", "ok").startswith("all ranks of a machine have the same")
-    assert "-> docker run --ipc=host --pid=host" in one(
-        job(some), "one namespace of processes", "warning")
+    text = one(job(some), "each other's memory", "warning")
+    assert f"several namespaces of {namespace}: they cannot map" in text and words in text
+
+
+def test_mpich_reads_the_others_memory_unless_told():
+    def two(**variables):
+        return [replace(rank, container=inside("Apptainer", users=f"{rank.rank}"))
+                for rank in ranks(2, variables={**HYDRA, **variables})]
+
+    text = one(job(two()), "each other's memory", "problem")
+    assert text.endswith("setuid; or export MPIR_CVAR_CH4_CMA_ENABLE=0")
+    one(job(two(MPIR_CVAR_CH4_CMA_ENABLE="no")), "each other's memory", "warning")
 
 
 def test_nothing_is_said_outside_of_containers():

@@ -127,19 +127,19 @@ def test_without_mpi4py(tmp_path):
 PRIVATE = "mount -t tmpfs -o size={} none /dev/shm"
 
 
-def unshared(size="64m"):
-    """Skip, or fail in CI, where a process can have no /dev/shm of its own."""
-    possible = subprocess.run(["unshare", "-m", "sh", "-c", PRIVATE.format(size)],
-                              capture_output=True, text=True)
-    if possible.returncode:
-        assert os.environ.get("CI") != "true", possible.stderr
-        pytest.skip(reason=f"cannot mount another /dev/shm: {possible.stderr}")
+def possible(*unshare):
+    """Skip, or fail in CI, where a process cannot have namespaces of its own."""
+    tried = subprocess.run(["unshare", *unshare], capture_output=True, text=True)
+    if tried.returncode:
+        assert os.environ.get("CI") != "true", tried.stderr
+        pytest.skip(reason=f"no namespaces: {tried.stderr}")
 
 
 def each_in_its_own(*doctor, **variables):
     """Run the doctor on two ranks, each with a /dev/shm of its own, as containers may have."""
-    unshared()
-    start = f'{PRIVATE.format("64m")} && exec "$@"'
+    mount = PRIVATE.format("64m")
+    possible("-m", "sh", "-c", mount)
+    start = f'{mount} && exec "$@"'
     job = subprocess.Popen(
         [mpiexec(), "-n", "2", "unshare", "-m", "sh", "-c", start, "sh", sys.executable, *DOCTOR,
          *doctor], cwd=ROOT, env=environment(**variables), text=True, stdout=subprocess.PIPE,
@@ -157,6 +157,24 @@ def test_ranks_with_a_shared_memory_each():
     assert "2 ranks on one machine have 2 different ones" in found["one /dev/shm"]["value"]
 
 
+def test_ranks_with_a_namespace_of_users_each():
+    """As Apptainer's containers, where it is not root's: mpiring copies, MPICH has to be told."""
+    possible("-U", "-r", "true")
+    ended = launch(2, "-c", "import os, sys; os.execvp('unshare', ['unshare', '-U', '-r', "
+                   "sys.executable, '-m', 'mpiring', 'doctor', '--deadline', '60', '--json'])")
+    report, found = parsed(ended.output)
+    finding = found["each other's memory"]
+    assert "in several namespaces of users" in finding["value"]
+    if vendor() == "MPICH":
+        assert (ended.status, finding["verdict"]) == (1, "problem")
+        assert finding["remedy"].endswith("export MPIR_CVAR_CH4_CMA_ENABLE=0")
+    else:
+        assert (ended.status, finding["verdict"]) == (0, "warning")
+        values = [each["value"] for each in report["findings"] if each["name"] == "mpiring"]
+        assert values[0].startswith("an allreduce of 1 MiB is right")
+        assert "cannot share memory with its node (Permission denied)" in values[1]
+
+
 @pytest.mark.any_mpi
 def test_a_shared_memory_each_and_nobody_told_mpich():
     """It waits in MPI_Init, for ever."""
@@ -170,8 +188,8 @@ def test_a_shared_memory_each_and_nobody_told_mpich():
 @pytest.mark.any_mpi
 def test_a_tiny_shared_memory(tmp_path):
     """MPICH dies of it in MPI_Init, and the doctor does not."""
-    unshared("1m")
     mount = PRIVATE.format("1m")
+    possible("-m", "sh", "-c", mount)
     job = subprocess.Popen(
         ["unshare", "-m", "sh", "-c", f'{mount} && exec "$0" -n 2 "$@"', mpiexec(),
          sys.executable, *DOCTOR, "--deadline", "20"], cwd=ROOT, env=environment(), text=True,

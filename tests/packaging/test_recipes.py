@@ -1,0 +1,214 @@
+"""Tests the files under packaging/: they parse, and agree with the package and with each other."""
+
+import configparser
+import json
+import re
+import shlex
+import sys
+from types import ModuleType
+
+import pytest
+from launching import ROOT, needed
+
+import mpiring
+from mpiring.__main__ import parse
+
+FOLDER = ROOT / "packaging"
+CONDA, SPACK = FOLDER / "conda" / "recipe.yaml", FOLDER / "spack" / "package.py"
+IMAGES = [FOLDER / "Dockerfile", FOLDER / "mpiring.def"]
+# What setup.cfg calls otherwise than Spack and conda do.
+NAMES = {"torch": "pytorch"}
+
+
+def table():
+    """Return what setup.cfg says of requirements: {"": {"numpy": "1.24", …}, "torch": …}."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    lines = {"": config["options"]["install_requires"], **config["options.extras_require"]}
+    return {extra: dict(re.match(r"([\w.-]+)(?:>=)?([\d.]*)", line).groups()
+                        for line in text.split("\n") if re.match(r"\w", line))
+            for extra, text in lines.items()}
+
+
+def setup_python():
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+    return config["options"]["python_requires"].removeprefix(">=")
+
+
+def build_setuptools():
+    return re.search(r'"setuptools>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1]
+
+
+def loaded(path):
+    return needed("yaml").safe_load(path.read_text())
+
+
+class Directives:
+    """Stands for Spack: records the directives of a package's body, and what they hold for."""
+
+    def __init__(self):
+        self.calls, self.defaults = [], []
+
+    def __call__(self, name):
+        def record(*args, **options):
+            for default in self.defaults:
+                options = {**default, **options}
+            self.calls.append((name, args, options))
+        return record
+
+    def default_args(self, **options):
+        return _Held(self.defaults, options)
+
+    def when(self, condition):
+        return _Held(self.defaults, {"when": condition})
+
+
+class _Held:
+    def __init__(self, defaults, options):
+        self.defaults, self.options = defaults, options
+
+    def __enter__(self):
+        self.defaults.append(self.options)
+
+    def __exit__(self, *error):
+        self.defaults.pop()
+
+
+@pytest.fixture
+def spack(monkeypatch):
+    """Return the directives of Spack's package, without Spack."""
+    seen = Directives()
+    base = "spack_repo.builtin.build_systems.python"
+    for name in (*(base.rsplit(".", count)[0] for count in range(4)), "spack", "spack.package"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[base].PythonPackage = type("PythonPackage", (), {})
+    for name in "maintainers", "license", "version", "variant", "depends_on":
+        setattr(sys.modules["spack.package"], name, seen(name))
+    sys.modules["spack.package"].default_args = seen.default_args
+    sys.modules["spack.package"].when = seen.when
+    names = {}
+    exec(compile(SPACK.read_text(), str(SPACK), "exec"), names)
+    return names["PyMpiring"], seen.calls
+
+
+def test_spacks_package_asks_for_what_setup_cfg_does(spack):
+    package, calls = spack
+    versions = [args[0] for name, args, _ in calls if name == "version"]
+    assert versions == [mpiring.__version__]
+    assert package.pypi == f"mpiring/mpiring-{mpiring.__version__}.tar.gz"
+    variants = [args[0] for name, args, _ in calls if name == "variant"]
+    found = {extra: {} for extra in ["", *variants]}
+    for name, args, options in calls:
+        if name == "depends_on":
+            package, _, least = args[0].removeprefix("py-").partition("@")
+            extra = options.get("when", "+").removeprefix("+")
+            assert options["type"] == ("build" if package == "setuptools" else ("build", "run"))
+            found[extra][package.replace("ml-dtypes", "ml_dtypes")] = least.removesuffix(":")
+    assert found[""].pop("python") == setup_python()
+    assert found[""].pop("setuptools") == build_setuptools()
+    assert found == {extra: table()[extra] for extra in found}
+
+
+def test_condas_recipe_asks_for_what_setup_cfg_does():
+    recipe = loaded(CONDA)
+    assert recipe["schema_version"] == 1
+    assert recipe["context"] == {"name": "mpiring", "version": mpiring.__version__}
+    assert recipe["build"]["noarch"] == "python"
+    least = dict(line.split(" >=") for line in recipe["requirements"]["run"])
+    # conda-forge's own least version of Python, which may be later.
+    assert least.pop("python") == "${{ python_min }}"
+    assert least == table()[""]
+    assert f"setuptools >={build_setuptools()}" in recipe["requirements"]["host"]
+    further = {**table()["torch"], **table()["fast"]}
+    for line in recipe["requirements"]["run_constraints"]:
+        name, _, version = line.partition(" >=")
+        assert further[{"pytorch": "torch"}.get(name, name)] == version
+    for test in recipe["tests"]:
+        for name in test.get("files", {}).get("source", []):
+            assert (ROOT / name).is_file()
+        for module in test.get("python", {}).get("imports", []):
+            __import__(module)
+
+
+def test_a_job_for_kubernetes():
+    job = loaded(FOLDER / "mpijob.yaml")
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v2beta1", "MPIJob")
+    spec = job["spec"]
+    replicas = spec["mpiReplicaSpecs"]
+    launcher, worker = (replicas[name]["template"]["spec"]["containers"][0]
+                        for name in ("Launcher", "Worker"))
+    ranks = spec["slotsPerWorker"] * replicas["Worker"]["replicas"]
+    assert launcher["args"][:3] == ["mpirun", "-n", str(ranks)]
+    assert worker["resources"]["limits"]["cpu"] == str(spec["slotsPerWorker"])
+    assert launcher["image"] == worker["image"]
+    assert launcher["image"].endswith(f"/mpiring:{mpiring.__version__}")
+    # What it starts is in the image, under the same names.
+    image = (FOLDER / "Dockerfile").read_text()
+    script = next(word for word in launcher["args"] if word.endswith(".py"))
+    assert (ROOT / script.removeprefix("/opt/mpiring/")).is_file()
+    assert "COPY examples /opt/mpiring/examples" in image
+    config = worker["args"][-1]
+    port = worker["readinessProbe"]["tcpSocket"]["port"]
+    assert f"> {config}" in image and image.count(f"'Port {port}'") == 2
+    assert f"HostKey {spec['sshAuthMountPath']}/id_rsa" in image
+    for container in launcher, worker:
+        user = container["securityContext"]["runAsUser"]
+        assert f"--uid {user} " in image and f"\nUSER {user}\n" in image
+    (mount,) = worker["volumeMounts"]
+    (volume,) = replicas["Worker"]["template"]["spec"]["volumes"]
+    assert mount["mountPath"] == "/dev/shm" and mount["name"] == volume["name"]
+    assert volume["emptyDir"]["medium"] == "Memory"
+
+
+def options_of(path):
+    """Return which extra an image takes by default, by the name of its option."""
+    return dict(re.findall(r"^(?:ARG |    )(MPI|EXTRAS)=(\w+)$", path.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.name)
+def test_images_install_what_there_is(path):
+    text = path.read_text()
+    assert options_of(path) == {"MPI": "mpich", "EXTRAS": "examples"}
+    assert set(options_of(path).values()) | {"openmpi", "torch", "fast"} <= table().keys()
+    copied = (re.findall(r"^COPY ((?:\S+ )+)\S+$", text, re.MULTILINE)
+              or re.findall(r"^    ((?![#/])\S+) /opt/mpiring", text, re.MULTILINE))
+    names = [name for names in copied for name in names.split()]
+    assert {"setup.cfg", "pyproject.toml", "mpiring", "examples", "LICENSE",
+            "packaging/description.md"} <= set(names), "setuptools needs all of them"
+    assert all((ROOT / name).exists() for name in names)
+    assert all((ROOT / name).exists() for name in re.findall(r"(?:docs|packaging)/[\w/.]+\w", text))
+
+
+def test_both_images_are_the_same():
+    first, second = (path.read_text() for path in IMAGES)
+    base = "debian:trixie-slim"
+    assert f"\nFROM {base}\n" in first and f"\nFrom: {base}\n" in second
+    for line in ["python3 -m venv /opt/venv", "/opt/venv/bin/pip install --no-cache-dir",
+                 "PATH=/opt/venv/bin:/usr/local/bin:/usr/bin:/bin"]:
+        assert line in first and line in second
+    sections = re.findall(r"^%(\w+)", second, re.MULTILINE)
+    assert sections == ["arguments", "files", "post", "environment", "runscript", "test", "help"]
+
+
+def test_the_commands_that_files_name_exist():
+    """Those of mpiring, wherever they stand: also in comments, and as lists of words."""
+    found = 0
+    for path in FOLDER.rglob("*"):
+        if not path.is_file():
+            continue
+        text = path.read_text()
+        for words in re.findall(r"CMD (\[.*\])", text):
+            found += mpirings(" ".join(json.loads(words)))
+        for line in text.splitlines():
+            found += mpirings(line)
+    assert found >= 6
+
+
+def mpirings(line):
+    """Parse a command of mpiring in a line, if it has one."""
+    command = re.search(r"python -m mpiring ((?:[\w=-]+ ?)+)", line)
+    if command is None or command[1].strip() == "--help":
+        return command is not None
+    parse(shlex.split(command[1])[:1])
+    return True
