@@ -125,6 +125,11 @@ FIGURES = [
             tabulated.sharded, drawn.barred(
                 drawn.steps(), "transformer of 12.9 M parameters, AdamW, 2 ranks on one node",
                 _TRAINING)),
+    _figure("sharded", "sharded_hosts", "sharded_hosts_2",
+            "Sharded steps between two hosts over their bound", tabulated.sharded, drawn.barred(
+                drawn.steps("over_bound"),
+                "transformer of 12.9 M parameters, AdamW, 2 hosts, 1 Gbit/s",
+                "training step / max(compute, time of the bytes on a link)", 1)),
     _figure("sharded", "updates", "updates", "Rates of the optimizers",
             tabulated.updates, drawn.barred(drawn.updates, "one core, 16 M numbers",
                                             "rate / that of a copy (dashed: 1)", 1)),
