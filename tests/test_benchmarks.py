@@ -9,7 +9,8 @@ from launching import ROOT
 HERE = ROOT / "docs" / "benchmarks"
 sys.path.insert(0, str(HERE))
 import draw  # noqa: E402
-from figures import FIGURES, result_of  # noqa: E402
+from figures import FIGURES  # noqa: E402
+from measured import result_of  # noqa: E402
 
 AGAIN = "run python docs/benchmarks/draw.py"
 

@@ -118,6 +118,21 @@ def test_a_transformer_learns_the_same_on_any_number_of_ranks_and_after_a_stop(t
     assert train(3, 12, *checkpoint) == whole[2:]
 
 
+def test_cut_into_parts_a_transformer_learns_the_same():
+    """Pairs of ranks share each layer, two of them the batch; against one rank."""
+    installed("torch")
+
+    def train(ranks, tensor):
+        ended = launch(ranks, ROOT / "examples" / "train_hybrid.py", "--tensor", tensor, "--steps",
+                       9, "--report", 3, "--width", 32, "--context", 32, "--batch", 6)
+        assert ended.status == 0, ended.output
+        return list(map(float, re.findall(r"validation (\S+) bits per byte", ended.output)))
+
+    alone = train(1, 1)
+    assert len(alone) == 3 and alone[-1] + 0.8 < alone[0] < 8
+    assert train(4, 2) == pytest.approx(alone, abs=0.002)
+
+
 @pytest.mark.parametrize(("framework", "ranks"), [("numpy", (3, 1, 2)), ("torch", (1, 2, 1))])
 def test_of_unequal_lengths_any_number_of_ranks_learns_the_same(tmp_path, framework, ranks):
     """Also where a rank has none of a batch, after a stop with batches drawn ahead."""

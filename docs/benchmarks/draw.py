@@ -15,13 +15,15 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1])]
 
-from figures import FIGURES, result_of  # noqa: E402
+from figures import FIGURES  # noqa: E402
+from measured import result_of  # noqa: E402
 
 WIDTH = 110
 _FILES = ("--json", "--csv", "--plot")
 _MARK = "data: sha256 "
 _SOFTWARE = {"mpiring": "mpiring", "mpi_library": "", "python": "Python", "mpi4py": "mpi4py",
              "numpy": "NumPy", "numba": "numba", "torch": "PyTorch", "horovod": "Horovod"}
+_PRIORITIES = {"SCHED_RR 10": "`chrt -r 10`", "SCHED_OTHER, nice -15": "`nice -n -15`"}
 
 
 def digest(figure):
@@ -76,6 +78,7 @@ def origin(figure):
     for name in figure.results:
         about = result_of(name).about
         if "cpu" not in about:
+            parts.append(f"{about['date'][:10]}; mpiring {about['mpiring']}")
             continue
         software = ", ".join(f"{title} {about[key]}".strip() for key, title in _SOFTWARE.items()
                              if about.get(key))
@@ -84,7 +87,7 @@ def origin(figure):
         parts.append("; ".join(filter(None, [
             about["date"][:10], f"{about['cpu']}, {about['cores']} cores", software,
             threads and f"`OMP_NUM_THREADS={threads}`",
-            about.get("scheduling") == "SCHED_RR 10" and "`chrt -r 10`"])))
+            _PRIORITIES.get(about.get("scheduling"))])))
     dates = sorted({part[:10] for part in parts})
     rest = list(dict.fromkeys(part[12:] for part in parts))
     where = f"{' and '.join(dates)}; {rest[-1]}. " if parts else ""

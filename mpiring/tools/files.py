@@ -28,12 +28,17 @@ _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-
 _POLICIES = {0: "SCHED_OTHER", 1: "SCHED_FIFO", 2: "SCHED_RR", 3: "SCHED_BATCH", 5: "SCHED_IDLE"}
 
 
+def now() -> str:
+    """Return date and time, with the time zone."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
 def machine() -> Environment:
     """Return the part of the environment that does not need MPI."""
     versions = {name: _version(name) for name in _PACKAGES}
     lab = lab_options()
     return {
-        "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "date": now(),
         "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]),
         **({} if lab is None else {"lab": lab}),
         "mpiring": __version__,

@@ -9,7 +9,7 @@ from ... import __version__
 from ...errors import ConfigError
 from .. import reporting, table
 from ..arguments import above_zero, checked, positive
-from ..files import Environment, Row, read_json
+from ..files import Environment, Row, now, read_json
 from ..table import Column
 from ..units import parse_rate, parse_size, parse_time, size_text
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
@@ -143,7 +143,8 @@ def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
     text = (f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "
             if not options.against else "")
     return {
-        "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]), "mpiring": __version__,
+        "date": now(), "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]),
+        "mpiring": __version__,
         "cluster": f"{text}{cluster.bandwidth * 8 / 1e9:g} Gbit/s × {cluster.goodput:g}, "
                    f"{cluster.latency_s * 1e6:g} µs; "
                    f"combining at {cluster.reduction_rate / 1e9:g} GB/s",

@@ -1,0 +1,208 @@
+"""Draws the pictures of figures, with the means of `bench --plot`."""
+
+from measured import (
+    ALONE, CONTENDERS, MPI, OURS, PARALLEL, STEP_NAMES, allreduces, at_best_level, by_size,
+    hosts_of,
+)
+from tabulated import LOADERS, LOCAL, NARROW, best_rate
+
+from mpiring.tools import plot
+from mpiring.tools.picture import COLOURS, GREY, INK, curve_style, name_bars, picture
+
+_BAR_INCHES, _FRAME_INCHES = 0.29, 1.0
+
+
+def plotted(select=lambda rows: rows):
+    """Return a `draw` that leaves the picture of some rows to `bench --plot`'s code."""
+    return lambda path, result, *_: plot.draw(
+        path, result.benchmark, result.about, select(result.rows))
+
+
+def short_calls(buffer):
+    """Return a `draw` of the calls on one kind of buffer."""
+    return plotted(lambda rows: [row for row in at_best_level(rows, "test", "bytes", "buffer")
+                                 if row["buffer"] == buffer])
+
+
+def bars(axes, entries):
+    """Draw horizontal bars: of each its name, value, the text at its end, and whether it is ours.
+
+    Ours are blue, others grey.
+    """
+    names, values, texts, ours = zip(*entries)
+    colours = [COLOURS[0] if mine else GREY for mine in ours]
+    drawn_bars = axes.barh(range(len(names)), values, color=colours, height=0.7)
+    axes.bar_label(drawn_bars, texts, padding=4)
+    name_bars(axes, names)
+    for label, mine in zip(axes.get_yticklabels(), ours):
+        label.set_color(COLOURS[0] if mine else INK)
+    axes.margins(x=0.25)
+
+
+def barred(entries, title, label, limit=None):
+    """Return a `draw` of horizontal bars.
+
+    Args:
+        entries: Returns what `bars` draws, given the results.
+        title: Stands above.
+        label: Says what the values are.
+        limit: Where a dashed line stands.
+    """
+    def draw(path, *results):
+        found = entries(*results)
+        height = _FRAME_INCHES + _BAR_INCHES * len(found)
+        with picture(path, [height], 1, title) as ((axes,),):
+            bars(axes, found)
+            axes.set_xlabel(label)
+            if limit:
+                axes.axvline(limit, color=COLOURS[1], linestyle="--", linewidth=1.5)
+
+    return draw
+
+
+def of_limit(*results):
+    """Return times over what the links need, at 16 MiB."""
+    found = []
+    for result in results:
+        for row in result.rows:
+            name = CONTENDERS.get(row["contender"])
+            if name and row["bytes"] == 16 << 20:
+                found.append((f"{name}, {hosts_of(result.about)}", row["this_over_limit"],
+                              f"{row['this_over_limit']:.2f}", name == "mpiring"))
+    return found
+
+
+def steps(key="over_compute"):
+    """Return what returns training steps over the compute or a bound, or their memory."""
+    def entries(result):
+        found = []
+        for row in result.rows:
+            name = STEP_NAMES.get(row["contender"], row["contender"]).replace("`", "")
+            text = (f"{row['median_ms']:.0f} ms" if row["contender"] == ALONE else
+                    f"{row[key]:.1f}" if key == "node_bytes_per_parameter" else
+                    f"× {row[key]:.2f}")
+            if row[key] == row[key]:
+                found.append((name, row[key], text, "mpiring" in row["contender"]))
+        return found
+
+    return entries
+
+
+def models(path, result):
+    """Draw the steps of several models."""
+    names = list(dict.fromkeys(row["model"] for row in result.rows))
+    of = {name: [row for row in result.rows if row["model"] == name] for name in names}
+    with picture(path, [0.5 + _BAR_INCHES * len(rows) for rows in of.values()], 1,
+                 "training step / compute alone, 2 ranks on one node") as grid:
+        for (axes,), (name, rows) in zip(grid, of.items()):
+            bars(axes, steps()(type(result)("", {}, rows)))
+            axes.set_title(f"{name}, {rows[0]['parameters'] / 1e6:.1f} M parameters", loc="left")
+            axes.set_xlim(0, 1.5)
+
+
+def speed(path, training, calls):
+    """Draw README's picture: a training step, and an allreduce, beside MPI, Gloo and Horovod."""
+    about, parameters = training.about, training.rows[0]["parameters"] / 1e6
+    caption = (f"{about['cpu']}, {about['cores']} cores, {about['ranks']} ranks; transformer "
+               f"of {parameters:.1f} M parameters")
+    times = by_size(allreduces("empty")(calls.rows))[64 << 20]
+    panels = {
+        "training step": steps()(training),
+        "allreduce of 64 MiB": [
+            (name, times[contender], f"{times[contender] / 1e3:.3g} ms", name == "mpiring")
+            for contender, name in CONTENDERS.items()]}
+    with picture(path, [2.9], 2, caption) as (both,):
+        for axes, (title, entries) in zip(both, panels.items()):
+            bars(axes, entries)
+            axes.set_title(title, loc="left")
+            axes.set_xticks([])
+            axes.spines["bottom"].set_visible(False)
+            axes.margins(x=0.35)
+
+
+def sixteen_bits(result):
+    """Return times of 16-bit numbers over that of as many in float32."""
+    times = {(row["bytes"], row["dtype"]): row["median_us"]
+             for row in at_best_level(result.rows, "bytes", "dtype") if row["contender"] == OURS}
+    found = []
+    for nbytes, dtype in sorted(times):
+        if dtype == "float32" and (nbytes // 2, "float16") in times:
+            for narrow in NARROW:
+                ratio = times[nbytes // 2, narrow] / times[nbytes, "float32"]
+                found.append((f"{nbytes // 4:,} {narrow}", ratio, f"{ratio:.2f}", ratio < 1))
+    return found
+
+
+def memory(*results):
+    """Return the memory of the gradients' communication."""
+    found = []
+    for result in results:
+        about = result.about
+        where = hosts_of(about) if "lab" in about else f"1 × {about['ranks']}"
+        for row in result.rows:
+            if row["contender"] in (PARALLEL, f"{MPI} after backward"):
+                ours = row["contender"] == PARALLEL
+                name = about["variables"]["MPIRING_ALGORITHM"] if ours else "MPI"
+                found.append((f"{name}, {where}", row["extra_MiB"], f"{row['extra_MiB']:.1f}",
+                              ours))
+    return found
+
+
+def reducers(result):
+    """Return steps with each Reducer."""
+    return [(row["reducer"], row["over_alone"], f"{row['median_ms']:.0f} ms"
+             if row["reducer"] == "alone" else f"× {row['over_alone']:.2f}",
+             row["reducer"] not in ("alone", "dense")) for row in result.rows]
+
+
+def codecs(result):
+    """Return numbers encoded per second."""
+    return [(row["codec"], row["encode"], f"{row['encode']:.1f}", True) for row in result.rows]
+
+
+def updates(result):
+    """Return the rates of optimizers."""
+    return [(row["optimizer"], row["of_a_copy"], f"{row['of_a_copy']:.2f}", True)
+            for row in result.rows]
+
+
+def local_losses(result):
+    """Return losses after equally many steps."""
+    return [(LOCAL[row["method"]].replace("`", ""), row["bits_per_byte"],
+             f"{row['bits_per_byte']:.2f}", row["method"] != "dense") for row in result.rows]
+
+
+def stragglers(_, asleep):
+    """Return rates with sleeping ranks."""
+    return [(LOCAL[row["method"]].replace("`", ""), row["samples_per_s"],
+             f"{row['samples_per_s']:.0f}", row["method"] != "dense") for row in asleep.rows]
+
+
+def prefetch(*results):
+    """Return steps over those on data in memory."""
+    found = []
+    for result in results:
+        for row in result.rows:
+            if row["contender"] != "data on the device":
+                ours = row["contender"].startswith("mpiring")
+                faster = ", 0.2 ms" if row["switch_interval_s"] < 0.005 else ""
+                name = f"{LOADERS[row['loader']]}{faster}: {'prefetch' if ours else 'in the step'}"
+                found.append((name, row["over_resident"], f"{row['over_resident']:.2f}", ours))
+    return found
+
+
+def large_batches(path, *results):
+    """Draw the best score of each method over the batch."""
+    labels = ("test accuracy", "bits per byte (less is better)")
+    with picture(path, [3.0], 2, "best of seven rates, mean of three seeds") as (both,):
+        for axes, result, label in zip(both, results, labels):
+            sign = 1 if label == labels[0] else -1
+            cases = sorted({row["batch"] for row in result.rows})
+            for i, method in enumerate(dict.fromkeys(row["method"] for row in result.rows)):
+                scores = [best_rate([row for row in result.rows if row["method"] == method
+                                     and row["batch"] == batch], sign)[0] for batch in cases]
+                axes.plot(cases, scores, label=method, **curve_style(i))
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(cases, list(map(str, cases)))
+            axes.set_xlabel("batch")
+            axes.set_title(f"{result.rows[0]['task']}: {label}", loc="left")

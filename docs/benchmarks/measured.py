@@ -1,0 +1,63 @@
+"""Reads what `bench --json` has written, and selects rows of it."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from mpiring.tools import files
+
+HERE = Path(__file__).parent
+OURS, PERSISTENT, MPI = "mpiring auto", "mpiring persistent", "MPI_Allreduce"
+CONTENDERS = {OURS: "mpiring", MPI: "MPI", "Gloo": "Gloo", "Horovod": "Horovod"}
+ALONE, PARALLEL, BACK_END = "compute only", "mpiring DataParallel", "mpiring + PyTorch's DDP"
+GLOO = "Gloo + PyTorch's DDP"
+STEP_NAMES = {ALONE: "compute alone", PARALLEL: "mpiring `DataParallel`",
+              "mpiring Sharded": "`Sharded`",
+              "mpiring Sharded, overlap": "`Sharded`, `overlap=True`",
+              "mpiring Sharded, node": "`Sharded`, `weights=\"node\"`",
+              BACK_END: "mpiring back end + DDP", GLOO: "Gloo + DDP", "Horovod": "Horovod"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What `bench ... --json` has written."""
+
+    benchmark: str
+    about: dict
+    rows: list
+
+
+@lru_cache(None)
+def result_of(name):
+    """Return a result of the folder data."""
+    return Result(*files.read_json(str(HERE / "data" / f"{name}.json")))
+
+
+def at_best_level(rows, *keys):
+    """Return rows of the better thread level of each contender and case, in their order."""
+    best = {}
+    for row in rows:
+        case = tuple(row[key] for key in (*keys, "contender"))
+        if case not in best or row["median_us"] < best[case]["median_us"]:
+            best[case] = {**row, "thread_level": ""}
+    return list(best.values())
+
+
+def allreduces(buffer):
+    """Return what selects the rows of a kind of buffer."""
+    return lambda rows: [row for row in at_best_level(rows, "bytes", "buffer", "dtype")
+                         if row["buffer"] == buffer]
+
+
+def by_size(rows, key="median_us"):
+    """Return values by contender, by size."""
+    found = {}
+    for row in rows:
+        found.setdefault(row["bytes"], {})[row["contender"]] = row[key]
+    return found
+
+
+def hosts_of(about):
+    """Return hosts × ranks, and that ranks are dealt out where they are."""
+    dealt = ", dealt" if "round-robin" in about["lab"] else ""
+    return f"{about['nodes']} × {about['ranks'] // about['nodes']}{dealt}"
