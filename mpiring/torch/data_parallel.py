@@ -462,6 +462,11 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
             raise ConfigError(
                 f"rank {comm.rank}: parameter {name} has no shape yet; run one batch through the "
                 f"module before it is wrapped")
+        if hasattr(p, "to_local"):
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name} is a {type(p).__name__}, of which each rank "
+                f"has a part; train it with torch.distributed.fsdp.fully_shard over the back end "
+                f"'mpiring', or give DataParallel a module of plain tensors")
         if p.device.type not in DEVICE_TYPES:
             raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
                               f"CPU or a GPU of NVIDIA's: wrap module.cpu() or module.cuda()")

@@ -16,8 +16,8 @@ from mpiring.__main__ import parse
 FOLDER = ROOT / "packaging"
 CONDA, SPACK = FOLDER / "conda" / "recipe.yaml", FOLDER / "spack" / "package.py"
 IMAGES = [FOLDER / "Dockerfile", FOLDER / "mpiring.def"]
-# What setup.cfg calls otherwise than Spack and conda do.
-NAMES = {"torch": "pytorch"}
+# What conda calls otherwise than setup.cfg does.
+NAMES = {"pytorch": "torch"}
 
 
 def table():
@@ -123,7 +123,7 @@ def test_condas_recipe_asks_for_what_setup_cfg_does():
     further = {**table()["torch"], **table()["fast"]}
     for line in recipe["requirements"]["run_constraints"]:
         name, _, version = line.partition(" >=")
-        assert further[{"pytorch": "torch"}.get(name, name)] == version
+        assert further[NAMES.get(name, name)] == version
     for test in recipe["tests"]:
         for name in test.get("files", {}).get("source", []):
             assert (ROOT / name).is_file()

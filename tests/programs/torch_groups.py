@@ -126,6 +126,15 @@ def distributed_tensors(mesh):
     assert torch.equal(columns.redistribute(mesh, [Replicate()]).to_local(), whole)
     assert torch.equal((rows.T @ rows).full_tensor(), whole.T @ whole)
     assert torch.equal(rows.sum(0).full_tensor(), whole.sum(0))
+    layer = nn.Linear(3, 4)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    with mpiring.init() as comm:
+        try:
+            mpiring.torch.DataParallel(layer, comm)
+        except mpiring.ConfigError as error:
+            assert "parameter weight is a DTensor" in str(error) and "fully_shard" in str(error)
+        else:
+            raise AssertionError("a DTensor was taken")
 
 
 def two_dimensions():

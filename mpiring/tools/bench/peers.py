@@ -48,8 +48,8 @@ def _refuse_missing(name: str) -> None:
     absent = missing(*_NEEDS[name])
     if absent:
         raise MissingDependencyError(
-            f"the contender {name!r} needs {', '.join(absent)}: install what is missing (README, "
-            f"\"Benchmark\"), or leave it out with --contenders")
+            f"the contender {name!r} needs {', '.join(absent)}: install what is missing "
+            f"(docs/reference/benchmarks.md), or leave it out with --contenders")
 
 
 def missing(*packages: str) -> list[str]:
