@@ -48,15 +48,17 @@ def allreduces_on_node(buffer):
 
 def of_limit_table(*results):
     """Return a table of times over those that the links need, by hosts and size."""
+    names = [name for name in CONTENDERS if any(
+        row["contender"] == name for result in results for row in result.rows)]
     rows = []
     for result in results:
-        found = [row for row in result.rows if row["contender"] in CONTENDERS]
+        found = [row for row in result.rows if row["contender"] in names]
         for nbytes, ratios in sorted(by_size(found, "this_over_limit").items()):
             limit = next(row["limit_us"] for row in found if row["bytes"] == nbytes)
             rows.append([hosts_of(result.about), size_text(nbytes), number(limit / 1e3),
-                         *(quotient(ratios.get(name)) for name in CONTENDERS)])
+                         *(quotient(ratios.get(name)) for name in names)])
     return markdown(["hosts × ranks", "size", "limit, ms",
-                     *(f"{name} / limit" for name in CONTENDERS.values())], rows)
+                     *(f"{CONTENDERS[name]} / limit" for name in names)], rows)
 
 
 def latency_table(buffer):
