@@ -68,7 +68,7 @@ def command_of(about):
 
 def shell(command):
     """Return a command, cut into lines."""
-    return " \\\n    ".join(textwrap.wrap(command, WIDTH - 6, break_long_words=False,
+    return " \\\n    ".join(textwrap.wrap(command, 84, break_long_words=False,
                                           break_on_hyphens=False))
 
 

@@ -191,6 +191,12 @@ def prefetch(*results):
     return found
 
 
+def predictions(_, result):
+    """Return predicted over measured times."""
+    return [(f"{row['contender']}, {row['size']}", row["ratio"], f"{row['ratio']:.2f}",
+             row["contender"] != MPI) for row in result.rows]
+
+
 def large_batches(path, *results):
     """Draw the best score of each method over the batch."""
     labels = ("test accuracy", "bits per byte (less is better)")

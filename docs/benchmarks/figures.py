@@ -100,6 +100,10 @@ FIGURES = [
             tabulated.reducers, drawn.barred(
                 drawn.reducers, "transformer of 12.9 M parameters, 2 hosts, 1 Gbit/s",
                 "training step / compute alone, median over seeds")),
+    _figure("reducers", "reducers_slow", "reducers_slow", "Steps with each Reducer at 100 Mbit/s",
+            tabulated.reducers, drawn.barred(
+                drawn.reducers, "transformer of 12.9 M parameters, 4 hosts, 100 Mbit/s",
+                "training step / compute alone, median over seeds")),
     _figure("reducers", "codecs", "codecs", "Numbers encoded per second",
             tabulated.codecs, drawn.barred(drawn.codecs, "one core, 4 M numbers",
                                            "1e9 numbers encoded per second")),
@@ -121,6 +125,11 @@ FIGURES = [
             tabulated.sharded, drawn.barred(
                 drawn.steps(), "transformer of 12.9 M parameters, AdamW, 2 ranks on one node",
                 _TRAINING)),
+    _figure("sharded", "sharded_hosts", "sharded_hosts_2",
+            "Sharded steps between two hosts over their bound", tabulated.sharded, drawn.barred(
+                drawn.steps("over_bound"),
+                "transformer of 12.9 M parameters, AdamW, 2 hosts, 1 Gbit/s",
+                "training step / max(compute, time of the bytes on a link)", 1)),
     _figure("sharded", "updates", "updates", "Rates of the optimizers",
             tabulated.updates, drawn.barred(drawn.updates, "one core, 16 M numbers",
                                             "rate / that of a copy (dashed: 1)", 1)),
@@ -131,12 +140,16 @@ FIGURES = [
             "Steps with loaded data over steps with data in memory", tabulated.prefetch,
             drawn.barred(drawn.prefetch, "1 rank with 1 thread; a loader of 0.8 of a step",
                          "step / step on data in memory (dashed: 1)", 1)),
-    _figure("memory", "memory", "memory_shared_2 memory_shared_4 memory_ring_2 "
-            "memory_hierarchical",
+    _figure("memory", "memory", "memory_shared_2 memory_shared_4 memory_ring_2 memory_ring_4 "
+            "memory_direct_4 memory_hierarchical",
             "Memory of the gradients' communication", tabulated.memory, drawn.barred(
                 drawn.memory, "buckets of 18 MiB; hosts × ranks", "MiB beyond the gradients")),
     _figure("scaling", "scaling", "simulate", "Predicted time and efficiency over nodes",
             tabulated.scaling, drawn.plotted()),
+    _figure("scaling", "predictions", "measured_3 predictions",
+            "Predicted times over measured ones", tabulated.predictions, drawn.barred(
+                drawn.predictions, "allreduce between 3 hosts, links of 1 Gbit/s",
+                "predicted / measured (dashed: 1)", 1)),
     _figure("large_batches", "large_batches", "large_batches_digits large_batches_bytes",
             "Best scores over the batch", tabulated.large_batches, drawn.large_batches),
 ]

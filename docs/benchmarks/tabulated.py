@@ -267,7 +267,7 @@ def scaling(result):
         for nodes, rows in sorted(by_nodes.items())])
 
 
-def predictions(result):
+def predictions(_, result):
     """Return a table of predicted over measured times."""
     found = {}
     for row in result.rows:

@@ -185,7 +185,7 @@ def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
         axes[1].barh([position + 0.4 * i - 0.2 for position in positions],
                      [row[f"{what}_percent"] for row in rows], 0.4, color=COLOURS[i], label=what)
     axes[1].set_xlabel("% of tokens, % of a step")
-    axes[1].legend()
+    axes[1].legend(frameon=False)
     for panel in axes:
         name_bars(panel, names)
 
@@ -207,6 +207,7 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[0].plot(list(limits), list(limits.values()), "--", color=INK, linewidth=1,
                  label="byte limit")
     axes[0].set_yscale("log")
+    axes[0].yaxis.set_major_formatter(lambda value, _: f"{value:,.6g}")
     axes[1].set_ylim(0, 105)
     for panel in axes:
         panel.set_xscale("log", base=2)
@@ -215,7 +216,7 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
         panel.set_xticks(shown, [str(nodes) for nodes in shown])
         panel.set_xticks([], minor=True)
     axes[0].set_ylabel("time of an allreduce (ms)")
-    axes[1].set_ylabel("efficiency: byte limit / time (%)")
+    axes[1].set_ylabel("byte limit / time (%)")
 
 
 def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
