@@ -14,7 +14,9 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphin
 html_title = "mpiring"
 html_theme = "pydata_sphinx_theme"
 html_theme_options = {"show_prev_next": False, "navigation_with_keys": False,
-                      "secondary_sidebar_items": ["page-toc"]}
+                      "secondary_sidebar_items": ["page-toc"],
+                      # In these, lines of a diff that come and go differ in colour.
+                      "pygments_light_style": "tango", "pygments_dark_style": "monokai"}
 html_show_sourcelink = False
 html_domain_indices = False
 html_static_path = ["style.css"]
