@@ -66,7 +66,7 @@ def test_results_have_standard_output_alone(capsys, tmp_path, monkeypatch):
     assert rows and "efficiency %" in shown.err
     assert main([*SIMULATE, "--csv", "-"]) == 0
     shown = capsys.readouterr()
-    assert shown.out.startswith("# command: ") and "efficiency %" in shown.err
+    assert shown.out.startswith("# date: ") and "efficiency %" in shown.err
     assert len([line for line in shown.out.splitlines() if line[0] != "#"]) == 1 + len(rows)
     assert not list(tmp_path.iterdir())
 
