@@ -1,6 +1,7 @@
 """Draws from an iterator in a thread, ahead of whoever uses what is drawn."""
 
 import atexit
+import contextlib
 import logging
 import queue
 import threading
@@ -15,6 +16,8 @@ _log = logging.getLogger("mpiring")
 
 # A loader that is busy when nobody wants its batches any more is waited for so long.
 _PATIENCE_S = 5.0
+# CPython does not end a wait for a signal that came just before it began: the next look does.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ class Ahead(Iterator[T], Generic[T]):
     def __next__(self) -> T:
         began_s = time.monotonic()
         try:
-            item = self._ready.get()
+            item = self._item()
         except BaseException:
             # A signal, as of Ctrl-C: the iterator may never return.
             self._patience_s = 0.0
@@ -63,6 +66,11 @@ class Ahead(Iterator[T], Generic[T]):
             raise item.error or StopIteration
         self._room.release()
         return item
+
+    def _item(self) -> T | _End:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=_LOOK_S)
 
     def close(self) -> bool:
         """End the thread, which may be in the midst of a draw; wait some seconds for it.
