@@ -214,7 +214,8 @@ def test_a_traced_job_shows_overlap_and_who_is_waited_for(tmp_path, capsys):
     rows = {row[0]: [float(cell) for cell in row[1:]] for row in map(
         str.split, said.splitlines()) if row and re.fullmatch(r"\d|mean", row[0])}
     for steps, step, compute, data, exposed, idle, *_ in rows.values():
-        assert steps >= 8 and step == pytest.approx(compute + data + exposed + idle, rel=0.01)
+        # Very long ones do not count; half of the ten cannot be.
+        assert steps >= 5 and step == pytest.approx(compute + data + exposed + idle, rel=0.01)
     assert [rows[name][-1] for name in ("0", "1", "mean")] == [15, 20, 17.5]
     assert rows["1"][3] > 19 and rows["0"][5] > 10 > rows["1"][5], "rank 0 waits for the other one"
     assert re.search(r"^rank 1 waits for its data, \d+ % of its step$", said, re.MULTILINE)
@@ -238,4 +239,4 @@ def test_a_job_that_dies_leaves_what_it_did_last(tmp_path, capsys, end):
     assert main(["trace", "report", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert "traces have no end" in captured.err
-    assert re.search(r"^1 +(8|9|10) ", captured.out, re.MULTILINE)
+    assert re.search(r"^1 +([5-9]|10) ", captured.out, re.MULTILINE)
