@@ -28,6 +28,7 @@ myst_enable_extensions = ["colon_fence"]
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_mock_imports = ["cupy"]
+toc_object_entries_show_parents = "hide"
 python_maximum_signature_line_length = 88
 # Types in signatures: other projects' have their inventories elsewhere, and what is ours but not
 # public has no page.
