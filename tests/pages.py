@@ -24,7 +24,6 @@ from launching import ROOT, WITHOUT_STAND_INS, installed, launch, shell
 from mpiring.__main__ import parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_LANGUAGES = ("python", "sh", "diff")
 _BLOCK = re.compile(r"(?:^<!-- *((?:(?!-->).)*?)\s*-->\n)?^```(python|sh|diff)\n(.*?)^```$",
                     re.MULTILINE | re.DOTALL)
 _OPTIONS = {"python": {"ranks", "more", "not run"}, "sh": {"run", "parse", "not run"}}

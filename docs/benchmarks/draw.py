@@ -90,7 +90,9 @@ def origin(figure):
             _PRIORITIES.get(about.get("scheduling"))])))
     dates = sorted({part[:10] for part in parts})
     rest = list(dict.fromkeys(part[12:] for part in parts))
-    where = f"{' and '.join(dates)}; {rest[-1]}. " if parts else ""
+    # What only predicts names no machine.
+    machines = [each for each in rest if "; " in each] or rest
+    where = f"{' and '.join(dates)}; {'; or '.join(machines)}. "
     links = ", ".join(f"[{name}.json](data/{name}.json)" for name in figure.results)
     return "\n".join(textwrap.wrap(f"{where}Data: {links}.", WIDTH, break_long_words=False,
                                    break_on_hyphens=False))

@@ -1,10 +1,11 @@
 """Draws the pictures of figures, with the means of `bench --plot`."""
 
+import measured
 from measured import (
-    ALONE, CONTENDERS, MPI, OURS, PARALLEL, STEP_NAMES, allreduces, at_best_level, by_size,
+    ALONE, CONTENDERS, MPI, NARROW, PARALLEL, STEP_NAMES, allreduces, at_best_level, by_size,
     hosts_of,
 )
-from tabulated import LOADERS, LOCAL, NARROW, best_rate
+from tabulated import LOADERS, LOCAL, best_rate
 
 from mpiring.tools import plot
 from mpiring.tools.picture import COLOURS, GREY, INK, curve_style, name_bars, picture
@@ -122,15 +123,9 @@ def speed(path, training, calls):
 
 def sixteen_bits(result):
     """Return times of 16-bit numbers over that of as many in float32."""
-    times = {(row["bytes"], row["dtype"]): row["median_us"]
-             for row in at_best_level(result.rows, "bytes", "dtype") if row["contender"] == OURS}
-    found = []
-    for nbytes, dtype in sorted(times):
-        if dtype == "float32" and (nbytes // 2, "float16") in times:
-            for narrow in NARROW:
-                ratio = times[nbytes // 2, narrow] / times[nbytes, "float32"]
-                found.append((f"{nbytes // 4:,} {narrow}", ratio, f"{ratio:.2f}", ratio < 1))
-    return found
+    ratios = [(f"{count:,} {narrow}", times[narrow] / times["float32"])
+              for count, times in measured.sixteen_bits(result).items() for narrow in NARROW]
+    return [(name, ratio, f"{ratio:.2f}", ratio < 1) for name, ratio in ratios]
 
 
 def memory(*results):

@@ -61,14 +61,13 @@ FIGURES = [
       for ranks, buffer, words in ((2, "private", "private memory"), (2, "empty", "comm.empty"),
                                    (4, "private", "private memory"))),
 
-    _figure("between_hosts", "hosts", "hosts_3 hosts_4 hosts_4x2 hosts_4x2_dealt",
-            "Time over what the links need, of mpiring, MPI and Gloo", tabulated.of_limit_table,
-            drawn.barred(drawn.of_limit, "allreduce of 16 MiB; hosts × ranks; links of 1 Gbit/s",
-                         "time / what the bytes need on the links (dashed: 1)", 1)),
-    _figure("between_hosts", "hosts_horovod", "hosts_4_horovod",
-            "The same with Horovod", tabulated.of_limit_table,
-            drawn.barred(drawn.of_limit, "allreduce of 16 MiB; hosts × ranks; links of 1 Gbit/s",
-                         "time / what the bytes need on the links (dashed: 1)", 1)),
+    *(_figure("between_hosts", name, results, alt, tabulated.of_limit_table, drawn.barred(
+        drawn.of_limit, "allreduce of 16 MiB; hosts × ranks; links of 1 Gbit/s",
+        "time / what the bytes need on the links (dashed: 1)", 1))
+      for name, results, alt in (
+          ("hosts", "hosts_3 hosts_4 hosts_4x2 hosts_4x2_dealt",
+           "Time over what the links need, of mpiring, MPI and Gloo"),
+          ("hosts_horovod", "hosts_4_horovod", "The same with Horovod"))),
 
     _figure("training_steps", "steps_node", "steps_2", "Steps on a node over their compute",
             tabulated.step_table("step, ms", "/ compute", "/ Gloo", "extra MiB"),
@@ -96,14 +95,12 @@ FIGURES = [
             drawn.barred(drawn.sixteen_bits, "allreduce by 4 hosts, links of 1 Gbit/s",
                          "time / that of as many numbers in float32 (dashed: half of it)", 0.5)),
 
-    _figure("reducers", "reducers", "reducers_hosts_2", "Steps with each Reducer",
-            tabulated.reducers, drawn.barred(
-                drawn.reducers, "transformer of 12.9 M parameters, 2 hosts, 1 Gbit/s",
-                "training step / compute alone, median over seeds")),
-    _figure("reducers", "reducers_slow", "reducers_slow", "Steps with each Reducer at 100 Mbit/s",
-            tabulated.reducers, drawn.barred(
-                drawn.reducers, "transformer of 12.9 M parameters, 4 hosts, 100 Mbit/s",
-                "training step / compute alone, median over seeds")),
+    *(_figure("reducers", name, results, f"Steps with each Reducer{words}", tabulated.reducers,
+              drawn.barred(drawn.reducers, f"transformer of 12.9 M parameters, {where}",
+                           "training step / compute alone, median over seeds"))
+      for name, results, words, where in (
+          ("reducers", "reducers_hosts_2", "", "2 hosts, 1 Gbit/s"),
+          ("reducers_slow", "reducers_slow", " at 100 Mbit/s", "4 hosts, 100 Mbit/s"))),
     _figure("reducers", "codecs", "codecs", "Numbers encoded per second",
             tabulated.codecs, drawn.barred(drawn.codecs, "one core, 4 M numbers",
                                            "1e9 numbers encoded per second")),

@@ -11,6 +11,7 @@ OURS, PERSISTENT, MPI = "mpiring auto", "mpiring persistent", "MPI_Allreduce"
 CONTENDERS = {OURS: "mpiring", MPI: "MPI", "Gloo": "Gloo", "Horovod": "Horovod"}
 ALONE, PARALLEL, BACK_END = "compute only", "mpiring DataParallel", "mpiring + PyTorch's DDP"
 GLOO = "Gloo + PyTorch's DDP"
+NARROW = ("float16", "bfloat16")
 STEP_NAMES = {ALONE: "compute alone", PARALLEL: "mpiring `DataParallel`",
               "mpiring Sharded": "`Sharded`",
               "mpiring Sharded, overlap": "`Sharded`, `overlap=True`",
@@ -55,6 +56,16 @@ def by_size(rows, key="median_us"):
     for row in rows:
         found.setdefault(row["bytes"], {})[row["contender"]] = row[key]
     return found
+
+
+def sixteen_bits(result):
+    """Return milliseconds by dtype, by how many numbers, where 16 bits were measured as well."""
+    times = {(row["bytes"], row["dtype"]): row["median_us"] / 1e3
+             for row in at_best_level(result.rows, "bytes", "dtype") if row["contender"] == OURS}
+    return {nbytes // 4: {"float32": times[nbytes, dtype],
+                          **{narrow: times[nbytes // 2, narrow] for narrow in NARROW}}
+            for nbytes, dtype in sorted(times)
+            if dtype == "float32" and (nbytes // 2, NARROW[0]) in times}
 
 
 def hosts_of(about):

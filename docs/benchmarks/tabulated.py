@@ -2,16 +2,17 @@
 
 import statistics
 
+import measured
 from measured import (
-    ALONE, CONTENDERS, MPI, OURS, PARALLEL, PERSISTENT, STEP_NAMES, allreduces, at_best_level,
-    by_size, hosts_of,
+    ALONE, CONTENDERS, MPI, NARROW, OURS, PARALLEL, PERSISTENT, STEP_NAMES, allreduces,
+    at_best_level, by_size, hosts_of,
 )
 
 from mpiring.tools.table import significant
 from mpiring.tools.units import size_text
 
-OUR_NAMES = {"allreduce": "allreduce", "iallreduce": "iallreduce", "allgather": "allgather",
-             "bcast": "broadcast", "reduce_scatter": "reduce_scatter"}
+# Where they are not OSU's.
+OUR_NAMES = {"bcast": "broadcast"}
 
 
 def markdown(head, rows):
@@ -71,7 +72,7 @@ def latency_table(buffer):
         for test in dict.fromkeys(row["test"] for row in rows):
             of_test = [row for row in rows if row["test"] == test]
             native = next(row["contender"] for row in of_test if row["contender"][:4] == "MPI_")
-            for name, label in ((native, native), (OURS, f"`comm.{OUR_NAMES[test]}`"),
+            for name, label in ((native, native), (OURS, f"`comm.{OUR_NAMES.get(test, test)}`"),
                                 (PERSISTENT, "persistent")):
                 times = {row["bytes"]: row["median_us"] for row in of_test
                          if row["contender"] == name}
@@ -126,21 +127,12 @@ def overlap(result):
 
 def sixteen_bits(result):
     """Return a table of the time of 16-bit numbers over that of as many in float32."""
-    times = {(row["bytes"], row["dtype"]): row["median_us"]
-             for row in at_best_level(result.rows, "bytes", "dtype") if row["contender"] == OURS}
-    rows = []
-    for nbytes, dtype in sorted(times):
-        half = nbytes // 2
-        if dtype == "float32" and (half, "float16") in times:
-            rows.append([
-                f"{nbytes // 4:,}", number(times[nbytes, "float32"] / 1e3),
-                *(number(times[half, narrow] / 1e3) for narrow in NARROW),
-                *(quotient(times[half, narrow] / times[nbytes, "float32"]) for narrow in NARROW)])
-    return markdown(["numbers", "float32, ms", *(f"{narrow}, ms" for narrow in NARROW),
-                     *(f"{narrow} / float32" for narrow in NARROW)], rows)
-
-
-NARROW = ("float16", "bfloat16")
+    return markdown(
+        ["numbers", "float32, ms", *(f"{narrow}, ms" for narrow in NARROW),
+         *(f"{narrow} / float32" for narrow in NARROW)],
+        [[f"{count:,}", *map(number, times.values()),
+          *(quotient(times[narrow] / times["float32"]) for narrow in NARROW)]
+         for count, times in measured.sixteen_bits(result).items()])
 
 
 def sharded(result):
