@@ -14,7 +14,6 @@ import time
 import weakref
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 
 import host_kernels
@@ -28,7 +27,7 @@ from mpiring.gpu.device import Device
 from mpiring.memory.arrays import flat
 from mpiring.memory.reduction import reduction
 
-_JUNK = 0xA5
+JUNK = 0xA5
 _bases = itertools.count(1 << 44, 1 << 40)
 
 
@@ -118,7 +117,7 @@ class Stream:
 
     def download(self, x, out):
         assert out.nbytes == x.nbytes and self._gpu.is_pinned(out)
-        out.view(np.uint8)[...] = _JUNK
+        out.view(np.uint8)[...] = JUNK
         self.queue(lambda: np.copyto(out.view(np.uint8), _raw(x)) or True)
 
     def upload(self, x, out):
@@ -194,7 +193,7 @@ class Later:
 
 
 class SimulatedGpu:
-    """See gpu.Gpu.
+    """See gpu.Gpu: as one of CuPy's.
 
     Attributes:
         shared: What GPUs have exported to each other; None where they cannot.
@@ -204,6 +203,8 @@ class SimulatedGpu:
             an event does some of those that are due, in any order.
         seed: Of that order.
     """
+
+    programmable = True
 
     def __init__(self, later=None, seed=0, name="simulated GPU", shared=None):
         self.index, self.name = 0, name
@@ -241,7 +242,7 @@ class SimulatedGpu:
         return Stream(self)
 
     def allocate(self, nbytes, device=None):
-        return self.hold(np.full(nbytes, _JUNK, np.uint8), device)
+        return self.hold(np.full(nbytes, JUNK, np.uint8), device)
 
     def hold(self, memory, device):
         """Return bytes, which somebody has in the GPU's memory, as the vector that they are."""
@@ -257,7 +258,7 @@ class SimulatedGpu:
         return moved
 
     def pinned(self, nbytes):
-        memory = np.full(nbytes, _JUNK, np.uint8)
+        memory = np.full(nbytes, JUNK, np.uint8)
         self.pin(memory)
         return memory
 
@@ -452,14 +453,13 @@ class Installed:
         return DeviceVector(x.device or self._device, x.base.address + inside, plain.size,
                             plain.dtype, x.owner, x.gpu.user.record())
 
-    def vector_at(self, address, n, dtype, device_index, stream_pointer, owner):
+    def vector_at(self, address, n, dtype, on, owner):
         nbytes = n * np.dtype(dtype).itemsize
         plain = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else bytearray(1)
         vector = self.gpu.hold(np.frombuffer(plain, np.uint8, nbytes), self._device)
         # Whoever has written it has done so when his stream is where it is now.
         vector.owner.owner, vector.owner.ready = owner, self.gpu.mark()
-        ready = vector.owner.ready if stream_pointer is not None else None
-        return replace(vector.view(dtype), ready=ready)
+        return vector.view(dtype)
 
     def put(self, x):
         """Return a NumPy array's elements in an array on the GPU."""

@@ -142,7 +142,7 @@ class Bucket:
         device: The GPU on which it lies; None for host memory.
 
     Attributes:
-        flat: Shape (plan.size,), of NumPy, or CuPy where it is on a GPU; zeros at first.
+        flat: Shape (plan.size,), of NumPy; on a GPU of CuPy, or a tensor. Zeros at first.
         views: A view into `flat` for each tensor, by name.
         missing: The names of tensors that are not ready in this step.
         written: When the GPU will have written those that are.

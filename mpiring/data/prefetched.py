@@ -10,8 +10,8 @@ import numpy as np
 from ..arguments import whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, MissingDependencyError
-from ..gpu.arrays import gpu_index
-from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier, torch_cuda
+from ..gpu.arrays import gpu_named
+from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier
 from ..memory.arrays import dtype_name
 from ..memory.nests import mapped
 from ..memory.tensors import is_tensor
@@ -37,7 +37,7 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
     is made of it, each operation of training waits for up to 5 ms. DataLoader's workers avoid that;
     sys.setswitchinterval(0.0002) shortens it.
 
-    On a GPU, NumPy arrays become CuPy's, and PyTorch's CPU tensors become CUDA tensors; in C's
+    On a GPU, NumPy arrays become CuPy's, and PyTorch's CPU tensors become tensors there; in C's
     order, row after row. Whatever else is in a batch stays what it is.
 
     Use batches on the stream that is current when they are drawn. Arrays live as long as you keep
@@ -47,7 +47,7 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
         loader: Any iterable. Its batches are arrays, or nests of dicts, lists and tuples. For the
             CPU, it must not write again to those that it has yielded.
         device: "cuda" for the GPU that is current now, "cuda:1" for a certain one (also as a
-            torch.device); "cpu" for none.
+            torch.device); "xpu" for tensors on one of Intel's; "cpu" for none.
         depth: How many batches are drawn ahead.
         comm: Where there is a trace (`MPIRING_TRACE`), of which communicator: the time that the
             program waits for batches is written to it.
@@ -59,15 +59,15 @@ def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
 
     Raises:
         ConfigError: There is no such device, or `comm` is no communicator.
-        MissingDependencyError: There is no CuPy (for PyTorch's tensors: no CUDA), or no GPU;
-            also from the iteration.
+        MissingDependencyError: There is no GPU, or no CuPy (PyTorch's tensors need none); also
+            from the iteration.
 
     Collective: no.
     """
     whole_number("depth", depth, 1)
     if comm is not None:
         refuse_other_than_communicators(comm)
-    return Prefetched(loader, _index_of(device), depth, comm)
+    return Prefetched(loader, _gpu_of(device), depth, comm)
 
 
 class Prefetched:
@@ -75,14 +75,14 @@ class Prefetched:
 
     Args:
         loader: Any iterable.
-        index: Of the GPU; None for the CPU.
+        gpu: Kind and index of the GPU; None for the CPU.
         depth: How many batches are drawn ahead.
         comm: Whose trace tells of waits for batches, or None.
     """
 
-    def __init__(self, loader: Iterable[Any], index: int | None, depth: int,
+    def __init__(self, loader: Iterable[Any], gpu: tuple[str, int] | None, depth: int,
                  comm: Communicator | None = None) -> None:
-        self._loader, self._index, self._depth = loader, index, depth
+        self._loader, self._gpu, self._depth = loader, gpu, depth
         self._waited = None if comm is None else comm.recorder.waited_for_data
         self._carriers: dict[type[Carrier], Carrier] = {}
         # The loader's, as of the last batch that was yielded; None where it is not ahead.
@@ -156,7 +156,7 @@ class Prefetched:
 
     def _drawn(self, batch: Any) -> tuple[Arrive, Any]:
         """Send a batch; return how to receive it, and the loader's state."""
-        arrive = _as_it_is(batch) if self._index is None else self._sent(batch)
+        arrive = _as_it_is(batch) if self._gpu is None else self._sent(batch)
         return arrive, self._loader_state() if self._has_state() else None
 
     def _received(self, drawn: tuple[Arrive, Any]) -> Any:
@@ -192,7 +192,7 @@ class Prefetched:
 
     def _carrier_of(self, kind: type[Carrier]) -> Carrier:
         if kind not in self._carriers:
-            self._carriers[kind] = _carrier(kind, cast(int, self._index))
+            self._carriers[kind] = _carrier(kind, *cast(tuple[str, int], self._gpu))
         return self._carriers[kind]
 
 
@@ -214,28 +214,33 @@ def _kind_of(leaf: object) -> type[Carrier] | None:
     return ArrayCarrier
 
 
-def _carrier(kind: type[Carrier], index: int) -> Carrier:
-    """Return a carrier to a GPU; raises MissingDependencyError."""
-    if kind is TensorCarrier:
-        return TensorCarrier(index)
+def _carrier(carrier: type[Carrier], kind: str, index: int) -> Carrier:
+    """Return a carrier to a GPU; raises MissingDependencyError, or ConfigError."""
+    if carrier is TensorCarrier:
+        return TensorCarrier(kind, index)
+    if kind != "cuda":
+        raise ConfigError(f"NumPy arrays, for {kind}:{index}: they become CuPy's, on one of "
+                          f"NVIDIA's GPUs; have the loader yield tensors of PyTorch's")
     from ..gpu import cuda
     return ArrayCarrier(cuda.device(index))
 
 
-def _index_of(device: object) -> int | None:
-    """Return the index of a GPU; None for the CPU."""
+def _gpu_of(device: object) -> tuple[str, int] | None:
+    """Return kind and index of a GPU; None for the CPU."""
     if str(device).partition(":")[0] == "cpu":
         return None
-    index = gpu_index(device)
-    return _current_gpu() if index is None else index
+    kind, index = gpu_named(device)
+    return kind, _current_gpu(kind) if index is None else index
 
 
-def _current_gpu() -> int:
+def _current_gpu(kind: str) -> int:
     """Return the GPU that this thread has in use, by PyTorch or by CuPy: both ask CUDA."""
     problem = None
     if "torch" in sys.modules:
+        from ..gpu import accelerator
         try:
-            return int(torch_cuda().current_device())
+            accelerator.available(kind)
+            return int(sys.modules["torch"].accelerator.current_device_index())
         except MissingDependencyError as error:
             problem = error
     from ..gpu import cuda

@@ -273,7 +273,9 @@ class Group:
         """What this group's operations have cost so far."""
         lane = self.lane
         rounds, rounds_s = self._ledger.rounds, self._ledger.rounds_s
-        return Statistics(lane.operations + rounds, self._transport.bytes_sent,
+        # A rank that is alone has some only where its GPU makes it wait.
+        operations = lane.operations + rounds if self.size > 1 else 0
+        return Statistics(operations, self._transport.bytes_sent,
                           lane.communication_s + rounds_s, lane.exposed_s + rounds_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":

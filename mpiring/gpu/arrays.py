@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import dtype_name, flat
-from ..memory.tensors import array_of, is_tensor, numpy_dtype, refuse_gaps
+from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
 from .base import DeviceVector, Event
 from .device import Device
 
@@ -36,21 +36,25 @@ def device_named(wish: "str | Device", local_rank: int) -> Device:
     """
     if isinstance(wish, Device):
         return wish
-    index = gpu_index(wish)
+    kind, index = gpu_named(wish)
+    if kind != "cuda":
+        raise ConfigError(f"device={str(wish)!r}: arrays on a GPU are CuPy's, on one of NVIDIA's; "
+                          f"expected cpu, cuda, or cuda: and a number")
     from . import cuda
     return cuda.device(local_rank % cuda.count() if index is None else index)
 
 
-def gpu_index(wish: object) -> int | None:
-    """Return the number in "cuda:1", or in what prints so; None for "cuda".
+def gpu_named(wish: object) -> tuple[str, int | None]:
+    """Return kind and number of "cuda:1", or of what prints so; no number for "cuda".
 
     Raises:
-        ConfigError: Neither of them.
+        ConfigError: No kind of GPU.
     """
-    found = re.fullmatch(r"cuda(?::(\d+))?", str(wish), re.ASCII)
+    found = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(wish), re.ASCII)
     if found is None:
-        raise ConfigError(f"device={str(wish)!r}: expected cpu, cuda, or cuda: and a number")
-    return int(found[1]) if found[1] else None
+        raise ConfigError(f"device={str(wish)!r}: expected cpu, cuda, or cuda: and a number; xpu "
+                          f"for Intel's GPUs")
+    return found[1], int(found[2]) if found[2] else None
 
 
 def vector_of(x: Any, *, writeable: bool = True) -> Any:
@@ -111,7 +115,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
     if isinstance(x, package.ndarray):
         _refuse_strides(x.shape, x.strides, x.flags.c_contiguous or x.flags.f_contiguous)
         stream = package.cuda.get_current_stream(x.device.id).ptr
-        return vector_at(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
+        return _vector_written(x.data.ptr, x.size, x.dtype, x.device.id, stream, x)
     interface = _interface_of(x)
     if interface is None:
         raise ConfigError(
@@ -128,7 +132,7 @@ def vector_on_gpu(x: Any, *, writeable: bool = True) -> DeviceVector:
         raise ConfigError(f"array of shape {shape} is read-only; pass a copy: x.copy()")
     runtime = package.cuda.runtime
     index = runtime.pointerGetAttributes(address).device if address else runtime.getDevice()
-    return vector_at(address, math.prod(shape), dtype, index, interface.get("stream"), x)
+    return _vector_written(address, math.prod(shape), dtype, index, interface.get("stream"), x)
 
 
 def _interface_of(x: Any) -> Any:
@@ -144,36 +148,66 @@ def _interface_of(x: Any) -> Any:
     return interface
 
 
-def vector_at(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
-              owner: object) -> DeviceVector:
-    """Return memory of a GPU as a vector.
+def _vector_written(address: int, n: int, dtype: DTypeLike, index: int, stream: int | None,
+                    owner: object) -> DeviceVector:
+    """Return memory of one of CUDA's GPUs as a vector.
+
+    Args:
+        index: Of the GPU.
+        stream: CUDA's pointer to the stream on which it was written last, as in the CUDA Array
+            Interface: 1 is the default stream; None where the memory is ready.
+    """
+    from . import cuda
+    vector = vector_at(address, n, dtype, cuda.device(index), owner)
+    if stream is None or not n:
+        return vector
+    gpu = cast("Cuda", vector.device.gpu)
+    with gpu.current():
+        return replace(vector, ready=cuda.CudaEvent(gpu, stream))
+
+
+def vector_at(address: int, n: int, dtype: DTypeLike, on: Device, owner: object) -> DeviceVector:
+    """Return memory of a GPU as a vector; replaced in tests.
 
     Args:
         address: Of the first of `n` elements; 0 where there are none.
         dtype: Of NumPy's, or bfloat16 of ml_dtypes.
-        index: Of the GPU.
-        stream: CUDA's pointer to the stream on which it was written last, as in the CUDA Array
-            Interface: 1 is the default stream; None where the memory is ready.
-        owner: Keeps the memory alive.
+        on: The GPU.
+        owner: Keeps the memory alive; a tensor, where the GPU is PyTorch's.
 
     Raises:
-        ConfigError: The dtype cannot be sent, or there is no such GPU.
-        MissingDependencyError: There is no CuPy or no GPU.
+        ConfigError: The dtype cannot be sent.
     """
     dtype_name(dtype)
-    from . import cuda
-    on = cuda.device(index)
-    ready = None
-    if stream is not None and n:
-        gpu = cast("Cuda", on.gpu)
-        with gpu.current():
-            ready = cuda.CudaEvent(gpu, stream)
-    return DeviceVector(on, address, n, np.dtype(dtype), owner, ready)
+    return DeviceVector(on, address, n, np.dtype(dtype), owner)
 
 
-def is_cuda_tensor(x: "torch.Tensor") -> bool:
+def is_gpu_tensor(x: "torch.Tensor") -> bool:
     """Return whether a tensor lies in a GPU's memory; replaced in tests."""
-    return bool(x.device.type == "cuda")
+    return x.device.type in GPU_TYPES
+
+
+def device_of(where: "torch.device") -> Device:
+    """Return one of PyTorch's devices as a GPU: by CuPy if it is NVIDIA's, and CuPy is there."""
+    found = _of_pytorch.get(where)
+    if found is None:
+        found = _of_pytorch[where] = _device_of(where)
+    return found
+
+
+_of_pytorch: "dict[torch.device, Device]" = {}
+
+
+def _device_of(where: "torch.device") -> Device:
+    problem = "by CuPy, and on NVIDIA's GPUs, only"
+    if where.type == "cuda" and sys.modules["torch"].version.hip is None:
+        from . import cuda
+        try:
+            return cuda.device(where.index)
+        except MissingDependencyError as error:
+            problem = str(error)
+    from . import accelerator
+    return accelerator.device(where, problem)
 
 
 class UserStream:
@@ -185,31 +219,29 @@ class UserStream:
 
     def __init__(self, where: "torch.device") -> None:
         self._where = where
-        self._stream = sys.modules["torch"].cuda.current_stream(where)
+        self._stream = sys.modules["torch"].get_device_module(where).current_stream(where)
 
     def device(self) -> Device:
         """Return the GPU."""
-        from . import cuda
-        return cuda.device(self._where.index)
+        return device_of(self._where)
 
     def vector(self, x: "torch.Tensor") -> DeviceVector:
         """Return a contiguous tensor's elements; they are ready when a `mark` is done."""
-        return vector_at(
-            x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self._where.index, None, x)
+        return vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self.device(), x)
 
     def mark(self) -> Event:
         """Return a mark behind all that is queued on it."""
-        return self.device().gpu.mark(self._stream.cuda_stream)
+        return self.device().gpu.mark(self._stream)
 
     def in_use(self) -> AbstractContextManager[Any]:
         """Make it the stream of this thread, in a `with` block."""
-        context: AbstractContextManager[Any] = sys.modules["torch"].cuda.stream(self._stream)
+        context: AbstractContextManager[Any] = self._stream
         return context
 
 
 def stream_of(x: "torch.Tensor") -> UserStream | None:
     """Return the stream in use on a tensor's GPU; None for a tensor in host memory."""
-    return UserStream(x.device) if is_cuda_tensor(x) else None
+    return UserStream(x.device) if is_gpu_tensor(x) else None
 
 
 def vector_of_tensor(x: "torch.Tensor") -> Any:

@@ -53,7 +53,7 @@ class Stream(Protocol):
         """Queue to fill a vector with zeros."""
 
     def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel.
+        """Queue a kernel; only where the GPU is programmable.
 
         Args:
             kernel: Its threads share the work in loops.
@@ -69,15 +69,17 @@ class Stream(Protocol):
 
 
 class Gpu(Protocol):
-    """What is needed of a GPU: one of CUDA's, or a simulated one in tests.
+    """What is needed of a GPU: by CuPy, by PyTorch, or a simulated one in tests.
 
     Attributes:
         index: Its number among those that this process sees.
         name: For messages.
+        programmable: Its streams take kernels.
     """
 
     index: int
     name: str
+    programmable: bool
 
     def stream(self) -> Stream:
         """Return a new stream."""
@@ -105,21 +107,21 @@ class Gpu(Protocol):
             OSError: It cannot be reached from this GPU.
         """
 
-    def mark(self, stream: int | None = None) -> Event:
+    def mark(self, stream: Any = None) -> Event:
         """Return a mark on a user's stream.
 
         Args:
-            stream: Its pointer, 0 for CUDA's default; by default CuPy's current stream.
+            stream: PyTorch's; by default the current one of its package.
         """
 
     def follow(self, event: Event) -> None:
-        """Make work that CuPy queues from now on wait for an event."""
+        """Make work that the user's package queues from now on wait for an event."""
 
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
-        """Return a vector as a CuPy array of the same memory."""
+        """Return a vector as a CuPy array, or a tensor of PyTorch, of the same memory."""
 
     def is_finite(self, x: Any) -> bool:
-        """Return whether a CuPy array is finite, when the work queued on it is done."""
+        """Return whether such an array is finite, when the work queued on it is done."""
 
     def close(self, x: "DeviceVector") -> None:
         """Close memory from `open`, before the process that exported it frees it."""

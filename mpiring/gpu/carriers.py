@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import MissingDependencyError
 from .base import DeviceVector, Event
 from .device import Device
 from .staging import Staging
@@ -115,24 +114,26 @@ class TensorCarrier:
     streams that it was recorded on are through.
 
     Args:
+        kind: "cuda" or "xpu".
         index: Of the GPU.
 
     Raises:
-        MissingDependencyError: PyTorch finds no GPU.
+        MissingDependencyError: PyTorch finds no such GPU.
     """
 
-    def __init__(self, index: int) -> None:
-        cuda = torch_cuda()
-        self._torch = sys.modules["torch"]
-        self._device = self._torch.device("cuda", index)
-        self._stream = cuda.Stream(self._device)
+    def __init__(self, kind: str, index: int) -> None:
+        from . import accelerator
+        accelerator.available(kind)
+        self._torch, self._in_use = sys.modules["torch"], accelerator.in_use
+        self._device = self._torch.device(kind, index)
+        self._stream = self._torch.Stream(self._device)
 
     def send(self, xs: Sequence[Any]) -> Arrive:
         """Queue copies of tensors; see Carrier."""
         torch = self._torch
         starts, nbytes = laid_out([x.nbytes for x in xs])
         # Makes its GPU this thread's, too: to pin memory takes one, and would open the first.
-        with torch.cuda.stream(self._stream):
+        with self._in_use(self._stream):
             pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             for part, x in zip(tensors_at(pinned, starts, xs), xs):
                 part.copy_(x.detach())
@@ -140,7 +141,7 @@ class TensorCarrier:
             copied = self._stream.record_event()
 
         def arrive() -> list[Any]:
-            user = torch.cuda.current_stream(self._device)
+            user = torch.accelerator.current_stream(self._device)
             user.wait_event(copied)
             moved.record_stream(user)
             return tensors_at(moved, starts, xs)
@@ -161,17 +162,3 @@ def laid_out(sizes: Sequence[int]) -> tuple[list[int], int]:
         starts.append(end)
         end += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
     return starts, end
-
-
-def torch_cuda() -> Any:
-    """Return torch.cuda of the PyTorch that is imported.
-
-    Raises:
-        MissingDependencyError: It finds no GPU.
-    """
-    torch = sys.modules["torch"]
-    if not torch.cuda.is_available():
-        raise MissingDependencyError(
-            f"PyTorch {torch.__version__} finds no GPU: install a build with CUDA, as "
-            f"https://pytorch.org/get-started says, and run nvidia-smi, which must list one")
-    return torch.cuda

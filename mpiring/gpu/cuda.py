@@ -6,7 +6,6 @@ context of some hundred MB on a GPU that may never be used.
 """
 
 import functools
-import logging
 import struct
 import threading
 import weakref
@@ -18,22 +17,19 @@ import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError, TransportError
 from ..memory.arrays import Array, dtype_name
-from ..memory.window import PAGE_BYTES
-from . import kernels
+from . import kernels, pinning
 from .base import DeviceVector, Event
 from .device import Device
 from .kernels import Kernel
 
-# cudaErrorNotReady, cudaErrorHostMemoryAlreadyRegistered and cudaHostRegisterPortable of CUDA's
-# runtime, for which CuPy has no names.
-_NOT_READY, _ALREADY_PINNED, _PORTABLE = 600, 712, 1
+# cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, for which CuPy has no names.
+_NOT_READY, _PORTABLE = 600, 1
 # cudaMalloc cuts smaller allocations out of blocks of this size. Processes open whole blocks of
 # each other, so each allocation has its own.
 _BLOCK_BYTES = 2 << 20
 # Blocks of threads that keep each multiprocessor busy; the kernels' loops do the rest.
 _BLOCKS_EACH = 8
 
-_log = logging.getLogger("mpiring")
 _devices: dict[int, Device] = {}
 _opening = threading.Lock()
 
@@ -235,6 +231,7 @@ class Cuda:
     Attributes:
         index: That.
         name: For messages.
+        programmable: True: it takes kernels.
         cupy, runtime: CuPy, and its module for CUDA's runtime.
         most_blocks: Blocks of threads in one launch.
 
@@ -242,6 +239,8 @@ class Cuda:
         MissingDependencyError: There is no CuPy or no GPU.
         ConfigError: There is no GPU of this index.
     """
+
+    programmable = True
 
     def __init__(self, index: int) -> None:
         self.cupy = cupy()
@@ -273,12 +272,12 @@ class Cuda:
         """Return a new stream."""
         return CudaStream(self)
 
-    def mark(self, stream: int | None = None) -> CudaEvent:
-        """Return a mark on a stream, by its pointer; by default CuPy's current stream."""
+    def mark(self, stream: Any = None) -> CudaEvent:
+        """Return a mark on a stream of PyTorch's; by default on CuPy's current one."""
         with self.current():
             if stream is None:
-                stream = self.cupy.cuda.get_current_stream(self.index).ptr
-            return CudaEvent(self, stream)
+                return CudaEvent(self, self.cupy.cuda.get_current_stream(self.index).ptr)
+            return CudaEvent(self, stream.cuda_stream)
 
     def follow(self, event: Event) -> None:
         """Make work that CuPy queues from now on, on its current stream, wait for an event."""
@@ -335,30 +334,19 @@ class Cuda:
         return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
 
     def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as its array lives; idempotent.
+        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
+        pinning.pin(memory, self.name, self._register, self._unregister)
 
-        Where CUDA refuses, copies take longer, and a warning is logged. Memory that does not begin
-        at a page is left alone: other memory may lie in its pages, and CUDA refuses copies of
-        memory that is locked in part.
-        """
-        root = memory
-        while isinstance(root.base, np.ndarray):
-            root = root.base
-        address = memory.ctypes.data
-        if address % PAGE_BYTES:
-            return
+    def _register(self, address: int, nbytes: int) -> tuple[int, str]:
         try:
             with self.current():
-                self.runtime.hostRegister(address, memory.nbytes, _PORTABLE)
+                self.runtime.hostRegister(address, nbytes, _PORTABLE)
         except self.runtime.CUDARuntimeError as error:
-            if error.status != _ALREADY_PINNED:
-                _log.warning("%d bytes of host memory cannot be locked for %s (%s): copies wait "
-                             "for each other", memory.nbytes, self.name, str(error))
-            return
-        # New memory may be mapped at the same address later.
-        weakref.finalize(root, self._unpin, address).atexit = False
+            return error.status, str(error)
+        return 0, ""
 
-    def _unpin(self, address: int) -> None:
+    def _unregister(self, address: int) -> None:
+        # At the end of the process CUDA may be gone first.
         with suppress(RuntimeError), self.current():
             self.runtime.hostUnregister(address)
 

@@ -39,7 +39,7 @@ _TAG = 1
 _MOST_LINES = 3
 
 
-def takes_pointers(config: Config, library: str, index: int) -> bool:
+def takes_pointers(config: Config, library: str, index: int | None) -> bool:
     """Return whether MPI takes pointers to GPU memory: as configured, cached, or tried now.
 
     To be called on one rank, which shares the result. A trial takes as long as a job's start. A
@@ -47,10 +47,12 @@ def takes_pointers(config: Config, library: str, index: int) -> bool:
 
     Args:
         library: MPI's description of itself.
-        index: Number of the GPU for a trial.
+        index: Number of the GPU for a trial; None where there can be none, for lack of CuPy.
     """
     if config.gpu_aware != "auto":
         return config.gpu_aware == "yes"
+    if index is None:
+        return _report("to try it needs CuPy, and one of NVIDIA's GPUs")
     try:
         versions = cuda.versions()
     except MissingDependencyError as error:

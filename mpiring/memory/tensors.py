@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from ..errors import ConfigError
-from .arrays import Array, dtype_named
+from .arrays import Array, dtype_name, dtype_named
 
 if TYPE_CHECKING:
     import torch
 
 _DTYPES = ("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64",
            "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
+# PyTorch's names of the GPUs whose tensors collectives take: NVIDIA's and AMD's, and Intel's.
+GPU_TYPES = ("cuda", "xpu")
 
 
 def is_tensor(x: object) -> "TypeGuard[torch.Tensor]":
@@ -31,6 +33,13 @@ def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
         MissingDependencyError: bfloat16, without ml_dtypes.
     """
     return dtype_named(str(dtype).removeprefix("torch."), _DTYPES)
+
+
+@functools.cache
+def torch_dtype(dtype: np.dtype[Any]) -> "torch.dtype":
+    """Return PyTorch's equal of a dtype, from `numpy_dtype`."""
+    found: "torch.dtype" = getattr(sys.modules["torch"], dtype_name(dtype))
+    return found
 
 
 def array_of(tensor: "torch.Tensor") -> Array:

@@ -64,8 +64,10 @@ class GpuOperations:
         context = self._known.get(id(device))
         if context is None:
             # Kept alive by the context, so that no other one can have its id.
+            # All ranks need the same: their schedules differ.
+            way = "CuPy" if device.gpu.programmable else "PyTorch alone"
             context = self._known[id(device)] = self._run(
-                Call("prepare", f"GPU number {len(self._known)} for operations on its memory"),
+                Call("prepare", f"GPU number {len(self._known)} for operations by {way}"),
                 lambda collectives: self._prepared(collectives, device))
         return context
 
@@ -76,7 +78,8 @@ class GpuOperations:
             if collectives.rank == 0:
                 # As long as a job's start, the first time.
                 direct[:] = takes_pointers(
-                    self._config, load_mpi().Get_library_version(), device.gpu.index)
+                    self._config, load_mpi().Get_library_version(),
+                    device.gpu.index if device.gpu.programmable else None)
             yield from collectives.broadcast(direct, 0)
         # What a rank lays out at a time for the other ranks of its node fits a turn together.
         tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))

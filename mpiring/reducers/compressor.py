@@ -253,7 +253,7 @@ class Compressor(ABC):
 
 def _bounds(bucket: Bucket, slices: int, whole_tensors: bool) -> list[int]:
     """Return the offsets at which a bucket is cut into slices of about the same length."""
-    size = bucket.flat.size
+    size = bucket.plan.size
     bounds = [i * size // slices for i in range(slices + 1)]
     if whole_tensors:
         ends = [0, *itertools.accumulate(tensor.padded_size for tensor in bucket.plan.tensors)]
@@ -263,7 +263,7 @@ def _bounds(bucket: Bucket, slices: int, whole_tensors: bool) -> list[int]:
 
 
 def _refuse_dtype(compressor: Compressor, bucket: Bucket) -> None:
-    kind = dtype_name(bucket.flat.dtype)
+    kind = dtype_name(bucket.plan.dtype)
     if kind not in _FLOATING:
         raise ConfigError(
             f"{compressor!r} cannot compress {kind}, of {bucket.label}; map these names to Mean(): "

@@ -11,6 +11,7 @@ from ..arguments import refuse_other_state
 from ..errors import ConfigError
 from ..memory.nests import mapped
 from ..memory.sliced import Sliced
+from ..memory.tensors import GPU_TYPES
 from ..resilience.consolidated import load_as
 from ..resilience.tree import Bytes
 from .tensors import tensor_of
@@ -98,9 +99,11 @@ def random_state() -> dict[str, Any]:
     """
     state = resilience.random_state()
     state["torch"] = torch.get_rng_state()
-    # Reading it would open a GPU in a training on the CPU.
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+    for kind in GPU_TYPES:
+        gpus = torch.get_device_module(kind)
+        # Reading it would open a GPU in a training on the CPU.
+        if gpus.is_initialized():
+            state[kind] = gpus.get_rng_state()
     return state
 
 
@@ -115,5 +118,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     refuse_other_state(state, ("python", "numpy", "torch"), "of random numbers")
     resilience.set_random_state(state)
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    for kind in GPU_TYPES:
+        gpus = torch.get_device_module(kind)
+        if kind in state and gpus.is_available():
+            gpus.set_rng_state(state[kind])

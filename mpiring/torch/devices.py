@@ -8,18 +8,18 @@ from typing import Any
 import torch
 
 from ..communicator import Communicator
-from ..gpu import arrays
+from ..gpu import accelerator, arrays
 from ..gpu.base import Event
-from ..gpu.carriers import torch_cuda
 from ..gpu.device import Device
 from ..gpus import take_turns
+from ..memory.tensors import GPU_TYPES
 
-DEVICE_TYPES = ("cpu", "cuda")
+DEVICE_TYPES = ("cpu", *GPU_TYPES)
 
 
 def described(x: torch.Tensor) -> str:
     """Return a tensor's dtype, shape, and type of device if that is not the CPU, as a text."""
-    where = f" on {x.device.type}" * arrays.is_cuda_tensor(x)
+    where = f" on {x.device.type}" * arrays.is_gpu_tensor(x)
     return f"{x.dtype} {tuple(x.shape)}{where}"
 
 
@@ -32,13 +32,14 @@ def gpu_of(x: torch.Tensor) -> Device | None:
 def marker_of(x: torch.Tensor) -> Callable[[], Event] | None:
     """Return what marks the stream in use on a tensor's GPU; None for one in host memory."""
     where = x.device
-    return (lambda: arrays.UserStream(where).mark()) if arrays.is_cuda_tensor(x) else None
+    return (lambda: arrays.UserStream(where).mark()) if arrays.is_gpu_tensor(x) else None
 
 
 def selector_of(x: torch.Tensor) -> Callable[[], AbstractContextManager[Any]]:
     """Return what makes a tensor's GPU this thread's current one, as CuPy needs it."""
-    return functools.partial(torch.cuda.device, x.device) if arrays.is_cuda_tensor(x) else (
-        nullcontext)
+    if not arrays.is_gpu_tensor(x):
+        return nullcontext
+    return functools.partial(torch.accelerator.device_index, x.device.index)
 
 
 def on_idle_stream(gpus: list[torch.device]) -> AbstractContextManager[Any]:
@@ -47,12 +48,12 @@ def on_idle_stream(gpus: list[torch.device]) -> AbstractContextManager[Any]:
     Args:
         gpus: One, or none.
     """
-    return torch.cuda.stream(_idle_stream(gpus[0])) if gpus else nullcontext()
+    return accelerator.in_use(_idle_stream(gpus[0])) if gpus else nullcontext()
 
 
 @functools.cache
-def _idle_stream(gpu: torch.device) -> Any:
-    return torch.cuda.Stream(gpu)
+def _idle_stream(gpu: torch.device) -> torch.Stream:
+    return torch.Stream(gpu)
 
 
 def device_for(comm: Communicator) -> torch.device:
@@ -65,8 +66,9 @@ def device_for(comm: Communicator) -> torch.device:
 
     Collective: yes. Blocking: yes.
     """
-    cuda = torch_cuda()
-    index = take_turns(comm, cuda.device_count(),
-                       lambda index: str(cuda.get_device_properties(index).uuid))
-    cuda.set_device(index)
-    return torch.device("cuda", index)
+    kind = accelerator.available().type
+    gpus = torch.get_device_module(kind)
+    index = take_turns(comm, torch.accelerator.device_count(),
+                       lambda index: str(gpus.get_device_properties(index).uuid))
+    torch.accelerator.set_device_index(index)
+    return torch.device(kind, index)

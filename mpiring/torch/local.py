@@ -11,7 +11,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu.arrays import vector_of
 from ..gpu.base import await_event
-from ..memory.tensors import numpy_dtype
+from ..memory.tensors import array_of, numpy_dtype
 from ..optim import outer
 from ..text import first_few
 from .data_parallel import Buffers, DataParallel, refuse_untrainable
@@ -48,8 +48,13 @@ class Parameters:
                         for name, p in trained.items()]
         first = next(iter(trained.values()))
         self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)
-        self._global = {name: p.detach().clone(memory_format=torch.contiguous_format)
-                        for name, p in trained.items()}
+        where = first.device
+        if self.device is not None and not self.device.gpu.programmable:
+            # The outer optimiser has no kernels there.
+            self.device, self.mark, where = None, None, torch.device("cpu")
+        self._global = {name: torch.empty_like(
+            p.detach(), device=where, memory_format=torch.contiguous_format).copy_(p.detach())
+            for name, p in trained.items()}
         if self.mark is not None:
             await_event(self.mark())
 
@@ -59,12 +64,13 @@ class Parameters:
 
     def vector(self, name: str) -> Any:
         """Return global weights as a vector."""
-        return vector_of(self._global[name])
+        x = self._global[name]
+        return array_of(x) if self.device is None else vector_of(x)
 
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local)."""
         view = seen_as_tensor(out)
-        torch.sub(self._global[name], self._local(name), out=view)
+        torch.sub(self._global[name], self._local(name).to(view.device), out=view)
         if factor != 1:
             view.mul_(factor)
 
@@ -72,7 +78,7 @@ class Parameters:
         """Set local weights to alpha × local + (1 - alpha) × global."""
         local = self._local(name)
         if alpha:
-            local.lerp_(self._global[name], 1 - alpha)
+            local.lerp_(self._global[name].to(local.device), 1 - alpha)
         else:
             local.copy_(self._global[name])
 

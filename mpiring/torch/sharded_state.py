@@ -122,7 +122,7 @@ class ShardedState:
         for key, dtype in kinds:
             names = [name for name in bucket.views
                      if self.outline.get(name, {}).get(key) == Elements(dtype)]
-            vector = np.zeros(bucket.flat.size, numpy_dtype(dtype))
+            vector = np.zeros(bucket.plan.size, numpy_dtype(dtype))
             mine = vector[slice(*bounds[self._comm.rank:self._comm.rank + 2])]
             for shard, its in self._shards:
                 if shard.bucket == bucket.index and key in its and its[key].dtype is dtype:

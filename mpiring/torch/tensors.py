@@ -18,15 +18,18 @@ def tensor_of(array: NDArray[Any]) -> torch.Tensor:
 
 
 def shared_with(x: Any) -> torch.Tensor:
-    """Return a CuPy array as a tensor of the same shape and memory; replaced in tests."""
-    if x.dtype.name == "bfloat16":
+    """Return a CuPy array, or a tensor, as a tensor of the same shape and memory.
+
+    It has a storage of its own. Replaced in tests.
+    """
+    if not isinstance(x, torch.Tensor) and x.dtype.name == "bfloat16":
         # Not all versions of DLPack and CuPy hand it over.
         return torch.from_dlpack(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(x)
 
 
 def seen_as_tensor(x: Any) -> torch.Tensor:
-    """Return an array of NumPy or CuPy as a tensor of the same shape and memory."""
+    """Return an array of NumPy or CuPy, or a tensor, as a tensor of the same shape and memory."""
     return tensor_of(x) if isinstance(x, np.ndarray) else shared_with(x)
 
 

@@ -152,10 +152,10 @@ class WeightBuckets:
         self._send(bucket, bucket.bounds(self._comm.size))
 
     def _send(self, bucket: Bucket, bounds: Sequence[int]) -> None:
-        if not bucket.flat.size:
+        if not bucket.plan.size:
             return
         vector = bucket.vector
-        call = Call("weights", f"{bucket.flat.dtype.name} {bucket.flat.shape}{self._written} "
+        call = Call("weights", f"{bucket.plan.dtype.name} ({bucket.plan.size},){self._written} "
                     f"{self.made_with}",
                     bucket.label, bucket.flat.nbytes)
         self._handles[bucket.index] = self._submit(
@@ -199,7 +199,7 @@ class WeightBuckets:
     def _hand_out(self) -> None:
         """Give all ranks the weights of rank 0."""
         for bucket in self.buckets:
-            self._send(bucket, [0] + [bucket.flat.size] * self._comm.size)
+            self._send(bucket, [0] + [bucket.plan.size] * self._comm.size)
         self.synchronize()
         self._note()
 

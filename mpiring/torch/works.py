@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.handle import Action, Handle
+from ..gpu.arrays import is_gpu_tensor
 from .devices import on_idle_stream
 from .tensors import tensors_in
 
@@ -106,7 +107,7 @@ class Future(_Chained):
     """
 
     def __init__(self, handle: AnyHandle, value: Any) -> None:
-        super().__init__(handle, list({x.device for x in tensors_in(value) if x.is_cuda}))
+        super().__init__(handle, list({x.device for x in tensors_in(value) if is_gpu_tensor(x)}))
         self._value = value
         handle.when_done(self._complete)
 

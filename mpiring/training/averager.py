@@ -479,8 +479,9 @@ class Averager:
 
     def _reduction_of(self, bucket: Bucket) -> _Reduction:
         reducer = self._reducers[bucket.plan.tensors[0].name]
-        text = f"{reducer!r} of {bucket.flat.dtype.name} {bucket.flat.shape}"
-        if self._device is not None and isinstance(reducer, Compressor) and not reducer.on_gpus:
+        text = f"{reducer!r} of {bucket.plan.dtype.name} ({bucket.plan.size},)"
+        if self._device is not None and isinstance(reducer, Compressor) and not (
+                reducer.on_gpus and self._device.gpu.programmable):
             copy = HostCopy(bucket, self._device, self._comm, reducer)
             return _Reduction(reducer, copy.host, copy.reduce, copy.reduce, None, text)
         return _Reduction(reducer, bucket,

@@ -157,7 +157,8 @@ class Tally:
             seconds += max(0.0, flight.ended_s - max(flight.started_s, until))
             until = max(until, flight.ended_s)
         total = Statistics(
-            len(flights), sum(collectives.bytes_sent for collectives in self._collectives), seconds,
+            len(flights) if self._comm.size > 1 else 0,
+            sum(collectives.bytes_sent for collectives in self._collectives), seconds,
             sum(flight.exposed_s for flight in flights))
         self._flights, self._collectives = [], []
         return total

@@ -283,13 +283,16 @@ def test_pages_are_locked_as_long_as_somebody_has_them(runtime, caplog):
     address = memory.ctypes.data
     view = memory[10:]
     gpu.pin(memory)
-    runtime.fails["hostRegister"] = [712]
+    asked = len(runtime.calls)
     gpu.pin(memory)
-    assert not caplog.text
-    runtime.fails["hostRegister"] = [1]
-    gpu.pin(memory)
+    assert len(runtime.calls) == asked, "they are"
+    others = pages(100)
+    runtime.fails["hostRegister"] = [1, 712]
+    gpu.pin(others)
+    assert not caplog.text, "somebody else has locked them"
+    gpu.pin(others)
     assert "100 bytes of host memory cannot be locked" in caplog.text
-    del memory
+    del memory, others
     assert "hostUnregister" not in {call[0] for call in runtime.calls}
     del view
     assert runtime.calls[-1] == ("hostUnregister", 0, address)
@@ -356,6 +359,6 @@ def test_read_only_arrays_may_be_sent(cupy):
 def test_an_older_cupy_has_no_bfloat16(cupy):
     import ml_dtypes
     cupy.__version__ = "13.6.0"
-    x = arrays.vector_at(0x3000, 4, ml_dtypes.bfloat16, 0, None, None)
+    x = arrays.vector_at(0x3000, 4, ml_dtypes.bfloat16, cuda.device(0), None)
     with pytest.raises(ConfigError, match="13.6.0 has no bfloat16"):
         x.device.gpu.array(x, (4,))

@@ -11,7 +11,7 @@ from gpu_memory import GpuMemory, wait
 from launching import PROGRAMS, launch, needed
 
 from mpiring.gpu import cuda
-from mpiring.gpu.arrays import vector_at, vector_of
+from mpiring.gpu.arrays import vector_of
 
 N = 1 << 22
 
@@ -109,10 +109,8 @@ def test_tensors_are_seen_without_cupy_arrays(device):
     if not torch.cuda.is_available():
         pytest.skip(reason="this PyTorch has no CUDA")
     x = torch.ones(N, device="cuda", dtype=torch.bfloat16)
-    ml_dtypes = pytest.importorskip("ml_dtypes")
-    # PyTorch's default stream has the pointer 0.
-    stream = torch.cuda.current_stream().cuda_stream or 1
-    vector = vector_at(x.data_ptr(), N, ml_dtypes.bfloat16, x.device.index, stream, x)
+    needed("ml_dtypes")
+    vector = vector_of(x)
     wait(vector.ready)
     device.combine("sum", [vector] * 3, 1, [vector])
     wait(device.event())

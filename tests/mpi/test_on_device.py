@@ -167,6 +167,21 @@ def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes, request)
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-7)
 
 
+def test_ranks_with_and_without_cupy_are_refused(comm, monkeypatch):
+    """Their schedules differ; so that a rank names its way with its first operation there."""
+    if comm.size == 1:
+        pytest.skip(reason="there is no other rank")
+    gpu = simulated_gpu.installed(monkeypatch)
+    monkeypatch.setattr(gpu.gpu, "programmable", comm.rank > 0)
+    own = mpiring.Communicator(MPI.COMM_WORLD)
+    with pytest.raises(mpiring.BufferMismatchError) as error:
+        own.allreduce(gpu.put(np.ones(3)))
+    MPI.COMM_WORLD.Barrier()
+    own._group.closed = True
+    own._group._forget()
+    assert "by CuPy" in str(error.value) and "by PyTorch alone" in str(error.value)
+
+
 def test_a_nan_is_told_of(comm, gpu):
     dp = DataParallel({name: gpu.put(np.zeros(3)) for name in "ab"}, comm)
     for number in range(3):

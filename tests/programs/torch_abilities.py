@@ -6,6 +6,7 @@ On the CPU, or on a GPU; see whereabouts.
 import collections
 import contextlib
 import copy
+import functools
 import logging
 import os
 import pickle
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 from mpi4py import MPI
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from whereabouts import CUDA, ON_GPU, WHERE
@@ -160,6 +162,10 @@ class Deep(nn.Module):
         return x
 
 
+def _is_dead(reference):
+    return reference() is None
+
+
 @ability
 def no_gradient_is_in_memory_twice():
     """Not even while buckets are built anew: an old one goes when the next has its content."""
@@ -168,9 +174,13 @@ def no_gradient_is_in_memory_twice():
     def empty(n, dtype, device):
         nonlocal peak
         x = type(comm).empty(comm, n, dtype, device=device)
-        memory = x if x.base is None else x.base
-        made.append((weakref.ref(memory), x.nbytes))
-        peak = max(peak, sum(nbytes for memory, nbytes in made if memory() is not None))
+        if isinstance(x, torch.Tensor):
+            gone = StorageWeakRef(x.untyped_storage()).expired
+        else:
+            memory = weakref.ref(x if x.base is None else x.base)
+            gone = functools.partial(_is_dead, memory)
+        made.append((gone, x.nbytes))
+        peak = max(peak, sum(nbytes for gone, nbytes in made if not gone()))
         return x
 
     module = Deep()

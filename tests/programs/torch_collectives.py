@@ -11,7 +11,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from whereabouts import CUDA, SIMULATED, WHERE
+from whereabouts import CUDA, WHERE
 
 import mpiring.torch  # noqa: F401 (registers the back end)
 
@@ -27,9 +27,6 @@ OURS = dist.group.WORLD
 Op = dist.ReduceOp
 NUMBERS = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
            torch.int32, torch.int64, torch.bool]
-if SIMULATED:
-    # The others would be combined alike.
-    NUMBERS = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 ANY = [*NUMBERS, torch.int16, torch.uint16, torch.complex64, torch.float8_e4m3fn]
 
 
@@ -321,7 +318,7 @@ def scaled_halves(factor):
 
 
 MEAN = [torch.float32, torch.float64, torch.complex64]
-AVERAGED = [torch.int64] if SIMULATED else [
+AVERAGED = [
     torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.int64]
 OTHER = [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64]
 HALF = dist._make_nccl_premul_sum(0.5)

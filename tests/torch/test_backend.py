@@ -11,7 +11,7 @@ def _torch():
     installed("torch")
 
 
-@pytest.mark.parametrize(("ranks", "where"), [(3, "cpu"), (2, "simulated")])
+@pytest.mark.parametrize(("ranks", "where"), [(3, "cpu"), (2, "accelerator")])
 def test_every_collective_does_what_gloo_does(ranks, where):
     ended = launch(ranks, PROGRAMS / "torch_collectives.py", where)
     assert ended.status == 0, ended.output

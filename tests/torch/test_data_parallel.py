@@ -15,7 +15,7 @@ def torch():
     installed("torch")
 
 
-@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 60, "cpu"), (1, 5, "simulated")])
+@pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 60, "cpu"), (1, 5, "accelerator")])
 def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
     """Step by step in the first ones; replicas are bit-equal after all."""
     ended = launch(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
@@ -24,7 +24,8 @@ def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
         "mlp", "conv", "channels_last", "transformer", "embedding", "sparse", "control"]
 
 
-@pytest.mark.parametrize(("ranks", "where"), [(1, "cpu"), (3, "cpu"), (2, "simulated")])
+@pytest.mark.parametrize(("ranks", "where"), [
+    (1, "cpu"), (3, "cpu"), (2, "simulated"), (2, "accelerator")])
 def test_abilities(ranks, where):
     ended = launch(ranks, PROGRAMS / "torch_abilities.py", where)
     assert ended.status == 0, ended.output

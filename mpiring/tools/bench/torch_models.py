@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ...gpu.carriers import torch_cuda
+from ...gpu import accelerator
 from ...memory.arrays import Array
 from ...torch import Sharded, device_for
 from . import timing
@@ -126,7 +126,7 @@ class Device:
 
 def _by_events(action: Callable[[], object]) -> float:
     """Return the seconds between two events on the current stream, around an action."""
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began, ended = (torch.Event(enable_timing=True) for _ in range(2))
     began.record()
     action()
     ended.record()
@@ -145,7 +145,7 @@ def device_named(world: World, name: str) -> Device:
     if name == "cpu":
         return Device(torch.device("cpu"), timing.by_clock)
     # Ranks that have a GPU would wait for a rank that has none.
-    world.everywhere(torch_cuda)
+    world.everywhere(accelerator.available)
     return Device(device_for(world.comm), _by_events)
 
 

@@ -1,0 +1,337 @@
+"""Uses any of PyTorch's accelerators by PyTorch alone: without CuPy, and not only NVIDIA's GPUs.
+
+Copies and sums are PyTorch's own operations, on streams of mpiring's. There are no kernels beside
+them, and processes do not open each other's memory: data goes through pinned host memory. NVIDIA's
+GPUs appear as "cuda", AMD's, too, and Intel's as "xpu".
+
+Any thread may call these functions, which leave its current device and stream unchanged.
+"""
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import ConfigError, MissingDependencyError, TransportError
+from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
+from ..memory.tensors import GPU_TYPES, torch_dtype
+from . import pinning
+from .base import DeviceVector, Event
+from .device import Device
+from .kernels import Kernel
+
+# cudaHostRegisterPortable; HIP has the same.
+_PORTABLE = 1
+_OPS = {"sum": torch.add, "mean": torch.add, "prod": torch.mul,
+        "max": torch.maximum, "min": torch.minimum,
+        "band": torch.bitwise_and, "bor": torch.bitwise_or, "bxor": torch.bitwise_xor}
+# PyTorch calculates with these as with signed ones: sums, products and bits are the same, and the
+# order is once the sign bits are swapped.
+_UNSIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+
+_devices: dict[torch.device, Device] = {}
+_opening = threading.Lock()
+
+
+def available(kind: str = "") -> torch.device:
+    """Return the kind of accelerator that PyTorch has.
+
+    Args:
+        kind: "cuda" or "xpu"; either by default.
+
+    Raises:
+        MissingDependencyError: It finds none of that kind.
+    """
+    where = torch.accelerator.current_accelerator(check_available=True)
+    if where is None or where.type not in ((kind,) if kind else GPU_TYPES):
+        raise MissingDependencyError(
+            f"PyTorch {torch.__version__} finds no GPU{kind and f' of kind {kind}'}: install a "
+            f"build for it, as https://pytorch.org/get-started says, and run nvidia-smi (rocm-smi, "
+            f"xpu-smi), which must list one")
+    return where
+
+
+def in_use(stream: torch.Stream) -> AbstractContextManager[Any]:
+    """Make a stream the current one of this thread, in a `with` block."""
+    # It keeps what was current before: each use, of any thread, needs an object of its own.
+    same: AbstractContextManager[Any] = torch.Stream(
+        stream.stream_id, stream.device_index, stream.device_type)
+    return same
+
+
+def device(where: torch.device, unshared: str) -> Device:
+    """Return a device of PyTorch's; the same object each time.
+
+    Args:
+        where: The device.
+        unshared: Why processes cannot share its memory, for messages.
+    """
+    with _opening:
+        if where not in _devices:
+            _devices[where] = Device(Accelerator(where, unshared))
+        return _devices[where]
+
+
+class AcceleratorEvent:
+    """A mark in a stream; see gpu.Event.
+
+    Args:
+        stream: PyTorch's; behind what is queued on it now.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._index = stream.device_index
+        with torch.accelerator.device_index(self._index):
+            self.event = stream.record_event()
+        self._done = False
+
+    def __repr__(self) -> str:
+        return "work queued on a GPU"
+
+    def test(self) -> bool:
+        """Return whether all that was queued before it is done.
+
+        Raises:
+            TransportError: The GPU has failed.
+        """
+        if not self._done:
+            try:
+                # In a new thread CUDA would open the first GPU otherwise.
+                with torch.accelerator.device_index(self._index):
+                    self._done = self.event.query()
+            except RuntimeError as error:
+                raise TransportError(f"the GPU failed: {error}") from error
+        return self._done
+
+
+class AcceleratorStream:
+    """A queue of work, beside PyTorch's default stream; see gpu.Stream. One thread at a time calls.
+
+    Args:
+        stream: PyTorch's.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._index = stream.device_index
+        self._divisors: dict[tuple[torch.dtype, float], torch.Tensor] = {}
+
+    @contextmanager
+    def _used(self) -> Iterator[None]:
+        """Make it the current stream of its GPU, and that the current GPU, in a `with` block."""
+        # A stream of another GPU's would leave this thread with a context on both.
+        with torch.accelerator.device_index(self._index), self._stream:
+            yield
+
+    def download(self, x: DeviceVector, out: Array) -> None:
+        """Queue a copy to pinned host memory."""
+        with self._used():
+            torch.from_numpy(out.view(np.uint8)).copy_(_bytes_of(x), non_blocking=True)
+
+    def upload(self, x: Array, out: DeviceVector) -> None:
+        """Queue a copy from pinned host memory."""
+        with self._used():
+            _bytes_of(out).copy_(torch.from_numpy(x.view(np.uint8)), non_blocking=True)
+
+    def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
+                outs: Sequence[DeviceVector]) -> None:
+        """Queue to combine vectors elementwise; see gpu.Stream."""
+        of = torch_dtype(outs[0].dtype)
+        xs, results = [[_elements_of(x, _UNSIGNED.get(of, of)) for x in vectors]
+                       for vectors in (sources, outs)]
+        with self._used():
+            total = results[0]
+            # The first result is written before the sources from the third on are read.
+            overwrites = any(outs[0].address == x.address for x in sources[2:])
+            wide = dtype_name(outs[0].dtype) in SIXTEEN_BIT and (len(xs) > 2 or divisor != 1)
+            swaps = op in ("max", "min") and of in _UNSIGNED
+            if swaps:
+                xs = [_with_sign_swapped(x, torch.empty_like(x)) for x in xs]
+            elif wide or overwrites:
+                total = torch.empty_like(total, dtype=torch.float32 if wide else None)
+            if len(xs) == 1:
+                if total.data_ptr() != xs[0].data_ptr():
+                    total.copy_(xs[0])
+            elif wide:
+                total.copy_(xs[0])
+                for x in xs[1:]:
+                    _OPS[op](total, x, out=total)
+            else:
+                _OPS[op](xs[0], xs[1], out=total)
+                for x in xs[2:]:
+                    _OPS[op](total, x, out=total)
+            if swaps:
+                _with_sign_swapped(total, total)
+            if divisor != 1:
+                torch.div(total, self._number(divisor, total.dtype), out=total)
+            for result in results:
+                if result.data_ptr() != total.data_ptr():
+                    result.copy_(total)
+
+    def _number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
+        """Return a number in the GPU's memory: by one of the host PyTorch multiplies with 1 / x."""
+        if (dtype, value) not in self._divisors:
+            self._divisors[dtype, value] = torch.full(
+                (), value, dtype=dtype, device=self._stream.device)
+        return self._divisors[dtype, value]
+
+    def clear(self, x: DeviceVector) -> None:
+        """Queue to fill a vector with zeros."""
+        with self._used():
+            _bytes_of(x).zero_()
+
+    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
+        """Raise MissingDependencyError: kernels are launched by CuPy."""
+        raise MissingDependencyError(
+            f"the kernel {kernel.name} needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)")
+
+    def record(self) -> AcceleratorEvent:
+        """Return a mark behind all that is queued."""
+        return AcceleratorEvent(self._stream)
+
+    def wait(self, event: Event) -> None:
+        """Have what is queued from now on wait for an event, of PyTorch's."""
+        with torch.accelerator.device_index(self._index):
+            self._stream.wait_event(_of_pytorch(event))
+
+
+class Accelerator:
+    """One of PyTorch's accelerators; see gpu.Gpu.
+
+    Args:
+        where: Its device.
+        unshared: Why processes cannot share its memory, for messages.
+
+    Attributes:
+        index: Its number among those that this process sees.
+        name: For messages.
+        programmable: False: it takes no kernels.
+    """
+
+    programmable = False
+
+    def __init__(self, where: torch.device, unshared: str) -> None:
+        self._where, self._unshared = where, unshared
+        self.index = where.index
+        self.name = f"GPU {where} ({torch.get_device_module(where).get_device_name(where)})"
+        # Blocks of PyTorch's allocator go round among those who allocate on one stream.
+        self._home = torch.Stream(where)
+        self._streams: list[torch.Stream] = []
+        self._lock = threading.Lock()
+
+    def stream(self) -> AcceleratorStream:
+        """Return a new stream."""
+        stream = torch.Stream(self._where)
+        self._streams.append(stream)
+        return AcceleratorStream(stream)
+
+    def mark(self, stream: Any = None) -> AcceleratorEvent:
+        """Return a mark on a stream of PyTorch's; by default its current one."""
+        return AcceleratorEvent(stream or torch.accelerator.current_stream(self._where))
+
+    def follow(self, event: Event) -> None:
+        """Make work that PyTorch queues from now on, on its current stream, wait for an event."""
+        torch.accelerator.current_stream(self._where).wait_event(_of_pytorch(event))
+
+    def array(self, x: DeviceVector, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return a tensor of this shape that shares a vector's memory, for the current stream.
+
+        Args:
+            x: The caller has waited for it.
+        """
+        _owner_of(x).record_stream(torch.accelerator.current_stream(self._where))
+        return _elements_of(x, torch_dtype(x.dtype)).view(shape)
+
+    def is_finite(self, x: torch.Tensor) -> bool:
+        """Return whether a tensor is finite, when the work on its user's stream is done."""
+        return bool(torch.isfinite(x).all())
+
+    def allocate(self, nbytes: int, device: Device) -> DeviceVector:
+        """Return memory of the GPU, as bytes of undefined content.
+
+        Raises:
+            MemoryError: Too little is left.
+        """
+        try:
+            with (torch.inference_mode(False), torch.accelerator.device_index(self.index),
+                  self._lock, self._home):
+                memory = torch.empty(nbytes, dtype=torch.uint8, device=self._where)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(f"{nbytes} bytes on {self.name}: {error}") from error
+        # Once it has died, its block is free when what is queued on these by then is done.
+        for stream in self._streams:
+            memory.record_stream(stream)
+        return DeviceVector(device, memory.data_ptr(), nbytes, np.dtype(np.uint8), memory)
+
+    def pinned(self, nbytes: int) -> Array:
+        """Return page-locked host memory, as bytes."""
+        with torch.inference_mode(False):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        array: Array = memory.numpy()
+        return array
+
+    def pin(self, memory: Array) -> None:
+        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
+        pinning.pin(memory, self.name, self._register, self._unregister)
+
+    def _register(self, address: int, nbytes: int) -> tuple[int, str]:
+        if self._where.type != "cuda":
+            return -1, f"PyTorch cannot do that for {self._where.type}"
+        with torch.accelerator.device_index(self.index):
+            status = int(torch.cuda.cudart().cudaHostRegister(address, nbytes, _PORTABLE))
+            if status:
+                # CUDA keeps an error until somebody asks: now, not the user's next kernel.
+                with suppress(RuntimeError):
+                    torch.zeros(1, device=self._where)
+        return status, f"cudaHostRegister's status {status}"
+
+    def _unregister(self, address: int) -> None:
+        # At the end of the process CUDA may be gone first.
+        with suppress(RuntimeError), torch.accelerator.device_index(self.index):
+            torch.cuda.cudart().cudaHostUnregister(address)
+
+    def export(self, x: DeviceVector) -> tuple[int, ...]:
+        """Raise OSError: by PyTorch, processes do not open memory of each other."""
+        raise OSError(self._unshared)
+
+    def open(self, handle: Sequence[int], nbytes: int, device: Device) -> DeviceVector:
+        """Raise OSError, as `export`."""
+        raise OSError(self._unshared)
+
+    def close(self, x: DeviceVector) -> None:
+        """Do nothing: none is open."""
+
+
+def _of_pytorch(event: Event) -> torch.Event:
+    if not isinstance(event, AcceleratorEvent):
+        raise ConfigError(f"{event!r} is no event of PyTorch's")
+    return event.event
+
+
+def _bytes_of(x: DeviceVector) -> torch.Tensor:
+    return _elements_of(x.view(np.uint8), torch.uint8)
+
+
+def _elements_of(x: DeviceVector, dtype: torch.dtype) -> torch.Tensor:
+    """Return a vector's memory as a tensor.
+
+    Args:
+        x: Of a tensor's memory.
+        dtype: Of the same length as the vector's.
+    """
+    # Not by views of the owner, which may have any shape and dtype, and a gradient.
+    owner = _owner_of(x)
+    storage = owner.untyped_storage()
+    start = (x.address - storage.data_ptr()) // x.itemsize
+    return torch.empty(0, dtype=dtype, device=owner.device).set_(storage, start, (x.size,), (1,))
+
+
+def _owner_of(x: DeviceVector) -> Any:
+    return x.owner
+
+
+def _with_sign_swapped(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return torch.bitwise_xor(x, torch.iinfo(x.dtype).min, out=out)

@@ -1,0 +1,127 @@
+"""Simulates PyTorch's streams on a GPU whose memory is the host's: needs no GPU.
+
+What is written in place while a stream is in use happens late, in any order that the streams allow;
+until then a copy's target in host memory holds junk. So a missing wait shows as a wrong result.
+What the user calculates is there at once.
+"""
+
+import weakref
+from contextlib import nullcontext
+
+import torch
+from simulated_gpu import JUNK, SimulatedGpu
+from simulated_gpu import Stream as Queue
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpiring.gpu import accelerator, arrays
+
+_clock = SimulatedGpu()
+# Host memory that copies may use: addresses, each with a length.
+_pinned = {}
+_real_empty = torch.empty
+_SET = torch.ops.aten.set_.source_Storage_storage_offset
+
+
+class Event:
+    def __init__(self, event):
+        self.inside = event
+
+    def query(self):
+        return self.inside.test()
+
+
+class Late(TorchDispatchMode):
+    """Has whatever is written in place be written later, by a stream."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self._queue = queue
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if not function._schema.is_mutable or function is _SET:
+            return function(*args, **kwargs)
+        out = kwargs.get("out", args[0])
+        if function is torch.ops.aten.copy_.default:
+            to_host, from_host = map(_is_pinned, args[:2])
+            assert not (to_host and from_host)
+            if to_host:
+                out.view(torch.uint8).fill_(JUNK)
+        self._queue.queue(lambda: function(*args, **kwargs) is not None)
+        return out
+
+
+class Stream:
+    """See torch.Stream."""
+
+    device, device_index = torch.device("cpu"), 0
+
+    def __init__(self, *which):
+        self._queue, self._modes = Queue(_clock), []
+
+    def __enter__(self):
+        self._modes.append(Late(self._queue))
+        self._modes[-1].__enter__()
+
+    def __exit__(self, *error):
+        self._modes.pop().__exit__(*error)
+
+    def record_event(self):
+        return Event(self._queue.record())
+
+    def wait_event(self, event):
+        self._queue.wait(event.inside)
+
+
+class UserStream(Stream):
+    """What the user calculates is there at once, and before it whatever it is to wait for."""
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *error):
+        pass
+
+    def wait_event(self, event):
+        while not event.query():
+            pass
+
+
+def _is_pinned(x):
+    return any(start <= x.data_ptr() < start + nbytes for start, nbytes in _pinned.items())
+
+
+def _empty(*size, pin_memory=False, **how):
+    x = _real_empty(*size, **how)
+    if how.get("dtype") is torch.uint8:
+        # At once, whatever stream is in use.
+        x.numpy().fill(JUNK)
+    if pin_memory:
+        _pinned[x.data_ptr()] = x.nbytes
+        weakref.finalize(x, _pinned.pop, x.data_ptr())
+    return x
+
+
+def _register(self, address, nbytes):
+    _pinned[address] = nbytes
+    return 0, ""
+
+
+def _unregister(self, address):
+    del _pinned[address]
+
+
+def install(patch):
+    """Let tensors on the CPU be taken for such on a GPU of PyTorch's."""
+    user = UserStream()
+    patch.setattr(arrays, "is_gpu_tensor", lambda x: True)
+    for name, value in {"Stream": Stream, "empty": _empty}.items():
+        patch.setattr(torch, name, value)
+    patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    patch.setattr(torch.cpu, "current_stream", lambda where: user)
+    patch.setattr(torch.cpu, "get_device_name", lambda where: "simulated", raising=False)
+    patch.setattr(torch.accelerator, "current_stream", lambda where: user)
+    patch.setattr(torch.accelerator, "device_index", lambda index: nullcontext())
+    patch.setattr(accelerator, "in_use", lambda stream: nullcontext())
+    patch.setattr(accelerator.Accelerator, "_register", _register)
+    patch.setattr(accelerator.Accelerator, "_unregister", _unregister)
