@@ -72,7 +72,7 @@ class Loan:
         if tensor.layout is not torch.strided or tensor.device.type not in DEVICE_TYPES:
             raise ConfigError(
                 f"a {tensor.layout} tensor on {tensor.device}: this collective takes dense "
-                f"tensors on the CPU or a GPU of NVIDIA's")
+                f"tensors on the CPU or a GPU")
         if tensor.device != (self._where or tensor.device):
             raise ConfigError(f"tensors on {self._where} and on {tensor.device}: expected all of "
                               f"one collective on one device")

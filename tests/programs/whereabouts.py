@@ -4,7 +4,7 @@ With "simulated" or "accelerator" the tensors on the CPU are taken for such on a
 and writes their memory late; what PyTorch itself calculates is there at once. The first is a
 simulated GPU as CuPy shows one: buckets lie in its own memory, in which PyTorch calculates through
 NumPy. The second has PyTorch's streams, which are simulated, and nothing else. With "cuda" they lie
-on this rank's GPU, which several ranks may have.
+on this rank's GPU, which several ranks may have; with "alone", too, and there is no CuPy.
 """
 
 import sys
@@ -18,8 +18,10 @@ from mpiring.launch.start import load_mpi
 from mpiring.memory import compiled
 from mpiring.torch import tensors
 
-SIMULATED, ACCELERATOR, CUDA = (
-    sys.argv[-1] == name for name in ("simulated", "accelerator", "cuda"))
+SIMULATED, ACCELERATOR = (sys.argv[-1] == name for name in ("simulated", "accelerator"))
+CUDA = sys.argv[-1] in ("cuda", "alone")
+if sys.argv[-1] == "alone":
+    sys.modules["cupy"] = None
 ON_GPU = SIMULATED or ACCELERATOR or CUDA
 WHERE = torch.device("cpu")
 

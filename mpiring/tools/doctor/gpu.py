@@ -78,8 +78,9 @@ def _use(rank: Rank, job: Job) -> Iterator[Finding]:
     gpus, neighbours = rank.gpus, job.nodes()[rank.node]
     if gpus.problem:
         # The problem names its remedy: to install CuPy, its compiler, or a driver.
-        yield Finding("mpiring's GPU", NOTE, f"none: {gpus.problem}",
-                      "do so for models on GPUs; those on the CPU need none")
+        yield Finding("mpiring's GPU", NOTE, f"none by CuPy: {gpus.problem}",
+                      "do so for CuPy models, and for gradients that a node's ranks share; else "
+                      "PyTorch's go through pinned host memory")
         return
     if not gpus.own:
         return

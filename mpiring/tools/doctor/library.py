@@ -20,7 +20,8 @@ _OPTIONAL = {
               "pip install 'mpiring[fast]'"),
     "ml_dtypes": ("bfloat16 in NumPy", "pip install ml_dtypes"),
     "matplotlib": ("plots of benchmarks and traces", "pip install 'mpiring[bench]'"),
-    "cupy": ("NumPy models on GPUs", "pip install cupy-cuda12x"),
+    "cupy": ("NumPy models on GPUs, and PyTorch's gradients that a node's ranks share",
+             "pip install cupy-cuda13x (or cupy-cuda12x)"),
 }
 
 

@@ -317,7 +317,8 @@ def test_what_mpiring_does_with_gpus():
     refused = with_gpus([A_GPU, OTHER], unshared="invalid device context")
     assert "(invalid device context): data goes through pinned" in one(refused, shared, "note")
     missing = job(ranks(1, gpus=Gpus(kind="NVIDIA", count=1, problem="no CuPy: pip install it")))
-    assert "none: no CuPy: pip install it -> do so for models on GPUs" in one(missing, own, "note")
+    assert "none by CuPy: no CuPy: pip install it -> do so for CuPy models" in one(
+        missing, own, "note")
 
 
 @pytest.mark.parametrize(("wish", "words"), [
