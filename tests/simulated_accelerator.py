@@ -11,7 +11,7 @@ from contextlib import nullcontext
 import torch
 from simulated_gpu import JUNK, SimulatedGpu
 from simulated_gpu import Stream as Queue
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from mpiring.gpu import accelerator, arrays
 
@@ -28,6 +28,13 @@ class Event:
 
     def query(self):
         return self.inside.test()
+
+
+def _done(function, args, kwargs):
+    # Whatever stream is in use where somebody waits.
+    with _disable_current_modes():
+        function(*args, **kwargs)
+    return True
 
 
 class Late(TorchDispatchMode):
@@ -47,7 +54,7 @@ class Late(TorchDispatchMode):
             assert not (to_host and from_host)
             if to_host:
                 out.view(torch.uint8).fill_(JUNK)
-        self._queue.queue(lambda: function(*args, **kwargs) is not None)
+        self._queue.queue(lambda: _done(function, args, kwargs))
         return out
 
 
@@ -68,6 +75,11 @@ class Stream:
 
     def record_event(self):
         return Event(self._queue.record())
+
+    def synchronize(self):
+        event = self.record_event()
+        while not event.query():
+            pass
 
     def wait_event(self, event):
         self._queue.wait(event.inside)

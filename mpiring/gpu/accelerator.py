@@ -259,6 +259,8 @@ class Accelerator:
             with (torch.inference_mode(False), torch.accelerator.device_index(self.index),
                   self._lock, self._home):
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self._where)
+                # Deterministic algorithms have it filled.
+                self._home.synchronize()
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"{nbytes} bytes on {self.name}: {error}") from error
         # Once it has died, its block is free when what is queued on these by then is done.

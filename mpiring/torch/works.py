@@ -59,8 +59,50 @@ class _Done:
         action(None)
 
 
-AnyHandle: TypeAlias = Handle[Any] | _Done
-DONE: AnyHandle = _Done()
+class _All:
+    """Several handles as one.
+
+    Args:
+        handles: Of operations.
+    """
+
+    def __init__(self, handles: Sequence["OneHandle"]) -> None:
+        self._handles = handles
+
+    @property
+    def done(self) -> bool:
+        """Whether all are complete."""
+        return all(handle.done for handle in self._handles)
+
+    def test(self) -> bool:
+        """Return whether all are complete, after some progress."""
+        return all([handle.test() for handle in self._handles])
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when all are complete; the timeout is for each."""
+        for handle in self._handles:
+            handle.wait(timeout_s)
+
+    def when_done(self, action: Action) -> None:
+        """Call `action` when all have ended, with the first error."""
+        left, errors, counting = len(self._handles), [], threading.Lock()
+
+        def count(error: BaseException | None) -> None:
+            nonlocal left
+            with counting:
+                left -= 1
+                if error is not None:
+                    errors.append(error)
+                if left > 0:
+                    return
+            action(errors[0] if errors else None)
+
+        for handle in self._handles or [DONE]:
+            handle.when_done(count)
+
+
+OneHandle: TypeAlias = Handle[Any] | _Done
+DONE: OneHandle = _Done()
 
 
 class _Chained(torch.futures.Future):
@@ -71,7 +113,7 @@ class _Chained(torch.futures.Future):
         gpus: The GPUs that the tensors of its value lie on.
     """
 
-    def __init__(self, handle: AnyHandle, gpus: list[torch.device]) -> None:
+    def __init__(self, handle: OneHandle | _All, gpus: list[torch.device]) -> None:
         super().__init__(devices=gpus)
         self._handle = handle
         self._gpus = gpus
@@ -106,7 +148,7 @@ class Future(_Chained):
         value: Its result.
     """
 
-    def __init__(self, handle: AnyHandle, value: Any) -> None:
+    def __init__(self, handle: OneHandle | _All, value: Any) -> None:
         super().__init__(handle, list({x.device for x in tensors_in(value) if is_gpu_tensor(x)}))
         self._value = value
         handle.when_done(self._complete)
@@ -138,13 +180,15 @@ class Work(dist.Work):
         threaded: Whether operations advance in the background.
         rests: Not so if, during a backward pass, a future is asked for, which this pass will wait
             for at its end: see `Lane.rest`.
+
+    Attributes:
+        handle, value: As given.
     """
 
-    def __init__(self, handle: AnyHandle, value: Sequence[Any], timeout_s: float | None = None, *,
+    def __init__(self, handle: OneHandle, value: Sequence[Any], timeout_s: float | None = None, *,
                  threaded: bool, rests: bool = False) -> None:
         super().__init__()
-        self._handle = handle
-        self._value = value
+        self.handle, self.value = handle, value
         self._timeout_s = timeout_s
         self._threaded, self._rests = threaded, rests
         # Of the last wait; and of the operation, where `is_completed` found that it failed.
@@ -162,7 +206,7 @@ class Work(dist.Work):
         if self._failure is not None:
             raise self._failure
         try:
-            self._handle.wait(timeout.total_seconds() or self._timeout_s)
+            self.handle.wait(timeout.total_seconds() or self._timeout_s)
         except BaseException as error:
             self._error = error
             raise
@@ -175,19 +219,19 @@ class Work(dist.Work):
         `wait` raises it.
         """
         try:
-            return self._handle.test()
+            return self.handle.test()
         except Exception as error:
-            if not self._handle.done:
+            if not self.handle.done:
                 self._failure = self._failure or error
             return True
 
     def is_success(self) -> bool:
         """Return whether the operation is complete."""
-        return self._handle.done
+        return self.handle.done
 
     def exception(self) -> BaseException | None:
         """Return the error that ended the operation or the last wait for it; None if none did."""
-        return None if self._handle.done else self._failure or self._error
+        return None if self.handle.done else self._failure or self._error
 
     def synchronize(self) -> None:
         """Wait."""
@@ -195,28 +239,28 @@ class Work(dist.Work):
 
     def source_rank(self) -> int:
         """Return the rank that sent what was received."""
-        return int(self._handle.wait())
+        return int(self.handle.wait())
 
     _source_rank = source_rank
 
     def result(self) -> Sequence[Any]:
         """Return the tensors with the result, when the operation is complete."""
         self.wait()
-        return self._value
+        return self.value
 
     def get_future(self) -> Future:
         """Return a future of the tensors with the result."""
         if self._future is None:
-            if _wait_after_backward(self._handle):
-                if self._rests and not isinstance(self._handle, _Done):
-                    self._handle.lane.rest()
+            if _wait_after_backward(self.handle):
+                if self._rests and not isinstance(self.handle, _Done):
+                    self.handle.lane.rest()
             elif not self._threaded:
                 self.wait()
-            self._future = Future(self._handle, self._value)
+            self._future = Future(self.handle, self.value)
         return self._future
 
 
-def _wait_after_backward(handle: AnyHandle) -> bool:
+def _wait_after_backward(handle: OneHandle) -> bool:
     """During a backward pass, make its thread wait for `handle` at the end; else return False.
 
     DistributedDataParallel would wait there in C++, unknown to the engine's thread, which would
@@ -261,7 +305,10 @@ class Coalesced(dist.Work):
         """Return the tensors with all results, when they are complete."""
         return [x for work in self._works for x in work.result()]
 
-    def get_future(self) -> Any:
+    def get_future(self) -> Future:
         """Return a future of the tensors with all results."""
-        all_done = torch.futures.collect_all([work.get_future() for work in self._works])
-        return all_done.then(lambda done: [x for future in done.value() for x in future.value()])
+        # PyTorch's collect_all forgets the devices: callbacks of its `then` would not wait.
+        for work in self._works:
+            work.get_future()
+        return Future(_All([work.handle for work in self._works]),
+                      [x for work in self._works for x in work.value])

@@ -131,6 +131,17 @@ def test_memory_is_kept_until_streams_have_done_with_it(device, monkeypatch):
     assert len(set(used)) == 5, "the user's"
 
 
+def test_new_memory_is_not_written_to_later(device, accelerator, monkeypatch):
+    """As PyTorch does where algorithms are to be deterministic."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **how: (
+        x := empty(*size, **how), x.fill_(255) if x.numel() else x)[1])
+    for _ in range(30):
+        memory = device.allocate(64)
+        device.clear(memory)
+        assert not get(device, memory).any()
+
+
 def test_what_takes_cupy_says_so(device):
     with pytest.raises(OSError, match="by CuPy, and on NVIDIA's GPUs, only"):
         device.gpu.export(device.allocate(4))
