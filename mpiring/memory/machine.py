@@ -1,7 +1,7 @@
 """Makes machine code of functions with numba, saves it, and loads it without numba.
 
 To import numba takes 0.4 s and 50 MB, to compile a function 0.1 to 1 s; to load what an earlier
-process has saved takes llvmlite alone, 0.05 s and 48 MiB; to find that none has, nothing of that.
+process has saved takes llvmlite alone, 0.05 s and 50 MiB; to find that none has, nothing of that.
 numba's own cache would need numba.
 
 A saved file is code that will run: it is taken only from its owner's hands, whole, and made from

@@ -113,7 +113,7 @@ class Reduction:
 
     Args:
         compiled: Long vectors of more than 16 bits may be added by code that numba has compiled,
-            where there is some; to load it takes 48 MiB.
+            where there is some; to load it takes 50 MiB.
 
     Raises:
         ConfigError: The op is unknown, or undefined for the dtype.

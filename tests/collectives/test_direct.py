@@ -142,7 +142,7 @@ def test_any_op_and_dtype_may_go_directly():
 
 @pytest.mark.parametrize("node_of, loads", [([0, 1, 2], False), ([0, 0, 1], True)])
 def test_a_rank_alone_on_its_node_loads_no_compiled_sums(node_of, loads, monkeypatch):
-    """They take 48 MiB of a process that waits for the wire."""
+    """They take 50 MiB of a process that waits for the wire."""
     asked = []
     monkeypatch.setattr(sums, "code", asked.append)
     xs = [np.full(3 << 19, rank + 1, "float32") for rank in range(len(node_of))]

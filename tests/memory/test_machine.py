@@ -76,7 +76,7 @@ def test_later_processes_need_no_numba(made, tmp_path):
 
 
 def test_nothing_is_loaded_to_find_that_nothing_was_saved(tmp_path):
-    """LLVM takes 48 MiB of each process."""
+    """LLVM takes 50 MiB of each process."""
     text = ("import sys; from pathlib import Path; from mpiring.memory import machine, sums; "
             f"machine.save_in(Path({str(tmp_path)!r})); "
             "print(sums.code('float32'), 'llvmlite' in sys.modules)")
