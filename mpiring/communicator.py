@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from .arguments import MOST_OF_MPI, whole_number
 from .config import Config
-from .engine.compiling import compile_rounds
+from .engine.compiling import COMPILED_EARLY, compile_rounds
 from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
@@ -281,16 +281,24 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         """
         return self._group.tune(fresh=fresh)
 
-    def prepare(self) -> None:
+    def prepare(self, dtypes: Iterable[DTypeLike] = ()) -> None:
         """Tune now, and compile sums, if that is still to come, rather than amid other work.
 
         Where numba is installed, sums and means on a node become faster by it; what it has
-        compiled, for some seconds, is kept for later jobs (see the setting `tuning_folder`).
+        compiled, for some seconds per dtype, is kept for later jobs (see the setting
+        `tuning_folder`).
+
+        Args:
+            dtypes: Of arrays that are to be combined, beside float32, float64 and int64, such as
+                float16; the same on all ranks.
+
+        Raises:
+            ConfigError: Collectives cannot send a dtype.
 
         Collective: yes. Blocking: yes.
         """
         self._group.tune_once()
-        compile_rounds(self._group)
+        compile_rounds(self._group, [*COMPILED_EARLY, *map(dtype_name, dtypes)])
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 COMPILED_EARLY = ("float32", "float64", "int64")
 
 
-def compile_rounds(group: "Group", dtypes: Sequence[str] = COMPILED_EARLY) -> None:
+def compile_rounds(group: "Group", dtypes: Sequence[str]) -> None:
     """Compile what runs sums and means, unless it is on disk; without numba, do nothing.
 
     The ranks of a node share the work. One that keeps nothing on disk (see the setting

@@ -118,6 +118,38 @@ def _narrow_bfloat(x: Any) -> Any:
     return np.uint16(rounded if x == x else quiet_nan)
 
 
+# Two numbers of bfloat16 in a word of 32 bits, which takes two thirds of the time of one by one.
+
+@inlined
+def first_bfloat(word: Any) -> Any:
+    """Return the float32 of the lower half of a uint32."""
+    return np.uint32(word << np.uint32(16)).view(np.float32)
+
+
+@inlined
+def second_bfloat(word: Any) -> Any:
+    """Return the float32 of the upper half of a uint32."""
+    return np.uint32(word & np.uint32(0xffff0000)).view(np.float32)
+
+
+@inlined
+def two_bfloats(x: Any, y: Any) -> Any:
+    """Return a uint32 of two sums, or means, of bfloat16, each rounded as by `conversions`.
+
+    Their NaNs, unlike others', have nothing in the lower half that a carry could come from.
+    """
+    first, second = _rounded(x), _rounded(y)
+    return np.uint32(np.uint32(first >> np.uint32(16)) | np.uint32(second & np.uint32(0xffff0000)))
+
+
+@inlined
+def _rounded(x: Any) -> Any:
+    """Return a uint32 whose upper half is the nearest bfloat16, ties to even."""
+    bits = np.float32(x).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    return np.uint32(bits + np.uint32(odd + np.uint32(0x7fff)))
+
+
 @numba.extending.intrinsic
 def _widen_half(typing: Any, bits: Any) -> Any:
     """Convert by the processor's own instruction."""

@@ -1,7 +1,8 @@
 """Makes machine code of functions with numba, saves it, and loads it without numba.
 
 To import numba takes 0.4 s and 50 MB, to compile a function 0.1 to 1 s; to load what an earlier
-process has saved takes llvmlite alone, and 0.05 s. numba's own cache would need numba.
+process has saved takes llvmlite alone, 0.05 s and 50 MiB; to find that none has, nothing of that.
+numba's own cache would need numba.
 
 A saved file is code that will run: it is taken only from its owner's hands, whole, and made from
 the same functions, by the same versions, for the same processor; else it is made anew.
@@ -103,7 +104,7 @@ def _once(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
         with _compiling:
             if key not in _codes:
                 about = _about(what, make, signature, arguments)
-                found = None if about is None else _read(_file(about), about)
+                found = None if about is None else _read(about)
                 if found is None and compiles:
                     found = _made(what, make, signature, arguments, about)
                 if found is None and not compiles:
@@ -136,7 +137,7 @@ def _made(what: str, make: Make, signature: str, arguments: tuple[Any, ...],
         _log.debug("code of %s is not saved: it needs numba", what)
         return compiled.address, compiled
     if about is not None:
-        _save(about, compiled.native_name, image)
+        _save(about, _processor(llvm), compiled.native_name, image)
     return _loaded(llvm, image, compiled.native_name)
 
 
@@ -174,11 +175,11 @@ def _image(llvm: Any, compiled: Any) -> bytes:
     return image
 
 
-def _save(about: dict[str, str], symbol: str, image: bytes) -> None:
+def _save(about: dict[str, str], processor: dict[str, str], symbol: str, image: bytes) -> None:
     """Save an object file for later processes."""
-    body = b"%s\n%s" % (json.dumps({**about, "symbol": symbol}).encode(), image)
+    body = b"%s\n%s" % (json.dumps({**about, **processor, "symbol": symbol}).encode(), image)
     try:
-        save(_file(about), _checksum(body) + body)
+        save(_file(about, _hash(processor)), _checksum(body) + body)
     except OSError as error:
         _log.info("code of %s is not saved: %s; set MPIRING_TUNING_FOLDER to a folder that can be "
                   "written to, or to nothing", about["what"], error)
@@ -188,9 +189,16 @@ def _checksum(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=32).hexdigest().encode() + b"\n"
 
 
-def _read(file: Path, about: dict[str, str]) -> _Found | None:
-    """Return the code in a file; None if it is missing, damaged, another's or about another."""
+def _read(about: dict[str, str]) -> _Found | None:
+    """Return the code in its file; None if that is missing, damaged, another's or about another."""
+    file = _file(about, "*")
     try:
+        if not any(file.parent.glob(file.name)):
+            # LLVM is not asked what this processor is.
+            return None
+        llvm = _llvm()
+        processor = _processor(llvm)
+        file = _file(about, _hash(processor))
         content = _content(file)
         check, body = content[:65], content[65:]
         if check != _checksum(body):
@@ -198,15 +206,14 @@ def _read(file: Path, about: dict[str, str]) -> _Found | None:
         head, _, image = body.partition(b"\n")
         told = json.loads(head)
         symbol = told.pop("symbol")
-        if told != about:
+        if told != {**about, **processor}:
             raise ValueError("it is of something else")
-        llvm = _llvm()
         if not _is_loadable(llvm, image):
             raise ValueError("it needs what this process does not have")
         return _loaded(llvm, image, symbol)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.info("%s is not used: %s", file, error)
         return None
 
@@ -261,24 +268,30 @@ def _llvm() -> Any:
     return llvm
 
 
-def _file(about: dict[str, str]) -> Path:
-    name = hashlib.blake2b(repr(sorted(about.items())).encode(), digest_size=12).hexdigest()
-    return (_folder or Path()) / f"code-{name}.bin"
+def _file(about: dict[str, str], processor: str) -> Path:
+    return (_folder or Path()) / f"code-{_hash(about)}-{processor}.bin"
+
+
+def _hash(about: dict[str, str]) -> str:
+    return hashlib.blake2b(repr(sorted(about.items())).encode(), digest_size=12).hexdigest()
+
+
+def _processor(llvm: Any) -> dict[str, str]:
+    """Return all that machine code depends on beside `_about`."""
+    return {"processor": llvm.get_host_cpu_name(),
+            "features": llvm.get_host_cpu_features().flatten()}
 
 
 def _about(what: str, make: Make, signature: str,
            arguments: tuple[Any, ...]) -> dict[str, str] | None:
-    """Return all that machine code depends on; None where nothing is to be saved."""
+    """Return what machine code depends on; None where nothing is to be saved."""
     if _folder is None:
         return None
     try:
         versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
-        llvm = _llvm()
     except ImportError:
         return None
     return {"what": what, "versions": " ".join([*versions, platform.python_version()]),
-            "processor": llvm.get_host_cpu_name(),
-            "features": llvm.get_host_cpu_features().flatten(),
             "function": _digest([*_described(make), signature, *_described(arguments),
                                  *_sources()])}
 

@@ -47,7 +47,7 @@ class Combine(Protocol):
     """Combines the contributions of ranks in a schedule.
 
     Attributes:
-        adds: It adds up vectors in host memory, of a dtype of `sums.DTYPES`, ...
+        adds: Compiled code may add up its vectors: in host memory, of a dtype of `sums.DTYPES`, ...
         divisor: ... and divides the sum by this.
     """
 
@@ -111,11 +111,15 @@ class Reduction:
 
     Any number of threads may use one Reduction.
 
+    Args:
+        compiled: Long vectors of more than 16 bits may be added by code that numba has compiled,
+            where there is some; to load it takes 50 MiB.
+
     Raises:
         ConfigError: The op is unknown, or undefined for the dtype.
     """
 
-    def __init__(self, op: str, dtype: DTypeLike, size: float) -> None:
+    def __init__(self, op: str, dtype: DTypeLike, size: float, *, compiled: bool = True) -> None:
         name = dtype_name(dtype)
         if op not in _UFUNCS:
             raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}")
@@ -131,7 +135,7 @@ class Reduction:
         # One rank alone has nothing to combine, and no reason to load numba.
         self._combine_16 = None if not self.widens else (
             sixteen.combine if size == 1 else sixteen.combiner(dtype))
-        self.adds = op in ("sum", "mean") and name in sums.DTYPES
+        self.adds = compiled and op in ("sum", "mean") and name in sums.DTYPES
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
         self.divisor = size if op == "mean" else 1
 
@@ -223,9 +227,9 @@ class Reduction:
 
 
 @functools.lru_cache(maxsize=1024)
-def reduction(op: str, dtype: np.dtype[Any], size: float) -> Reduction:
-    """Return `Reduction(op, dtype, size)`, from a cache."""
-    return Reduction(op, dtype, size)
+def reduction(op: str, dtype: np.dtype[Any], size: float, *, compiled: bool = True) -> Reduction:
+    """Return `Reduction(op, dtype, size, compiled=compiled)`, from a cache."""
+    return Reduction(op, dtype, size, compiled=compiled)
 
 
 def widens(dtype: DTypeLike, op: str) -> bool:

@@ -85,7 +85,8 @@ def adding(intrinsics: Any, name: str) -> Any:
     pointer, number = intrinsics.pointer_to(np.dtype(name)), np.dtype(name).type
     inlined, opaque = intrinsics.inlined, intrinsics.opaque
     add_blocks = _adding_blocks(inlined, pointer)
-    both = adding_both(inlined, pointer, inlined(lambda x: x), inlined(lambda x, divisor: x), True)
+    same = inlined(lambda x: x)
+    both = adding_both(inlined, pointer, *of_two(inlined, same, same), True)
 
     @inlined
     def add_up(sources_at, p, n, divisor, total_at, outs_at, q):  # type: ignore[no-untyped-def]
@@ -110,7 +111,18 @@ def adding(intrinsics: Any, name: str) -> Any:
     return add_up
 
 
-def adding_both(inlined: Any, pointer: Any, widen: Any, finish: Any, divides: bool) -> Any:
+def of_two(inlined: Any, widen: Any, narrow: Any) -> tuple[Any, Any]:
+    """Return functions: of two numbers, their sum; of these and a divisor, their mean.
+
+    Args:
+        inlined: See intrinsics.
+        widen, narrow: Are given a number, and a sum; return what is added, and what is stored.
+    """
+    return (inlined(lambda x, y: narrow(widen(x) + widen(y))),
+            inlined(lambda x, y, divisor: narrow((widen(x) + widen(y)) / divisor)))
+
+
+def adding_both(inlined: Any, pointer: Any, add: Any, mean: Any, divides: bool) -> Any:
     """Return a function for compiled code that adds up two vectors, and stores into both.
 
     It takes their addresses, their length, and the divisor, which `finish` is given, too. A line
@@ -120,20 +132,20 @@ def adding_both(inlined: Any, pointer: Any, widen: Any, finish: Any, divides: bo
     Args:
         inlined: See intrinsics.
         pointer: Makes a pointer to numbers of an address.
-        widen, finish: Are given a number, and a sum; return what is added, and what is stored.
-        divides: Sums are divided before they are finished.
+        add, mean: See of_two.
+        divides: The divisor may be another than 1.
     """
     @inlined
     def both(first, second, n, divisor):  # type: ignore[no-untyped-def]
         a, b = pointer(first), pointer(second)
         if divides and divisor != 1:
             for i in range(n):
-                mean = (a[i] + b[i]) / divisor
-                a[i] = mean
-                b[i] = mean
+                total = mean(a[i], b[i], divisor)
+                a[i] = total
+                b[i] = total
             return
         for i in range(n):
-            total = finish(widen(a[i]) + widen(b[i]), divisor)
+            total = add(a[i], b[i])
             a[i] = total
             b[i] = total
 

@@ -116,7 +116,8 @@ class Collectives:
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return what combines vectors where they lie; see Reduction."""
-        return reduction(op, dtype, size)
+        # A rank alone on its node waits for messages: not for sums, which it need not load.
+        return reduction(op, dtype, size, compiled=self.node.size > 1)
 
     # Combining
 

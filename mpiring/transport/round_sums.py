@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ..memory.arrays import SIXTEEN_BIT
-from ..memory.sums import adding_both
+from ..memory.sums import adding_both, of_two
 from .layout import (
     ROUND_BASES, ROUND_COMBINES, ROUND_DIVISOR, ROUND_IN_PLACE, ROUND_LENGTH, ROUND_RANK,
     ROUND_RANKS, ROUND_VECTOR, SLOT_WORD)
@@ -19,8 +19,11 @@ def combining(intrinsics: Any, name: str) -> Any:
     """Return a function that combines slots into the vector, or a slice of all windows."""
     inlined, stored = intrinsics.inlined, np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
     pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
-    number, widen, finish, divides = _arithmetic(intrinsics, name)
-    add, both = (make(inlined, pointer, widen, finish, divides) for make in (_adding, adding_both))
+    number, widen, narrow, divides = _arithmetic(intrinsics, name)
+    both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
+    if name == "bfloat16":
+        both = _by_pairs(intrinsics, both)
+    add = _adding(inlined, pointer, widen, *_finishing(inlined, name, narrow, divides))
     block = _BLOCK_BYTES // itemsize
 
     @inlined
@@ -53,16 +56,48 @@ def combining(intrinsics: Any, name: str) -> Any:
 
 
 def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
-    """Return of a dtype: what makes its divisor; what widens its numbers, what finishes a sum, and
-    whether a sum is divided afterwards."""
-    inlined = intrinsics.inlined
+    """Return of a dtype: what makes its divisor; what widens its numbers, and narrows a sum; and
+    whether a sum may be divided."""
     if name in SIXTEEN_BIT:
-        widen, narrow = intrinsics.conversions(name)
-        # Rounded once, at the end.
-        return np.float32, widen, inlined(lambda x, divisor: narrow(x / divisor)), False
+        return np.float32, *intrinsics.conversions(name), True
+    same = intrinsics.inlined(lambda x: x)
     # Integers have no mean.
-    return (np.dtype(name).type, inlined(lambda x: x), inlined(lambda x, divisor: x),
-            np.dtype(name).kind == "f")
+    return np.dtype(name).type, same, same, np.dtype(name).kind == "f"
+
+
+def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
+    """Return what does as `one_by_one` with bfloat16, but two at a time where these are words."""
+    inlined, pointer = intrinsics.inlined, intrinsics.pointer_to(np.dtype(np.uint32))
+    first, second, two = (
+        intrinsics.first_bfloat, intrinsics.second_bfloat, intrinsics.two_bfloats)
+
+    @inlined
+    def add(x, y):  # type: ignore[no-untyped-def]
+        return two(first(x) + first(y), second(x) + second(y))
+
+    @inlined
+    def mean(x, y, divisor):  # type: ignore[no-untyped-def]
+        return two((first(x) + first(y)) / divisor, (second(x) + second(y)) / divisor)
+
+    pair_by_pair = adding_both(inlined, pointer, add, mean, True)
+
+    @inlined
+    def both(a, b, n, divisor):  # type: ignore[no-untyped-def]
+        pairs = 0
+        if (a | b) & 3 == 0:
+            pairs = n // 2
+            pair_by_pair(a, b, pairs, divisor)
+        one_by_one(a + 4 * pairs, b + 4 * pairs, n - 2 * pairs, divisor)
+
+    return both
+
+
+def _finishing(inlined: Any, name: str, narrow: Any, divides: bool) -> tuple[Any, bool]:
+    """Return what is done with a sum before it is stored, and whether it is divided afterwards."""
+    if name in SIXTEEN_BIT:
+        # Rounded once, at the end.
+        return inlined(lambda x, divisor: narrow(x / divisor)), False
+    return inlined(lambda x, divisor: x), divides
 
 
 def _adding(inlined: Any, pointer: Any, widen: Any, finish: Any, divides: bool) -> Any:

@@ -12,6 +12,7 @@ from mpiring.collectives import direct
 from mpiring.operations.agreement import Call
 from mpiring.collectives.operation import Tuning
 from mpiring.operations.algorithms import Case, choose
+from mpiring.memory import sums
 from mpiring.errors import BufferMismatchError
 from mpiring.simulated.prices import Link, NoCombine, ghost
 from mpiring.simulated.network import SimulatedNetwork
@@ -137,3 +138,15 @@ def test_any_op_and_dtype_may_go_directly():
     rows = [np.arange(40, dtype="int32") * (rank - 1) for rank in range(4)]
     for op, want in (("sum", sum(rows)), ("max", np.max(rows, axis=0))):
         assert np.array_equal(allreduced(rows, op, algorithm="direct"), want)
+
+
+@pytest.mark.parametrize("node_of, loads", [([0, 1, 2], False), ([0, 0, 1], True)])
+def test_a_rank_alone_on_its_node_loads_no_compiled_sums(node_of, loads, monkeypatch):
+    """They take 50 MiB of a process that waits for the wire."""
+    asked = []
+    monkeypatch.setattr(sums, "code", asked.append)
+    xs = [np.full(3 << 19, rank + 1, "float32") for rank in range(len(node_of))]
+    run(node_of, lambda collectives: collectives.allreduce(xs[collectives.rank]),
+        algorithm="direct")
+    assert all((x == sum(range(1, len(xs) + 1))).all() for x in xs)
+    assert bool(asked) == loads

@@ -75,6 +75,17 @@ def test_later_processes_need_no_numba(made, tmp_path):
     assert out.startswith("[2. 5.]") and "_combine_loop" in out
 
 
+def test_nothing_is_loaded_to_find_that_nothing_was_saved(tmp_path):
+    """LLVM takes 50 MiB of each process."""
+    text = ("import sys; from pathlib import Path; from mpiring.memory import machine, sums; "
+            f"machine.save_in(Path({str(tmp_path)!r})); "
+            "print(sums.code('float32'), 'llvmlite' in sys.modules)")
+    out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
+                         env=environment(**WITHOUT_STAND_INS), capture_output=True,
+                         timeout=HANG_S).stdout
+    assert out == "None False\n"
+
+
 def test_saved_is_what_needs_no_compiling(made):
     arguments = ("tests", compiled._alone, "int64* intp", tripled)
     assert machine.saved(*arguments) is None and not made

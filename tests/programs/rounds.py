@@ -11,6 +11,7 @@ import random
 import sys
 import time
 
+import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
@@ -21,8 +22,13 @@ LENGTHS = 1, 2, 17, 333, 2000, 4096
 # In windows: from here on ordinary calls are combined in place, and what is persistent is before.
 LONG, LONGEST = 17_000, 150_000
 MIDDLE = 2000, 16_000
-DTYPES = "float32", "int64"
+DTYPES = "float32", "int64", "float16", ml_dtypes.bfloat16
 OTHERS = "allgather", "broadcast", "reduce_scatter"
+
+
+def added(x, *numbers):
+    """Return the sum of what the ranks have contributed to `x`: each was rounded, and so is it."""
+    return np.array(numbers, x.dtype).astype(np.float64).sum().astype(x.dtype)
 
 
 def wrong(x, want):
@@ -46,7 +52,6 @@ class Program:
         self.together, self.mine = random.Random(total), random.Random(100 + comm.rank)
         # In long runs most are rounds, and sleep rarely.
         self.often = min(1, 20_000 / total)
-        self.sum = comm.size * (comm.size + 1) // 2
         self.short = [np.zeros(n, dtype) for n in LENGTHS for dtype in DTYPES]
         # Per dtype, two windows and private memory.
         self.memories = {dtype: [
@@ -61,12 +66,17 @@ class Program:
         """Return whether this rank alone does something."""
         return self.mine.random() < probability * self.often
 
+    def sum_of(self, x, value):
+        """Return the sum that `x` becomes if rank r's numbers are (r + 1) * value."""
+        return added(x, *[(r + 1) * value for r in range(self.comm.size)])
+
     def run(self):
         for step in range(self.total):
             value = step % 1000
             if self.together.random() < 0.01 * self.often:
                 y = np.full(20_000, self.comm.rank + 1 + step, np.float64)
-                self.waiting.append((self.comm.iallreduce(y), self.sum + self.comm.size * step))
+                self.waiting.append(
+                    (self.comm.iallreduce(y), self.sum_of(y, 1) + self.comm.size * step))
             if self.chance(0.01):
                 time.sleep(self.mine.random() * 0.002)
             self.ledger.open(GATE_TRACED)
@@ -99,22 +109,22 @@ class Program:
         x.fill((self.comm.rank + 1) * value)
         if kind < 0.7 and x.size < LONG:
             # Started, and perhaps finished behind the others of this kind.
-            self.started.append((self.comm.iallreduce(x.copy()), self.sum * value))
+            self.started.append((self.comm.iallreduce(x.copy()), self.sum_of(x, value)))
         else:
-            wrong(self.comm.allreduce(x), self.sum * value)
+            wrong(self.comm.allreduce(x), self.sum_of(x, value))
 
     def other(self, kind, x, value):
         """Run a collective that is no allreduce."""
         p = self.comm.size
         x.fill((self.comm.rank + 1) * value)
         if kind == "reduce_scatter":
-            wrong(self.comm.reduce_scatter(x), self.sum * value)
+            wrong(self.comm.reduce_scatter(x), self.sum_of(x, value))
         elif kind == "broadcast":
-            wrong(self.comm.broadcast(x, root=value % p), (value % p + 1) * value)
+            wrong(self.comm.broadcast(x, root=value % p), added(x, (value % p + 1) * value))
         else:
             self.comm.allgather(x)
             for r in range(p):
-                wrong(x[r * x.size // p:(r + 1) * x.size // p], (r + 1) * value)
+                wrong(x[r * x.size // p:(r + 1) * x.size // p], added(x, (r + 1) * value))
 
     def somewhere(self):
         """Return a long vector, mostly at the same place as the others'."""
@@ -131,10 +141,10 @@ class Program:
         self.wait(operation)
         x.fill((self.comm.rank + 1) * value)
         if self.mine.random() < 0.8:
-            wrong(operation(), self.sum * value)
+            wrong(operation(), self.sum_of(x, value))
         else:
             operation.start()
-            self.under_way[operation] = self.sum * value
+            self.under_way[operation] = self.sum_of(x, value)
         for other in list(self.under_way):
             if self.mine.random() < 0.5:
                 self.wait(other)
@@ -151,7 +161,7 @@ def main():
     comm = mpiring.Communicator(
         MPI.COMM_WORLD, config=mpiring.Config(rounds=how, operations_in_flight=3))
     # Compiled now, if numba is installed, and not on disk.
-    comm.prepare()
+    comm.prepare(DTYPES)
     Program(comm, total).run()
     known = [a for a, _ in comm._group.repeated._rounds.values()]
     codes, places = {a.begin is not None for a in known}, sum(a.in_place for a in known)

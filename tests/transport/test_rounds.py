@@ -1,5 +1,6 @@
 """Rounds: the same protocol as schedules', to the bit, however the ranks of a node interleave."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -282,3 +283,28 @@ def test_compiled_rounds_have_the_bits_of_numpy(dtype, size):
             numbers = a == a
             assert a[numbers].tobytes() == b[numbers].tobytes()
             assert (b[~numbers] != b[~numbers]).all()
+
+
+@pytest.mark.usefixtures("machine_code")
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("dtype", ["float16", ml_dtypes.bfloat16])
+def test_any_16_bits_in_place_are_rounded_once(dtype, size):
+    dice = np.random.default_rng(size)
+    segments = [np.zeros(NODE_MEMORY_BYTES, np.uint8) for _ in range(size)]
+    ranks = [Rank(segments, rank, compiled=True) for rank in range(size)]
+    roots = [np.zeros(10_000, np.uint16) for _ in ranks]
+    for position, rank in enumerate(ranks):
+        rank.windows.add(roots[position].view(np.uint8), 5, roots, position)
+    # Where two numbers begin on a word, and where they do not.
+    for n, start, op in itertools.product((1, 2, 5, 3000, 3333), (0, 1), ("sum", "mean")):
+        xs = [root[start:start + n].view(dtype) for root in roots]
+        for root in roots:
+            root[:] = dice.integers(0, 1 << 16, root.size)
+        before, want = [root.copy() for root in roots], contract.rounded_once(xs, op)
+        together([rank.by_round(x, op, note=rank.windows.position_of(x), find=rank.windows.vectors)
+                  for rank, x in zip(ranks, xs)])
+        for x, root, old in zip(xs, roots, before):
+            assert contract.same_bits(x, want)
+            assert np.array_equal(root[:start], old[:start])
+            assert np.array_equal(root[start + n:], old[start + n:])
+    assert all(a.begin is not None for rank in ranks for _, a in rank.rounds.values())

@@ -108,6 +108,8 @@ class OnHost:
 
         Collective: yes. Blocking: yes.
         """
+        # See World.
+        self._world.comm.prepare(map(inputs.dtype_of, options.dtypes))
         found = chosen(self._world, options.contenders, options.algorithms, options.interface)
         if self._world.comm.num_nodes == 1:
             found.append(memory_copy())
