@@ -285,7 +285,7 @@ class Sharded(torch.optim.Optimizer):
             error_if_nonfinite: Raise GradientError where the norm is not finite.
 
         Returns:
-            The norm before.
+            The norm before, on the parameters' device.
 
         Collective: yes. Blocking: yes.
         """
@@ -298,7 +298,7 @@ class Sharded(torch.optim.Optimizer):
         if not factor >= 1:
             for shard in self._updates.shards:
                 shard.gradient.mul_(factor)
-        return torch.tensor(norm)
+        return torch.tensor(norm, device=self._updates.shards[0].parameter.device)
 
     # State
 

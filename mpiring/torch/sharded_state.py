@@ -188,7 +188,8 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
             continue
         pieces = [(segment, _piece(states[segment.name][key], parameters[segment.name], segment))
                   for segment in shard.segments]
-        found[key] = torch.zeros(shard.parameter.shape, dtype=pieces[0][1].dtype)
+        found[key] = torch.zeros(
+            shard.parameter.shape, dtype=pieces[0][1].dtype, device="cpu")
         for segment, piece in pieces:
             found[key][segment.start:segment.stop] = piece
     return found
@@ -207,6 +208,6 @@ def _piece(x: Any, p: Parameter, segment: Segment) -> torch.Tensor:
         x = tensor_of(x.whole())
     x = torch.as_tensor(x).detach().cpu()
     if not p.is_contiguous():
-        x = in_shape_of(p, torch.empty(p.numel(), dtype=x.dtype)).copy_(x)
+        x = in_shape_of(p, torch.empty(p.numel(), dtype=x.dtype, device="cpu")).copy_(x)
         return x.as_strided((p.numel(),), (1,))[here]
     return x.reshape(-1)[here]
