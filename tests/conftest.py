@@ -1,6 +1,7 @@
 """Keeps real MPI tests out of plain runs, and gives every run in CI all its tools."""
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,19 +64,19 @@ def slurm():
 
 
 @pytest.fixture(scope="session")
-def machine_code(tmp_path_factory):
-    """Return a folder with the code of all compiled sums, also for jobs, which need no numba."""
+def machine_code(request):
+    """Return a folder with the code of all compiled sums, also for jobs, which need no numba.
+
+    It is kept for later runs, which find what was made of the same functions.
+    """
     needed("numba")
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # All workers'.
-        folder = folder.parent
-    folder /= "machine_code"
+    folder = request.config.cache.mkdir("machine_code")
+    wanted = [partial(compiled_rounds.code, "sum", name, 2) for name in compiled_rounds.DTYPES]
+    wanted += [partial(code, name) for name in sums.DTYPES for code in (sums.code, pipeline.code)]
+    # Of two workers each compiles half: what the other one has made is found.
+    order = -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(machine, "_folder", folder)
-        codes = [compiled_rounds.code("sum", name, 2, compiles=True)
-                 for name in compiled_rounds.DTYPES]
-        codes += [code(name, compiles=True) for name in sums.DTYPES
-                  for code in (sums.code, pipeline.code)]
+        codes = [code(compiles=True) for code in wanted[::order]]
     assert None not in codes
     return folder

@@ -5,7 +5,7 @@ from launching import HANG_S, ROOT, launch
 
 pytestmark = pytest.mark.launch
 
-PYTEST = ("-m", "pytest", "--with-mpi", "-m", "mpi",
+PYTEST = ("-m", "pytest", "-p", "pytest_mpi", "--with-mpi", "-m", "mpi",
           "--quiet", "--tb=short", "--color=no", "-p", "no:cacheprovider")
 # They load PyTorch on each rank, and train for long.
 WITH_TORCH = sorted(str(path) for path in (ROOT / "tests" / "mpi").glob("test_torch_*.py"))
@@ -13,7 +13,9 @@ OTHERS = ("tests/mpi", *(f"--ignore={path}" for path in WITH_TORCH))
 
 
 def passes(ranks, *files, **variables):
-    ended = launch(ranks, *PYTEST, *files, timeout_s=2 * HANG_S, **variables)
+    # No plugin but the one named: of others each rank would import Hypothesis, for nothing.
+    ended = launch(ranks, *PYTEST, *files, timeout_s=2 * HANG_S, PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",
+                   **variables)
     assert ended.status == 0, ended.output[-20000:]
     assert " passed" in ended.output, ended.output
 
