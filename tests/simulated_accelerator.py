@@ -23,11 +23,20 @@ _SET = torch.ops.aten.set_.source_Storage_storage_offset
 
 
 class Event:
-    def __init__(self, event):
-        self.inside = event
+    """See torch.Event."""
+
+    def __init__(self, device):
+        pass
+
+    def record(self, stream):
+        self._inside = stream.queue.record()
 
     def query(self):
-        return self.inside.test()
+        return self._inside.test()
+
+    def hold(self, queue):
+        """Have a stream's queue wait for it."""
+        queue.wait(self._inside)
 
 
 def _done(function, args, kwargs):
@@ -64,25 +73,23 @@ class Stream:
     device, device_index = torch.device("cpu"), 0
 
     def __init__(self, *which):
-        self._queue, self._modes = Queue(_clock), []
+        self.queue, self._modes = Queue(_clock), []
 
     def __enter__(self):
-        self._modes.append(Late(self._queue))
+        self._modes.append(Late(self.queue))
         self._modes[-1].__enter__()
 
     def __exit__(self, *error):
         self._modes.pop().__exit__(*error)
 
-    def record_event(self):
-        return Event(self._queue.record())
-
     def synchronize(self):
-        event = self.record_event()
+        event = Event(self.device)
+        event.record(self)
         while not event.query():
             pass
 
     def wait_event(self, event):
-        self._queue.wait(event.inside)
+        event.hold(self.queue)
 
 
 class UserStream(Stream):
@@ -127,7 +134,7 @@ def install(patch):
     """Let tensors on the CPU be taken for such on a GPU of PyTorch's."""
     user = UserStream()
     patch.setattr(arrays, "is_gpu_tensor", lambda x: True)
-    for name, value in {"Stream": Stream, "empty": _empty}.items():
+    for name, value in {"Stream": Stream, "Event": Event, "empty": _empty}.items():
         patch.setattr(torch, name, value)
     patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
     patch.setattr(torch.cpu, "current_stream", lambda where: user)

@@ -84,8 +84,10 @@ class AcceleratorEvent:
 
     def __init__(self, stream: torch.Stream) -> None:
         self._index = stream.device_index
+        # Of a stream of torch.cuda's, `record_event` would return what only such streams know.
+        self.event = torch.Event(stream.device)
         with torch.accelerator.device_index(self._index):
-            self.event = stream.record_event()
+            self.event.record(stream)
         self._done = False
 
     def __repr__(self) -> str:
@@ -270,7 +272,7 @@ class Accelerator:
 
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory, as bytes."""
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), torch.accelerator.device_index(self.index):
             memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         array: Array = memory.numpy()
         return array

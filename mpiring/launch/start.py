@@ -1,6 +1,8 @@
 """Starts MPI, checks the world of ranks, and ends the job when a rank fails."""
 
+import atexit
 import contextlib
+import functools
 import os
 import shlex
 import shutil
@@ -96,6 +98,7 @@ def refusal(wanted: int, what: str) -> LaunchError:
         wanted: How many ranks were asked for.
         what: What is wrong.
     """
+    _linger()
     here = launchers()
     starts = next((launcher.starts for launcher in here if launcher.starts), "mpirun -n")
     right = f"`{starts} {wanted} {_command()}`"
@@ -112,6 +115,15 @@ def refusal(wanted: int, what: str) -> LaunchError:
                f"it, or the matching srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)")
     return LaunchError(f"{what}{why}. If one rank is what you want, "
                        f"set MPIRING_ALLOW_SINGLETON=1.")
+
+
+@functools.cache
+def _linger() -> None:
+    """Let this process end a moment later, once its launcher has passed on what it has printed.
+
+    srun, which ends all at the first bad exit, was seen to cut a traceback after its first line.
+    """
+    atexit.register(time.sleep, _FORWARD_S)
 
 
 def _command() -> str:

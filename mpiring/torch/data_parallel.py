@@ -469,7 +469,7 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
                 f"'mpiring', or give DataParallel a module of plain tensors")
         if p.device.type not in DEVICE_TYPES:
             raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
-                              f"CPU or a GPU of NVIDIA's: wrap module.cpu() or module.cuda()")
+                              f"CPU or a GPU: wrap module.cpu(), or module.to(device_for(comm))")
         numpy_dtype(p.dtype)
 
 
