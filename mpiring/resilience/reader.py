@@ -54,7 +54,7 @@ class Ranks(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def allgather_object(self, obj: Any, /) -> list[Any]:
+    def allgather_object(self, obj: Any, /, *, label: str = "") -> list[Any]:
         """Return the objects of all ranks."""
 
     def broadcast_object(self, obj: Any, /, *, root: int) -> Any:
