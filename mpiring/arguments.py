@@ -1,5 +1,6 @@
-"""Checks arguments that are numbers, paths or states; errors say what was expected."""
+"""Checks arguments that are numbers, bools, paths or states; errors say what was expected."""
 
+import contextlib
 import math
 import numbers
 import operator
@@ -43,9 +44,25 @@ def number(name: str, value: Any, fits: Callable[[float], bool], expected: str) 
         ConfigError: It is not a real number, or out of range.
     """
     plain = value.item() if isinstance(value, np.generic | np.ndarray) and not value.ndim else value
-    if isinstance(plain, bool) or not isinstance(plain, numbers.Real) or not fits(float(plain)):
+    real = math.nan
+    if isinstance(plain, numbers.Real) and not isinstance(plain, bool):
+        # A whole number of more than 1024 bits is none.
+        with contextlib.suppress(OverflowError):
+            real = float(plain)
+    if not fits(real):
         raise ConfigError(f"{name}={value!r:.200}: expected {expected}")
-    return float(plain)
+    return real
+
+
+def truth(name: str, value: Any) -> bool:
+    """Return an argument as a bool.
+
+    Raises:
+        ConfigError: It is neither True nor False. 0, 1 and texts are refused: "no" counts as true.
+    """
+    if not isinstance(value, bool | np.bool_):
+        raise ConfigError(f"{name}={value!r:.200}: expected True or False")
+    return bool(value)
 
 
 def refuse_other_state(state: Any, names: Iterable[str], whose: str) -> None:
