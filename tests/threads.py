@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from mpiring import Config
+from mpiring import BufferMismatchError, Config
 from mpiring.gpu import vectors
 from mpiring.gpu.arrays import vector_of
 from mpiring.gpu.base import DeviceVector, await_event
@@ -102,7 +102,11 @@ class TrainingComm(ThreadComm):
         _run(_Collectives(self).allreduce(x.reshape(-1), op=op))
 
     def submit(self, call, build, *, device=None, ready=()):
-        assert len(set(self.allgather_object(call.header))) == 1
+        calls = self.allgather_object(str(call))
+        for rank, text in enumerate(calls):
+            if text != calls[0]:
+                raise BufferMismatchError(
+                    f"rank {rank} called {text}, but rank 0 called {calls[0]}")
         for event in ready:
             await_event(event)
         _run(build(_Collectives(self)))

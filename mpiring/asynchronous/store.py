@@ -27,8 +27,12 @@ class _Gradients:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self.buckets = buckets
+        self.compared: dict[str, str] = {}
         self.tensors = {tensor.name: tensor for bucket in buckets
                         for tensor in bucket.plan.tensors}
+
+    def refuse_claim(self, *, scatters: bool) -> None:
+        """Agree: nobody else knows it."""
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
         """Agree: nobody else knows it."""
@@ -135,7 +139,7 @@ class SliceStore:
         except ConfigError as error:
             problem = str(error)
         state.refuse_problem(self._comm, problem)
-        self.optimizer.load_state_dict(mine)
+        self.optimizer.load_alone(mine)
         for name, vectors in mine["tensors"].items():
             self._model.vector(name)[...] = vectors[_WEIGHTS]
 

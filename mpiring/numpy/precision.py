@@ -11,9 +11,21 @@ from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..memory.arrays import SIXTEEN_BIT, dtype_name
+from ..operations.consistency import same_on_all
 from ..training.nonfinite import HOPELESS_STEPS
 
 Array = NDArray[Any]
+_SAME_STATE = "load the same state on every rank"
+
+
+class Compared(Protocol):
+    """The part of a training.gradients.Gradients that is needed here.
+
+    Attributes:
+        compared: Texts by source, which ranks compare when the next gradients are sent.
+    """
+
+    compared: dict[str, str]
 
 
 class Averaged(Protocol):
@@ -28,6 +40,10 @@ class Averaged(Protocol):
     comm: Communicator
     params: Mapping[str, Array]
     grads: Mapping[str, Array]
+
+    @property
+    def gradients(self) -> Compared:
+        """What averages the gradients."""
 
     @property
     def steps(self) -> int:
@@ -84,18 +100,22 @@ class LossScaler:
                  largest: float = 2.0**24) -> None:
         _refuse_other_than_wrappers(dp)
         self._dp = dp
-        self._smallest = _power_of_two("smallest", smallest, 2.0**-100, 2.0**100)
-        self._largest = _power_of_two("largest", largest, self._smallest, 2.0**100)
-        self._scale = _power_of_two("initial_scale", initial_scale, self._smallest, self._largest)
-        self._growth = _power_of_two("growth", growth, 2.0, 2.0**100)
-        self._backoff = _power_of_two("backoff", backoff, 2.0**-100, 0.5)
-        self._interval = whole_number("growth_interval", growth_interval, 1)
-        self._taken_in_row = 0
-        self._skipped_at_smallest = 0
+        with same_on_all(dp.comm, "LossScaler",
+                         remedy="give it the same arguments on every rank") as same:
+            same["smallest"] = self._smallest = _power_of_two(
+                "smallest", smallest, 2.0**-100, 2.0**100)
+            same["largest"] = self._largest = _power_of_two(
+                "largest", largest, self._smallest, 2.0**100)
+            same["initial_scale"] = self._scale = _power_of_two(
+                "initial_scale", initial_scale, self._smallest, self._largest)
+            same["growth"] = self._growth = _power_of_two("growth", growth, 2.0, 2.0**100)
+            same["backoff"] = self._backoff = _power_of_two("backoff", backoff, 2.0**-100, 0.5)
+            same["growth_interval"] = self._interval = whole_number(
+                "growth_interval", growth_interval, 1)
+        self._taken_in_row = self._skipped_at_smallest = 0
         # The last step of dp that step() was called for; 1 / scale of its gradients if finite.
         self._seen = dp.steps
         self._unscale: float | None = None
-        self._refuse_different()
 
     @property
     def scale(self) -> float:
@@ -105,7 +125,9 @@ class LossScaler:
     def step(self) -> bool:
         """Return whether to update the parameters; set the scale of the next step.
 
-        Call it on every rank, once after each `dp.wait()`. The result is the same on all ranks.
+        Call it on every rank, once after each `dp.wait()`. The result is the same on all ranks. A
+        rank that does not call it, or has another scale, gets BufferMismatchError, as all do, when
+        the next gradients are sent.
 
         Raises:
             GradientError: `dp.wait()` has completed no step since the last call, or steps are
@@ -118,13 +140,15 @@ class LossScaler:
                 f"rank {self._dp.comm.rank}: scaler.step() without new gradients; call it once "
                 f"after each dp.wait()")
         self._seen = self._dp.steps
-        if self._dp.finite:
-            self._unscale = 1 / self._scale
+        is_finite = self._dp.finite
+        self._unscale = 1 / self._scale if is_finite else None
+        if is_finite:
             self._count_taken()
-            return True
-        self._unscale = None
-        self._count_skipped()
-        return False
+        else:
+            self._count_skipped()
+        self._dp.gradients.compared["loss scaler"] = (
+            f"loss scale {self._scale:g} after step {self._seen - 1}")
+        return is_finite
 
     def unscaled(self, name: str) -> Array:
         """Return the gradient of a parameter, divided by the scale that it was computed with.
@@ -161,17 +185,20 @@ class LossScaler:
         The state of reducers has the scale of that time: restore it as well.
 
         Raises:
-            ConfigError: A value is missing or wrong, or the ranks' states differ.
+            ConfigError: A value is missing or wrong, or the ranks' states differ. Nothing has
+                changed then, on any rank.
 
         Collective: yes. Blocking: yes.
         """
-        _refuse_other_names(self._dp, "state of a LossScaler", state, self.state_dict())
-        scale = _power_of_two("scale", state["scale"], self._smallest, self._largest)
-        taken = whole_number("taken_in_row", state["taken_in_row"], 0)
-        skipped = whole_number("skipped_at_smallest", state["skipped_at_smallest"], 0)
+        with same_on_all(self._dp.comm, "the state of a LossScaler", remedy=_SAME_STATE) as same:
+            _refuse_other_names(self._dp, "state of a LossScaler", state, self.state_dict())
+            same["scale"] = scale = _power_of_two(
+                "scale", state["scale"], self._smallest, self._largest)
+            same["taken_in_row"] = taken = whole_number("taken_in_row", state["taken_in_row"], 0)
+            same["skipped_at_smallest"] = skipped = whole_number(
+                "skipped_at_smallest", state["skipped_at_smallest"], 0)
         self._scale, self._taken_in_row, self._skipped_at_smallest = scale, taken, skipped
         self._seen, self._unscale = self._dp.steps, None
-        self._refuse_different()
 
     def _count_taken(self) -> None:
         self._skipped_at_smallest = 0
@@ -200,20 +227,6 @@ class LossScaler:
         if scale != self._scale:
             self._dp.rescale(scale / self._scale)
             self._scale = scale
-
-    def _refuse_different(self) -> None:
-        """Compare settings and state with rank 0's: different scales would make wrong means."""
-        mine = {**self.state_dict(), "growth": self._growth, "backoff": self._backoff,
-                "growth_interval": self._interval, "smallest": self._smallest,
-                "largest": self._largest}
-        everybodys = self._dp.comm.allgather_object(mine)
-        for rank, theirs in enumerate(everybodys):
-            for name, value in theirs.items():
-                if value != everybodys[0][name]:
-                    raise ConfigError(
-                        f"rank {rank}: LossScaler has {name}={value!r}, but on rank 0 it is "
-                        f"{everybodys[0][name]!r}; give it the same arguments, and the same "
-                        f"state, on every rank")
 
 
 class MasterWeights(Mapping[str, Array]):
@@ -274,24 +287,29 @@ class MasterWeights(Mapping[str, Array]):
         return {name: array.copy() for name, array in self._arrays.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Set all arrays to those of rank 0's state, and round them off into the parameters.
+        """Set all arrays to those of a state, and round them off into the parameters.
 
         Raises:
-            ConfigError: An array is missing, unknown, or of another shape or dtype.
+            ConfigError: An array is missing, unknown, or of another shape or dtype, or differs
+                between ranks. Nothing has changed then, on any rank.
 
         Collective: yes. Blocking: yes.
         """
-        _refuse_other_names(self._dp, "state of the MasterWeights", state, self._arrays)
+        with same_on_all(self._dp.comm, "the state of the MasterWeights",
+                         remedy=_SAME_STATE) as same:
+            _refuse_other_names(self._dp, "state of the MasterWeights", state, self._arrays)
+            # Of files such as numpy.load's, each access reads the array.
+            same["arrays"] = saved = {name: state[name] for name in self._arrays}
+            for name, array in self._arrays.items():
+                expected, given = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
+                                   else f"a {type(x).__name__}" for x in (array, saved[name])]
+                if given != expected:
+                    raise ConfigError(
+                        f"rank {self._dp.comm.rank}: {name!r} is {given} in the state of the "
+                        f"MasterWeights, but {expected} in the model; build the model that was "
+                        f"saved")
         for name, array in self._arrays.items():
-            mine, theirs = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
-                            else f"a {type(x).__name__}" for x in (array, state[name])]
-            if mine != theirs:
-                raise ConfigError(
-                    f"rank {self._dp.comm.rank}: {name!r} is {theirs} in the state of the "
-                    f"MasterWeights, but {mine} in the model; build the model that was saved")
-        for name, array in self._arrays.items():
-            array[...] = state[name]
-            self._dp.comm.broadcast(array, root=0)
+            array[...] = saved[name]
         self.round_off()
 
 

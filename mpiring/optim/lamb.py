@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..arguments import truth
 from .optimizer import Model, Optimizer
 from .parts import DIRECTION, Part
 from .settings import ADAPTS, Groups, Scheduled
@@ -52,13 +53,14 @@ class LAMB(Optimizer):
                  no_decay: Sequence[str] = (), bias_correction: bool = True,
                  groups: Groups | None = None, max_norm: float | None = None,
                  sharded: bool = False) -> None:
-        self._corrects = bool(bias_correction)
+        self._corrects = bias_correction
         self._found: Mapping[str, Mapping[str, float]] = {}
         super().__init__(
             dp, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
     def _more(self) -> Mapping[str, Any]:
+        self._corrects = truth("bias_correction", self._corrects)
         return {"bias_correction": self._corrects}
 
     def _prepare(self, parts: Sequence[Part], scale: float) -> None:

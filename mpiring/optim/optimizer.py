@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arguments import number
+from ..arguments import number, truth
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
@@ -17,18 +17,23 @@ from ..engine.handle import Handle
 from ..gpu.base import await_event
 from ..memory.arrays import dtype_name
 from ..memory.nests import mapped
+from ..memory.sliced import Sliced
+from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..training.slices import Means, Slices
 from . import masters, state
 from .norms import norms
 from .parts import MASTER, Part, wide
-from .settings import Groups, Settings, at, described, refuse_different, settings_of
+from .settings import Groups, Settings, at, described, settings_of, summarized
+from .state import Loaded
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class Gradients(Means, Protocol):
     """What an optimiser needs of training.gradients.Gradients, or of what stands in its place."""
+
+    compared: dict[str, str]
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -41,6 +46,9 @@ class Gradients(Means, Protocol):
     @property
     def finite(self) -> bool:
         """Whether all means of the last complete step are finite."""
+
+    def refuse_claim(self, *, scatters: bool) -> None:
+        """Raise ConfigError or GradientError if no further optimizer can update the tensors."""
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
         """Let one optimizer update the tensors, or slices of them. Collective."""
@@ -81,8 +89,9 @@ class Scaler(Protocol):
 class Optimizer(ABC):
     """An optimiser of a model's tensors, or of this rank's slices of them.
 
-    One of a published method says which vectors it remembers (`vectors`), and has `_update`, and
-    `_prepare` where it must know about all tensors first.
+    One of a published method says which vectors it remembers (`vectors`; those of `optional` from
+    the first update that needs them), and has `_update`, and `_prepare` where it must know about
+    all tensors first.
 
     Args:
         dp: The model.
@@ -93,7 +102,9 @@ class Optimizer(ABC):
         sharded: Update only this rank's slices, and gather the weights.
 
     Attributes:
-        settings: By tensor; may be changed between steps, alike on all ranks.
+        settings: By tensor; each has its own. Values may be written between steps, the same on all
+            ranks, and are checked at once. If they differ between ranks, the next message raises
+            BufferMismatchError: that of this step if sharded, else that of the next gradients.
         steps: Updates so far.
         sharded: As given.
         statistics: What bringing the updated weights to all ranks cost in the last complete step.
@@ -106,21 +117,23 @@ class Optimizer(ABC):
     """
 
     vectors: Sequence[str] = ()
+    optional: Sequence[str] = ()
 
     def __init__(self, dp: Model, defaults: Settings, *, groups: Groups | None,
                  no_decay: Sequence[str], max_norm: float | None, sharded: bool) -> None:
         _refuse_other_than_models(dp)
         self._dp, self._comm, self._gradients = dp, dp.comm, dp.gradients
-        self.sharded, self.steps, self._max_norm = bool(sharded), 0, max_norm
-        if max_norm is not None:
-            self._max_norm = number("max_norm", max_norm, lambda x: 0 < x < math.inf,
-                                    "a finite number above 0, or None")
-        self._names = list(self._gradients.tensors)
-        self._refuse_other_tensors()
-        self.settings = settings_of(self._names, defaults, groups, no_decay)
-        refuse_different(self._comm, type(self).__name__, {
-            "class": type(self).__name__, "sharded": self.sharded, "max_norm": self._max_norm,
-            **described(self.settings), **self._more()})
+        self._names, self.steps = list(self._gradients.tensors), 0
+        with same_on_all(self._comm, type(self).__name__,
+                         remedy="give it the same arguments on every rank") as same:
+            same["sharded"] = self.sharded = truth("sharded", sharded)
+            same["max_norm"] = self._max_norm = None if max_norm is None else number(
+                "max_norm", max_norm, lambda x: 0 < x < math.inf,
+                "a finite number above 0, or None")
+            self._refuse_other_tensors()
+            self.settings = settings_of(self._names, defaults, groups, no_decay)
+            same |= {**described(self.settings), **self._more()}
+            self._gradients.refuse_claim(scatters=self.sharded)
         self._gradients.claim(self, scatters=self.sharded)
         # Not itself, so that it ends when its user deletes it.
         itself = weakref.proxy(self)
@@ -152,6 +165,9 @@ class Optimizer(ABC):
                 `dp.wait()` and `scaler.step()` raise.
             ConfigError: A parameter was replaced by another array.
 
+            BufferMismatchError: Ranks have updated with other settings or scales: here if sharded,
+                else when the next gradients are sent.
+
         Collective: yes. Blocking: yes.
         """
         is_done = self.begin_step(scaler)
@@ -169,17 +185,19 @@ class Optimizer(ABC):
         """
         self._await_gradients("step()")
         scale = 1.0 if scaler is None else 1 / scaler.scale
-        self._seen = self._gradients.steps
+        self._seen, compared = self._gradients.steps, self._gradients.compared
         if not (self._gradients.finite if scaler is None else scaler.step()):
+            compared["optimizer"] = "after no update"
             return False
-        used = {str(at(its, self.steps)): None for its in self.settings.values()}
-        made_with = f"updated with {'; '.join(used)}"
+        now = at(self.settings, self.steps)
+        compared["optimizer"] = f"after update {self.steps} with {summarized(now)}"
+        made_with = ", ".join(compared.values())
 
         def send(index: int) -> None:
             if self.sharded:
                 self._sent[index] = self._slices.send(index, made_with)
 
-        self.update(scale, send)
+        self._apply(now, scale, send)
         return True
 
     def end_step(self) -> None:
@@ -213,8 +231,17 @@ class Optimizer(ABC):
 
         Collective: yes. Blocking: yes.
         """
+        now = at(self.settings, self.steps)
+        for its in {id(its): its for its in now.values()}.values():
+            its["lr"] *= rate
+        self._apply(now, scale, done, last_first=last_first)
+
+    def _apply(self, now: Mapping[str, Settings], scale: float, done: Callable[[int], None], *,
+               last_first: bool = False) -> None:
+        """Update this rank's parts with these settings by tensor; see `update`."""
         self._after_users_work()
-        buckets = self._parts(rate)
+        self._begin_to_remember(now)
+        buckets = self._parts(now)
         parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
@@ -243,7 +270,7 @@ class Optimizer(ABC):
         """
         self._await_gradients("grad_norm()")
         self._after_users_work()
-        return self._norm_of_gradients([part for bucket in self._parts() for part in bucket])
+        return self._norm_of_gradients(self._all_parts())
 
     # The state
 
@@ -285,41 +312,74 @@ class Optimizer(ABC):
                 ranks and buckets, of `sharded_state_dict`. Weights are not in it.
 
         Raises:
-            ConfigError: It is of another model or optimiser, or differs between ranks.
+            ConfigError: It is of another model or optimiser, or differs between ranks. Nothing has
+                changed then, on any rank. Of ranges of tensors (`Sliced`) a sharded optimizer
+                compares shapes and dtypes only, because each rank reads other ranges.
 
         Collective: yes. Blocking: yes.
         """
-        contents, problem, steps = [], "", 0
-        parts = [part for bucket in self._parts() for part in bucket]
-        try:
-            steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
-                                          self._dtypes())
-            contents = state.of_parts(leaves, parts)
-        except ConfigError as error:
-            problem = str(error)
-        state.refuse_problem(self._comm, problem)
-        refuse_different(self._comm, f"the state of {type(self).__name__}", {"steps": steps})
-        for vector, x in contents:
-            vectors.copy_to(vector, vectors.moved(x, self._device))
-        self.steps, self._seen = steps, self._gradients.steps
+        parts = self._all_parts()
+        with same_on_all(self._comm, f"the state of {type(self).__name__}",
+                         remedy="load the same state on every rank") as same:
+            loaded = self._checked(state_dict, parts)
+            same["steps"] = loaded.steps
+            same["tensors"] = {
+                name: {vector: _comparable(x) for vector, x in vectors.items()}
+                for name, vectors in state_dict["tensors"].items()} if self.sharded else {
+                part.name: vectors for part, vectors in loaded.vectors}
+        self._take(loaded)
+
+    def load_alone(self, state_dict: Mapping[str, Any]) -> None:
+        """Do as `load_state_dict`, but compare nothing: for an adapter whose ranks' states differ.
+
+        Collective: no, but where buckets have been built anew. Blocking: yes.
+        """
+        self._take(self._checked(state_dict, self._all_parts()))
+
+    def _checked(self, state_dict: Any, parts: Sequence[Part]) -> Loaded:
+        """Return a state as far as this rank has its tensors, and change nothing."""
+        known = [*self.vectors, *(name for name in self.optional if name not in self.vectors)]
+        steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
+                                      self._dtypes(known), self.optional)
+        contents = state.of_parts(leaves, parts)
+        saved = {vector for its in leaves.values() for vector in its}
+        for part, its in contents:
+            # Those that were not remembered yet, when the state was saved, were zero.
+            its |= {vector: np.zeros(part.size, part.dtype)
+                    for vector in self.vectors if vector not in its}
+        return Loaded(
+            steps, [name for name in known if name in self.vectors or name in saved], contents)
+
+    def _take(self, loaded: Loaded) -> None:
+        self.steps, self._seen, self.vectors = loaded.steps, self._gradients.steps, loaded.names
+        for part, its in loaded.vectors:
+            for vector, x in its.items():
+                vectors.copy_to(part.piece.vector(vector, x.dtype), vectors.moved(x, self._device))
         self._slices.end_step()
 
     def _saved(self, rank: int, size: int) -> dict[str, Any]:
-        parts = [part for bucket in self._parts() for part in bucket]
         share = (0, 1) if self.sharded else (rank, size)
         return {"optimizer": type(self).__name__, "steps": self.steps,
-                "tensors": state.sliced(self._gradients.tensors, parts, self._dtypes(), share)}
+                "tensors": state.sliced(self._gradients.tensors, self._all_parts(),
+                                        self._dtypes(self.vectors), share)}
 
-    def _dtypes(self) -> dict[str, dict[str, "np.dtype[Any]"]]:
-        """Return the dtypes of each tensor's vectors, by name."""
-        return {name: self._vectors_of(tensor.dtype)
+    def _dtypes(self, names: Sequence[str]) -> dict[str, dict[str, "np.dtype[Any]"]]:
+        """Return the dtypes of each tensor's vectors with these names, and of masters."""
+        return {name: _vectors_of(names, tensor.dtype)
                 for name, tensor in self._gradients.tensors.items()}
 
     # What methods have
 
     def _more(self) -> Mapping[str, Any]:
-        """Return further settings that ranks must share."""
+        """Return further arguments that ranks must share; raise ConfigError if one is wrong."""
         return {}
+
+    def _begin_to_remember(self, now: Mapping[str, Mapping[str, Any]]) -> None:
+        """Add to `vectors` those of `optional` that an update needs for the first time.
+
+        Args:
+            now: The settings of all tensors in this step, so that all ranks add the same.
+        """
 
     def _prepare(self, parts: Sequence[Part], scale: float) -> None:
         """Look at all of this rank's parts before any is updated.
@@ -354,23 +414,21 @@ class Optimizer(ABC):
                 f"rank {self._comm.rank}: {what} without new gradients; compute them, and mark "
                 f"each as ready, before each optimizer.step(), which is called once per step")
 
-    def _parts(self, rate: float = 1.0) -> list[list[Part]]:
-        """Return this rank's parts, per bucket; with learning rates times `rate`."""
-        now = {id(its): at(its, self.steps) for its in self.settings.values()}
-        if rate != 1.0:
-            for its in now.values():
-                its["lr"] *= rate
-        return [[Part(piece, now[id(self.settings[piece.name])]) for piece in pieces]
+    def _parts(self, now: Mapping[str, Settings]) -> list[list[Part]]:
+        """Return this rank's parts, per bucket, with these settings by tensor."""
+        return [[Part(piece, now[piece.name]) for piece in pieces]
                 for pieces in self._slices.follow()]
+
+    def _all_parts(self) -> list[Part]:
+        """Return this rank's parts of all buckets, for what needs no settings."""
+        return [part for bucket in self._parts(dict.fromkeys(self._names, {})) for part in bucket]
 
     def _norm_of_gradients(self, parts: Sequence[Part]) -> float:
         found = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
         return math.sqrt(sum(norm["g"]**2 for norm in found.values()))
 
     def _vectors_of(self, dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
-        """Return the vectors of the state of tensors of a dtype: their dtypes by name."""
-        names = [*self.vectors, *[MASTER] * masters.has_master(dtype)]
-        return dict.fromkeys(names, wide(dtype))
+        return _vectors_of(self.vectors, dtype)
 
     def _after_users_work(self) -> None:
         """Wait until a GPU has written what CuPy was told to write."""
@@ -396,3 +454,12 @@ def _refuse_other_than_models(dp: object) -> None:
     if missing:
         raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy "
                           f"(for a model of PyTorch, see mpiring.torch.Sharded)")
+
+
+def _vectors_of(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
+    """Return the vectors of the state of tensors of a dtype: their dtypes by name."""
+    return dict.fromkeys([*names, *[MASTER] * masters.has_master(dtype)], wide(dtype))
+
+
+def _comparable(x: Any) -> Any:
+    return x if isinstance(x, Sliced) else np.asarray(x)

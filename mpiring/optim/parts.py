@@ -47,6 +47,11 @@ class Part:
         return int(self.piece.weights.size)
 
     @property
+    def dtype(self) -> "np.dtype[Any]":
+        """Of the arithmetic, and of the state."""
+        return wide(self.piece.weights.dtype)
+
+    @property
     def is_sixteen(self) -> bool:
         """Whether weights and gradients are of 16 bits."""
         return masters.has_master(self.piece.weights.dtype)
@@ -57,7 +62,7 @@ class Part:
             return self.piece.gradient
         if name == "w" and not self.is_sixteen:
             return self.piece.weights
-        return self.piece.vector(MASTER if name == "w" else name, wide(self.piece.weights.dtype))
+        return self.piece.vector(MASTER if name == "w" else name, self.dtype)
 
     def begin(self) -> None:
         """Let the master follow weights of 16 bits that were changed by hand, or are new."""
@@ -88,7 +93,7 @@ class Part:
             yield here
             return
         first = next(iter(here.values()))
-        n, dtype = first.size, wide(self.piece.weights.dtype)
+        n, dtype = first.size, self.dtype
         device = first.device if isinstance(first, DeviceVector) else None
         # Not in blocks on a GPU, since each costs a launch.
         most = min(n, 2 * BLOCK) if device is None else n

@@ -2,8 +2,10 @@
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 from ..arguments import number
 from ..communicator import Communicator
@@ -42,9 +44,61 @@ _SCHEDULED = ("lr", "momentum")
 ADAPTS = "adapts"
 
 
+class TensorSettings(MutableMapping[str, Any]):
+    """The settings of one tensor by name; each value is checked when it is written.
+
+    Args:
+        content: Checked values.
+
+    Attributes:
+        key: Equal for tensors with the same settings.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._content = dict(content)
+        self.key = self._key()
+
+    def _key(self) -> tuple[Any, ...]:
+        # A function may be an object that has no hash.
+        return tuple(id(x) if callable(x) else x for x in self._content.values())
+
+    def __getitem__(self, name: str) -> Any:
+        return self._content[name]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Set a number, or a function of the number of updates.
+
+        Raises:
+            ConfigError: There is no such setting, or the value is out of range.
+        """
+        if name == ADAPTS or name not in self._content:
+            raise ConfigError(f"there is no setting {name!r} to be written; expected one of "
+                              f"{', '.join(key for key in self._content if key != ADAPTS)}")
+        if value is not self._content[name]:
+            self._content[name] = _checked(name, value)
+            self.key = self._key()
+
+    def __delitem__(self, name: str) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(f"the setting {name!r} cannot be deleted; write a value")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._content)
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def __repr__(self) -> str:
+        return repr(dict(self._content))
+
+
 def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
-                no_decay: Sequence[str]) -> dict[str, Settings]:
-    """Return each tensor's settings; tensors with the same ones share a dict.
+                no_decay: Sequence[str]) -> Mapping[str, TensorSettings]:
+    """Return each tensor's settings.
 
     Args:
         names: Of all tensors.
@@ -73,22 +127,18 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
     for pattern in no_decay:
         _refuse_unfit("no_decay", pattern, names)
 
-    made: dict[tuple[str | None, bool], Settings] = {}
-
-    def of(name: str) -> Settings:
+    def of(name: str) -> TensorSettings:
         fits = name if name in known else next(
             (pattern for pattern in known if fnmatch.fnmatchcase(name, pattern)), None)
         exempt = any(fnmatch.fnmatchcase(name, pattern) or name == pattern for pattern in no_decay)
-        if (fits, exempt) not in made:
-            settings = {**(plain if fits is None else known[fits]), ADAPTS: not exempt}
-            made[fits, exempt] = settings | ({"weight_decay": 0.0} if exempt else {})
-        return made[fits, exempt]
+        settings = {**(plain if fits is None else known[fits]), ADAPTS: not exempt}
+        return TensorSettings(settings | ({"weight_decay": 0.0} if exempt else {}))
 
-    return {name: of(name) for name in names}
+    return MappingProxyType({name: of(name) for name in names})
 
 
-def at(settings: Settings, step: int) -> Settings:
-    """Return settings with the values of their functions.
+def at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]:
+    """Return each tensor's settings with the values of their functions; equal ones share a dict.
 
     Args:
         step: Updates before this one.
@@ -96,14 +146,38 @@ def at(settings: Settings, step: int) -> Settings:
     Raises:
         ConfigError: A value is out of range.
     """
-    return {name: _CHECKS[name](f"{name}({step})", value(step)) if callable(value) else value
-            for name, value in settings.items()}
+    known: dict[Any, Settings] = {}
+    values: dict[str, Settings] = {}
+    for tensor, its in settings.items():
+        if its.key not in known:
+            known[its.key] = {
+                name: _CHECKS[name](f"{name}({step})", value(step)) if callable(value) else value
+                for name, value in its.items()}
+        values[tensor] = known[its.key]
+    return values
 
 
-def described(settings: Mapping[str, Settings]) -> dict[str, Any]:
+def described(settings: Mapping[str, TensorSettings]) -> dict[str, Any]:
     """Return settings as they are compared between ranks: functions by their value at first."""
     return {f"{name} of {tensor!r}": value
-            for tensor, its in settings.items() for name, value in at(its, 0).items()}
+            for tensor, its in at(settings, 0).items() for name, value in its.items()}
+
+
+def summarized(values: Mapping[str, Settings]) -> str:
+    """Return what `at` has returned as a short text that differs if settings differ.
+
+    It has the settings of the first tensor, those of other tensors that differ from them, and a
+    digest of which tensor has which.
+    """
+    distinct = {id(its): its for its in values.values()}
+    first = next(iter(distinct.values()))
+    texts = {i: " ".join(f"{name}={value!r}" for name, value in its.items()
+                         if name != ADAPTS and (its is first or value != first[name]))
+             for i, its in distinct.items()}
+    if len(set(texts.values())) == 1:
+        return texts[id(first)]
+    owners = ",".join(texts[id(its)] for its in values.values())
+    return f"{' or '.join(filter(None, texts.values()))} of {zlib.crc32(owners.encode()):08x}"
 
 
 def refuse_different(comm: Communicator, whose: str, mine: Mapping[str, Any]) -> None:

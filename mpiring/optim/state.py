@@ -1,6 +1,7 @@
 """State of an optimiser by tensor: whole, or this rank's ranges; read for any number of ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -66,20 +67,41 @@ def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
                    for vector, pieces in its.items()} for name, its in here.items()}
 
 
-def of_parts(leaves: Leaves, parts: Sequence[Part]) -> list[tuple[Any, Array]]:
-    """Return the vectors of parts, each with its new content, from what `checked` has returned.
+@dataclass(frozen=True)
+class Loaded:
+    """A state that was checked, as far as this rank has its tensors.
+
+    Attributes:
+        steps: Updates so far.
+        names: Of the vectors that the optimiser remembers.
+        vectors: Each part's vectors by name, copied.
+    """
+
+    steps: int
+    names: Sequence[str]
+    vectors: Sequence[tuple[Part, dict[str, Array]]]
+
+
+def of_parts(leaves: Leaves, parts: Sequence[Part]) -> list[tuple[Part, dict[str, Array]]]:
+    """Return copies of the vectors of parts, from what `checked` has returned.
 
     Raises:
         ConfigError: Some elements are not there.
     """
-    return [(part.piece.vector(vector, leaf.dtype),
-             leaf.read(part.piece.offset, part.piece.offset + part.size))
-            for part in parts for vector, leaf in leaves[part.name].items()]
+    return [(part, {vector: leaf.read(part.piece.offset, part.piece.offset + part.size)
+                    for vector, leaf in leaves[part.name].items()}) for part in parts]
 
 
 def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
-            dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]]) -> tuple[int, Leaves]:
+            dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]],
+            optional: Sequence[str] = ()) -> tuple[int, Leaves]:
     """Return updates so far, and the vectors of all tensors, from a state of either kind.
+
+    Args:
+        whose: Name of the optimiser.
+        tensors: All, by name.
+        dtypes: Of each tensor's vectors, by name.
+        optional: Vectors that may be missing, but then for all tensors.
 
     Raises:
         ConfigError: It is of another model or optimiser; says how.
@@ -93,12 +115,17 @@ def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
     if unknown:
         raise ConfigError(f"the state of {whose} has {', '.join(unknown)} besides; build the model "
                           f"that was saved")
+    for name in dtypes:
+        refuse_other_state(state["tensors"][name], (), f"of {whose} for {name!r}")
+    missing = [vector for vector in optional
+               if not any(vector in state["tensors"][name] for name in dtypes)]
     leaves: Leaves = {}
     for name, its in dtypes.items():
-        refuse_other_state(state["tensors"][name], its, f"of {whose} for {name!r}")
+        wanted = {vector: dtype for vector, dtype in its.items() if vector not in missing}
+        refuse_other_state(state["tensors"][name], wanted, f"of {whose} for {name!r}")
         leaves[name] = {
             vector: leaf_of(state["tensors"][name][vector], f"{vector} of {name!r}",
-                            tensors[name].shape, dtype) for vector, dtype in its.items()}
+                            tensors[name].shape, dtype) for vector, dtype in wanted.items()}
     return whole_number("steps", state["steps"], 0), leaves
 
 

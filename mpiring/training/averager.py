@@ -95,6 +95,8 @@ class Averager:
         tensors: By name, in the given order.
         steps: Steps that are complete.
         compressors: The Reducers that have a state.
+        compared: Texts by source, such as what an optimizer has done with the means of the last
+            step. Ranks compare them when the next buckets are sent.
         scatters: Means are left in this rank's slices of the buckets only; see `scatter`.
 
     Raises:
@@ -122,6 +124,7 @@ class Averager:
         self._bucket_bytes = bucket_bytes
         self._moved = moved
         self._hides_nothing = hides_nothing
+        self.compared: dict[str, str] = {}
         self._views: dict[str, NDArray[Any]] = {}
         self.views = Views(self._views, self.holder)
         self.buckets: list[Bucket] = []
@@ -182,8 +185,9 @@ class Averager:
     def _send(self, bucket: Bucket) -> Handle[None] | None:
         reduction = self._reductions[bucket.index]
         bucket.finite = None
-        call = Call("scatter" if self.scatters else "reduce",
-                    f"{reduction.text} in {self.moment}", bucket.label, bucket.flat.nbytes)
+        detail = ", ".join([f"{reduction.text} in {self.moment}", *self.compared.values()])
+        call = Call("scatter" if self.scatters else "reduce", detail, bucket.label,
+                    bucket.flat.nbytes)
         # What is in other buckets soon is needed whole.
         build = reduction.scatter if self.scatters and self._is_final else reduction.reduce
         if self._hides_nothing:

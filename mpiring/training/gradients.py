@@ -82,17 +82,17 @@ class Gradients(Averager):
         self._end_step(finite)
         self._comm.recorder.end_step(self._began_s, waited_s, self.weighing.end_step())
 
-    def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Let one optimizer update the tensors.
+    def refuse_claim(self, *, scatters: bool) -> None:
+        """Raise an error if `claim` is not possible.
 
         Args:
-            scatters: It updates slices; see `scatter`.
+            scatters: As for `claim`.
 
         Raises:
-            ConfigError: Another one does, or has done so with slices.
+            ConfigError: Another optimizer updates the tensors, or has done so with slices.
             GradientError: A step has begun.
 
-        Collective: yes. Blocking: no.
+        Collective: no.
         """
         other = self._optimizer() if self._optimizer is not None else None
         if other is not None:
@@ -103,6 +103,17 @@ class Gradients(Averager):
             raise ConfigError(
                 f"rank {self._comm.rank}: this model's gradients are scattered, for a sharded "
                 f"optimizer; pass sharded=True, or wrap the model anew")
+        if scatters:
+            self._refuse_amid("scatter()")
+
+    def claim(self, optimizer: object, *, scatters: bool) -> None:
+        """Let one optimizer update the tensors, once `refuse_claim` has passed on all ranks.
+
+        Args:
+            scatters: It updates slices; see `scatter`.
+
+        Collective: yes. Blocking: no.
+        """
         if scatters:
             self.scatter()
         self._optimizer = weakref.ref(optimizer)

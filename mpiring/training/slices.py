@@ -105,9 +105,10 @@ class Slices:
         """
         if self._buckets is not self._averager.buckets:
             self._buckets = self._averager.buckets
+            names = {name for bucket in self._buckets for name in self._vectors(bucket.plan)}
             self._comm.submit(Call(
-                "take over", f"the optimizer's state in {len(self._buckets)} buckets"),
-                self._rebuilt).wait()
+                "take over", f"the optimizer's state in {len(self._buckets)} buckets: "
+                f"{', '.join(sorted(names)) or 'none'}"), self._rebuilt).wait()
             self.pieces = [self._pieces_of(bucket) for bucket in self._buckets]
         return self.pieces
 

@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring.numpy import Checkpoints, DataParallel, LossScaler
+from mpiring.numpy import Checkpoints, DataParallel, LossScaler, MasterWeights
 from mpiring.optim import LAMB, SGD, AdamW
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 
@@ -85,7 +85,7 @@ def test_mistakes_of_optimizers_are_named(comm, sharded):
     with pytest.raises(mpiring.ConfigError, match="has 'beta': expected some of lr, momentum, wei"):
         SGD(dp, groups={"b*": {"beta": 1}}, sharded=sharded)
     if comm.size > 1:
-        with pytest.raises(mpiring.ConfigError, match="rank 1: SGD has lr of .w1.=1.0, but on r"):
+        with pytest.raises(mpiring.ConfigError, match="rank 1: SGD has lr of .w1.=1, but on r"):
             SGD(dp, lr=float(comm.rank == 1), sharded=sharded)
     optimizer = SGD(dp, lr=0.1, sharded=sharded)
     with pytest.raises(mpiring.ConfigError, match=r"SGD.*updates this model already; give groups"):
@@ -217,8 +217,95 @@ def test_a_state_of_others_is_refused(comm):
         with pytest.raises(mpiring.ConfigError, match=text):
             optimizer.load_state_dict(other)
     if comm.size > 1:
-        with pytest.raises(mpiring.ConfigError, match="rank 1: .* in the state|rank 1: the state"):
+        with pytest.raises(mpiring.ConfigError, match="^rank 1: the st" if comm.rank != 1 else "the st"):
             optimizer.load_state_dict(1 if comm.rank == 1 else state)
+
+
+@pytest.fixture
+def broken():
+    """A communicator that a test may leave in any state."""
+    communicator = mpiring.Communicator(MPI.COMM_WORLD)
+    yield communicator
+    MPI.COMM_WORLD.Barrier()
+    communicator._group.closed = True
+    communicator._group._forget()
+
+
+def trained(comm, sharded, steps=2):
+    dp = DataParallel(model("float16"), comm)
+    optimizer, scaler = SGD(dp, lr=0.5, momentum=0.5, sharded=sharded), LossScaler(dp)
+    for step in range(steps):
+        backward(dp, step)
+        optimizer.step(scaler)
+    return dp, optimizer, scaler
+
+
+def without_step(dp, optimizer, scaler, odd):
+    dp.wait()
+    if not odd:
+        optimizer.step(scaler)
+
+
+def by_other_steps(dp, optimizer, scaler, odd):
+    dp.wait()
+    if not odd:
+        scaler.step()
+
+
+# What one rank (`odd`) does otherwise, once gradients are ready, and the calls that differ.
+ODD = {
+    "no scaler": (lambda dp, optimizer, scaler, odd: optimizer.step(None if odd else scaler),
+                  "loss scale 65536 after step 1, after update 2", "loss scale 65536 after step 2"),
+    "no step": (without_step, "after update 1 with lr=0.5 mom", "after update 2 with lr=0.5 mom"),
+    "no scaler.step": (by_other_steps, "after step 1", "after step 2"),
+}
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("case", ODD)
+def test_a_step_that_differs_is_found_in_the_next_message(broken, case, sharded):
+    if broken.size == 1:
+        pytest.skip(reason="there is no other rank")
+    act, odd_call, call = ODD[case]
+    odd = broken.rank == broken.size - 1
+    dp, optimizer, scaler = trained(broken, sharded)
+    backward(dp, 2)
+    with pytest.raises(mpiring.BufferMismatchError) as error:
+        act(dp, optimizer, scaler, odd)
+        backward(dp, 3)
+        dp.wait()
+    if broken.rank in (0, broken.size - 1):
+        assert f"rank {broken.size - 1} called" in str(error.value)
+        assert all(text in str(error.value) for text in ("rank 0 called", call))
+        assert odd_call in str(error.value) or sharded and case == "no step", str(error.value)
+
+
+# Collective calls that one rank does not make.
+CALLS = {
+    "SGD": lambda dp, optimizer, scaler: SGD(DataParallel({"x": np.ones(3)}, dp.comm)),
+    "load_state_dict": lambda dp, optimizer, scaler: optimizer.load_state_dict(
+        optimizer.state_dict()),
+    "LossScaler": lambda dp, optimizer, scaler: LossScaler(dp),
+    "LossScaler.load_state_dict": lambda dp, optimizer, scaler: scaler.load_state_dict(
+        scaler.state_dict()),
+    "MasterWeights.load_state_dict": lambda dp, optimizer, scaler: (
+        lambda masters: masters.load_state_dict(masters.state_dict()))(MasterWeights(dp)),
+    "grad_norm": lambda dp, optimizer, scaler: optimizer.grad_norm(),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_call_that_one_rank_does_not_make_is_found(broken, case):
+    if broken.size == 1:
+        pytest.skip(reason="there is no other rank")
+    dp, optimizer, scaler = trained(broken, False)
+    if case == "grad_norm":
+        backward(dp, 2)
+        dp.wait()
+    with pytest.raises(mpiring.BufferMismatchError, match=r"rank \d+ called .*rank \d+ called"):
+        if broken.rank < broken.size - 1:
+            CALLS[case](dp, optimizer, scaler)
+        broken.barrier()
 
 
 def test_norms_are_those_of_all_gradients(comm):

@@ -1,36 +1,37 @@
-"""Tests loss scaling and master weights on one rank, without MPI."""
+"""Tests loss scaling and master weights without MPI: on one rank, or on threads as ranks."""
 
 import json
+import re
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 from contract import same_bits
+from threads import ThreadComm, TrainingComm, on_ranks
 
 import mpiring
-from mpiring.numpy import LossScaler, MasterWeights
+from mpiring.numpy import DataParallel, LossScaler, MasterWeights
 from mpiring.numpy.precision import HOPELESS_STEPS
 
 SIXTEEN = [np.dtype("float16"), np.dtype(ml_dtypes.bfloat16)]
 
 
 class OneRank:
-    """A communicator of one rank; `others` are objects of further ones."""
+    """A communicator of one rank."""
 
-    rank, others = 0, ()
+    rank = 0
 
     def allgather_object(self, mine, *, label=None):
-        return [mine, *self.others]
-
-    def broadcast(self, x, *, root):
-        return x
+        return [mine]
 
 
 class Model:
     """Has what precision needs of a DataParallel, and records what it is told."""
 
-    def __init__(self, **params):
-        self.comm = OneRank()
+    def __init__(self, comm=None, **params):
+        self.comm = comm or OneRank()
+        self.gradients = SimpleNamespace(compared={})
         self.params = params
         self.grads = {name: np.zeros_like(array) for name, array in params.items()}
         self.steps, self.factors = 0, []
@@ -49,8 +50,8 @@ class Model:
         self.steps += 1
 
 
-def weights(dtype=np.float32):
-    return Model(w=np.ones((2, 3), dtype), b=np.zeros((), dtype))
+def weights(dtype=np.float32, comm=None):
+    return Model(comm, w=np.ones((2, 3), dtype), b=np.zeros((), dtype))
 
 
 def test_the_scale_backs_off_and_grows():
@@ -267,12 +268,87 @@ def test_misuse_of_masters_is_named():
             masters.load_state_dict(state)
 
 
-def test_ranks_must_have_the_same_scale():
-    dp = weights()
-    scaler = LossScaler(dp)
-    for name, theirs in (("scale", 2.0), ("growth", 4.0)):
-        others = {**scaler.state_dict(), "growth": 2.0, "backoff": 0.5, "growth_interval": 2000,
-                  "smallest": 1.0, "largest": 2.0**24, name: theirs}
-        dp.comm.others = [others]
-        with pytest.raises(mpiring.ConfigError, match=rf"rank 1: LossScaler has {name}={theirs}"):
-            LossScaler(dp)
+def outcomes(call):
+    """Return what each of two ranks raises, as type and text, and its state before and after."""
+    def program(comm):
+        dp = weights(np.float16, comm)
+        dp.scaler, dp.masters = LossScaler(dp), MasterWeights(dp)
+        dp.step(1)
+        dp.scaler.step()
+        before = repr((dp.scaler.state_dict(), dp.masters.state_dict(), dp.params))
+        with pytest.raises(mpiring.ConfigError) as error:
+            call(dp, comm.rank == 1)
+        assert repr((dp.scaler.state_dict(), dp.masters.state_dict(), dp.params)) == before
+        assert dp.scaler.unscaled("w").shape == (2, 3), "the step of before goes on"
+        return str(error.value)
+
+    return on_ranks(2, program, ThreadComm)
+
+
+def load(change):
+    def call(dp, odd):
+        state = dp.scaler.state_dict()
+        dp.scaler.load_state_dict(change(state) if odd else state)
+
+    return call
+
+
+def load_masters(change):
+    def call(dp, odd):
+        state = {**dp.masters.state_dict(), "b": np.float32(3) * np.ones((), np.float32)}
+        dp.masters.load_state_dict(change(state) if odd else state)
+
+    return call
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    *((lambda dp, odd, its={name: value}: LossScaler(dp, **(its if odd else {})), message)
+      for name, value, message in [
+          ("initial_scale", 2.0, "LossScaler has initial_scale=2, but on rank 0 it is 65536; give"),
+          ("growth", 4, "LossScaler has growth=4, but on rank 0 it is 2"),
+          ("backoff", 0.25, "LossScaler has backoff=0.25, but on rank 0 it is 0.5"),
+          ("growth_interval", 3, "LossScaler has growth_interval=3, but on rank 0 it is 2000"),
+          ("smallest", 2, "LossScaler has smallest=2, but on rank 0 it is 1"),
+          ("largest", 2.0**30, "LossScaler has largest=1073741824, but on rank 0 it is 16777216"),
+          ("initial_scale", "x", "initial_scale='x': expected a power of two"),
+          ("growth", None, "growth=None: expected a power of two")]),
+    (load(lambda state: {**state, "scale": 4.0}),
+     "the state of a LossScaler has scale=4, but on rank 0 it is 65536; load the same state on"),
+    (load(lambda state: {**state, "taken_in_row": 7}), "has taken_in_row=7, but on rank 0 it is 1"),
+    (load(lambda state: {**state, "skipped_at_smallest": -1}), "skipped_at_smallest=-1: expected"),
+    (load(lambda state: {}), "the state of a LossScaler lacks scale, taken"),
+    (load(lambda state: None), "the state of a LossScaler is a NoneType"),
+    (load_masters(lambda state: {**state, "w": state["w"] + 1}),
+     r"the state of the MasterWeights has arrays\['w'\]=float32 \(2, 3\) \w{16}, but on rank 0 it"),
+    (load_masters(lambda state: {**state, "w": 3}), "'w' is a int in the state of the MasterW"),
+    (load_masters(lambda state: {"w": state["w"]}), "the state of the MasterWeights lacks b"),
+    (load_masters(lambda state: None), "the state of the MasterWeights is a NoneType"),
+])
+def test_what_differs_between_ranks_is_refused_on_all_and_changes_nothing(call, message):
+    first, second = outcomes(call)
+    assert first.startswith("rank 1: ") and re.search(message, first), first
+    assert first.endswith(second)
+
+
+@pytest.mark.parametrize("what", ["a step", "a scale"])
+def test_a_scale_that_differs_is_found_when_the_next_gradients_are_sent(what):
+    def program(comm):
+        dp = DataParallel({"w": np.ones(3)}, comm)
+        scaler = LossScaler(dp, growth_interval=1)
+        for step in range(3):
+            dp.grads["w"][...] = 1
+            dp.ready("w")
+            dp.wait()
+            if what == "a step" and (comm.rank, step) == (1, 2):
+                continue
+            if what == "a scale" and (comm.rank, step) == (1, 2):
+                scaler._scale = 2.0**16
+            assert scaler.step()
+        with pytest.raises(mpiring.BufferMismatchError) as error:
+            dp.ready("w")
+        return str(error.value)
+
+    one, other = on_ranks(2, program, TrainingComm)
+    texts = {"a step": ["scale 262144 after step 1", "scale 524288 after step 2"],
+             "a scale": ["scale 131072 after step 2", "scale 524288 after step 2"]}
+    assert one == other and all(text in one for text in texts[what]), one
