@@ -24,7 +24,7 @@ from ..training.slices import Means, Slices
 from . import masters, state
 from .norms import norms
 from .parts import MASTER, Part, wide
-from .settings import Groups, Settings, at, described, settings_of, summarized
+from .settings import Groups, Settings, all_at, described, settings_of, summarized
 from .state import Loaded
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -189,7 +189,7 @@ class Optimizer(ABC):
         if not (self._gradients.finite if scaler is None else scaler.step()):
             compared["optimizer"] = "after no update"
             return False
-        now = at(self.settings, self.steps)
+        now = all_at(self.settings, self.steps)
         compared["optimizer"] = f"after update {self.steps} with {summarized(now)}"
         made_with = ", ".join(compared.values())
 
@@ -231,7 +231,7 @@ class Optimizer(ABC):
 
         Collective: yes. Blocking: yes.
         """
-        now = at(self.settings, self.steps)
+        now = all_at(self.settings, self.steps)
         for its in {id(its): its for its in now.values()}.values():
             its["lr"] *= rate
         self._apply(now, scale, done, last_first=last_first)

@@ -137,8 +137,8 @@ def settings_of(names: Iterable[str], defaults: Settings, groups: Groups | None,
     return MappingProxyType({name: of(name) for name in names})
 
 
-def at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]:
-    """Return each tensor's settings with the values of their functions; equal ones share a dict.
+def at(settings: Mapping[str, Any], step: int) -> Settings:
+    """Return one tensor's settings with the values of their functions.
 
     Args:
         step: Updates before this one.
@@ -146,13 +146,17 @@ def at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]
     Raises:
         ConfigError: A value is out of range.
     """
+    return {name: _CHECKS[name](f"{name}({step})", value(step)) if callable(value) else value
+            for name, value in settings.items()}
+
+
+def all_at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]:
+    """Return each tensor's settings as `at` does; tensors with equal ones share a dict."""
     known: dict[Any, Settings] = {}
     values: dict[str, Settings] = {}
     for tensor, its in settings.items():
         if its.key not in known:
-            known[its.key] = {
-                name: _CHECKS[name](f"{name}({step})", value(step)) if callable(value) else value
-                for name, value in its.items()}
+            known[its.key] = at(its, step)
         values[tensor] = known[its.key]
     return values
 
@@ -160,11 +164,11 @@ def at(settings: Mapping[str, TensorSettings], step: int) -> dict[str, Settings]
 def described(settings: Mapping[str, TensorSettings]) -> dict[str, Any]:
     """Return settings as they are compared between ranks: functions by their value at first."""
     return {f"{name} of {tensor!r}": value
-            for tensor, its in at(settings, 0).items() for name, value in its.items()}
+            for tensor, its in all_at(settings, 0).items() for name, value in its.items()}
 
 
 def summarized(values: Mapping[str, Settings]) -> str:
-    """Return what `at` has returned as a short text that differs if settings differ.
+    """Return what `all_at` has returned as a short text that differs if settings differ.
 
     It has the settings of the first tensor, those of other tensors that differ from them, and a
     digest of which tensor has which.
