@@ -161,7 +161,8 @@ class Reader:
         except CheckpointError as exc:
             problem = f"rank {self._comm.rank}: {exc}"
         layouts: dict[int, Layout] = {}
-        for text, theirs in self._comm.allgather_object((problem, mine)):
+        for text, theirs in self._comm.allgather_object(
+                (problem, mine), label="Checkpoints.load"):
             if text:
                 raise CheckpointError(text)
             layouts |= theirs
