@@ -319,7 +319,7 @@ def load_masters(change):
     (load(lambda state: {}), "the state of a LossScaler lacks scale, taken"),
     (load(lambda state: None), "the state of a LossScaler is a NoneType"),
     (load_masters(lambda state: {**state, "w": state["w"] + 1}),
-     r"the state of the MasterWeights has arrays\['w'\]=float32 \(2, 3\) \w{16}, but on rank 0 it"),
+     r"the state of the MasterWeights has arrays\['w'\]\[0, 0\]=2.0, but on rank 0 it is 1.0"),
     (load_masters(lambda state: {**state, "w": 3}), "'w' is a int in the state of the MasterW"),
     (load_masters(lambda state: {"w": state["w"]}), "the state of the MasterWeights lacks b"),
     (load_masters(lambda state: None), "the state of the MasterWeights is a NoneType"),

@@ -9,6 +9,7 @@ import math
 import ml_dtypes
 import numpy as np
 import pytest
+from pages import example
 from threads import TrainingComm, on_ranks
 
 from mpiring.memory import compiled
@@ -67,6 +68,20 @@ def lamb(w, g, s, t, *, lr, weight_decay, betas=(0.9, 0.999), eps=1e-6, adapts,
     return w - lr * ratio * r
 
 
+def adagrad(w, g, s, t, *, lr, weight_decay, eps=1e-8, adapts):
+    g = g + weight_decay * w
+    s["h"] = s["h"] + g**2
+    return w - lr * g / (np.sqrt(s["h"]) + eps)
+
+
+def from_page(name):
+    """Return the optimizer that docs/how_to/write_an_optimizer.md shows: it joins the table."""
+    shown = example("docs/how_to/write_an_optimizer.md", f"class {name}").shown
+    namespace = {}
+    exec(shown.partition("\nparams = ")[0], namespace)  # noqa: S102  # of our own page
+    return namespace[name]
+
+
 def n(x):
     return math.sqrt((x**2).sum())
 
@@ -79,6 +94,7 @@ OPTIMIZERS = {
     "adamw": (AdamW, adamw, {"betas": (0.8, 0.9), "eps": 1e-3}),
     "lars": (LARS, lars, {"trust": 0.1}),
     "lamb": (LAMB, lamb, {"eps": 1e-3}),
+    "adagrad of the page": (from_page("Adagrad"), adagrad, {"eps": 1e-3}),
     "plain lamb": (LAMB, lamb, {"bias_correction": False, "max_norm": 1.0}),
 }
 DTYPES = {"float32": np.float32, "float64": np.float64, "bfloat16": ml_dtypes.bfloat16,
@@ -105,7 +121,7 @@ def expected(paper, settings, size, dtype):
     settings = dict(settings)
     max_norm = settings.pop("max_norm", None)
     ws = {name: x.astype(np.float64) for name, x in model(dtype).items()}
-    states = {name: dict.fromkeys("bmv", np.zeros(shape)) for name, shape in SHAPES.items()}
+    states = {name: dict.fromkeys("bmvh", np.zeros(shape)) for name, shape in SHAPES.items()}
     for step in range(STEPS):
         means = {}
         for name in SHAPES:

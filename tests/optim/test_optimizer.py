@@ -129,8 +129,8 @@ def with_vector(state, x):
 
 STATES = {
     "contents": (lambda state: with_vector(state, state["tensors"]["w2"]["m"] + 1),
-                 r"rank 1: the state of AdamW has tensors\['w2'\]\['m'\]=float32 \(301,\) \w{16}, "
-                 r"but on rank 0 it is float32 \(301,\) \w{16}; load the same state on every rank"),
+                 r"rank 1: the state of AdamW has tensors\['w2'\]\['m'\]\[0\]=\S+, "
+                 r"but on rank 0 it is \S+; load the same state on every rank"),
     "steps": (lambda state: changed(state, steps=7),
               "rank 1: the state of AdamW has steps=7, but on rank 0 it is 2"),
     "wrong steps": (lambda state: changed(state, steps=-1), "rank 1: steps=-1: expected a whole"),
