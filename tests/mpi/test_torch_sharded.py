@@ -686,6 +686,21 @@ def test_optimizers_of_mpiring(comm, settings):
         Sharded(mpiring.optim.LAMB, wrapped(comm))
 
 
+def test_momentum_of_mpirings_sgd_may_begin_later(comm):
+    torch.manual_seed(2)
+    net = nn.Linear(6, 3)
+    models = DataParallel(net, comm), DataParallel(copy.deepcopy(net), comm)
+    optimizers = (Sharded(mpiring.optim.SGD, models[0], lr=0.05),
+                  torch.optim.SGD(models[1].parameters(), lr=0.05))
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers):
+            optimizer.param_groups[0]["momentum"] = 0.9 * (step > 1)
+            optimizer.zero_grad()
+            loss_of(model, comm, step).backward()
+            optimizer.step()
+        assert_same(*(model.parameters() for model in models))
+
+
 class SimpleRank:
     """Has a rank."""
 

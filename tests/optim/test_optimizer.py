@@ -51,11 +51,11 @@ ARGUMENTS = [
     (SGD, {}, {"groups": {"w2": {"lr": 1}}}, "SGD has lr of 'w2'=1, but on rank 0 it is 0.001"),
     (SGD, {}, {"max_norm": 1.5}, "rank 1: SGD has max_norm=1.5, but on rank 0 it is None"),
     (SGD, {}, {"sharded": True}, "rank 1: SGD has sharded=True, but on rank 0 it is False"),
-    (Adam, {}, {"betas": (0.9, 0.99)}, r"Adam has betas of 'w1'\[1\]=0.99, but on rank 0 it is 0.9"),
+    (Adam, {}, {"betas": (0.9, 0.99)}, r"Adam has betas of 'w1'\[1\]=0.99, but on rank 0 it is 0."),
     (AdamW, {}, {"eps": 1e-6}, "rank 1: AdamW has eps of 'w1'=1e-06, but on rank 0 it is 1e-08"),
     (LARS, {}, {"trust": 1}, "rank 1: LARS has trust of 'w1'=1, but on rank 0 it is 0.001"),
-    (LARS, {}, {"no_decay": ["b*"]}, "LARS has weight_decay of 'b1'=0, but on rank 0 it is 0.0001"),
-    (LAMB, {"bias_correction": False}, {}, "LAMB has bias_correction=True, but on rank 0 it is Fal"),
+    (LARS, {}, {"no_decay": ["b*"]}, "LARS has weight_decay of 'b1'=0, but on rank 0 it is 0."),
+    (LAMB, {"bias_correction": False}, {}, "LAMB has bias_correction=True, but on rank 0 it is F"),
     # One rank's argument is wrong by itself.
     (SGD, {}, {"lr": "x"}, "rank 1: lr='x': expected a finite number of at least 0"),
     (SGD, {}, {"lr": float("nan")}, "rank 1: lr=nan: expected a finite number of at least 0"),
@@ -95,9 +95,9 @@ def test_an_argument_that_differs_is_refused_on_all_ranks(case):
 def test_an_optimizer_that_one_rank_still_has_is_refused_on_all():
     def program(comm):
         dp = parallel(comm)
-        old = SGD(dp)
+        old = [SGD(dp)]
         if comm.rank == 0:
-            del old
+            old.clear()
         error = raised(SGD, dp, sharded=True)
         return error, dp.gradients.scatters
 
@@ -218,8 +218,8 @@ def test_values_that_are_written_are_checked():
                 ("lr", -1, "lr=-1: expected a finite number of at least 0"),
                 ("lr", float("nan"), "lr=nan: expected a finite"), ("lr", "1", "lr='1': expected"),
                 ("lr", None, "lr=None"), ("betas", (0.9, 1), r"betas\[1\]=1: expected a number"),
-                ("eps", lambda step: 1, "eps=<function"), ("momentum", 0.9, "there is no setting '"),
-                ("adapts", 3, "there is no setting 'adapts' to be written; expected one of lr, be")):
+                ("eps", lambda step: 1, "eps=<function"), ("momentum", 0.9, "there is no setting"),
+                ("adapts", 3, "there is no setting 'adapts' to be written; expected one of lr")):
             with pytest.raises(ConfigError, match=message):
                 its[name] = value
             with pytest.raises(ConfigError, match=message):
