@@ -1,8 +1,6 @@
 """The layout of a folder of checkpoints: which is the newest, and which job may write."""
 
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import re
@@ -18,13 +16,10 @@ from typing import Any
 from ..communicator import Communicator
 from ..errors import CheckpointError
 from .checkpoint_file import sync_folder
+from .manifest import MANIFEST, sealed
 
 _log = logging.getLogger("mpiring")
 
-FORMAT = "mpiring checkpoint"
-# What is written, and the oldest that is read. Since 2 there is sharded state.
-VERSION, OLDEST = 2, 1
-MANIFEST = "manifest.json"
 POINTER = "latest"
 _LOCK = "lock"
 # A checkpoint: its number in this folder, which grows, and its step.
@@ -83,7 +78,7 @@ def publish(folder: Path, written: Path, step: int, manifest: Mapping[str, Any])
     Raises:
         OSError: It is not published, and the one before is still the newest.
     """
-    _write_synced(written / MANIFEST, _sealed(manifest))
+    _write_synced(written / MANIFEST, sealed(manifest))
     sync_folder(written)
     name = f"{max(map(_number, complete(folder)), default=0) + 1:06d}-step-{step}"
     os.rename(written, folder / name)
@@ -99,40 +94,6 @@ def _write_synced(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _sealed(manifest: Mapping[str, Any]) -> str:
-    """Return JSON of a manifest, with a hash of itself."""
-    return json.dumps({**manifest, "sha256": _hash_of(manifest)}, indent=1) + "\n"
-
-
-def _hash_of(manifest: Mapping[str, Any]) -> str:
-    text = json.dumps({key: manifest[key] for key in sorted(manifest) if key != "sha256"})
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: It differs from what was written, or is not mpiring's; says why.
-    """
-    try:
-        found = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{MANIFEST} is missing") from exc
-    except OSError as exc:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {exc.strerror or exc}") from exc
-    except ValueError as exc:
-        raise CheckpointError(f"{MANIFEST} is torn: {exc}") from exc
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise CheckpointError(f"{MANIFEST} is not one of mpiring's")
-    if found.get("version") not in range(OLDEST, VERSION + 1):
-        raise CheckpointError(f"{MANIFEST} has version {found.get('version')!r}, but this mpiring "
-                              f"reads versions {OLDEST} to {VERSION}")
-    if found.get("sha256") != _hash_of(found):
-        raise CheckpointError(f"{MANIFEST} does not have the content that was written")
-    return found
 
 
 def thin_out(folder: Path, keep: int, refused: set[str]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..errors import CheckpointError
 from .checkpoint_file import SUFFIX, name_of
-from .folder import FORMAT, VERSION, publish, thin_out
+from .folder import publish, thin_out
+from .manifest import FORMAT, VERSION
 
 # Pauses between two looks; each is half as long again as the last.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0

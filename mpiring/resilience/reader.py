@@ -11,7 +11,8 @@ import numpy as np
 from ..errors import CheckpointError
 from ..text import count
 from .checkpoint_file import Content, Layout, name_of, read, verify
-from .folder import candidates, read_manifest, step_of
+from .folder import candidates, step_of
+from .manifest import read_manifest
 from .publisher import SHARDED, written_name
 from .slices import File, Mapped, Slices, files_of, refuse_gaps
 from .tree import Kind, rebuild
