@@ -56,8 +56,10 @@ def init(*, config: Config | None = None) -> "Communicator":
 class Communicator(ArrayCollectives, ObjectCollectives):
     """The ranks of one MPI communicator, and the collectives among them.
 
-    Every rank must call the same collectives in the same order, from one thread at a time.
-    Different calls raise BufferMismatchError; a call that a rank never makes raises StallError.
+    Every rank must call the same collectives in the same order. Different calls raise
+    BufferMismatchError; a call that a rank never makes raises StallError. Collectives may be called
+    by several threads, if these agree on the order: ranks cannot tell identical calls of two
+    threads apart. Threads that do not wait for each other need a communicator each: `split(0)`.
 
     Args:
         mpi_comm: An mpi4py intracommunicator; duplicated, so that mpiring's messages never meet

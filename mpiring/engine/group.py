@@ -148,20 +148,22 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        flight, schedule = self._called(call, build)
-        try:
-            self._words[LEDGER_SEQUENCE] += 1
-            handle = Handle(self.lane, flight, Task(schedule))
-            if self.size > 1:
-                self._watch.enter(handle)
-            elif handle.step() and handle.task.done:
-                handle.done = True
-                return handle
-            # Also a rank that is alone may have to wait: for its GPU.
-            return self.engine.submit(handle)
-        except BaseException as error:
-            self.engine.fail(error)
-            raise
+        # Several threads' operations queue in the order of their numbers, as on all ranks.
+        with self._ledger.lock:
+            flight, schedule = self._called(call, build)
+            try:
+                self._words[LEDGER_SEQUENCE] += 1
+                handle = Handle(self.lane, flight, Task(schedule))
+                if self.size > 1:
+                    self._watch.enter(handle)
+                elif handle.step() and handle.task.done:
+                    handle.done = True
+                    return handle
+                # Also a rank that is alone may have to wait: for its GPU.
+                return self.engine.submit(handle)
+            except BaseException as error:
+                self.engine.fail(error)
+                raise
 
     def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
         """Run an operation, ahead of those in the background, and return its result.
@@ -172,16 +174,19 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        flight, schedule = self._called(call, build)
-        task = Task(schedule)
+        task: Task[T] | None = None
         try:
-            self._words[LEDGER_SEQUENCE] += 1
+            with self._ledger.lock:
+                flight, schedule = self._called(call, build)
+                task = Task(schedule)
+                self._words[LEDGER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
                 handle = Handle(self.lane, flight, task, patient=patient)
                 self._watch.enter(handle)
                 self.engine.run(handle)
         except BaseException as error:
-            self.engine.fail(error, task)
+            if task is not None:
+                self.engine.fail(error, task)
             raise
         while not task.done:
             task.step()
@@ -238,7 +243,8 @@ class Group:
         """Compose the schedule of the next operation, and note that it was called.
 
         Its number is not used up yet: mistakes in the call show here. Afterwards not even a
-        signal whose handler raises may take an operation from one rank unnoticed.
+        signal whose handler raises may take an operation from one rank unnoticed. The caller
+        holds the ledger's lock, until the number is used up.
         """
         self.check_open()
         if self.repeated is not None and self.repeated.started:
