@@ -159,9 +159,11 @@ def test_an_exception_that_cannot_be_printed(where):
     assert ended.status != 0 and ended.seconds < SOON_S
 
 
-def test_a_stopped_rank_is_reported_by_those_who_close():
+def test_a_stopped_rank_ends_the_job_of_those_who_close():
     ended = launch(2, FAULT, "stopped", **IMPATIENT)
+    assert ended.status != 0 and ended.seconds < SOON_S, ended.output
     assert "rank 0 has waited" in ended.output and "#1 close" in ended.output
+    assert "StallError: rank 0: Timed out after" in ended.output
     assert "rank 1 does not answer" in ended.output
 
 

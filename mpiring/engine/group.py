@@ -45,6 +45,8 @@ Build = Callable[[Collectives], Schedule[T]]
 # shared memory, most are over by then. The first tests keep the core.
 _TRIES = 300
 _TRIES_ALONE = 20
+# One rank may still train, evaluate or save while the others close.
+_PATIENCE_S = 86400.0
 
 
 class Group:
@@ -165,12 +167,13 @@ class Group:
                 self.engine.fail(error)
                 raise
 
-    def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
+    def run(self, call: Call, build: Build[T], *, patient: float | bool = False) -> T:
         """Run an operation, ahead of those in the background, and return its result.
 
         Args:
             call, build: As for `submit`.
-            patient: Other ranks may take any time to arrive.
+            patient: Other ranks may arrive later than `stall_timeout_s`, if their background threads
+                answer: after so many seconds; True for a day.
 
         Collective: yes. Blocking: yes.
         """
@@ -181,7 +184,8 @@ class Group:
                 task = Task(schedule)
                 self._words[LEDGER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
-                handle = Handle(self.lane, flight, task, patient=patient)
+                handle = Handle(self.lane, flight, task,
+                                patience_s=_PATIENCE_S if patient is True else patient)
                 self._watch.enter(handle)
                 self.engine.run(handle)
         except BaseException as error:

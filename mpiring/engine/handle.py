@@ -29,14 +29,15 @@ class Handle(Generic[T]):
         task: Its schedule.
         lane: The operations of its communicator.
         done: Whether it is complete and counted.
-        patient: A stall is reported, but does not end the job.
+        patience_s: Seconds that ranks which answer may stay away, where that is more than
+            `stall_timeout_s`.
     """
 
     def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,
-                 patient: bool = False) -> None:
+                 patience_s: float = 0.0) -> None:
         self.flight = flight
         self.done = False
-        self.patient = patient
+        self.patience_s = patience_s
         self.lane = lane
         self.task = task
         self._moved_s = flight.called_s

@@ -42,7 +42,7 @@ class StartedRound(Handle[T]):
         self._ledger = group.sharing.ledger
         self._x: Array | None = x
         self._result, self._is_done, self._finished = result, False, finished
-        self._is_handed_over = self.patient = False
+        self._is_handed_over, self.patience_s = False, 0.0
         words = round_.words
         self._sequence, self._began_ns = words[ROUND_SEQUENCE], words[ROUND_BEGAN]
         self._waited_ns = time.monotonic_ns() - self._began_ns if waited else 0
