@@ -74,8 +74,8 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
-        save_in(folder_of(config.tuning_folder))
         group = opened(mpi_comm, config, engine)
+        save_in(folder_of(config.tuning_folder), warns=group.engine.recorder.rank == 0)
         from ..transport.mpi import Mailbox, before_finalize
         self.config, self.sharing = config, group.sharing
         self._transport, self.engine = group.transport, group.engine
