@@ -45,8 +45,6 @@ Build = Callable[[Collectives], Schedule[T]]
 # shared memory, most are over by then. The first tests keep the core.
 _TRIES = 300
 _TRIES_ALONE = 20
-# One rank may still train, evaluate or save while the others close.
-_PATIENCE_S = 86400.0
 
 
 class Group:
@@ -84,8 +82,7 @@ class Group:
         self.recorder = self.engine.recorder
         self.closed, self._persistent = False, 0
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._ledger = group.sharing.ledger
-        self._words = self._ledger.words
+        self._ledger, self._words = group.sharing.ledger, group.sharing.ledger.words
         self._equip()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
@@ -172,8 +169,8 @@ class Group:
 
         Args:
             call, build: As for `submit`.
-            patient: Other ranks may arrive later than `stall_timeout_s`, if their background threads
-                answer: after so many seconds; True for a day.
+            patient: Other ranks may arrive later than `stall_timeout_s`, if their background
+                threads answer: after so many seconds; True for a day.
 
         Collective: yes. Blocking: yes.
         """
@@ -184,8 +181,7 @@ class Group:
                 task = Task(schedule)
                 self._words[LEDGER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
-                handle = Handle(self.lane, flight, task,
-                                patience_s=_PATIENCE_S if patient is True else patient)
+                handle = Handle(self.lane, flight, task, patient=patient)
                 self._watch.enter(handle)
                 self.engine.run(handle)
         except BaseException as error:
@@ -281,12 +277,11 @@ class Group:
     @property
     def statistics(self) -> Statistics:
         """What this group's operations have cost so far."""
-        lane = self.lane
         rounds, rounds_s = self._ledger.rounds, self._ledger.rounds_s
         # A rank that is alone has some only where its GPU makes it wait.
-        operations = lane.operations + rounds if self.size > 1 else 0
+        operations = self.lane.operations + rounds if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
-                          lane.communication_s + rounds_s, lane.exposed_s + rounds_s)
+                          self.lane.communication_s + rounds_s, self.lane.exposed_s + rounds_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # caller does not wait, or waits where the engine cannot know of it.
 _REST_S = 0.3
 
+# One rank may still train, evaluate or save while the others close.
+_PATIENCE_S = 86400.0
+
 # Called with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]
 
@@ -30,14 +33,14 @@ class Handle(Generic[T]):
         lane: The operations of its communicator.
         done: Whether it is complete and counted.
         patience_s: Seconds that ranks which answer may stay away, where that is more than
-            `stall_timeout_s`.
+            `stall_timeout_s`; made of `patient`, True for a day.
     """
 
     def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,
-                 patience_s: float = 0.0) -> None:
+                 patient: float | bool = False) -> None:
         self.flight = flight
         self.done = False
-        self.patience_s = patience_s
+        self.patience_s = _PATIENCE_S if patient is True else patient
         self.lane = lane
         self.task = task
         self._moved_s = flight.called_s

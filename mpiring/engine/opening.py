@@ -1,11 +1,14 @@
 """Opens a group of ranks: its own MPI communicator, its shared memories, its engine."""
 
 import logging
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import AGREED, Config
 from ..errors import ConfigError, MpiringError
+from ..launch.first_report import FirstReport
 from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
 from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
 from ..operations.algorithms import named
@@ -98,6 +101,8 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
     except MpiringError:
         transport.free()
         raise
+    if sharing.memory is not None:
+        end_job.first = _first_report(sharing.memory)
     name, trace = recorder.name(comm.allgather(recorder.rank)), None
     sharing.ledger.group = name
     recorder.ledgers.add(sharing.ledger)
@@ -106,6 +111,17 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
                               end_job=end_job if config.abort_on_exception else _leave)
     return Opened(transport, sharing, engine, end_job, name, trace)
+
+
+def _first_report(memory: NodeMemory) -> FirstReport:
+    # The hook lives as long as the process; the memory need not.
+    still_there, rank = weakref.ref(memory), memory.rank
+
+    def words() -> Sequence[memoryview] | None:
+        memory = still_there()
+        return None if memory is None else memory.words
+
+    return FirstReport(words, rank)
 
 
 def _refuse_different_settings(comm: "MPI.Intracomm", config: Config) -> None:

@@ -10,8 +10,7 @@ from ..operations.agreement import Call
 from ..transport import compiled_rounds, moves
 from ..transport.base import T
 from ..transport.layout import (
-    AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
-    ROUND_STAGE)
+    AREAS, BEGIN, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH, ROUND_STAGE)
 from ..transport.node_memory import NodeMemory
 from ..transport.rounds import Round
 from .handle import Handle
@@ -245,8 +244,9 @@ class RepeatedCalls:
     def _round(self, call: Call, x: Array, what: moves.Moves, op: str, algorithm: str,
                **settings: Any) -> Round:
         memory = self._group.sharing.memory
-        return Round(cast(NodeMemory, memory), self._ledger.identity_of(call, algorithm), call.header,
-                     call.digest, x.dtype, x.size, what, op,
+        identity = self._ledger.identity_of(call, algorithm)
+        return Round(cast(NodeMemory, memory), identity, call.header, call.digest, x.dtype,
+                     x.size, what, op,
                      compiled=self._group.config.rounds == "auto", **settings)
 
     def _moves(self, kind: str, n: int, op_or_root: Any) -> moves.Moves:

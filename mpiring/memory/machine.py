@@ -138,15 +138,15 @@ def _loaded_or_made(what: str, make: Make, signature: str, arguments: tuple[Any,
         return None
     try:
         about = _about(what, make, signature, arguments)
-        found = None if about is None else _read(about)
-        if found is None and compiles:
-            found = _made(what, make, signature, arguments, about)
-        return found
+        loaded = None if about is None else _read(about)
+        if loaded is None and compiles:
+            return _made(what, make, signature, arguments, about)
+        return loaded
     except _FAILURES as error:
         _problem = str(error) or type(error).__name__
-        _report("use", "numba is installed, but cannot be used (%s): this job runs without compiled "
-                       "code, and is slower. Are memory (ulimit -v) or open files (ulimit -n) "
-                       "limited?", _problem)
+        _report("use", "numba is installed, but cannot be used (%s): this job runs without "
+                       "compiled code, and is slower. Are memory (ulimit -v) or open files "
+                       "(ulimit -n) limited?", _problem)
         return None
 
 
@@ -216,9 +216,9 @@ def _save(about: dict[str, str], processor: dict[str, str], symbol: str, image: 
     try:
         save(_file(about, _hash(processor)), _checksum(body) + body)
     except OSError as error:
-        _report("save", "compiled code cannot be saved, and so is compiled at every start, for some "
-                        "seconds: %s. Set MPIRING_TUNING_FOLDER to a folder that can be written "
-                        "to, or to nothing", error)
+        _report("save", "compiled code cannot be saved, and so is compiled at every start, for "
+                        "some seconds: %s. Set MPIRING_TUNING_FOLDER to a folder that can be "
+                        "written to, or to nothing", error)
 
 
 def _checksum(body: bytes) -> bytes:

@@ -54,11 +54,11 @@ class Ranks:
             StallWatch(rank, size, Post(self, rank), config, self.recorders[rank],
                        Ledger(), self.reports[rank].append) for rank in range(size)]
 
-    def call(self, rank, sequence, kind="allreduce", *, done=False, patience_s=0.0, threaded=False):
+    def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False, threaded=False):
         flight = Flight(Call(kind), sequence, called_s=time.monotonic())
         self.recorders[rank].add(flight)
         lane = SimpleNamespace(engine=SimpleNamespace(threaded=threaded))
-        handle = Handle(lane, flight, Task(stuck()), patience_s=patience_s)
+        handle = Handle(lane, flight, Task(stuck()), patient=patient)
         handle.done, flight.started_s = done, time.monotonic()
         self.watches[rank].last = flight
         self.watches[rank].enter(handle)
@@ -128,7 +128,7 @@ def test_a_rank_that_waits_in_an_earlier_operation_says_so():
 @pytest.mark.parametrize("warning_s", [0, 2])
 def test_a_patient_operation_ends_the_job_where_a_rank_is_silent(warning_s):
     ranks = Ranks(3, stall_warning_s=warning_s, stall_timeout_s=5)
-    ranks.call(0, 0, "close", patience_s=1000.0, threaded=True)
+    ranks.call(0, 0, "close", patient=1000.0, threaded=True)
     # They answer, and so are at work.
     ranks.look(100)
     assert len(ranks.reports[0]) == bool(warning_s)
@@ -146,7 +146,7 @@ def test_a_patient_operation_ends_the_job_where_a_rank_is_silent(warning_s):
 def test_patience_ends(threaded, answering):
     """Without threads ranks that compute do not answer: they have as long."""
     ranks = Ranks(2, stall_warning_s=0, stall_timeout_s=5)
-    ranks.call(0, 0, "close", patience_s=60.0, threaded=threaded)
+    ranks.call(0, 0, "close", patient=60.0, threaded=threaded)
     ranks.look(59, ranks=answering)
     with pytest.raises(StallError, match="Timed out after 6[012] s in #0 close"):
         ranks.look(4, ranks=answering)
@@ -154,11 +154,11 @@ def test_patience_ends(threaded, answering):
 
 def test_patience_is_no_shorter_than_the_timeout_and_zero_is_for_ever():
     ranks = Ranks(2, stall_warning_s=1, stall_timeout_s=0)
-    ranks.call(0, 0, "close", patience_s=20.0, threaded=True)
+    ranks.call(0, 0, "close", patient=20.0, threaded=True)
     ranks.look(100, ranks=(0,))
     assert "it waits for ever" in ranks.reports[0][0]
     ranks = Ranks(2, stall_warning_s=0, stall_timeout_s=50)
-    ranks.call(0, 0, "close", patience_s=20.0, threaded=True)
+    ranks.call(0, 0, "close", patient=20.0, threaded=True)
     ranks.look(49)
     with pytest.raises(StallError):
         ranks.look(3)
