@@ -51,11 +51,12 @@ class ObjectCollectives:
         _refuse_unpickled(root, problem)
         return obj
 
-    def allgather_object(self, obj: T) -> list[T]:
+    def allgather_object(self, obj: T, *, label: str = "allgather_object") -> list[T]:
         """Return the objects that all ranks passed, in rank order.
 
         Args:
             obj: Anything that pickles; types and sizes may differ.
+            label: Name of the call in comparisons between ranks and in reports.
 
         Raises:
             ConfigError: A rank's does not pickle; raised on all ranks.
@@ -65,14 +66,14 @@ class ObjectCollectives:
         mine, _ = _pickled(obj)
         heads = np.empty((self.size, _HEAD_BYTES), np.uint8)
         heads[self.rank] = _head(mine)
-        self._run_short(Call("allgather_object"), "allgather", heads.reshape(-1), None)
+        self._run_short(Call(label), "allgather", heads.reshape(-1), None)
         lengths = [_length(head) for head in heads]
         payloads = [head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
                     for head, nbytes in zip(heads, lengths)]
         if max(lengths) > _HEAD_BYTES - _LENGTH_BYTES:
             payloads = [np.empty(nbytes, np.uint8) for nbytes in lengths]
             payloads[self.rank] = mine
-            self._group.run(Call("allgather_object", f"of up to {max(lengths)} bytes"),
+            self._group.run(Call(label, f"of up to {max(lengths)} bytes"),
                             lambda collectives: collectives.allgather_chunks(payloads))
         found = [pickle.loads(payload.data) for payload in payloads]
         for rank, (_, problem) in enumerate(found):

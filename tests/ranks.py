@@ -10,14 +10,13 @@ LENGTHS = np.random.default_rng(3).integers(1, 400, 5000)
 
 
 class Comm:
-    """A rank among others that pass the same, but for what a test says."""
+    """A rank among others that pass the same."""
 
-    def __init__(self, rank=0, size=1, others=None):
-        self.rank, self.size, self._others = rank, size, others or {}
+    def __init__(self, rank=0, size=1):
+        self.rank, self.size = rank, size
 
-    def allgather_object(self, mine):
-        return [{**mine, **self._others} if rank != self.rank else mine
-                for rank in range(self.size)]
+    def allgather_object(self, mine, *, label=None):
+        return [mine] * self.size
 
 
 def on_ranks(size, lengths=LENGTHS, state=None, **options):

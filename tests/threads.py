@@ -58,7 +58,7 @@ class ThreadComm:
         self.rank, self.size, self.config = rank, meeting.size, Config(stall_timeout_s=20.0)
         self._meeting, self._number = meeting, 0
 
-    def allgather_object(self, obj):
+    def allgather_object(self, obj, *, label=None):
         self._number += 1
         return self._meeting.exchange(self._number, self.rank, obj)
 

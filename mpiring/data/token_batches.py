@@ -11,6 +11,7 @@ from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.digest import digest
+from ..operations.consistency import same_on_all
 from .packing import Budget, Plan, plan
 
 # What a state says: which samples, and in what order.
@@ -103,47 +104,21 @@ class TokenBatches:
                  window: int = 64) -> None:
         refuse_other_than_communicators(comm)
         self._comm, here = comm, f"rank {comm.rank}: "
-        if longest is not None:
-            longest = whole_number(here + "longest", longest, 1)
-        self._budget = Budget(whole_number(here + "tokens", tokens, 1, (1 << 31) - 1), longest,
-                              whole_number(here + "window", window, 1))
-        self._seed = whole_number(here + "seed", seed, 0, (1 << 31) - 1)
-        self._shuffle = bool(shuffle)
-        self._lengths = _checked(lengths, comm.rank)
-        _refuse_longer_than(self._budget, self._lengths, comm.rank)
+        with same_on_all(comm, "TokenBatches", remedy="give every rank the same lengths, in the "
+                         "same order, and the same settings") as same:
+            if longest is not None:
+                longest = whole_number(here + "longest", longest, 1)
+            self._budget = Budget(whole_number(here + "tokens", tokens, 1, (1 << 31) - 1), longest,
+                                  whole_number(here + "window", window, 1))
+            self._seed = whole_number(here + "seed", seed, 0, (1 << 31) - 1)
+            self._shuffle = bool(shuffle)
+            self._lengths = _checked(lengths, comm.rank)
+            _refuse_longer_than(self._budget, self._lengths, comm.rank)
+            same.update(vars(self._budget), seed=self._seed, shuffle=self._shuffle,
+                        samples=len(self._lengths), lengths=self._lengths.astype(np.int64))
         self._digest = f"{digest([self._lengths]):016x}"
-        self._agree()
         self._iteration: _Iteration | None = None
         self._begin(0)
-
-    def _agree(self) -> None:
-        mine: dict[str, Any] = {
-            "samples": len(self._lengths), "digest of lengths": self._digest,
-            **vars(self._budget), "seed": self._seed, "shuffle": self._shuffle}
-        everybody = self._comm.allgather_object(mine)
-        if (len({its["samples"] for its in everybody}) == 1
-                < len({its["digest of lengths"] for its in everybody})):
-            # On all ranks, since all see the same.
-            sample = self._first_unlike()
-            found = self._comm.allgather_object(int(self._lengths[sample]))
-            for its, length in zip(everybody, found):
-                its[f"lengths[{sample}]"] = length
-            mine = everybody[self._comm.rank]
-        for rank, theirs in enumerate(everybody):
-            if theirs != mine:
-                raise ConfigError(
-                    f"rank {self._comm.rank}: TokenBatches has {_differences(mine, theirs)}, but "
-                    f"rank {rank} has {_differences(theirs, mine)}; give every rank the same "
-                    f"lengths, in the same order, and the same settings")
-
-    def _first_unlike(self) -> int:
-        """Return the first sample whose length is another one on some rank than on rank 0.
-
-        Collective: yes. Blocking: yes.
-        """
-        unlike = self._comm.broadcast_object(self._lengths, root=0) != self._lengths
-        first = int(unlike.argmax()) if unlike.any() else len(unlike)
-        return min(self._comm.allgather_object(first))
 
     @property
     def epoch(self) -> int:

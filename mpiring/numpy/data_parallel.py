@@ -10,16 +10,17 @@ from numpy.typing import NDArray
 
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..errors import ConfigError
+from ..errors import BufferMismatchError, ConfigError
 from ..gpu.arrays import is_on_gpu, vector_of
 from ..gpu.device import Device
 from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, Array, dtype_name
 from ..memory.digest import bytes_of
 from ..memory.reduction import quietly
 from ..memory.tensors import is_tensor
+from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish
-from ..training.gradients import Gradients, refuse_different
+from ..training.gradients import Gradients
 from ..training.replicas import Replicas, Replicated, replicated_in
 
 
@@ -64,7 +65,8 @@ class DataParallel:
 
     Raises:
         ConfigError: A parameter cannot be trained: wrong dtype, not contiguous, read-only.
-        BufferMismatchError: The parameters differ between ranks; names the first.
+        BufferMismatchError: The parameters or the arguments differ between ranks; names the first
+            difference.
 
     Collective: yes. Blocking: yes.
     """
@@ -73,7 +75,8 @@ class DataParallel:
                  bucket_bytes: int | None = None, reducer: Wish = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         refuse_other_than_communicators(comm)
-        tensors, device = share(params, comm)
+        tensors, device = share(params, comm, bucket_bytes=bucket_bytes, reducer=reducer,
+                                deterministic=deterministic, order=order)
         self.gradients = Gradients(
             tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
             deterministic=deterministic, order=order, device=device)
@@ -252,25 +255,31 @@ class DataParallel:
         self.gradients.rescale(factor)
 
 
-def share(params: Mapping[str, NDArray[Any]],
-          comm: Communicator) -> tuple[list[TensorSpec], Device | None]:
+def share(params: Mapping[str, NDArray[Any]], comm: Communicator,
+          **arguments: Any) -> tuple[list[TensorSpec], Device | None]:
     """Give all ranks rank 0's parameters.
+
+    Args:
+        arguments: Other values that all ranks must pass.
 
     Returns:
         The tensors, in their order, and the GPU on which they lie, None for host memory.
 
     Raises:
         ConfigError: A parameter cannot be trained.
-        BufferMismatchError: The parameters differ between ranks; names the first.
+        BufferMismatchError: The parameters differ between ranks; names the first difference.
 
     Collective: yes. Blocking: yes.
     """
-    if not isinstance(params, Mapping) or not params:
-        raise ConfigError(
-            f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
-    device = _device_of(params, comm)
-    tensors = [spec_of(name, array) for name, array in params.items()]
-    refuse_different(comm, "parameter", [str(tensor) for tensor in tensors])
+    with same_on_all(comm, "the model", error=BufferMismatchError,
+                     remedy="build the same model, in the same order, on every rank") as same:
+        same.update(arguments)
+        if not isinstance(params, Mapping) or not params:
+            raise ConfigError(
+                f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
+        device = _device_of(params, comm)
+        tensors = [spec_of(name, array) for name, array in params.items()]
+        same["parameters"] = [str(tensor) for tensor in tensors]
     for array in params.values():
         comm.broadcast(array, root=0)
     return tensors, device

@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 
 from ..arguments import path, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..errors import CheckpointError, ClosedError, ConfigError
+from ..errors import CheckpointError, ClosedError
+from ..files import UNFINISHED
+from ..operations.consistency import same_on_all
 from .checkpoint_file import Copy
-from .folder import WRITING, Lock, open_folder, remove, where
+from .folder import Lock, open_folder, remove, where
 from .plan import Plan, agree
 from .publisher import Publisher, leave_note
 from .reader import Reader, Saved
@@ -77,9 +79,11 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str] | None, comm: Communicator, *, keep: int = 3,
                  seed: int | None = None) -> None:
         refuse_other_than_communicators(comm)
-        folder = None if folder is None else path("folder", folder)
-        self._comm, self._keep = comm, whole_number("keep", keep, 1)
-        self._seed = None if seed is None else whole_number("seed", seed)
+        with same_on_all(comm, "Checkpoints") as same:
+            folder = same["folder"] = None if folder is None else path("folder", folder)
+            keep = same["keep"] = whole_number("keep", keep, 1)
+            seed = same["seed"] = None if seed is None else whole_number("seed", seed)
+        self._comm, self._keep, self._seed = comm, keep, seed
         self._copies: dict[str, Copy] = collections.defaultdict(Copy)
         # To hash, to write and to publish. The process does not end before they are done.
         self._threads = ThreadPoolExecutor(3, "mpiring-checkpoint")
@@ -88,11 +92,6 @@ class Checkpoints:
         self._count = 0
         self._closed = False
         self.save_s = 0.0
-        mine = (folder, self._keep, self._seed)
-        for rank, theirs in enumerate(comm.allgather_object(mine)):
-            if theirs != mine:
-                raise ConfigError(f"rank {comm.rank}: (folder, keep, seed) is {mine}, but rank "
-                                  f"{rank} has {theirs}; give every rank the same")
         self._folder = None if folder is None else Path(folder)
         self._lock: Lock | None = None
         if self._folder is not None:
@@ -132,7 +131,7 @@ class Checkpoints:
         for name, outlined in plan.outlines.items():
             self._copies[name].take(outlined)
         self._count += 1
-        written = self._folder / f"{WRITING}{self._token}-{self._count}"
+        written = self._folder / f"{UNFINISHED}{self._token}-{self._count}"
         # Each task waits only for tasks that were submitted before it.
         digests = {
             name: self._threads.submit(self._copies[name].digest) for name in plan.outlines}
@@ -183,7 +182,8 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        problems = self._comm.allgather_object(_problem_of(writing.files))
+        problems = self._comm.allgather_object(_problem_of(writing.files),
+                                               label="Checkpoints.wait")
         problem = next(filter(None, problems), "")
         if writing.publisher is not None:
             if problem:

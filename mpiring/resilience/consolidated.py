@@ -19,7 +19,7 @@ class _Alone:
 
     rank, size = 0, 1
 
-    def allgather_object(self, obj: Any) -> list[Any]:
+    def allgather_object(self, obj: Any, *, label: str = "") -> list[Any]:
         """Return what the only rank has."""
         return [obj]
 

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..errors import ConfigError
+from ..errors import BufferMismatchError, ConfigError
 from ..launch.heap import keep_freed_memory
 from ..record.statistics import Statistics
 from ..memory.tensors import numpy_dtype
+from ..operations.consistency import same_on_all
 from ..reducers.by_name import Wish
-from ..training.gradients import refuse_different
 from ..training.replicas import Replicas
 from ..training.weighing import Weighing
 from .averaging import Averaging, Owner, Settings
@@ -25,7 +25,7 @@ from .guarded import without_waiting
 from .join import Uneven
 from .optimizers import follow_steps, replicated_parts
 from .sparse import sparse_parameters
-from .states import broadcast_parameters
+from .states import SAME_MODEL, copy_from
 from .tensors import tensors_in
 from .threads import share_cores
 from .wrapper import Wrapper
@@ -84,7 +84,8 @@ class DataParallel(Wrapper):
 
     Raises:
         ConfigError: The module cannot be trained on several ranks.
-        BufferMismatchError: The modules differ between ranks; names the first difference.
+        BufferMismatchError: The modules or the arguments differ between ranks; names the first
+            difference.
         ReplicaError: In backward: parameters or optimizers' state differ between ranks.
 
     Collective: yes, and so are steps, forward passes in `join()`, and the first forward pass after
@@ -96,7 +97,16 @@ class DataParallel(Wrapper):
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True,
                  deterministic: bool = False, defer_wait: bool = False,
                  order: Sequence[str] | None = None) -> None:
-        refuse_untrainable(module, comm)
+        refuse_other_than_communicators(comm)
+        with same_on_all(comm, "DataParallel", error=BufferMismatchError,
+                         remedy=SAME_MODEL) as same:
+            same.update(bucket_bytes=bucket_bytes, reducer=reducer,
+                        find_unused_parameters=find_unused_parameters,
+                        broadcast_buffers=broadcast_buffers, deterministic=deterministic,
+                        defer_wait=defer_wait, order=order)
+            refuse_untrainable(module, comm)
+            parts = dict(module.named_parameters()) | dict(module.named_buffers())
+            same["tensors"] = [f"{name} {described(tensor)}" for name, tensor in parts.items()]
         super().__init__(module)
         self._comm = comm
         self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
@@ -116,10 +126,7 @@ class DataParallel(Wrapper):
         self._uneven: Uneven | None = None
         share_cores(comm)
         keep_freed_memory()
-        parts = dict(module.named_parameters()) | dict(module.named_buffers())
-        refuse_different(comm, "parameter or buffer", [
-            f"{name} {described(tensor)}" for name, tensor in parts.items()])
-        broadcast_parameters(parts.values(), comm)
+        copy_from(0, parts.values(), comm)
         self._follow_freezing()
         follow_steps(self)
         self.register_load_state_dict_pre_hook(_as_part)
@@ -227,7 +234,7 @@ class DataParallel(Wrapper):
                 if self._averaging is not None:
                     self._averaging.step_with_nothing()
             self._replicas.copy_from(uneven.root)
-            broadcast_parameters(self.module.buffers(), self._comm, root=uneven.root)
+            copy_from(uneven.root, self.module.buffers(), self._comm)
         finally:
             self._uneven = None
             self._weighing.end_step()
@@ -378,16 +385,17 @@ class DataParallel(Wrapper):
             return
         if self._owner is not None:
             self._owner.synchronize()
-        _refuse_several_devices(parameters, self._comm)
-        refuse_different(self._comm, "trained parameter", [
-            f"{name} {described(p)}" for name, p in parameters.items()])
+        with same_on_all(self._comm, "DataParallel", error=BufferMismatchError,
+                         remedy="freeze and replace the same on every rank") as same:
+            _refuse_several_devices(parameters, self._comm)
+            same["trained"] = [f"{name} {described(p)}" for name, p in parameters.items()]
         if self._averaging is not None:
             self._averaging.close()
         steps = 0 if self._averaging is None else self._averaging.gradients.steps
         self._averaging = None
         if self._trained is not None:
             # Parameters may have been replaced.
-            broadcast_parameters(parameters.values(), self._comm)
+            copy_from(0, parameters.values(), self._comm)
             self._shared_buffers.copy()
         if parameters:
             self._averaging = Averaging(
@@ -437,8 +445,7 @@ class Buffers:
         if self._copied:
             # `data`, since a change of the tensors themselves would invalidate retained graphs;
             # BatchNorm's own changes do not either.
-            broadcast_parameters((x.data for x in self._module.buffers()), self._comm,
-                                 root=self.root)
+            copy_from(self.root, (x.data for x in self._module.buffers()), self._comm)
 
 
 def _end_step(buffers: Buffers, replicas: Replicas) -> None:

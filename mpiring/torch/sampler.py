@@ -9,6 +9,7 @@ from torch.utils.data import Sampler
 from ..arguments import refuse_other_state, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
+from ..operations.consistency import same_on_all
 
 
 class DistributedSampler(Sampler[int]):
@@ -41,10 +42,14 @@ class DistributedSampler(Sampler[int]):
     def __init__(self, dataset: Sized, comm: Communicator, *, shuffle: bool = True, seed: int = 0,
                  drop_last: bool = False, pad: bool = True) -> None:
         refuse_other_than_communicators(comm)
-        if not hasattr(dataset, "__len__"):
-            raise ConfigError(f"rank {comm.rank}: dataset is a {type(dataset).__name__}, which has "
-                              f"no length; pass what DataLoader gets, or range(n)")
-        seed = whole_number(f"rank {comm.rank}: seed", seed, 0, (1 << 31) - 1)
+        with same_on_all(comm, "DistributedSampler",
+                         remedy="give every rank the same dataset and settings") as same:
+            if not hasattr(dataset, "__len__"):
+                raise ConfigError(f"rank {comm.rank}: dataset is a {type(dataset).__name__}, which "
+                                  f"has no length; pass what DataLoader gets, or range(n)")
+            seed = whole_number(f"rank {comm.rank}: seed", seed, 0, (1 << 31) - 1)
+            same.update(length=len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last,
+                        pad=pad)
         self._n = len(dataset)
         self._rank, self._size = comm.rank, comm.size
         self._shuffle, self._seed = shuffle, seed
@@ -54,12 +59,6 @@ class DistributedSampler(Sampler[int]):
         self._position = self._start = 0
         # The iteration has ended: the next has all samples.
         self._over = False
-        mine = (self._n, shuffle, seed, drop_last, pad)
-        for rank, theirs in enumerate(comm.allgather_object(mine)):
-            if theirs != mine:
-                raise ConfigError(
-                    f"rank {self._rank}: (length, shuffle, seed, drop_last, pad) is {mine}, but "
-                    f"rank {rank} has {theirs}; give every rank the same dataset and settings")
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch: choose its order, and start at its first sample.

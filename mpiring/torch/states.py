@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..errors import ConfigError
+from ..errors import BufferMismatchError, ConfigError
 from ..memory.nests import mapped
-from ..training.gradients import refuse_different
+from ..operations.consistency import same_on_all
 from .devices import described
 
+SAME_MODEL = "build the same model, in the same order, on every rank"
 # Short tensors are fused, since each broadcast costs the latency of a message.
 _FUSED_BYTES = 1 << 20
 
@@ -27,19 +29,34 @@ def broadcast_parameters(tensors: Iterable[torch.Tensor], comm: Communicator, *,
         root: The rank to copy from.
 
     Raises:
-        ConfigError: Not tensors.
-        BufferMismatchError: The ranks passed different numbers of bytes.
+        ConfigError: Not tensors; on all ranks.
+        BufferMismatchError: The ranks passed other tensors, or another `root`; on all ranks.
 
     Collective: yes. Blocking: yes.
     """
     refuse_other_than_communicators(comm)
     tensors = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    with same_on_all(comm, "broadcast_parameters", error=BufferMismatchError,
+                     remedy="pass the same tensors, in the same order, on every rank") as same:
+        same["root"] = whole_number("root", root, 0, comm.size - 1)
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    f"rank {comm.rank}: expected tensors, got a {type(tensor).__name__}; pass a "
+                    f"list of them, as model.state_dict().values()")
+        same["tensors"] = [f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
+                           for tensor in tensors]
+    copy_from(root, tensors, comm)
+
+
+def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) -> None:
+    """Copy tensors of rank `root`, of which all ranks are known to have the same, to all ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    tensors = list(tensors)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(
-                f"rank {comm.rank}: expected tensors, got a {type(tensor).__name__}; pass a list "
-                f"of them, as model.state_dict().values()")
         by_device.setdefault(tensor.device, []).append(tensor)
     for on_one_device in by_device.values():
         for fused in _fused(on_one_device):
@@ -59,12 +76,12 @@ def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Paramet
     """
     parts = dict(module.named_parameters()) | dict(module.named_buffers())
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    refuse_different(comm, "parameter or buffer", [
-        f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
-        for name, x in parts.items()])
-    if not trained:
-        raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
-    broadcast_parameters(parts.values(), comm)
+    with same_on_all(comm, "the model", error=BufferMismatchError, remedy=SAME_MODEL) as same:
+        if not trained:
+            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
+        same["tensors"] = [f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
+                           for name, x in parts.items()]
+    copy_from(0, parts.values(), comm)
     return trained
 
 
@@ -106,21 +123,26 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
         root: The rank to copy from.
 
     Raises:
-        ConfigError: Not an optimizer.
+        ConfigError: Not an optimizer, or not of the same class and groups on all ranks; on all.
 
     Collective: yes. Blocking: yes.
     """
     refuse_other_than_communicators(comm)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"rank {comm.rank}: optimizer is a {type(optimizer).__name__}; pass a "
-                          f"torch.optim.Optimizer")
+    with same_on_all(comm, "broadcast_optimizer_state") as same:
+        same["root"] = whole_number("root", root, 0, comm.size - 1)
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ConfigError(f"rank {comm.rank}: optimizer is a {type(optimizer).__name__}; pass "
+                              f"a torch.optim.Optimizer")
+        same["optimizer"] = type(optimizer).__qualname__
+        same["groups"] = [[str(tuple(p.shape)) for p in group["params"]]
+                          for group in optimizer.param_groups]
     state = optimizer.state_dict() if comm.rank == root else None
     # Tensors are sent separately: pickled, each would be in memory three times.
     tensors: list[torch.Tensor] = []
     outline = comm.broadcast_object(mapped(state, lambda leaf: _taken(leaf, tensors)), root=root)
     if comm.rank != root:
         state = mapped(outline, lambda leaf: _filled(leaf, tensors))
-    broadcast_parameters(tensors, comm, root=root)
+    copy_from(root, tensors, comm)
     if comm.rank != root:
         optimizer.load_state_dict(state)
 

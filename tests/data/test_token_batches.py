@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+import threads
 from ranks import LENGTHS, Comm, counts, drawn, on_ranks
 
 from mpiring import ConfigError
@@ -242,14 +243,22 @@ def test_lengths_may_be_of_any_kind_of_whole_numbers():
         TokenBatches(lengths, 3, tokens=9)
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("samples", 7), ("tokens", 7), ("longest", None), ("window", 2),
-    ("seed", 9), ("shuffle", False)])
-def test_ranks_that_differ_are_named(name, value):
-    with pytest.raises(ConfigError, match=(
-            rf"rank 1: TokenBatches has {name}=\w+, but rank 0 has {name}={value}; give every "
-            rf"rank the same lengths, in the same order")):
-        TokenBatches([5, 6], Comm(1, 2, {name: value}), tokens=20, longest=10)
+@pytest.mark.parametrize(("options", "told"), [
+    ({"lengths": [5, 6, 7]}, "samples=3, but on rank 0 it is 2"),
+    ({"lengths": [5, 300]}, r"lengths\[1\]=300, but on rank 0 it is 6"),
+    ({"tokens": 301}, "tokens=301, but on rank 0 it is 300"),
+    ({"longest": None}, "longest=None, but on rank 0 it is 10"),
+    ({"window": 2}, "window=2, but on rank 0 it is 64"),
+    ({"seed": 9}, "seed=9, but on rank 0 it is 0"),
+    ({"shuffle": False}, "shuffle=False, but on rank 0 it is True")])
+def test_ranks_that_differ_are_named(options, told):
+    def rank(comm):
+        usual = {"lengths": [5, 6], "tokens": 300, "longest": 10}
+        with pytest.raises(ConfigError, match=(
+                f"^rank 1: TokenBatches has {told}; give every rank the same lengths, in the "
+                f"same order, and the same settings")):
+            TokenBatches(comm=comm, **usual | (options if comm.rank == 1 else {}))
+    threads.on_ranks(3, rank)
 
 
 def test_states_of_other_batches_are_refused():

@@ -234,7 +234,7 @@ def test_what_cannot_be_saved_is_told_on_all_ranks_and_the_next_one_can(tmp_path
 def test_arguments_that_differ_or_cannot_work(tmp_path):
     with pytest.raises(ConfigError, match="keep=0: expected a whole number of at least 1"):
         on_ranks(1, lambda comm: Checkpoints(tmp_path, comm, keep=0))
-    with pytest.raises(ConfigError, match=r"\(folder, keep, seed\) is .* but rank"):
+    with pytest.raises(ConfigError, match="rank .: Checkpoints has .*, but on rank 0 it is"):
         on_ranks(2, lambda comm: Checkpoints(tmp_path, comm, seed=comm.rank))
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="rank 0 on .*exists"):
@@ -308,6 +308,20 @@ def test_a_folder_that_disappears_is_told(tmp_path):
             checkpoints.wait()
         checkpoints.close()
     on_ranks(2, run)
+
+
+def test_rank_0_may_publish_as_soon_as_the_last_file_has_its_name(tmp_path, monkeypatch):
+    rename = os.rename
+
+    def published_at_once(source, target, **options):
+        rename(source, target, **options)
+        if "rank-00001" in str(target):
+            end = time.monotonic() + SOON_S
+            while not (tmp_path / "latest").exists() and time.monotonic() < end:
+                time.sleep(0.01)
+    monkeypatch.setattr(os, "rename", published_at_once)
+    save(tmp_path, [1])
+    assert [saved.step for saved in load(tmp_path)] == [1, 1]
 
 
 def test_a_rank_whose_file_never_comes_is_not_waited_for_for_ever(tmp_path):

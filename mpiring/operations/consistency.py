@@ -1,0 +1,149 @@
+"""Checks that all ranks pass the same values, and raises the error of one rank on every rank."""
+
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..errors import ConfigError, MpiringError
+from ..memory.digest import bytes_of, digest
+from ..memory.nests import leaves
+from ..memory.sliced import Sliced
+from ..memory.tensors import array_of, is_tensor
+
+
+class Ranks(Protocol):
+    """The part of a Communicator that compares objects."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+
+    def allgather_object(self, obj: Any, /, *, label: str) -> list[Any]:
+        """Return the objects of all ranks."""
+
+    def broadcast_object(self, obj: Any, /, *, root: int) -> Any:
+        """Return the object of rank `root`."""
+
+
+@contextmanager
+def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigError,
+                remedy: str = "pass the same on every rank") -> Iterator[dict[str, Any]]:
+    """Compare across ranks what the block writes into a dict, and raise errors on all ranks.
+
+        with same_on_all(comm, "LocalSGD") as same:
+            same["every"] = self.every = whole_number("every", every, 1)
+
+    An exception in the block of one rank is raised on that rank, and ends the call on all others
+    with its text. So no rank changes anything before all ranks have passed the block.
+
+    Args:
+        comm: The ranks.
+        call: What they have called; ranks that have called something else are refused, too.
+        error: Raised if values differ.
+        remedy: The end of its message.
+
+    Yields:
+        A dict for values by name: numbers, strings, arrays, tensors, and mappings and lists of
+        them. Of `Sliced` tensors only shape and dtype are compared, of other objects the type.
+
+    Raises:
+        MpiringError: The error of the lowest rank that has failed; or `error`, which names the
+            first difference, both ranks and both values.
+
+    Collective: yes, but not in the block. Blocking: yes.
+    """
+    values: dict[str, Any] = {}
+    failure: Exception | None = None
+    flat: dict[str, Any] = {}
+    try:
+        yield values
+        flat = {_path_text(path): _on_host(leaf) for path, leaf in leaves(values)}
+    except Exception as exc:
+        failure = exc
+    _compare(comm, call, error, failure, flat, remedy)
+
+
+def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Exception | None,
+             values: Mapping[str, Any], remedy: str) -> None:
+    texts = {path: text_of(value) for path, value in values.items()}
+    number = digest(f"{path}={text}\n".encode() for path, text in texts.items())
+    answers = comm.allgather_object((_sendable(failure, error), number), label=call)
+    if failure is not None:
+        raise failure
+    for rank, (sent, _) in enumerate(answers):
+        if sent is not None:
+            kind, text = sent
+            raise kind(text if text.startswith(f"rank {rank}:") else f"rank {rank}: {text}")
+    if len({number for _, number in answers}) == 1:
+        return
+    # From here on, time does not matter.
+    expected = comm.broadcast_object(texts, root=0)
+    first = next((path for path in {**expected, **texts}
+                  if texts.get(path) != expected.get(path)), None)
+    paths = comm.allgather_object(first, label=f"{call}, its differences")
+    rank, path = next((rank, path) for rank, path in enumerate(paths) if path is not None)
+    on_rank_0 = comm.broadcast_object(values.get(path) if path in texts and isinstance(
+        values[path], np.ndarray) else None, root=0)
+    text = _difference(path, values.get(path), on_rank_0, texts, expected)
+    text = comm.broadcast_object(f"rank {rank}: {call} has {text}; {remedy}", root=rank)
+    raise error(text)
+
+
+def _difference(path: str, value: Any, on_rank_0: Any, texts: Mapping[str, str],
+                expected: Mapping[str, str]) -> str:
+    """Return a value of this rank and that of rank 0; of two arrays the first elements."""
+    if isinstance(value, np.ndarray) and isinstance(on_rank_0, np.ndarray) and (
+            value.size and (value.shape, value.dtype) == (on_rank_0.shape, on_rank_0.dtype)):
+        bits, others = (bytes_of(x).reshape(value.size, -1) for x in (value, on_rank_0))
+        index = int((bits != others).any(1).argmax())
+        where = ", ".join(map(str, np.unravel_index(index, value.shape)))
+        return (f"{path}[{where}]={value.reshape(-1)[index]}, but on rank 0 it is "
+                f"{on_rank_0.reshape(-1)[index]}")
+    return (f"{path}={texts.get(path, 'nothing')}, but on rank 0 it is "
+            f"{expected.get(path, 'nothing')}")
+
+
+def _sendable(failure: Exception | None, error: type[MpiringError]) -> Any:
+    if failure is None:
+        return None
+    if isinstance(failure, MpiringError):
+        return type(failure), str(failure)
+    return error, f"{type(failure).__name__}: {failure}"
+
+
+def _path_text(path: tuple[Any, ...]) -> str:
+    return str(path[0]) + "".join(f"[{key!r}]" for key in path[1:])
+
+
+def _on_host(x: Any) -> Any:
+    """Return tensors and arrays of GPUs as NumPy's, those of one element as numbers."""
+    if is_tensor(x):
+        dense = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        try:
+            x = array_of(dense).reshape(dense.shape)
+        except MpiringError:
+            # A dtype of fewer bits, which NumPy lacks: float32 has all its values.
+            x = dense.float().numpy()
+    elif hasattr(x, "__cuda_array_interface__") and hasattr(x, "get"):
+        x = x.get()
+    return x.item() if isinstance(x, np.generic | np.ndarray) and not x.ndim else x
+
+
+def text_of(x: Any) -> str:
+    """Return a value as a text that is equal on two ranks if the values are.
+
+    Numbers are equal whatever their types are; arrays are told by shape, dtype and a digest.
+    """
+    if isinstance(x, Sliced):
+        return f"{x.dtype} {x.shape} in slices"
+    if isinstance(x, np.ndarray):
+        return f"{x.dtype} {x.shape} {digest([bytes_of(x)]):016x}"
+    if isinstance(x, float) and x.is_integer():
+        return repr(int(x))
+    if isinstance(x, bool | int | float | complex | str | bytes | None):
+        return repr(x)
+    if isinstance(x, Set):
+        return f"{{{', '.join(sorted(map(text_of, x)))}}}"
+    return f"a {type(x).__qualname__}"
