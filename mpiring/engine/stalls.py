@@ -55,7 +55,7 @@ class StallWatch:
         self._recorder = recorder
         self._ledger = ledger
         self.config = config
-        self._warn = warn or _print_at_once
+        self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
         self._lock = threading.Lock()    # the caller enters, the engine's thread looks
         self.last: Flight | None = None
@@ -203,7 +203,7 @@ class MessageWatch:
         self._post = post
         self._owner = owner
         self._recorder = recorder
-        self._warn = warn or _print_at_once
+        self._warn = warn or print_at_once
         # Without a lock: each change is atomic, and a fork may happen at any time.
         self._waits: dict[int, _Wait] = {}
 
@@ -286,7 +286,8 @@ def _answer(post: "Mailbox", source: int, question: dict[str, Any], text: str, w
     post.post(source, json.dumps(answer).encode())
 
 
-def _print_at_once(text: str) -> None:
+def print_at_once(text: str) -> None:
+    """Print a report to standard error."""
     # One write (print makes two), so that the launcher does not mix ranks' lines.
     sys.stderr.write(f"mpiring: {text}\n")
     sys.stderr.flush()
