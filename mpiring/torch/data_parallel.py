@@ -263,8 +263,8 @@ class DataParallel(Wrapper):
 
         The same on all ranks. Gradients are checked before they are sent: in each step those that
         are sent last (except on a GPU, which would have to be waited for), which the NaN of any
-        other layer reaches, and all in the ten steps after such a step. Rank 0 warns when an
-        optimizer is about to use them.
+        other layer reaches, and all in the ten steps after one whose means were not finite. Rank 0
+        warns when an optimizer is about to use them.
         """
         return {} if self._averaging is None else self._averaging.gradients.nonfinite.found
 
@@ -316,7 +316,8 @@ class DataParallel(Wrapper):
                 f"rank {self._comm.rank}: {type(optimizer).__name__} is to update parameters of a "
                 f"model that has a Sharded optimizer; take steps with that one only, or close() it "
                 f"first")
-        if averaging is None or not (averaging.under_way or averaging.gradients.nonfinite.found):
+        if averaging is None or not (
+                averaging.under_way or averaging.gradients.nonfinite.unreported):
             return
         if averaging.is_for(optimizer):
             averaging.wait()
