@@ -99,6 +99,7 @@ class Averager:
         buckets: In the order in which they leave.
         tensors: By name, in the given order.
         steps: Steps that are complete.
+        updates: Steps of optimizers since the last of these; counted by the adapter.
         compressors: The Reducers that have a state.
         scatters: Means are left in this rank's slices of the buckets only; see `scatter`.
         finite: Whether all means of the last complete step are finite; the same on all ranks. True
@@ -138,7 +139,7 @@ class Averager:
         self._fused: list[TensorSpec] = []
         self._is_final = deterministic or order is not None
         self._retired: list[Bucket] = []
-        self.steps, self.scatters, self.finite = steps, False, True
+        self.steps, self.updates, self.scatters, self.finite = steps, 0, False, True
         # Of the present step: the tensors that are ready, since when there are any, and the
         # reductions of the buckets that have left; None for one that was waited for at once.
         self._order: list[str] = []
@@ -203,7 +204,10 @@ class Averager:
     @property
     def moment(self) -> str:
         """The present step in words; compared across ranks."""
-        return f"step {self.steps}"
+        # A rank has skipped a step of the others, unless all ranks have several optimizers.
+        more = (f" ({self.updates} optimizer steps since its last averaged backward pass)"
+                if self.updates > min(self.steps, 1) else "")
+        return f"step {self.steps}{more}"
 
     def expects(self, name: str) -> bool:
         """Return whether a tensor is yet to be marked as written in this step."""
@@ -300,7 +304,7 @@ class Averager:
         if not self._is_final:
             self._fuse_as_ready()
         self._order.clear()
-        self.steps += 1
+        self.steps, self.updates = self.steps + 1, 0
 
     def _expect_all(self) -> None:
         # In `_end_step`, the loop's variable would keep a bucket while others are built.
