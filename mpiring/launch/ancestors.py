@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .environment import launched_size, launcher_of
+from .environment import launched_size, launcher_of, variables_of
 
 # Those that start ranks on their own node, by the names that Linux gives them. (srun's ranks are
 # children of slurmstepd.)
@@ -42,11 +42,16 @@ def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) ->
                          if _status(proc / child)["Name"] not in _MESSENGERS]
                 return (len(ranks), f"{name} (process {parent}) has started {len(ranks)} "
                                     f"processes on this node,") if len(ranks) > 1 else (1, "")
-            if "libmpi" in _text(process / "maps"):
+            try:
+                runs_mpi = "libmpi" in (process / "maps").read_text(errors="replace")
+                variables = variables_of(process)
+            except PermissionError:
+                # Another user's, such as sudo.
+                continue
+            if runs_mpi:
                 break
-            environ = _environ(process)
-            if launcher_of(environ):
-                count, source = launched_size(environ)
+            if launcher_of(variables):
+                count, source = launched_size(variables)
                 return count, f"{source} of process {parent} ({name}) promises {count} ranks,"
     except (OSError, KeyError):
         # A process has ended, or is not shown.
@@ -64,16 +69,3 @@ def _children(process: Path) -> list[str]:
     # Any thread may have started some.
     return [child for thread in (process / "task").iterdir()
             for child in (thread / "children").read_text().split()]
-
-
-def _environ(process: Path) -> Mapping[str, str]:
-    pairs = (word.partition("=") for word in _text(process / "environ").split("\0"))
-    return {name: value for name, _, value in pairs}
-
-
-def _text(file: Path) -> str:
-    """Return the text of a file; "" for one of another user's process, such as sudo."""
-    try:
-        return file.read_text(errors="replace")
-    except PermissionError:
-        return ""

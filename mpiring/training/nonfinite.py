@@ -104,7 +104,8 @@ class NonFinite:
         self._is_known, self._is_reported = True, bool(self.found) or self._saw_all
         if self._comm.rank:
             return
-        before = "NaN or Inf in gradients before they were averaged, and so in the means of all ranks"
+        before = ("NaN or Inf in gradients before they were averaged, and so in the means of all "
+                  "ranks")
         if self.found:
             unseen = "" if self._saw_all else (
                 " (of those that leave last: others were not looked at)")
