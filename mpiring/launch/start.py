@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from . import forks
+from .ancestors import launched_by_ancestors
 from .environment import launched_size, launchers
 from .first_report import FirstReport
 
@@ -91,7 +92,22 @@ def mpi_world(*, allow_singleton: bool) -> Any:
     if not allow_singleton and wanted > 1 and world.Get_size() == 1:
         raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but this "
                               f"process on {socket.gethostname()} is alone in its MPI world")
+    if not allow_singleton and world.Get_size() == 1 and not launchers():
+        _refuse_dropped_variables()
     return world
+
+
+def _refuse_dropped_variables() -> None:
+    """Raise LaunchError if a launcher has started several ranks, of which this is one."""
+    count, source = launched_by_ancestors()
+    if count > 1:
+        _linger()
+        raise LaunchError(
+            f"{source} but this process on {socket.gethostname()} is alone in its MPI world and "
+            f"has none of the launcher's variables. A program between the launcher and Python has "
+            f"dropped them, such as env -i, sudo, or a container with a clean environment: let it "
+            f"keep the environment (sudo -E), or start the launcher inside it. If one rank is what "
+            f"you want, set MPIRING_ALLOW_SINGLETON=1, also inside it.")
 
 
 def refusal(wanted: int, what: str) -> LaunchError:
