@@ -100,6 +100,7 @@ class TrainingComm(ThreadComm):
 
     def allreduce(self, x, *, op="sum"):
         _run(_Collectives(self).allreduce(x.reshape(-1), op=op))
+        return x
 
     def submit(self, call, build, *, device=None, ready=()):
         calls = self.allgather_object(str(call))
