@@ -178,6 +178,7 @@ class LoadHooks:
         if weights.comm.closed:
             # Nobody can agree any more.
             weights.leave()
+            self.weights = None
             return
         self._block = weights.writing()
         self._block.__enter__()

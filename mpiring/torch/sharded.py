@@ -295,23 +295,37 @@ class Sharded(torch.optim.Optimizer):
         arguments = {"norm_type": norm_type, **more}
         call = Call(what, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
                     remedy=f"pass the same to {what} on every rank")
-        total, op, failure = np.zeros(1), "sum", None
+        total, failure = 0.0, None
         try:
             checked = {name: number(name, arguments[name], *_NUMBERS[name])
                        for name in _NUMBERS if name in arguments}
             norm_type = checked["norm_type"]
-            total[0] = self._norm_of_shards(norm_type)
-            if norm_type == math.inf:
-                op = "max"
-            else:
-                total **= norm_type
+            total = self._norm_of_shards(norm_type)
         except ConfigError as error:
             # Raised when all ranks are known to have passed the same.
-            failure = error
-        self._comm.run(call, lambda collectives: collectives.allreduce(total, op=op))
+            failure, norm_type = error, 1.0
+        if norm_type == math.inf:
+            largest = np.array([total])
+            self._comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
+            return float(largest[0])
+        total = self._sum(call, total ** norm_type)
         if failure is not None:
             raise failure
-        return float(total[0] if op == "max" else total[0] ** (1 / norm_type))
+        return total ** (1 / norm_type)
+
+    def _sum(self, call: Call, x: float) -> float:
+        """Return the sum of all ranks' numbers, if they have made the same call.
+
+        An allreduce whose call is always the same is several times as fast as one with a call of
+        its own. So a digest of the call travels with the number: k and its square, whose sums
+        belong together only where all are equal. They are exact below 8,192 ranks.
+        """
+        key = call.digest % 2**20
+        sums = self._comm.allreduce(np.array([x, key, key**2], np.float64))
+        if int(sums[2]) * self._comm.size != int(sums[1])**2:
+            # Raises: it says which rank has called what.
+            self._comm.run(call, lambda collectives: collectives.barrier())
+        return float(sums[0])
 
     def _norm_of_shards(self, norm_type: float) -> float:
         parts = [torch.linalg.vector_norm(block.abs() if block.is_complex() else block,
