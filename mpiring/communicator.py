@@ -24,6 +24,7 @@ from .launch.start import mpi_world
 from .memory.arrays import dtype_name
 from .objects import ObjectCollectives
 from .operations.agreement import Call, part_of
+from .operations.consistency import same_on_all
 from .operations.model import Model
 from .persistent import A, ArrayCollectives
 from .record.statistics import Statistics
@@ -277,8 +278,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         Args:
             fresh: Measure even if an earlier job on such a cluster has.
 
+        Raises:
+            ConfigError: Ranks pass different values; on all.
+
         Collective: yes. Blocking: yes.
         """
+        with same_on_all(self, "tune") as same:
+            same["fresh"] = bool(fresh)
         return self._group.tune(fresh=fresh)
 
     def prepare(self, dtypes: Iterable[DTypeLike] = ()) -> None:
@@ -293,12 +299,18 @@ class Communicator(ArrayCollectives, ObjectCollectives):
                 float16; the same on all ranks.
 
         Raises:
-            ConfigError: Collectives cannot send a dtype.
+            ConfigError: Collectives cannot send a dtype, or ranks pass different ones; on all.
 
         Collective: yes. Blocking: yes.
         """
+        with same_on_all(self, "prepare") as same:
+            try:
+                names = same["dtypes"] = [*COMPILED_EARLY, *map(dtype_name, dtypes)]
+            except TypeError as exc:
+                raise ConfigError(f"rank {self.rank}: dtypes={dtypes!r:.200}: {exc}; expected a "
+                                  f"list of NumPy's") from exc
         self._group.tune_once()
-        compile_rounds(self._group, [*COMPILED_EARLY, *map(dtype_name, dtypes)])
+        compile_rounds(self._group, names)
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:

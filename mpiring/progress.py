@@ -12,6 +12,7 @@ from typing import Any
 
 from .arguments import number, path, whole_number
 from .errors import ConfigError
+from .files import regular, replacing
 
 
 class Progress:
@@ -35,7 +36,7 @@ class Progress:
 
     Raises:
         ConfigError: An argument is no number or path.
-        OSError: The metrics cannot be written.
+        OSError: The metrics cannot be written, or the file is a link or a pipe.
     """
 
     def __init__(self, text: str, total: int, *, shown: bool = True, done: int = 0,
@@ -51,7 +52,7 @@ class Progress:
         if shown and metrics is not None:
             file = Path(path("metrics", metrics))
             _forget(file, done)
-            self._metrics = open(file, "a", encoding="utf-8")
+            self._metrics = open(file, "a", encoding="utf-8", opener=regular)
         if shown and sys.stderr is not None and sys.stderr.isatty():
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
@@ -125,14 +126,16 @@ def _plain(value: Any) -> Any:
 
 def _forget(path: Path, done: int) -> None:
     """Delete lines on later steps, and an incomplete line, from a file of metrics."""
-    if not path.exists():
+    try:
+        # Opened to write, so that no link is followed.
+        with open(path, "r+", encoding="utf-8", errors="replace", opener=regular) as file:
+            lines = file.read().splitlines(keepends=True)
+    except FileNotFoundError:
         return
-    lines = path.read_text("utf-8", errors="replace").splitlines(keepends=True)
     valid = [line for line in lines if _is_of_steps_up_to(done, line)]
     if len(valid) < len(lines):
-        new = path.with_name(f"{path.name}.new")
-        new.write_text("".join(valid), "utf-8")
-        os.replace(new, path)
+        with replacing(path) as new:
+            new.file.write("".join(valid).encode())
 
 
 def _is_of_steps_up_to(done: int, line: str) -> bool:

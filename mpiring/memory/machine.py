@@ -16,9 +16,7 @@ import importlib
 import importlib.metadata
 import json
 import logging
-import os
 import platform
-import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ..saving import save
+from ..files import parsed, read, save
 
 Make = Callable[..., Callable[..., Any]]
 # The address of a function, and what owns its memory.
@@ -42,6 +40,8 @@ _folder: Path | None = None
 
 _SYMBOL = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"),
                     ("value", "u8"), ("size", "u8")])
+# The largest object file of this package has 60 kB.
+_MOST_BYTES = 16 << 20
 # Modules whose attributes are what their names say.
 _MODULES = ("numpy", "math")
 
@@ -199,12 +199,12 @@ def _read(about: dict[str, str]) -> _Found | None:
         llvm = _llvm()
         processor = _processor(llvm)
         file = _file(about, _hash(processor))
-        content = _content(file)
+        content = read(file, _MOST_BYTES, private=True)
         check, body = content[:65], content[65:]
         if check != _checksum(body):
             raise ValueError("it is damaged")
         head, _, image = body.partition(b"\n")
-        told = json.loads(head)
+        told = parsed(head, 1)
         symbol = told.pop("symbol")
         if told != {**about, **processor}:
             raise ValueError("it is of something else")
@@ -216,21 +216,6 @@ def _read(about: dict[str, str]) -> _Found | None:
     except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.info("%s is not used: %s", file, error)
         return None
-
-
-def _content(file: Path) -> bytes:
-    """Return the content of a file that nobody but this user, or root, can have written."""
-    def without_waiting(path: str, flags: int) -> int:
-        # If it is a pipe, for a writer.
-        return os.open(path, flags | os.O_NONBLOCK)
-
-    with open(file, "rb", opener=without_waiting) as opened:
-        status = os.fstat(opened.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-            raise ValueError("it is not a file of this user")
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise ValueError("others may write to it")
-        return opened.read()
 
 
 def _loaded(llvm: Any, image: bytes, symbol: str) -> _Found:

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..files import parsed
+
 # A bucket is long enough when latency is not more than this share of its time.
 _LATENCY_SHARE = 0.1
 # Beyond the measured sizes bytes count, so that the algorithm that sends the fewest is
@@ -22,6 +24,8 @@ _UNMEASURED = 1.25
 # Beyond this many times the largest measured size only bytes count.
 _FAR = 32
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 25 << 20
+# An object of lists of pairs.
+_LEVELS = 3
 
 
 @dataclass(frozen=True)
@@ -113,10 +117,10 @@ class Model:
             ValueError: It holds none.
         """
         try:
-            found: Mapping[str, Any] = json.loads(text)
+            found: Mapping[str, Any] = parsed(text.encode(), _LEVELS)
             return cls(tuple((str(name), Curve(_points(points)))
                              for name, points in found.items()))
-        except (AttributeError, KeyError, TypeError) as exc:
+        except (ArithmeticError, AttributeError, KeyError, TypeError) as exc:
             raise ValueError(f"not a model: {text[:100]!r}") from exc
 
 

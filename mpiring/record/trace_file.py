@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..files import regular, replacing
 from .clocks import ClockReading, compare_clocks
 from .recorder import Flight
 
@@ -80,7 +81,7 @@ class TraceFile:
         problem, file = "", None
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._path("trace", "json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            file = regular(self._path("trace", "json"), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             problem = f"rank {self._rank} on {socket.gethostname()}: {error.strerror or error}"
         problems = [*filter(None, self._comm.allgather(problem))]
@@ -118,7 +119,8 @@ class TraceFile:
         """
         now, name = time.monotonic(), self._path("flight", "txt")
         try:
-            Path(name).write_text("\n".join([*lines, ""]))
+            with replacing(Path(name)) as new:
+                new.file.write("\n".join([*lines, ""]).encode())
         except OSError:
             # The lines are in the log as well.
             name = ""

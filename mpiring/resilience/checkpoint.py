@@ -13,9 +13,10 @@ from typing import Any, ClassVar
 from ..arguments import path, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import CheckpointError, ClosedError
+from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
 from .checkpoint_file import Copy
-from .folder import WRITING, Lock, open_folder, remove, where
+from .folder import Lock, open_folder, remove, where
 from .plan import Plan, agree
 from .publisher import Publisher, leave_note
 from .reader import Reader, Saved
@@ -130,7 +131,7 @@ class Checkpoints:
         for name, outlined in plan.outlines.items():
             self._copies[name].take(outlined)
         self._count += 1
-        written = self._folder / f"{WRITING}{self._token}-{self._count}"
+        written = self._folder / f"{UNFINISHED}{self._token}-{self._count}"
         # Each task waits only for tasks that were submitted before it.
         digests = {
             name: self._threads.submit(self._copies[name].digest) for name in plan.outlines}

@@ -13,6 +13,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError
+from ..files import parsed, regular, replacing
 from .tree import Bytes, Outline
 
 # First byte, and the one after the last, of an array; by its name.
@@ -30,6 +32,8 @@ _TREE = "mpiring"
 # Bytes of a system call, during which Python's lock is free.
 _PIECE_BYTES = 8 << 20
 _HASH_DIGITS = 32
+# Lists and objects that enclose each other in the header: the tree in it is a string.
+_LEVELS = 3
 
 
 class Copy:
@@ -62,20 +66,12 @@ class Copy:
         Raises:
             OSError: Such as a full disk. What was written is deleted.
         """
-        unfinished = folder / f"{name}.unfinished"
         data = self._memory[:self._nbytes].data
-        try:
-            with open(unfinished, "wb", buffering=0) as file:
-                _write_all(file.fileno(), memoryview(self._header))
-                _write_all(file.fileno(), data)
-                os.fsync(file.fileno())
-            complete = f"{name}.{digest.result()}{SUFFIX}"
-            os.rename(unfinished, folder / complete)
-            sync_folder(folder)
-        except OSError:
-            unfinished.unlink(missing_ok=True)
-            raise
-        return complete
+        with replacing(folder / name, synced=True, links=False) as new:
+            _write_all(new.file.fileno(), memoryview(self._header))
+            _write_all(new.file.fileno(), data)
+            new.name = f"{name}.{digest.result()}{SUFFIX}"
+        return new.name
 
     def digest(self) -> str:
         """Return a hash of the content of the file."""
@@ -92,21 +88,13 @@ def write_plain(path: Path, outline: Outline) -> None:
     """
     header, bounds = _laid_out(outline)
     end = len(header) + max((stop for _, stop in bounds.values()), default=0)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with open(unfinished, "w+b", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(header))
-            # A disk that is full shows now, not as a signal while memory is written to.
-            os.posix_fallocate(file.fileno(), 0, end)
-            memory = np.memmap(file, np.uint8, "r+")
-            _fill(memory[len(header):], outline, bounds)
-            memory.flush()
-            os.fsync(file.fileno())
-        os.rename(unfinished, path)
-        sync_folder(path.parent)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with replacing(path, synced=True) as new:
+        _write_all(new.file.fileno(), memoryview(header))
+        # A disk that is full shows now, not as a signal while memory is written to.
+        os.posix_fallocate(new.file.fileno(), 0, end)
+        memory = np.memmap(new.file, np.uint8, "r+")
+        _fill(memory[len(header):], outline, bounds)
+        memory.flush()
 
 
 def _laid_out(outline: Outline) -> tuple[bytes, Layout]:
@@ -217,7 +205,7 @@ class _Source:
 
     def __enter__(self) -> "_Source":
         try:
-            self._file = open(self._path, "rb")
+            self._file = open(self._path, "rb", opener=regular)
             there = os.fstat(self._file.fileno()).st_size
         except OSError as exc:
             raise self._told(exc) from exc
@@ -231,13 +219,15 @@ class _Source:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._file.close()
-        if isinstance(error, OSError):
+        # The length of a file is no reason to end a job: there may be a hole in it.
+        if isinstance(error, OSError | MemoryError):
             raise self._told(error) from error
 
-    def _told(self, error: OSError) -> CheckpointError:
+    def _told(self, error: OSError | MemoryError) -> CheckpointError:
         if isinstance(error, FileNotFoundError):
             return CheckpointError(f"{self._path.name} is missing")
-        return CheckpointError(f"{self._path.name} cannot be read: {error.strerror or error}")
+        reason = getattr(error, "strerror", None) or error
+        return CheckpointError(f"{self._path.name} cannot be read: {reason}")
 
     def mapped(self) -> Bytes:
         """Map the whole file into memory, read-only."""
@@ -271,10 +261,12 @@ class _Source:
         origin = end = 8 + length
         layout = {}
         try:
-            header = json.loads(self.take(length).tobytes())
-            text: str = header.pop("__metadata__")[_TREE]
+            header = parsed(self.take(length).tobytes(), _LEVELS)
+            text = header.pop("__metadata__")[_TREE]
+            if not isinstance(text, str):
+                raise self._damaged
             for name, entry in header.items():
-                start, stop = (origin + offset for offset in entry["data_offsets"])
+                start, stop = (origin + index(offset) for offset in entry["data_offsets"])
                 if start != end or stop < start:
                     raise self._damaged
                 layout[name], end = (start, stop), stop
@@ -294,12 +286,3 @@ class _Source:
         """Raise CheckpointError if the content is not what the name of the file says."""
         if self._digest.hexdigest()[:_HASH_DIGITS] != self._path.name.split(".")[-2]:
             raise self._damaged
-
-
-def sync_folder(folder: Path) -> None:
-    """Sync the names in a folder to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,8 +1,6 @@
 """The layout of a folder of checkpoints: which is the newest, and which job may write."""
 
 import fcntl
-import hashlib
-import json
 import logging
 import os
 import re
@@ -17,14 +15,11 @@ from typing import Any
 
 from ..communicator import Communicator
 from ..errors import CheckpointError
-from .checkpoint_file import sync_folder
+from ..files import UNFINISHED, read, regular, replacing, sync_folder
+from .manifest import MANIFEST, sealed
 
 _log = logging.getLogger("mpiring")
 
-FORMAT = "mpiring checkpoint"
-# What is written, and the oldest that is read. Since 2 there is sharded state.
-VERSION, OLDEST = 2, 1
-MANIFEST = "manifest.json"
 POINTER = "latest"
 _LOCK = "lock"
 # A checkpoint: its number in this folder, which grows, and its step.
@@ -32,9 +27,11 @@ _NAME = re.compile(r"(\d{6,})-step-\d+")
 # How long a change may take to appear on other nodes, as over NFS.
 PATIENCE_S = 5.0
 PAUSE_S = 0.1
-# Prefixes: of a checkpoint that is being written, of one that is being deleted, and of the files
-# by which ranks find out whether they share the folder.
-WRITING, DELETING, MARK = ".writing-", ".deleting-", ".mark-"
+# Prefixes: of a checkpoint that is being deleted, and of the files by which ranks find out whether
+# they share the folder.
+DELETING, MARK = ".deleting-", ".mark-"
+# Lengths of the longest texts of a pointer and a lock that are read.
+_POINTER_BYTES, _HOLDER_CHARACTERS = 4096, 300
 
 
 def complete(folder: Path) -> list[str]:
@@ -61,7 +58,7 @@ def candidates(folder: Path) -> tuple[list[str], str]:
     """
     names = complete(folder)
     try:
-        latest = (folder / POINTER).read_text("ascii").strip()
+        latest = read(folder / POINTER, _POINTER_BYTES).decode("ascii").strip()
     except FileNotFoundError:
         return names, f"there is no file {POINTER}" if names else ""
     except (OSError, ValueError) as exc:
@@ -83,56 +80,14 @@ def publish(folder: Path, written: Path, step: int, manifest: Mapping[str, Any])
     Raises:
         OSError: It is not published, and the one before is still the newest.
     """
-    _write_synced(written / MANIFEST, _sealed(manifest))
-    sync_folder(written)
+    with replacing(written / MANIFEST, synced=True, links=False) as new:
+        new.file.write(sealed(manifest).encode())
     name = f"{max(map(_number, complete(folder)), default=0) + 1:06d}-step-{step}"
     os.rename(written, folder / name)
     sync_folder(folder)
-    _write_synced(folder / f".{POINTER}", f"{name}\n")
-    os.rename(folder / f".{POINTER}", folder / POINTER)
-    sync_folder(folder)
+    with replacing(folder / POINTER, synced=True) as new:
+        new.file.write(f"{name}\n".encode())
     return name
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sealed(manifest: Mapping[str, Any]) -> str:
-    """Return JSON of a manifest, with a hash of itself."""
-    return json.dumps({**manifest, "sha256": _hash_of(manifest)}, indent=1) + "\n"
-
-
-def _hash_of(manifest: Mapping[str, Any]) -> str:
-    text = json.dumps({key: manifest[key] for key in sorted(manifest) if key != "sha256"})
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: It differs from what was written, or is not mpiring's; says why.
-    """
-    try:
-        found = json.loads((checkpoint / MANIFEST).read_text("utf-8"))
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{MANIFEST} is missing") from exc
-    except OSError as exc:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {exc.strerror or exc}") from exc
-    except ValueError as exc:
-        raise CheckpointError(f"{MANIFEST} is torn: {exc}") from exc
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise CheckpointError(f"{MANIFEST} is not one of mpiring's")
-    if found.get("version") not in range(OLDEST, VERSION + 1):
-        raise CheckpointError(f"{MANIFEST} has version {found.get('version')!r}, but this mpiring "
-                              f"reads versions {OLDEST} to {VERSION}")
-    if found.get("sha256") != _hash_of(found):
-        raise CheckpointError(f"{MANIFEST} does not have the content that was written")
-    return found
 
 
 def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
@@ -169,7 +124,7 @@ def remove(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Delete what earlier jobs have left unfinished."""
     for entry in list(folder.iterdir()):
-        if entry.name.startswith((WRITING, DELETING, MARK)):
+        if entry.name.startswith((UNFINISHED, DELETING, MARK)):
             remove(entry)
 
 
@@ -188,14 +143,14 @@ class Lock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._file = open(folder / _LOCK, "a+", encoding="utf-8")
+        self._file = open(folder / _LOCK, "a+", errors="replace", opener=regular)
         self._close = weakref.finalize(self, self._file.close)
         self.held = True
         try:
             self._take()
         except BlockingIOError as exc:
             self._file.seek(0)
-            holder = self._file.read().strip() or "an unknown process"
+            holder = self._file.read(_HOLDER_CHARACTERS).strip() or "an unknown process"
             self.release()
             raise CheckpointError(
                 f"{folder} is in use: {holder} writes its checkpoints there; give each job a "
@@ -206,9 +161,11 @@ class Lock:
                 "%s is on a file system without locks (%s): see to it that no second job writes "
                 "its checkpoints there", folder, exc.strerror or exc)
             return
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        # With a second name, it may be a file that another user wants to be emptied.
+        if os.fstat(self._file.fileno()).st_nlink == 1:
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._file.flush()
 
     def _take(self) -> None:
         """Lock the file, which a job that has just ended may hold for a moment longer."""
@@ -289,7 +246,7 @@ def _touched(mark: Path) -> str:
     end = time.monotonic() + PATIENCE_S
     while True:
         try:
-            mark.touch()
+            open(mark, "x", opener=regular).close()
             return ""
         except OSError as exc:
             # Rank 0 may have made the folder just now.

@@ -75,7 +75,7 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
         answer = _Answer("", step, own is not None, ranges_of(slices), _digest(found))
     except ConfigError as exc:
         answer = _Answer(f"{where(comm)}: {exc}")
-    answers: list[_Answer] = comm.allgather_object(answer)
+    answers: list[_Answer] = comm.allgather_object(answer, label="Checkpoints.save")
     for rank, its in enumerate(answers):
         if its.problem or its.step != answers[0].step:
             raise ConfigError(its.problem or f"rank {rank} saves step {its.step}, but rank 0 saves "

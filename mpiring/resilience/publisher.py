@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
+from ..files import read, replacing
 from .checkpoint_file import SUFFIX, name_of
-from .folder import FORMAT, VERSION, publish, thin_out
+from .folder import publish, thin_out
+from .manifest import FORMAT, VERSION
 
 # Pauses between two looks; each is half as long again as the last.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
-_NOTE = ".failed"
+_NOTE, _NOTE_BYTES = ".failed", 1 << 16
 # The file with the tree of sharded state, and what in it is equal on all ranks.
 SHARDED = "sharded"
 
@@ -31,7 +33,8 @@ def slices_name(rank: int) -> str:
 def leave_note(written: Path, rank: int, problem: str) -> None:
     """Leave a note for rank 0, which would wait for this rank's file in vain."""
     try:
-        (written / f"{written_name(rank)}{_NOTE}").write_text(problem)
+        with replacing(written / f"{written_name(rank)}{_NOTE}", links=False) as new:
+            new.file.write(problem.encode())
     except OSError:
         # Rank 0 learns it in the next `wait`.
         return
@@ -90,7 +93,8 @@ class Publisher:
             names = [path.name for path in self._written.iterdir()]
             for name in names:
                 if name.endswith(_NOTE):
-                    raise CheckpointError((self._written / name).read_text())
+                    note = read(self._written / name, _NOTE_BYTES)
+                    raise CheckpointError(note.decode(errors="replace"))
             files = [name for name in names if name.endswith(SUFFIX)]
             missing = self._names.difference(map(name_of, files))
             if not missing:

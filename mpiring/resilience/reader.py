@@ -9,9 +9,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError
+from ..operations.consistency import same_on_all
 from ..text import count
 from .checkpoint_file import Content, Layout, name_of, read, verify
-from .folder import candidates, read_manifest, step_of
+from .folder import candidates, step_of
+from .manifest import read_manifest
 from .publisher import SHARDED, written_name
 from .slices import File, Mapped, Slices, files_of, refuse_gaps
 from .tree import Kind, rebuild
@@ -133,9 +135,12 @@ class Reader:
         replicated = self._shared(found.get(written_name(None)))
         own = found.get(written_name(self._comm.rank))
         sharded = None if slices is None else self._shared(found.get(SHARDED))
-        return Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
-                     None if own is None else self._rebuilt(own),
-                     None if sharded is None else self._rebuilt(sharded, pieces))
+        # Each rank has another `own`.
+        with same_on_all(self._comm, "load", error=CheckpointError):
+            saved = Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
+                          None if own is None else self._rebuilt(own),
+                          None if sharded is None else self._rebuilt(sharded, pieces))
+        return saved
 
     def _opened(self, path: Path, wanted: Mapping[str, File], slices: Mapping[int, File],
                 ) -> tuple[dict[str, Content], Mapped, dict[int, Layout]]:
@@ -161,7 +166,8 @@ class Reader:
         except CheckpointError as exc:
             problem = f"rank {self._comm.rank}: {exc}"
         layouts: dict[int, Layout] = {}
-        for text, theirs in self._comm.allgather_object((problem, mine)):
+        for text, theirs in self._comm.allgather_object(
+                (problem, mine), label="Checkpoints.load"):
             if text:
                 raise CheckpointError(text)
             layouts |= theirs

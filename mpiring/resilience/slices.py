@@ -1,10 +1,9 @@
 """State that is cut into slices, in a checkpoint: which rank's file has which ranges."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from ..errors import CheckpointError, ConfigError
 from ..memory.arrays import dtype_name, dtype_named
@@ -145,7 +144,7 @@ def _owned(entry: Entry) -> Iterator[tuple[Range, int]]:
 def refuse_gaps(found: Mapping[str, Entry]) -> None:
     """Raise CheckpointError if a manifest does not have all elements of all tensors once."""
     for name, entry in found.items():
-        problem = _gap(name, entry, int(np.prod(entry["shape"], dtype=np.int64)))
+        problem = _gap(name, entry, math.prod(entry["shape"]))
         if problem:
             raise CheckpointError(f"the manifest is not whole: {problem.partition(';')[0]}")
 

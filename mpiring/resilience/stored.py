@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from .tree import Bytes
+from .tree import KINDS, Bytes
 
 
 @dataclass(frozen=True)
@@ -47,4 +47,4 @@ class StoredKind:
         return Stored(self.name, dtype, shape, data)
 
 
-STORED_KINDS = tuple(map(StoredKind, ("array", "scalar", "gpu_array", "tensor", "sliced")))
+STORED_KINDS = tuple(map(StoredKind, KINDS))

@@ -5,12 +5,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, MissingDependencyError
+from ..errors import CheckpointError, ConfigError, MissingDependencyError
+from ..files import parsed
 from ..gpu.arrays import is_on_gpu
 from ..memory.arrays import dtype_name
 from ..memory.nests import Path
@@ -24,7 +26,11 @@ STORED = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8"}
 _PAIRS = {"complex128": "F64"}
+# The names of all kinds of arrays.
+KINDS = "array", "scalar", "gpu_array", "tensor", "sliced"
 _MOST_LEVELS = 100
+# A dict is an object of a list of pairs; a leaf is an object with a list.
+_MOST_JSON_LEVELS = 3 * (_MOST_LEVELS + 1) + 2
 _DICTS: dict[str, type[dict[Any, Any]]] = {
     "dict": dict, "OrderedDict": collections.OrderedDict, "Counter": collections.Counter}
 
@@ -248,6 +254,7 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         kinds: The arrays that it may hold.
 
     Raises:
+        CheckpointError: It is not the text of an Outline, or the data does not fit it.
         ConfigError: It holds arrays of another kind.
     """
     known = {kind.name: kind for kind in kinds}
@@ -268,9 +275,27 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
             if "metadata" in node:
                 found._metadata = build(node["metadata"])  # type: ignore[attr-defined]
             return found
-        if name not in known:
+        if name in KINDS and name not in known:
             raise ConfigError(f"{value!r} is a {name}; load it with the adapter that saved it, "
                               f"as mpiring.torch.Checkpoints does")
-        return known[name].build(node["dtype"], tuple(node["shape"]), data[value])
+        return _built(known[name], node, data[value])
 
-    return build(json.loads(text))
+    try:
+        return build(parsed(text.encode(), _MOST_JSON_LEVELS))
+    except ConfigError:
+        raise
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, StopIteration,
+            RecursionError) as exc:
+        raise CheckpointError(f"its tree is not as mpiring writes it: {exc!r:.200}") from exc
+
+
+def _built(kind: Kind, node: Mapping[str, Any], data: Any) -> Any:
+    """Build an array again, if the node in the tree fits its bytes."""
+    dtype, shape = node["dtype"], tuple(map(index, node["shape"]))
+    nbytes = Leaf(kind, None, dtype, shape).nbytes
+    if min(shape, default=0) < 0 or isinstance(data, np.ndarray) and data.size != nbytes:
+        raise ValueError(f"an array of {dtype} and shape {shape} has other bytes")
+    try:
+        return kind.build(dtype, shape, data)
+    except ConfigError as exc:
+        raise ValueError(str(exc)) from exc

@@ -9,7 +9,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -93,8 +93,12 @@ def writing(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(path: Target) -> Iterator[TextIO]:
+def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Iterator[TextIO]:
     """Yield a new file, or the stream that was given instead of a path.
+
+    Args:
+        path: Path of the file, or a stream.
+        opener: As for Python's `open`.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -102,7 +106,7 @@ def opened(path: Target) -> Iterator[TextIO]:
     if not isinstance(path, str | os.PathLike):
         yield path
         return
-    with writing(path), open(path, "w", newline="") as file:
+    with writing(path), open(path, "w", newline="", opener=opener) as file:
         yield file
 
 

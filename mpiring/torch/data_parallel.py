@@ -456,6 +456,7 @@ def _end_step(buffers: Buffers, replicas: Replicas) -> None:
 
 def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
     """Raise ConfigError where a module cannot be trained on several ranks."""
+    refuse_other_than_communicators(comm)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")

@@ -35,6 +35,10 @@ def register() -> None:
 def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, int, int]]:
     """Serve `init_method="mpi://"`: yield a store, and MPI's rank and size.
 
+    The store listens on rank 0's loopback if all ranks are on one node, otherwise on the address at
+    which the ranks have reached rank 0. PyTorch's stores serve everybody who can connect. So keys
+    get a random prefix, which only the ranks know until somebody lists the keys.
+
     Also sets the variables of `export_environment`: frameworks that use the default process group
     still read the number of processes from them.
 
@@ -50,18 +54,18 @@ def rendezvous(url: str, timeout: timedelta, **_: Any) -> Iterator[tuple[Any, in
     """
     with init() as comm:
         _refuse_others(url, comm)
-        listener = _listener() if comm.rank == 0 else None
-        address, port = _meet(comm, listener)
+        address, port, listener = _meet(comm)
         export_environment(comm)
         rank, size = comm.rank, comm.size
+        prefix = comm.broadcast_object(secrets.token_hex(16), root=0)
     if listener is None:
         store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
     else:
         # The store takes over the socket, so that no other program can take the port.
         store = dist.TCPStore(
-            _LOOPBACK, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
+            address, port, size, is_master=True, timeout=timeout, wait_for_workers=False,
             master_listen_fd=listener.detach())
-    yield store, rank, size
+    yield dist.PrefixStore(prefix, store), rank, size
     raise ConfigError("init_method='mpi://' cannot be used again in one call")
 
 
@@ -93,8 +97,7 @@ def export_environment(comm: Communicator) -> None:
     Collective: yes. Blocking: yes.
     """
     refuse_other_than_communicators(comm)
-    listener = _listener() if comm.rank == 0 else None
-    address, port = _meet(comm, listener)
+    address, port, listener = _meet(comm)
     if listener is not None:
         listener.close()
     set_variables({
@@ -133,29 +136,45 @@ def _warn_of_other(backend: str) -> None:
             backend)
 
 
-def _listener() -> socket.socket:
-    """Return a socket that listens at every address of this host, on a free port."""
-    return socket.create_server(("", 0), backlog=4096)
+def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
+    """Return an address and port of rank 0 that every rank reaches; on rank 0, also its listener.
 
-
-def _meet(comm: Communicator, listener: socket.socket | None) -> tuple[str, int]:
-    """Return an address and port of rank 0's listener that every rank reaches."""
-    port = 0 if listener is None else int(listener.getsockname()[1])
+    Raises:
+        TransportError: A rank reaches none of rank 0's addresses.
+    """
+    listeners = _listeners(comm) if comm.rank == 0 else []
     token = secrets.token_bytes(16)
-    offered: list[str] = [] if comm.num_nodes == 1 else list(ipv4_addresses().values())
-    offered, port, token = comm.broadcast_object((offered, port, token))
+    offered: list[tuple[str, int]] = [listener.getsockname() for listener in listeners]
+    offered, token = comm.broadcast_object((offered, token), root=0)
     if comm.num_nodes == 1:
-        return _LOOPBACK, port
-    with contextlib.nullcontext() if listener is None else _answering(listener, token):
-        reached = [address for address in offered if _reaches(address, port, token)]
-        found = comm.allgather_object(reached)
-    for address in offered:
-        if all(address in those for those in found):
-            return address, port
-    lost = next(rank for rank, those in enumerate(found) if not those or those != offered)
-    raise TransportError(
-        f"rank {comm.rank}: no address of rank 0 is reached by all ranks: it has {offered}, and "
-        f"rank {lost} reaches {found[lost]}; does a firewall close port {port}?")
+        everywhere = offered
+    else:
+        with contextlib.ExitStack() as stack:
+            for listener in listeners:
+                stack.enter_context(_answering(listener, token))
+            reached = comm.allgather_object(
+                [address for address in offered if _reaches(address, token)])
+        everywhere = [address for address in offered
+                      if all(address in addresses for addresses in reached)]
+    kept = None
+    for listener in listeners:
+        if listener.getsockname() in everywhere[:1]:
+            kept = listener
+        else:
+            listener.close()
+    if not everywhere:
+        lost = next(rank for rank, addresses in enumerate(reached)
+                    if not addresses or addresses != offered)
+        raise TransportError(
+            f"rank {comm.rank}: no address of rank 0 is reached by all ranks: it listens on "
+            f"{offered}, and rank {lost} reaches {reached[lost]}; does a firewall close the ports?")
+    return *everywhere[0], kept
+
+
+def _listeners(comm: Communicator) -> list[socket.socket]:
+    """Return sockets that listen on free ports: of loopback, or of each address of this host."""
+    addresses = [_LOOPBACK] if comm.num_nodes == 1 else ipv4_addresses().values()
+    return [socket.create_server((address, 0), backlog=4096) for address in addresses]
 
 
 @contextlib.contextmanager
@@ -181,9 +200,9 @@ def _answering(listener: socket.socket, token: bytes) -> Iterator[None]:
         listener.setblocking(True)
 
 
-def _reaches(address: str, port: int, token: bytes) -> bool:
+def _reaches(address: tuple[str, int], token: bytes) -> bool:
     try:
-        with socket.create_connection((address, port), timeout=_PROBE_S) as connection:
+        with socket.create_connection(address, timeout=_PROBE_S) as connection:
             return connection.recv(len(token), socket.MSG_WAITALL) == token
     except OSError:
         return False

@@ -138,6 +138,8 @@ class Averager:
         self._began_s = 0.0
         self._handles: list[Handle[None] | None] = []
         self._finite: bool | None = True
+        # By what tensors are scaled otherwise than in the step before.
+        self._rescaled = 1.0
         for compressor in self.compressors:
             compressor.serve(self)
         if not self._resume():
@@ -195,7 +197,8 @@ class Averager:
     @property
     def moment(self) -> str:
         """The present step in words; compared across ranks."""
-        return f"step {self.steps}"
+        rescaled = f" rescaled by {self._rescaled:.15g}" if self._rescaled != 1 else ""
+        return f"step {self.steps}{rescaled}"
 
     def expects(self, name: str) -> bool:
         """Return whether a tensor is yet to be marked as written in this step."""
@@ -288,7 +291,7 @@ class Averager:
         if not self._is_final:
             self._fuse_as_ready()
         self._order.clear()
-        self.steps += 1
+        self.steps, self._rescaled = self.steps + 1, 1.0
 
     def _expect_all(self) -> None:
         # In `_end_step`, the loop's variable would keep a bucket while others are built.
@@ -329,6 +332,7 @@ class Averager:
         factor = number("factor", factor, lambda x: 0 < x < math.inf, "a finite number above 0")
         for compressor in self.compressors:
             compressor.rescale(factor)
+        self._rescaled *= factor
 
     def scatter(self) -> None:
         """Leave, from the next step on, each rank the means of its own slices only; see `own`.

@@ -1,6 +1,7 @@
 """Tests what is measured, saved and believed; on a fake cluster whose clock is the test's."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -92,13 +93,49 @@ def test_a_saved_model_that_is_wrong_by_now_is_replaced(cluster, tmp_path):
     assert cluster.tuner(tmp_path).find() == second
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"model": "no"}', '{"model": 3}', "[1]"])
-def test_a_spoilt_file_is_no_reason_to_fail(cluster, tmp_path, content):
+@pytest.fixture
+def saved(cluster, tmp_path):
+    """Return the file of a model; no other one may be left."""
     cluster.tuner(tmp_path).find()
+    cluster.calls.clear()
     (file,) = tmp_path.iterdir()
-    file.write_text(content)
-    cluster.tuner(tmp_path).find()
+    yield file
+    assert list(tmp_path.iterdir()) == [file]
+    assert len(cluster.calls) > 20, "it is measured again"
     assert "ring" in json.loads(file.read_text())["model"]
+
+
+@pytest.mark.parametrize("content", [
+    "", "{}", "[1]", '{"about": "another"}', '{"about": ' + "[" * 10**5, "1" * (2 << 20)])
+def test_a_spoilt_file_is_no_reason_to_fail(cluster, tmp_path, saved, content, caplog):
+    caplog.set_level("INFO", "mpiring")
+    saved.write_text(content)
+    cluster.tuner(tmp_path).find()
+    assert f"{saved} is not used: " in caplog.text
+
+
+@pytest.mark.parametrize("model", [
+    "no", 3, None, "[" * 10**5, '{"native": [[Infinity, 1]]}', '{"native": [["a", "b"]]}',
+    '{"native": []}', '{"native": {"1": 2}}', "[]"])
+def test_a_model_that_is_none_is_no_reason_to_fail(cluster, tmp_path, saved, model):
+    saved.write_text(json.dumps({**json.loads(saved.read_text()), "model": model}))
+    cluster.tuner(tmp_path).find()
+
+
+def test_a_pipe_is_not_waited_for(cluster, tmp_path, saved):
+    saved.unlink()
+    os.mkfifo(saved)
+    cluster.tuner(tmp_path).find()
+
+
+def test_a_model_that_another_user_may_have_written_is_not_used(
+        cluster, tmp_path, saved, monkeypatch):
+    saved.chmod(0o622)
+    cluster.tuner(tmp_path).find()
+    cluster.calls.clear()
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    cluster.tuner(tmp_path).find()
 
 
 def test_a_folder_that_cannot_be_written_to_is_reported_and_no_reason_to_fail(

@@ -209,3 +209,12 @@ def test_a_folder_that_cannot_be_made_is_told_once(tmp_path, caplog):
     opened.step(1, 0, 0, 0, 1, None)
     assert opened.save(["a line"], []) == ""
     opened.close(together=True)
+
+
+def test_a_dump_is_not_written_through_a_link(tmp_path, trace):
+    (tmp_path / "victim").write_text("precious")
+    (path,) = tmp_path.rglob("trace-*.json")
+    dump = path.with_name(path.name.replace("trace", "flight").replace("json", "txt"))
+    dump.symlink_to(tmp_path / "victim")
+    assert trace.save(["a line"], []) == str(dump)
+    assert (tmp_path / "victim").read_text() == "precious" and dump.read_text() == "a line\n"

@@ -310,6 +310,20 @@ def test_a_folder_that_disappears_is_told(tmp_path):
     on_ranks(2, run)
 
 
+def test_rank_0_may_publish_as_soon_as_the_last_file_has_its_name(tmp_path, monkeypatch):
+    rename = os.rename
+
+    def published_at_once(source, target, **options):
+        rename(source, target, **options)
+        if "rank-00001" in str(target):
+            end = time.monotonic() + SOON_S
+            while not (tmp_path / "latest").exists() and time.monotonic() < end:
+                time.sleep(0.01)
+    monkeypatch.setattr(os, "rename", published_at_once)
+    save(tmp_path, [1])
+    assert [saved.step for saved in load(tmp_path)] == [1, 1]
+
+
 def test_a_rank_whose_file_never_comes_is_not_waited_for_for_ever(tmp_path):
     (tmp_path / "written").mkdir()
     one = publisher.Publisher(tmp_path, tmp_path / "written", ["replicated", "rank-00001"], 0.05)

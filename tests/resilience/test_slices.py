@@ -15,7 +15,7 @@ from mpiring.__main__ import main
 from mpiring.errors import CheckpointError, ConfigError
 from mpiring.numpy import Checkpoints
 from mpiring.resilience import Sliced, load_file, whole
-from mpiring.resilience.folder import _sealed
+from mpiring.resilience.manifest import sealed
 
 SHAPES = {"w": (7, 9), "bias": (3,), "empty": (0, 4), "scalar": (), "long": (1000,)}
 
@@ -193,7 +193,7 @@ def changed(change):
     def harm(path):
         manifest = json.loads(path.read_text())
         change(manifest)
-        path.write_text(_sealed(manifest))
+        path.write_text(sealed(manifest))
     return harm
 
 

@@ -1,6 +1,7 @@
 """Tests that traces of all ranks are joined on one clock, and where the time of a step is seen."""
 
 import json
+import os
 import math
 import re
 
@@ -60,6 +61,26 @@ def test_what_is_missing_is_told(tmp_path, capsys):
     merged = json.loads((tmp_path / "merged-20260101-000000-aaaa.json").read_text())
     assert [event["ts"] for event in merged["traceEvents"] if "ts" in event] == [0], "not the cut"
     assert len(merged["otherData"]["warnings"]) == 3
+
+
+def test_forged_traces_are_left_out_and_links_not_followed(tmp_path, capsys):
+    (tmp_path / "victim").write_text("precious")
+    folder = tmp_path / "traces"
+    folder.mkdir()
+    (folder / "merged-20260101-000000-aaaa.json").symlink_to(tmp_path / "victim")
+    written(folder, piece("step", 0, 1000, tid=0, step=1), drift=0)
+    (folder / "trace-x-rank00001.json").write_text(json.dumps(
+        metadata(1, "mpiring", job="x/../../victim", rank=1, size=2, node=0)))
+    (folder / "trace-x-rank00002.json").write_text("[" * 10**5)
+    assert main(["trace", "merge", str(folder)]) == 2
+    said = capsys.readouterr().err
+    assert "cannot be written: it is a symbolic link" in said
+    for rank in (1, 2):
+        assert f"rank0000{rank}.json does not say whose trace it is" in said
+    os.mkfifo(folder / "trace-x-rank00003.json")
+    assert main(["trace", "merge", str(folder)]) == 2
+    assert "rank00003.json cannot be read: it is not a regular file" in capsys.readouterr().err
+    assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_jobs_are_not_mixed(tmp_path, capsys):

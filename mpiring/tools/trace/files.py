@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ...files import regular
 from ...text import ranks_on_nodes
 
 Event = dict[str, Any]
@@ -128,8 +129,8 @@ def _opened(path: Path) -> RankTrace | None:
     for event in _lines(path):
         if event.get("ph") != "M":
             break
-        about.setdefault(event["name"], event["args"])
-    if set(about.get("mpiring", ())) != {"job", "rank", "size", "node"}:
+        about.setdefault(event["name"], event.get("args"))
+    if not _is_rank(about.get("mpiring")):
         return None
     last = [event for event in map(_parsed, _tail(path)) if event is not None]
     ends = [event["args"] for event in last if event.get("name") == "clock at end"]
@@ -137,15 +138,22 @@ def _opened(path: Path) -> RankTrace | None:
                      end=ends[-1] if ends else None)
 
 
+def _is_rank(about: Any) -> bool:
+    """Return whether a trace says whose it is; the job's name becomes a part of a file's."""
+    return (isinstance(about, dict) and about.keys() == {"job", "rank", "size", "node"}
+            and isinstance(about["job"], str) and "/" not in about["job"]
+            and all(isinstance(about[name], int) for name in ("rank", "size", "node")))
+
+
 def _tail(path: Path) -> list[str]:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
         return file.read().decode(errors="replace").splitlines()
 
 
 def _lines(path: Path) -> Iterator[Event]:
     """Yield the events of a file, a line each; none where a line was cut off."""
-    with open(path, errors="replace") as file:
+    with open(path, errors="replace", opener=regular) as file:
         for line in file:
             event = _parsed(line)
             if event is not None:
@@ -155,7 +163,7 @@ def _lines(path: Path) -> Iterator[Event]:
 def _parsed(line: str) -> Event | None:
     try:
         event = json.loads(line.strip(" ,\n"))
-    except ValueError:
+    except (ValueError, RecursionError):
         # The brackets around all events, and the end of a job that was killed.
         return None
-    return event if isinstance(event, dict) and "name" in event else None
+    return event if isinstance(event, dict) and isinstance(event.get("name"), str) else None

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
+from ...files import regular
 from ...record.trace_file import PROGRAM
 from ..files import opened
 from .files import Event, RankTrace, open_job
@@ -24,7 +25,8 @@ def run(options: Namespace) -> int:
     warn(job)
     path = options.output or str(Path(options.folder) / f"merged-{job.name}.json")
     count = 0
-    with opened(path) as file:
+    # A name that nobody has chosen may be another's link.
+    with opened(path, None if options.output else regular) as file:
         file.write('{"displayTimeUnit":"ms","otherData":')
         file.write(json.dumps({"job": job.name, "about": job.caption, "warnings": job.warnings}))
         file.write(',"traceEvents":[')

@@ -1,0 +1,163 @@
+"""Reads and writes files in folders that other users may write to."""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+# The prefix of files and folders that are not complete.
+UNFINISHED = ".writing-"
+_AS_LISTS = bytes.maketrans(b"{}", b"[]")
+_OTHERS = bytes({*range(256)}.difference(b'[]{}"'))
+
+
+def regular(name: str | os.PathLike[str], flags: int, *, mode: int = 0o666,
+            dir_fd: int | None = None) -> int:
+    """Open a regular file and nothing else: the `opener` of Python's `open`.
+
+    A pipe is refused, so that nobody waits for its other end. A file that is written to is not
+    looked for behind a symbolic link.
+
+    Raises:
+        OSError: As os.open, or the name belongs to a link, a pipe, a folder or a device.
+    """
+    writes = flags & (os.O_WRONLY | os.O_RDWR)
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if writes else 0)
+    try:
+        descriptor = os.open(name, flags, mode, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed; delete it, or "
+                      "name its target", os.fspath(name)) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(name))
+    return descriptor
+
+
+def read(path: Path, most_bytes: int, *, private: bool = False) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: Name of the file.
+        most_bytes: Length of the longest file that is read.
+        private: If true, refuse a file that another user can have written, and links.
+
+    Raises:
+        OSError: The file cannot be read, is no regular file, is too long or not private.
+    """
+    flags = os.O_NOFOLLOW if private else 0
+    with open(path, "rb", opener=lambda name, given: regular(name, given | flags)) as file:
+        status = os.fstat(file.fileno())
+        if private and status.st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "it is not a file of this user", str(path))
+        if private and status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise OSError(errno.EPERM, "others may write to it", str(path))
+        content = file.read(min(status.st_size, most_bytes) + 1)
+    if len(content) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes} bytes", str(path))
+    return content
+
+
+def parsed(text: bytes, levels: int) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        text: JSON in UTF-8.
+        levels: Number of lists and objects that may enclose each other: Python's parser is
+            recursive.
+
+    Raises:
+        ValueError: It is not JSON, or nested more deeply.
+    """
+    # Without escaped quotes, every second quote ends a string.
+    bare = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_AS_LISTS, _OTHERS)
+    brackets = b"".join(bare.replace(b'""', b"").split(b'"')[::2])
+    for _ in range(levels):
+        brackets = brackets.replace(b"[]", b"")
+    if brackets:
+        raise ValueError(f"it is not JSON of at most {levels} levels")
+    return json.loads(text.decode())
+
+
+@dataclass
+class Unfinished:
+    """A file that is being written.
+
+    Attributes:
+        file: Open to read and write.
+        name: What it is called once it is complete; may be changed until then.
+    """
+
+    file: BinaryIO
+    name: str
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, private: bool = False, synced: bool = False,
+              links: bool = True) -> Iterator[Unfinished]:
+    """Yield a new file that takes the place of an earlier one when the block ends.
+
+    A process that reads meanwhile sees the old content or the new one. If the block raises, the new
+    file is deleted. A symbolic link of this name is replaced, and its target left alone.
+
+    Args:
+        path: Name of the file.
+        private: If true, only this user can read it.
+        synced: If true, the content and the name are on the disk when the block has ended.
+        links: If false, refuse a folder that is a symbolic link.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    # Others may rename the folder as soon as the file in it is complete.
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+                     | (0 if links else os.O_NOFOLLOW))
+    scratch = f"{UNFINISHED}{secrets.token_hex(8)}"
+    try:
+        opener = partial(regular, mode=0o600 if private else 0o666, dir_fd=folder)
+        with open(scratch, "x+b", opener=opener) as file:
+            new = Unfinished(file, path.name)
+            yield new
+            file.flush()
+            if synced:
+                os.fsync(file.fileno())
+        os.rename(scratch, new.name, src_dir_fd=folder, dst_dir_fd=folder)
+        if synced:
+            os.fsync(folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(scratch, dir_fd=folder)
+        raise
+    finally:
+        os.close(folder)
+
+
+def save(path: Path, content: bytes) -> None:
+    """Write a private file in place of an earlier one, and its folder.
+
+    Any number of processes may save the same file at the same time.
+
+    Raises:
+        OSError: The folder cannot be written to.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, private=True) as new:
+        new.file.write(content)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names in a folder to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
