@@ -5,13 +5,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
-from ..arguments import number, refuse_other_state, whole_number
+from ..arguments import refuse_other_state, whole_number
 from ..errors import ConfigError, GradientError, MpiringError
-from ..operations.agreement import Call
-from ..operations.consistency import same_on_all, text_of
+from ..operations.consistency import same_on_all
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
 from .averaging import Averaging
@@ -22,15 +20,11 @@ from .guarded import Guard, without_waiting
 from .node_weights import LoadHooks, NodeWeights
 from .param_groups import described, param_groups
 from .shards import Layout
+from .slice_norms import norm_of_slices
 from .tensor_updates import TensorUpdates
 from .weights import WeightBuckets
 from .withheld import SliceGradient
 
-# Of squares: what is summed at once, in float64.
-_BLOCK = 1 << 18
-# Arguments that are numbers: in range, and in words.
-_NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"),
-                               "max_norm": (lambda x: x >= 0, "a number from 0")}
 _WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 
 
@@ -285,53 +279,9 @@ class Sharded(torch.optim.Optimizer):
         return self._norm("grad_norm", norm_type)
 
     def _norm(self, what: str, norm_type: float, **more: Any) -> float:
-        """Return the norm of all gradients.
-
-        Args:
-            what: The method that was called.
-            norm_type, more: Its arguments, which are compared with what is sent.
-        """
         self._refuse_without_gradients(f"{what}()")
-        arguments = {"norm_type": norm_type, **more}
-        call = Call(what, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
-                    remedy=f"pass the same to {what} on every rank")
-        total, failure = 0.0, None
-        try:
-            checked = {name: number(name, arguments[name], *_NUMBERS[name])
-                       for name in _NUMBERS if name in arguments}
-            norm_type = checked["norm_type"]
-            total = self._norm_of_shards(norm_type)
-        except ConfigError as error:
-            # Raised when all ranks are known to have passed the same.
-            failure, norm_type = error, 1.0
-        if norm_type == math.inf:
-            largest = np.array([total])
-            self._comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
-            return float(largest[0])
-        total = self._sum(call, total ** norm_type)
-        if failure is not None:
-            raise failure
-        return total ** (1 / norm_type)
-
-    def _sum(self, call: Call, x: float) -> float:
-        """Return the sum of all ranks' numbers, if they have made the same call.
-
-        An allreduce whose call is always the same is several times as fast as one with a call of
-        its own. So a digest of the call travels with the number: k and its square, whose sums
-        belong together only where all are equal. They are exact below 8,192 ranks.
-        """
-        key = call.digest % 2**20
-        sums = self._comm.allreduce(np.array([x, key, key**2], np.float64))
-        if int(sums[2]) * self._comm.size != int(sums[1])**2:
-            # Raises: it says which rank has called what.
-            self._comm.run(call, lambda collectives: collectives.barrier())
-        return float(sums[0])
-
-    def _norm_of_shards(self, norm_type: float) -> float:
-        parts = [torch.linalg.vector_norm(block.abs() if block.is_complex() else block,
-                                          norm_type, dtype=torch.float64)
-                 for shard in self._updates.shards for block in shard.gradient.split(_BLOCK)]
-        return float(torch.linalg.vector_norm(torch.stack(parts), norm_type))
+        return norm_of_slices(self._comm, [shard.gradient for shard in self._updates.shards],
+                              what, norm_type, **more)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *,
                         error_if_nonfinite: bool = False) -> torch.Tensor:
