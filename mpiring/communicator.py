@@ -97,7 +97,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         weakref.finalize(self, group.drop).atexit = False
 
     def __repr__(self) -> str:
-        return f"<Communicator: rank {self.rank} of {self.size}{', closed' * self._group.closed}>"
+        return f"<Communicator: rank {self.rank} of {self.size}{', closed' * self.closed}>"
 
     # Arrays
 
@@ -408,6 +408,11 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         part = Communicator.__new__(Communicator)
         part._join(group)
         return part
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called, or a rank has died."""
+        return self._group.closed
 
     def close(self) -> None:
         """Wait for all operations, and for all ranks to close; later calls raise ClosedError.

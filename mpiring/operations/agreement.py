@@ -30,6 +30,9 @@ _OF_MPI = {"SUM": "sum", "PROD": "prod", "MAX": "max", "MIN": "min",
            "BAND": "band", "BOR": "bor", "BXOR": "bxor"}
 _LOGICAL_OF_MPI = {"LAND": "band", "LOR": "bor", "LXOR": "bxor"}
 
+_REMEDY = ("every rank must call the same collectives in the same order with equal shape, dtype, "
+           "op and root")
+
 
 @dataclass(frozen=True)
 class Call:
@@ -40,12 +43,14 @@ class Call:
         detail: op, root, shape, dtype, algorithm: everything that must agree.
         label: Bucket and parameter names, where there are any.
         nbytes: Of the array, for the record; 0 where unknown. Need not agree.
+        remedy: What a user does if ranks have made calls of this kind that differ.
     """
 
     kind: str
     detail: str = ""
     label: str = ""
     nbytes: int = field(default=0, compare=False)
+    remedy: str = field(default=_REMEDY, compare=False)
 
     def __str__(self) -> str:
         return " ".join(text for text in (self.kind, self.detail, self.label) if text)
@@ -217,9 +222,9 @@ def refuse_others(call: Call, node: Node) -> None:
 
 def _refuse(rank: int, call: Call, other: int, header: bytes) -> None:
     own, theirs = (text.decode(errors="replace").strip() for text in (call.header, header))
+    remedy = call.remedy if theirs.startswith(f"{call.kind} ") else _REMEDY
     raise BufferMismatchError(
-        f"rank {rank} called {own}, but rank {other} called {theirs}; every rank must call "
-        f"the same collectives in the same order with equal shape, dtype, op and root")
+        f"rank {rank} called {own}, but rank {other} called {theirs}; {remedy}")
 
 
 def _finished(value: T) -> Schedule[T]:

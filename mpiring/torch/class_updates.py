@@ -1,17 +1,39 @@
 """Runs an optimizer class of PyTorch's on this rank's shards, with state by parameter."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
+
+from torch.nn import Parameter
 
 from ..arguments import refuse_other_state
 from ..errors import ConfigError
 from ..memory.sliced import Sliced
-from .elementwise import elementwise_state
+from .elementwise import attributes, elementwise_state
 from .param_groups import ParamGroup, refuse_ungrouped
 from .sharded_state import ShardedState, States, numbers_of, state_of
 from .shards import Layout, Shard, cut
 from .tensors import tensor_of
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An optimizer of this rank's shards, with all that is known of their state.
+
+    Attributes:
+        layout: Which the shards are of.
+        shards: Of this rank.
+        optimizer: Of these.
+        aside: State of parameters that are frozen at present.
+        elementwise: The names of state with an element for each of a parameter's.
+    """
+
+    layout: Layout
+    shards: list[Shard]
+    optimizer: Any
+    aside: States
+    elementwise: set[str]
 
 
 class ClassUpdates:
@@ -20,72 +42,100 @@ class ClassUpdates:
     Args:
         optimizer_class, defaults: The class, and its arguments.
         groups: Of parameters.
-        layout: Where they lie at first.
+        trained: Those that are trained, by name.
         apart: Whether buckets are updated one after the other.
 
     Attributes:
-        shards: Of this rank.
-        optimizer: Of these. Another one after each `follow` and `load_state_dict`, but its groups
-            stay the same dicts.
+        shards: Of this rank, once it has begun.
+        optimizer: Of these. Another one after each `follow` and `use`, but its groups stay the
+            same dicts.
 
     Raises:
-        ConfigError: The class looks at whole tensors; or a trained parameter is in no group.
+        ConfigError: The class looks at whole tensors.
+
+    Collective: no.
     """
 
     def __init__(self, optimizer_class: Any, defaults: Mapping[str, Any],
-                 groups: Sequence[ParamGroup], layout: Layout, *, apart: bool) -> None:
+                 groups: Sequence[ParamGroup], trained: Mapping[str, Parameter], *,
+                 apart: bool) -> None:
         self._class, self._defaults, self._apart = optimizer_class, defaults, apart
         self._names = [list(group.names) for group in groups]
         self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
-        self._elementwise: set[str] = set()
-        for group in groups:
-            trained = [p for name, p in layout.parameters.items() if name in group.names]
-            first = next(iter(trained or layout.parameters.values()))
-            self._elementwise |= elementwise_state(
-                optimizer_class, defaults, group.settings, first, apart=apart)
-        # State of parameters that are frozen at present.
-        self._aside: States = {}
-        self.shards: list[Shard] = []
+        self._settings = [group.settings for group in groups]
+        self._elementwise = self._tried(self._settings, trained)
         self.optimizer: Any = None
-        self._layout = layout
-        self._cut({}, [group.settings for group in groups])
+
+    def _tried(self, settings: Sequence[Mapping[str, Any]],
+               parameters: Mapping[str, Parameter]) -> set[str]:
+        """Return the names of the state that has elements with these settings of groups."""
+        names = set()
+        for group, its in zip(self._names, settings):
+            trained = [parameters[name] for name in group if name in parameters]
+            for like in [*trained, *parameters.values()][:1]:
+                names |= elementwise_state(
+                    self._class, self._defaults, its, like, apart=self._apart)
+        return names
+
+    def begin(self, layout: Layout) -> None:
+        """Make the optimizer of this rank's shards.
+
+        Collective: no.
+        """
+        self.use(self._cut(layout, {}, self._settings, self._elementwise))
 
     def follow(self, layout: Layout) -> None:
         """Go on where weights and gradients lie now.
 
+        Raises:
+            ConfigError: A trained parameter is in no group.
+
         Collective: yes. Blocking: yes.
         """
         refuse_ungrouped(layout.parameters, set(self._group_of))
-        states = self._state().whole() | self._aside
-        self._layout = layout
-        self._cut(states, _settings(self.optimizer.param_groups))
+        state = self._state()
+        # Others than at first, where a setting was raised from 0 since.
+        elementwise = self._elementwise | state.elementwise
+        self.use(self._cut(layout, state.whole() | self._aside,
+                           _settings(self.optimizer.param_groups), elementwise))
 
-    def _cut(self, states: States, settings: Sequence[Mapping[str, Any]]) -> None:
+    def _cut(self, layout: Layout, states: States, settings: Sequence[Mapping[str, Any]],
+             elementwise: set[str]) -> Plan:
         """Cut new shards, and make their optimizer; with the state of all that is known."""
-        parameters = self._layout.parameters
+        parameters = layout.parameters
         # What is cut now need not be kept whole.
-        self._aside = {
-            name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
-                   for key, x in state.items()}
-            for name, state in states.items() if name not in parameters}
-        groups = cut(self._layout, self._group_of, len(self._names),
-                     lambda name: numbers_of(states.get(name, {}), self._elementwise))
+        aside = {name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
+                        for key, x in state.items()}
+                 for name, state in states.items() if name not in parameters}
+        groups = cut(layout, self._group_of, len(self._names),
+                     lambda name: numbers_of(states.get(name, {}), elementwise))
         optimizer = self._class([{**its, "params": [shard.parameter for shard in group]}
                                  for group, its in zip(groups, settings)], **self._defaults)
-        self.shards = list(chain.from_iterable(groups))
-        found = {i: state_of(shard, states, parameters, self._elementwise)
-                 for i, shard in enumerate(self.shards)}
-        numbers = iter(range(len(self.shards)))
+        shards = list(chain.from_iterable(groups))
+        found = {i: state_of(shard, states, parameters, elementwise)
+                 for i, shard in enumerate(shards)}
+        numbers = iter(range(len(shards)))
         optimizer.load_state_dict({
             "state": {i: state for i, state in found.items() if state},
             "param_groups": [{**group, **its, "params": [next(numbers) for _ in group["params"]]}
                              for group, its in zip(optimizer.param_groups, settings)]})
+        return Plan(layout, shards, optimizer, aside, elementwise)
+
+    def use(self, plan: Plan) -> None:
+        """Go on with a planned optimizer.
+
+        Collective: no.
+        """
         if self.optimizer is not None:
-            for old, new in zip(self.optimizer.param_groups, optimizer.param_groups):
+            # Such as a count of steps; others belong to the parameters of before.
+            plain, _ = attributes(self.optimizer)
+            vars(plan.optimizer).update(plain)
+            for old, new in zip(self.optimizer.param_groups, plan.optimizer.param_groups):
                 old.clear()
                 old.update(new)
-            optimizer.param_groups[:] = self.optimizer.param_groups
-        self.optimizer = optimizer
+            plan.optimizer.param_groups[:] = self.optimizer.param_groups
+        self._layout, self.shards, self.optimizer = plan.layout, plan.shards, plan.optimizer
+        self._aside, self._elementwise = plan.aside, plan.elementwise
 
     def update(self, send: Callable[[int], None]) -> None:
         """Update the shards.
@@ -140,11 +190,13 @@ class ClassUpdates:
         return {"state": {i: states[name] for i, name in enumerate(names) if name in states},
                 "param_groups": groups}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from either kind of state.
+    def planned(self, state_dict: Mapping[str, Any]) -> Plan:
+        """Return what `use` needs to go on from either kind of state; nothing changes.
 
         Raises:
             ConfigError: It is of other groups or parameters, or slices are missing.
+
+        Collective: no.
         """
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != list(map(len, self._names)):
@@ -153,22 +205,27 @@ class ClassUpdates:
                 f"{[len(group['params']) for group in groups]} parameters, but this optimizer's "
                 f"have {list(map(len, self._names))}; make the same groups")
         refuse_other_state(state_dict, ["state"], f"of {self._class.__name__}")
-        numbers = chain.from_iterable(group["params"] for group in groups)
+        numbers = list(chain.from_iterable(group["params"] for group in groups))
         states = {name: state_dict["state"][number]
                   for name, number in zip(chain.from_iterable(self._names), numbers)
                   if number in state_dict["state"]}
-        self._refuse_unknown(states)
-        self._cut(states, _settings(groups))
+        settings, elementwise = _settings(groups), self._elementwise
+        if any(_unknown(states, elementwise)):
+            elementwise = elementwise | self._tried(settings, self._layout.parameters)
+        for name, key in _unknown(states, elementwise):
+            raise ConfigError(
+                f"rank {self._layout.comm.rank}: the state of {name} has {key!r}, which "
+                f"{self._class.__name__} with these settings has not; load what an optimizer of "
+                f"this class has returned")
+        return self._cut(self._layout, states, settings, elementwise)
 
-    def _refuse_unknown(self, states: States) -> None:
-        """Raise ConfigError for state with elements of which the class knows nothing."""
-        for name, its in states.items():
-            for key, x in its.items():
-                if key not in self._elementwise and getattr(x, "shape", None):
-                    raise ConfigError(
-                        f"rank {self._layout.comm.rank}: the state of {name} has {key!r}, which "
-                        f"{self._class.__name__} with these settings has not; load what an "
-                        f"optimizer of this class has returned")
+
+def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]:
+    """Yield state with elements of which the class knows nothing: parameter, and name."""
+    for name, its in states.items():
+        for key, x in its.items():
+            if key not in elementwise and getattr(x, "shape", None):
+                yield name, key
 
 
 def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

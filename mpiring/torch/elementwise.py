@@ -7,6 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from ..errors import ConfigError
+from ..memory.nests import leaves
 
 _REASONS = {
     "LBFGS": "it takes the gradients of all parameters as one vector",
@@ -48,7 +49,8 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
         apart: Whether its parameters are to take their steps one after the other.
 
     Raises:
-        ConfigError: A small tensor became another one than in two pieces, or its state did.
+        ConfigError: A small tensor became another one than in two pieces, or its state did; or
+            the class remembers in an attribute what cannot be kept when slices are cut again.
     """
     generator = torch.Generator().manual_seed(1)
     first, *gradients = (torch.randn(_SHAPE, generator=generator).to(like)
@@ -75,6 +77,22 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
     return found
 
 
+def attributes(optimizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return an optimizer's own attributes: nests of numbers and texts, and others as a text.
+
+    Lists of its parameters are equal texts, whatever their values.
+    """
+    plain, others = {}, {}
+    for name, x in vars(optimizer).items():
+        if name not in ("defaults", "state", "param_groups"):
+            its = [leaf for _, leaf in leaves(x)]
+            if all(isinstance(leaf, int | float | complex | str | None) for leaf in its):
+                plain[name] = x
+            else:
+                others[name] = repr([leaf for leaf in its if not isinstance(leaf, Parameter)])
+    return plain, others
+
+
 def is_number(x: Any) -> bool:
     """Return whether state is a number, or a tensor of one."""
     return x.dim() == 0 if isinstance(x, torch.Tensor) else isinstance(x, int | float | None)
@@ -94,6 +112,7 @@ def _stepped(optimizer_class: Any, defaults: Mapping[str, Any], group: Mapping[s
     """Return parameters, and their state, after some steps."""
     parts = [Parameter(x.clone()) for x in weights]
     optimizer = optimizer_class([{"params": parts, **group}], **defaults)
+    _, before = attributes(optimizer)
     for step in gradients:
         for p, gradient in zip(parts, step):
             p.grad = gradient.clone()
@@ -102,4 +121,10 @@ def _stepped(optimizer_class: Any, defaults: Mapping[str, Any], group: Mapping[s
                 p.grad = None
         if not apart:
             optimizer.step()
+    for name, text in attributes(optimizer)[1].items():
+        if text != before.get(name):
+            raise ConfigError(
+                f"{optimizer_class.__name__} cannot be sharded: its steps change its attribute "
+                f"{name}={text:.100}, which is lost when slices are cut again; keep numbers there, "
+                f"and tensors in self.state[p]")
     return [(p, dict(optimizer.state[p])) for p in parts]

@@ -51,6 +51,28 @@ class Guarded(dict[str, Any]):
         return dict, (dict(super().items()),)
 
 
+class Uncopied:
+    """A hook of a module that does nothing in copies and pickles of the module.
+
+    Args:
+        call: The hook.
+    """
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call the hook."""
+        self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (_nothing,)
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, in the place of a hook."""
+
+
 class Guard:
     """Guards the weights of a module while they are under way.
 
@@ -80,7 +102,7 @@ class Guard:
             if part in compiled:
                 self.unguarded |= mine
             elif mine:
-                self._add(part, functools.partial(_wait, reference, sorted(mine)))
+                self._add(part, Uncopied(functools.partial(_wait, reference, sorted(mine))))
         # Once: others may guard the module afterwards.
         self._end = weakref.finalize(self, _remove, self._hooks, self._guarded)
         self._end.atexit = False

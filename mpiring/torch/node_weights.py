@@ -1,9 +1,7 @@
 """Keeps one copy of a model's weights per node, which its ranks read and update together."""
 
-import functools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,6 +16,7 @@ from ..operations.operation import Collectives
 from ..text import first_few
 from ..training.gradients import Gradients
 from ..transport.base import Schedule
+from .guarded import Uncopied
 from .weights import WeightBuckets
 
 
@@ -31,33 +30,30 @@ class NodeWeights(WeightBuckets):
     Ranks that share no memory (see `Communicator.memory_groups`) have a copy each.
 
     Args: as WeightBuckets.
-        module: Which has the parameters: its `load_state_dict` is a collective call from now on.
 
     Raises:
-        ConfigError: The weights are on a GPU, or a node's memory is too short.
+        ConfigError: The weights are on a GPU, or a node's memory is too short; on all ranks.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Gradients,
-                 comm: Communicator, module: torch.nn.Module) -> None:
+                 comm: Communicator) -> None:
         device = next(iter(parameters.values())).device
         if device.type != "cpu":
             raise ConfigError(
                 f"rank {comm.rank}: weights='node' for parameters on {device}: each GPU computes "
                 f"with a copy in its own memory; leave out weights='node'")
-        # The block in which weights may be written, while it runs.
-        self._block: Any = None
+        # Whether a block runs in which weights may be written.
+        self._is_written = False
         self._is_first = any(ranks[0] == comm.rank for ranks in comm.memory_groups)
-        super().__init__(parameters, gradients, comm, module)
-        reference = weakref.ref(self)
-        hooks = [module.register_load_state_dict_pre_hook(
-                     functools.partial(_before_loading, reference)),
-                 module.register_load_state_dict_post_hook(
-                     functools.partial(_after_loading, reference))]
-        weakref.finalize(self, _remove, hooks).atexit = False
+        super().__init__(parameters, gradients, comm)
 
     def _empty(self, n: int, dtype: "np.dtype[Any]") -> Array:
-        return self._comm.run(Call("node array", f"{dtype.name} ({n},)", nbytes=n * dtype.itemsize),
-                              lambda collectives: collectives.node_array(n, dtype))
+        array = self.comm.run(
+            Call("node array", f"{dtype.name} ({n},)", nbytes=n * dtype.itemsize),
+            lambda collectives: _node_array(collectives, n, dtype))
+        if isinstance(array, ConfigError):
+            raise array
+        return array
 
     def _fill(self) -> None:
         # A bucket is cleared by all ranks of the node.
@@ -75,7 +71,7 @@ class NodeWeights(WeightBuckets):
 
     def _meet(self) -> None:
         """Return when all ranks of this node have called."""
-        self._comm.run(Call("meet", "the ranks that share weights"), _met)
+        self.comm.run(Call("meet", "the ranks that share weights"), _met)
 
     def follow(self) -> None:
         """Return when all ranks of this node have ended reading, so that slices may be updated.
@@ -91,7 +87,7 @@ class NodeWeights(WeightBuckets):
         written = self.written()
         if written:
             raise ReplicaError(
-                f"rank {self._comm.rank}: {first_few(written, 5)} were written outside of the "
+                f"rank {self.comm.rank}: {first_few(written, 5)} were written outside of the "
                 f"optimizer; with weights='node' they lie once in the memory of the node, so that "
                 f"what each rank does is done several times, or while others read; write them in "
                 f"a block `with optimizer.writing_weights():`, on all ranks")
@@ -110,10 +106,10 @@ class NodeWeights(WeightBuckets):
 
         Collective: yes. Blocking: yes.
         """
-        if self._block is not None:
+        if self._is_written:
             yield
             return
-        self._block = True
+        self._is_written = True
         try:
             self.synchronize()
             if not self._is_first:
@@ -122,45 +118,90 @@ class NodeWeights(WeightBuckets):
             self._meet()
             yield
         finally:
-            self._block = None
+            self._is_written = False
             written = {name: self._parameters[name].data for name in self._views}
             self._show()
         with torch.no_grad():
-            for name, x in written.items() if self._comm.rank == 0 else ():
+            for name, x in written.items() if self.comm.rank == 0 else ():
                 if x.data_ptr() != self._views[name].data_ptr():
                     self._views[name].copy_(x)
         self._hand_out()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether any parameter of this rank still has its weights in this memory."""
+        return any(view.numel() and self._parameters[name].data_ptr() == view.data_ptr()
+                   for name, view in self._views.items())
+
+    def leave(self) -> None:
+        """Give this rank weights of its own.
+
+        Collective: no.
+        """
+        for name, view in self._views.items():
+            self._parameters[name].data = view.clone()
 
     def release(self) -> None:
         """Give each rank weights of its own again.
 
         Collective: yes. Blocking: yes.
         """
-        for name, view in self._views.items():
-            self._parameters[name].data = view.clone()
+        self.leave()
         # No other rank writes them before.
         self._meet()
+
+
+class LoadHooks:
+    """Makes each load of a module a block in which its weights, once per node, may be written.
+
+    From now on until `remove`, whatever becomes of the optimizer: as long as ranks share weights,
+    all must agree on who writes them. Copies of the module have no such hooks.
+
+    Args:
+        module: Its `load_state_dict` is a collective call from now on.
+
+    Attributes:
+        weights: The NodeWeights of the module at present.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.weights: Any = None
+        self._block: AbstractContextManager[None] | None = None
+        self._hooks = [
+            module.register_load_state_dict_pre_hook(Uncopied(self._before)),
+            module.register_load_state_dict_post_hook(Uncopied(self._after))]
+
+    def _before(self, *_: object) -> None:
+        weights = self.weights
+        if self._block is not None or weights is None or not weights.is_in_use:
+            return
+        if weights.comm.closed:
+            # Nobody can agree any more.
+            weights.leave()
+            self.weights = None
+            return
+        self._block = weights.writing()
+        self._block.__enter__()
+
+    def _after(self, *_: object) -> None:
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """Leave loading to the module, on this rank alone."""
+        for hook in self._hooks:
+            hook.remove()
 
 
 def _met(collectives: Collectives) -> Schedule[None]:
     yield (collectives.node.barrier(),)
 
 
-def _before_loading(reference: "weakref.ref[NodeWeights]", *_: object) -> None:
-    """Enter a block in which weights may be written, unless the user has."""
-    weights = reference()
-    if weights is not None and weights._block is None:
-        block = weights.writing()
-        block.__enter__()
-        weights._block = block
-
-
-def _after_loading(reference: "weakref.ref[NodeWeights]", *_: object) -> None:
-    weights = reference()
-    if weights is not None and weights._block not in (None, True):
-        weights._block.__exit__(None, None, None)
-
-
-def _remove(hooks: Sequence[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
+def _node_array(collectives: Collectives, n: int,
+                dtype: "np.dtype[Any]") -> Schedule[Array | ConfigError]:
+    """Return a node array, or why there is none: all ranks go on without it."""
+    try:
+        return (yield from collectives.node_array(n, dtype))
+    except ConfigError as error:
+        return error

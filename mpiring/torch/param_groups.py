@@ -9,6 +9,8 @@ import torch
 from ..errors import ConfigError
 from ..text import first_few
 
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+
 
 @dataclass(frozen=True)
 class ParamGroup:
@@ -83,11 +85,19 @@ def _group(group: Any, names: Mapping[torch.Tensor, str]) -> ParamGroup:
 
 
 def described(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Return the settings of groups as a text, to be compared across ranks."""
-    return "; ".join(", ".join(
-        f"{name}={float(x) if isinstance(x, torch.Tensor) else x}"
-        for name, x in sorted(group.items()) if name != "params" and _is_plain(x))
-        for group in groups)
+    """Return the settings of groups as a text, to be compared across ranks.
+
+    Those that schedules change come first, since long texts are cut. One that is equal in all
+    groups stands there once.
+    """
+    texts = [{name: f"{float(x) if isinstance(x, torch.Tensor) else x}"
+              for name, x in group.items() if name != "params" and _is_plain(x)}
+             for group in groups]
+    names = sorted({name for its in texts for name in its},
+                   key=lambda name: (name not in _SCHEDULED, name))
+    values = {name: [its.get(name, "nothing") for its in texts] for name in names}
+    return ", ".join(f"{name}={its[0]}" if len(set(its)) == 1 else f"{name}=[{', '.join(its)}]"
+                     for name, its in values.items())
 
 
 def _is_plain(x: Any) -> bool:

@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 
-from ..arguments import number, refuse_other_state
-from ..errors import ConfigError, GradientError
+from ..arguments import refuse_other_state, whole_number
+from ..errors import ConfigError, GradientError, MpiringError
+from ..operations.consistency import same_on_all
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
 from .averaging import Averaging
@@ -17,15 +17,14 @@ from .class_updates import ClassUpdates
 from .data_parallel import DataParallel
 from .elementwise import refuse_whole_tensors
 from .guarded import Guard, without_waiting
-from .node_weights import NodeWeights
+from .node_weights import LoadHooks, NodeWeights
 from .param_groups import described, param_groups
 from .shards import Layout
+from .slice_norms import norm_of_slices
 from .tensor_updates import TensorUpdates
 from .weights import WeightBuckets
 from .withheld import SliceGradient
 
-# Of squares: what is summed at once, in float64.
-_BLOCK = 1 << 18
 _WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 
 
@@ -64,36 +63,46 @@ class Sharded(torch.optim.Optimizer):
     Raises:
         ConfigError: The class looks at whole tensors; the parameters are not the model's, or one
             that is trained is missing; the model has such an optimizer already, or sparse
-            gradients.
+            gradients; or an argument differs between ranks, also in the order of parameters.
 
-    Collective: yes, and so are `step`, `clip_grad_norm_`, `grad_norm`, `state_dict` and
-    `sharded_state_dict`. Blocking: yes.
+    Collective: yes, and so are `step`, `clip_grad_norm_`, `grad_norm`, `state_dict`,
+    `sharded_state_dict` and `load_state_dict`. Blocking: yes.
     """
 
     def __init__(self, optimizer_class: Any, model: DataParallel, params: Any = None, *,
                  overlap: bool = False, weights: str = "rank", **defaults: Any) -> None:
-        if weights not in _WEIGHTS:
-            raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) or "
-                              f"'node' (the ranks of a node share them)")
         if not isinstance(model, DataParallel):
             raise ConfigError(
                 f"model is a {type(model).__name__}; pass the mpiring.torch.DataParallel itself, "
                 f"as in Sharded(torch.optim.AdamW, model, lr=1e-3), and groups of its parameters, "
                 f"if any, after it")
-        updates = _updates_of(optimizer_class)
-        groups = param_groups(model.module, params)
-        self._kind, self._overlaps = _WEIGHTS[weights], bool(overlap)
+        self._model, self._overlaps = model, bool(overlap)
+        with same_on_all(model._comm, "Sharded") as same:
+            if weights not in _WEIGHTS:
+                raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) "
+                                  f"or 'node' (the ranks of a node share them)")
+            updates = _updates_of(optimizer_class)
+            groups = param_groups(model.module, params)
+            same.update(optimizer_class=optimizer_class.__qualname__, overlap=overlap,
+                        weights=weights, **defaults)
+            same["params"] = [{"params": group.names, **group.settings} for group in groups]
+        self._kind = _WEIGHTS[weights]
         self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
         # Whether there are means that no step has used.
         self._is_fresh = False
-        self._model = model
         averaging = model.give_gradients_to(self)
+        self._load_hooks = LoadHooks(model.module) if self.shares_weights else None
         try:
-            self._updates = updates(optimizer_class, defaults, groups, self._laid_out(averaging),
-                                    apart=self._overlaps)
+            layout = self._laid_out(averaging)
+            with same_on_all(self._comm, "Sharded, its optimizer"):
+                self._updates = updates(optimizer_class, defaults, groups, layout.parameters,
+                                        apart=self._overlaps)
+            self._updates.begin(layout)
         except BaseException:
-            self._let_go()
+            # Where ranks cannot agree any more, the first error says why.
+            with suppress(MpiringError):
+                self._let_go()
             raise
         # What hooks, schedulers and GradScaler look at.
         inner = self._updates.optimizer
@@ -110,13 +119,17 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: no.
         """
-        if self._is_fresh and any(self._layout.parameters[name].grad is stand_in
-                                  for name, stand_in in self._averaging.stand_ins.items()):
+        unused = [name for name, stand_in in self._averaging.stand_ins.items()
+                  if self._is_fresh and self._layout.parameters[name].grad is stand_in]
+        if unused and self._averaging.finite:
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
                 f"after the first: its gradients are means in slices already; to add up several "
                 f"passes, let all but the last run in model.no_sync()")
-        # By model.zero_grad().
+        for name in unused:
+            # For these GradScaler has called no step.
+            self._layout.parameters[name].grad = None
+        # Others by model.zero_grad().
         self._drop()
 
     def take(self, averaging: Averaging) -> None:
@@ -263,15 +276,12 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: yes. Blocking: yes.
         """
-        self._refuse_without_gradients("grad_norm()")
-        norm_type = number("norm_type", norm_type, lambda x: x > 0, "a number above 0")
-        parts = [torch.linalg.vector_norm(block, norm_type, dtype=torch.float64)
-                 for shard in self._updates.shards for block in shard.gradient.split(_BLOCK)]
-        mine = torch.linalg.vector_norm(torch.stack(parts), norm_type)
-        total = np.array([float(mine)])
-        if norm_type == math.inf:
-            return float(self._comm.allreduce(total, op="max")[0])
-        return float(self._comm.allreduce(total ** norm_type)[0] ** (1 / norm_type))
+        return self._norm("grad_norm", norm_type)
+
+    def _norm(self, what: str, norm_type: float, **more: Any) -> float:
+        self._refuse_without_gradients(f"{what}()")
+        return norm_of_slices(self._comm, [shard.gradient for shard in self._updates.shards],
+                              what, norm_type, **more)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *,
                         error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -285,12 +295,16 @@ class Sharded(torch.optim.Optimizer):
             error_if_nonfinite: Raise GradientError where the norm is not finite.
 
         Returns:
-            The norm before, on the parameters' device.
+            The norm before, on the parameters' device; float64 where any of them is, else
+            float32.
+
+        Raises:
+            BufferMismatchError: Arguments differ between ranks.
 
         Collective: yes. Blocking: yes.
         """
-        max_norm = number("max_norm", max_norm, lambda x: x >= 0, "a number from 0")
-        norm = self.grad_norm(norm_type)
+        norm = self._norm("clip_grad_norm_", norm_type, max_norm=max_norm,
+                          error_if_nonfinite=error_if_nonfinite)
         if error_if_nonfinite and not math.isfinite(norm):
             raise GradientError(f"rank {self._comm.rank}: the norm of the gradients is {norm}")
         factor = max_norm / (norm + 1e-6)
@@ -298,7 +312,10 @@ class Sharded(torch.optim.Optimizer):
         if not factor >= 1:
             for shard in self._updates.shards:
                 shard.gradient.mul_(factor)
-        return torch.tensor(norm, device=self._updates.shards[0].parameter.device)
+        is_double = any(p.dtype in (torch.float64, torch.complex128)
+                        for p in self._layout.parameters.values())
+        return torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32,
+                            device=self._updates.shards[0].parameter.device)
 
     # State
 
@@ -313,6 +330,10 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: yes. Blocking: yes.
         """
+        with same_on_all(self._comm, "Sharded.state_dict") as same:
+            if root is not None:
+                root = whole_number("root", root, 0, self._comm.size - 1)
+            same["root"] = root
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         found = self._updates.state_dict(root)
@@ -323,7 +344,7 @@ class Sharded(torch.optim.Optimizer):
         return found
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return the same nest with this rank's slices of the state, as `mpiring` saves them.
+        """Return the same nest with copies of this rank's slices, as `mpiring` saves them.
 
             checkpoints.save(step, replicated=model.state_dict(),
                              sharded=optimizer.sharded_state_dict())
@@ -338,30 +359,47 @@ class Sharded(torch.optim.Optimizer):
         At any number of ranks; of `sharded_state_dict`, the slices of all ranks that have saved.
 
         Raises:
-            ConfigError: It is of other groups, parameters or classes, or slices are missing.
+            ConfigError: It is of other groups, parameters or classes, slices are missing, or it
+                differs between ranks. Nothing has changed then, on any rank.
 
-        Collective: no, but on all ranks.
+        Collective: yes. Blocking: yes.
         """
-        refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
-        state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = before(self, state_dict) or state_dict
-        self._updates.load_state_dict(state_dict)
+        with same_on_all(self._comm, "Sharded.load_state_dict",
+                         remedy="load the same state on every rank") as same:
+            refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
+            state_dict = dict(state_dict)
+            for before in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = before(self, state_dict) or state_dict
+            same["state"] = state_dict
+            plan = self._planned(state_dict)
+        self._updates.use(plan)
         self.state = self._updates.optimizer.state
         if self._is_fresh:
             self._give()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def _planned(self, state_dict: Mapping[str, Any]) -> Any:
+        try:
+            return self._updates.planned(state_dict)
+        except MpiringError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"rank {self._comm.rank}: the state is none of a Sharded optimizer "
+                f"({type(error).__name__}: {error}); pass what state_dict() has returned"
+            ) from error
+
     def _laid_out(self, averaging: Averaging) -> Layout:
         """Put the weights into buckets that are cut as those of the gradients are."""
         self._averaging, self._comm = averaging, averaging.comm
-        self._buckets = averaging.gradients.buckets
         named = dict(self._model.module.named_parameters())
         parameters = {name: named[name] for name in averaging.gradients.views}
         with torch.no_grad():
-            self._weights = self._kind(
-                parameters, averaging.gradients, self._comm, self._model.module)
+            self._weights = self._kind(parameters, averaging.gradients, self._comm)
+        self._buckets = averaging.gradients.buckets
+        if self._load_hooks is not None:
+            self._load_hooks.weights = self._weights
         if self._guard is not None:
             self._guard.remove()
         if self._overlaps:
@@ -383,10 +421,14 @@ class Sharded(torch.optim.Optimizer):
         self._let_go()
 
     def _let_go(self) -> None:
-        self._weights.release()
+        self._model.give_gradients_to(None)
         if self._guard is not None:
             self._guard.remove()
-        self._model.give_gradients_to(None)
+        if self._load_hooks is not None:
+            self._load_hooks.remove()
+        # None yet, where there was no memory for them.
+        if "_weights" in vars(self):
+            self._weights.release()
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Refuse: slices are cut, and state is saved, by the groups from the beginning.

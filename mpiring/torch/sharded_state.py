@@ -41,6 +41,7 @@ class ShardedState:
 
     Attributes:
         outline: By parameter and name of its state: `Elements`, or a number. The same on all ranks.
+        elementwise: The names of the state that has `Elements`.
 
     Collective: yes. Blocking: yes.
     """
@@ -56,6 +57,8 @@ class ShardedState:
         self.outline: States = {}
         for theirs in self._comm.allgather_object(mine):
             self.outline.update(theirs)
+        self.elementwise = {key for its in self.outline.values() for key, x in its.items()
+                            if isinstance(x, Elements)}
 
     def whole(self, *, root: int | None = None) -> States:
         """Return the state of whole parameters, on their device; only on rank `root`, if any.
@@ -72,7 +75,7 @@ class ShardedState:
         return found
 
     def sliced(self, aside: States) -> States:
-        """Return this rank's slices of the state.
+        """Return a copy of this rank's slices of the state.
 
         Args:
             aside: Whole state of others, the same on all ranks; rank 0 has all of it.
@@ -87,7 +90,7 @@ class ShardedState:
             if self._parameters[name].is_contiguous():
                 here = segment.offset, segment.offset + segment.size
                 found[name][key] = found[name][key].merged(
-                    [Sliced(segment.shape, {here: array_of(x.cpu())})])
+                    [Sliced(segment.shape, {here: array_of(x.to("cpu", copy=True))})])
         self._add_other_orders(found)
         mine = self._comm.rank == 0
         return found | {name: {key: _sliced(x, mine=mine) for key, x in its.items()}
@@ -142,7 +145,8 @@ def _sliced(x: Any, *, mine: bool) -> Any:
     if is_number(x):
         return x
     x = torch.as_tensor(x).cpu()
-    return Sliced(x.shape, {(0, x.numel()): array_of(x.contiguous())} if mine else {},
+    return Sliced(x.shape, {(0, x.numel()): array_of(x.clone(
+        memory_format=torch.contiguous_format))} if mine else {},
                   numpy_dtype(x.dtype))
 
 
@@ -165,7 +169,7 @@ def _outlined(x: Any, shard: Shard) -> Any:
 
 def numbers_of(state: Mapping[str, Any], elementwise: set[str]) -> tuple[Any, ...]:
     """Return the numbers in a parameter's state, to be compared with another one's."""
-    return tuple((key, None if key in elementwise or x is None else float(x))
+    return tuple((key, x if x is None else "elements" if key in elementwise else float(x))
                  for key, x in sorted(state.items()))
 
 
@@ -183,7 +187,7 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
     first = states.get(shard.segments[0].name, {}) if shard.segments else {}
     found: dict[str, Any] = {}
     for key, x in first.items():
-        if key not in elementwise:
+        if key not in elementwise or x is None:
             found[key] = x.clone() if isinstance(x, torch.Tensor) else x
             continue
         pieces = [(segment, _piece(states[segment.name][key], parameters[segment.name], segment))

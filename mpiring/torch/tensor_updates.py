@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from ..communicator import Communicator
 from ..errors import ConfigError
@@ -42,22 +43,28 @@ class TensorUpdates:
     """
 
     def __init__(self, optimizer_class: type[Optimizer], defaults: Mapping[str, Any],
-                 groups: Sequence[ParamGroup], layout: Layout, *, apart: bool) -> None:
-        self._apart = apart
-        self._groups = [[name for name in group.names if name in layout.parameters]
-                        for group in groups]
-        for name, p in layout.parameters.items():
+                 groups: Sequence[ParamGroup], trained: Mapping[str, Parameter], *,
+                 apart: bool) -> None:
+        self._class, self._defaults, self._apart = optimizer_class, dict(defaults), apart
+        self._groups = [[name for name in group.names if name in trained] for group in groups]
+        self._settings = [
+            {key: x for key, x in group.settings.items() if key != "param_names"}
+            for group in groups]
+        for name, p in trained.items():
             if p.device.type != "cpu" or not p.is_contiguous():
                 raise ConfigError(
                     f"{optimizer_class.__name__} in a Sharded optimizer updates parameters in host "
                     f"memory, in C order; {name} is on {p.device}, with strides {p.stride()}")
+
+    def begin(self, layout: Layout) -> None:
+        """Make the optimizer; see ClassUpdates."""
         self._model = _Model(layout)
-        settings = {name: {key: x for key, x in group.settings.items() if key != "param_names"}
-                    for group, names in zip(groups, self._groups) for name in names}
-        self._method: Any = optimizer_class(
-            self._model, **defaults, groups=settings, sharded=True)
-        shown = [self._method.settings[names[0]] if names else group.settings
-                 for group, names in zip(groups, self._groups)]
+        self._method: Any = self._class(
+            self._model, **self._defaults, sharded=True,
+            groups={name: its for its, names in zip(self._settings, self._groups)
+                    for name in names})
+        shown = [self._method.settings[names[0]] if names else its
+                 for its, names in zip(self._settings, self._groups)]
         self.optimizer: Any = torch.optim.Optimizer(
             [{"params": [], **{key: x for key, x in its.items() if key != ADAPTS}}
              for its in shown], {})
@@ -114,20 +121,23 @@ class TensorUpdates:
             {**group, "params": list(names)}
             for group, names in zip(self.optimizer.param_groups, self._groups)]}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from either kind of state.
-
-        Raises:
-            ConfigError: It is of other groups, or another optimizer or model.
-
-        Collective: yes. Blocking: yes.
-        """
-        groups = state_dict.get("param_groups", ())
+    def planned(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what `use` needs to go on from either kind of state; see ClassUpdates."""
+        groups = state_dict["param_groups"]
         if [list(group["params"]) for group in groups] != self._groups:
             raise ConfigError(
                 f"rank {self._model.comm.rank}: the state is of other groups of parameters; make "
                 f"those that were saved")
-        self._method.load_state_dict(
-            {key: x for key, x in state_dict.items() if key != "param_groups"})
-        for shown, saved in zip(self.optimizer.param_groups, groups):
+        return state_dict
+
+    def use(self, plan: Mapping[str, Any]) -> None:
+        """Go on from a state that was planned; if that is refused, nothing has changed.
+
+        Raises:
+            ConfigError: It is of another optimizer or model.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._method.load_state_dict({key: x for key, x in plan.items() if key != "param_groups"})
+        for shown, saved in zip(self.optimizer.param_groups, plan["param_groups"]):
             shown.update({key: x for key, x in saved.items() if key != "params"})

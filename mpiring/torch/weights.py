@@ -22,6 +22,9 @@ from .averaging import in_shape_of
 from .devices import gpu_of, marker_of
 from .tensors import seen_as_tensor
 
+_REMEDY = ("give param_groups the same settings on every rank, and write weights on all ranks, or "
+           "in a block `with optimizer.writing_weights():`")
+
 
 class WeightBuckets:
     """Weights as views into buckets that are cut as those of their gradients are.
@@ -33,9 +36,9 @@ class WeightBuckets:
         parameters: By name: those whose gradients are averaged. Their `data` become the views.
         gradients: What averages them.
         comm: The ranks.
-        module: Which has the parameters.
 
     Attributes:
+        comm: As given.
         buckets: In the order of the gradients'.
         made_with: By what the slices that are sent are made, in words; compared across ranks.
         written_before: What the user had written when these buckets took the place of others.
@@ -44,8 +47,8 @@ class WeightBuckets:
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Gradients,
-                 comm: Communicator, module: torch.nn.Module) -> None:
-        self._parameters, self._comm = dict(parameters), comm
+                 comm: Communicator) -> None:
+        self._parameters, self.comm = dict(parameters), comm
         self._submit = gradients.tally.submit
         first = next(iter(parameters.values()))
         self._device = gpu_of(first)
@@ -70,7 +73,7 @@ class WeightBuckets:
 
     def _empty(self, n: int, dtype: "np.dtype[Any]") -> Any:
         """Return the memory of a bucket."""
-        return self._comm.empty(n, dtype, device=self._device or "cpu")
+        return self.comm.empty(n, dtype, device=self._device or "cpu")
 
     def _fill(self) -> None:
         """Move the weights into the buckets."""
@@ -98,7 +101,7 @@ class WeightBuckets:
 
     def own(self, index: int) -> slice:
         """Return which elements of a bucket are this rank's."""
-        bounds, rank = self.buckets[index].bounds(self._comm.size), self._comm.rank
+        bounds, rank = self.buckets[index].bounds(self.comm.size), self.comm.rank
         return slice(bounds[rank], bounds[rank + 1])
 
     def follow(self) -> None:
@@ -128,7 +131,7 @@ class WeightBuckets:
         p, view = self._parameters[name], self._views[name]
         if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
             raise ConfigError(
-                f"rank {self._comm.rank}: the data of {name} were replaced by {p.dtype} "
+                f"rank {self.comm.rank}: the data of {name} were replaced by {p.dtype} "
                 f"{tuple(p.shape)} on {p.device}, which do not fit its slices; expected "
                 f"{view.dtype} {tuple(view.shape)} on {view.device}: replace the parameter, or "
                 f"write into it: p.data.copy_(...)")
@@ -149,7 +152,7 @@ class WeightBuckets:
         Collective: yes. Blocking: no.
         """
         bucket = self.buckets[index]
-        self._send(bucket, bucket.bounds(self._comm.size))
+        self._send(bucket, bucket.bounds(self.comm.size))
 
     def _send(self, bucket: Bucket, bounds: Sequence[int]) -> None:
         if not bucket.plan.size:
@@ -157,7 +160,7 @@ class WeightBuckets:
         vector = bucket.vector
         call = Call("weights", f"{bucket.plan.dtype.name} ({bucket.plan.size},){self._written} "
                     f"{self.made_with}",
-                    bucket.label, bucket.flat.nbytes)
+                    bucket.label, bucket.flat.nbytes, remedy=_REMEDY)
         self._handles[bucket.index] = self._submit(
             call,
             lambda collectives: self._allgather(collectives, vector, bounds),
@@ -199,7 +202,7 @@ class WeightBuckets:
     def _hand_out(self) -> None:
         """Give all ranks the weights of rank 0."""
         for bucket in self.buckets:
-            self._send(bucket, [0] + [bucket.plan.size] * self._comm.size)
+            self._send(bucket, [0] + [bucket.plan.size] * self.comm.size)
         self.synchronize()
         self._note()
 

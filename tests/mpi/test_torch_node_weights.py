@@ -1,5 +1,8 @@
 """Tests weights that lie once per node, on real MPI: in training, and written by users."""
 
+import errno
+import gc
+
 import mpiring
 import pytest
 from launching import needed
@@ -160,6 +163,83 @@ def test_a_model_is_loaded_as_ever(comm):
         model.load_state_dict({})
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
     train(model, optimizer, comm, range(2))
+
+
+def loaded(model):
+    """Load the model, with its own weights."""
+    model.load_state_dict({name: x.clone() for name, x in model.state_dict().items()})
+
+
+def assert_private(model, comm):
+    """Check that each rank writes its own weights."""
+    comm.barrier()
+    with torch.no_grad():
+        model.last.bias.fill_(comm.rank)
+    comm.barrier()
+    assert (model.last.bias == comm.rank).all()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_loading_follows_the_buckets_of_the_optimizer(comm, overlap):
+    """Whenever a rank collects garbage; and ends with the optimizer, not before."""
+    model, optimizer = sharded(comm, "node", overlap=overlap)
+    gc.disable()
+    try:
+        for step in range(3):
+            model.first.bias.requires_grad_(step != 1)
+            train(model, optimizer, comm, [step])
+            if comm.rank:
+                gc.collect()
+            loaded(model)
+            assert_equal_on_all(model, comm)
+        optimizer.close()
+        loaded(model)
+        assert_private(model, comm)
+        assert not model.module._load_state_dict_pre_hooks
+        again = Sharded(torch.optim.AdamW, model, lr=0.01, weights="node", overlap=overlap)
+        loaded(model)
+        train(model, again, comm, [0])
+        net = model.module
+        # Nobody has closed it: ranks share these weights nevertheless.
+        del model, optimizer, again
+        if comm.rank:
+            gc.collect()
+        loaded(net)
+        gc.collect()
+        model = DataParallel(net, comm, bucket_bytes=400)
+        optimizer = Sharded(torch.optim.AdamW, model, lr=0.01, weights="node")
+        loaded(model)
+        train(model, optimizer, comm, range(2))
+        assert_equal_on_all(model, comm)
+    finally:
+        gc.enable()
+
+
+def test_a_model_is_loaded_after_its_communicator_was_closed(comm):
+    with mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(tuning=False)) as own:
+        model, optimizer = sharded(own, "node")
+        train(model, optimizer, own, range(2))
+    loaded(model)
+    assert_private(model, comm)
+
+
+def test_without_memory(comm, monkeypatch):
+    """An error that can be caught: weights on each rank may fit."""
+    def no_memory():
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    model = DataParallel(Net(), comm, bucket_bytes=400)
+    with monkeypatch.context() as full:
+        full.setattr("mpiring.operations.windows.window.create", no_memory)
+        if comm.local_size > 1 and comm.config.shared_memory:
+            with pytest.raises(ConfigError, match="cannot have .* that lie once in its node's mem"):
+                Sharded(torch.optim.AdamW, model, lr=0.01, weights="node")
+    optimizer = Sharded(torch.optim.AdamW, model, lr=0.01)
+    loaded(model)
+    train(model, optimizer, comm, range(2))
+    assert_equal_on_all(model, comm)
+    optimizer.close()
+    train(model, Sharded(torch.optim.AdamW, model, lr=0.01, weights="node"), comm, range(2))
 
 
 def test_ranks_that_share_no_memory_have_a_copy_each_and_are_restored(comm):

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import logging
+import pickle
 import re
 
 import pytest
@@ -403,8 +404,8 @@ def test_parameters_are_frozen_thawed_replaced_and_written(comm):
 def test_writes_of_some_ranks_alone_are_compared(comm, monkeypatch):
     """By the call that hands out slices: it says what this rank has written."""
     seen = []
-    monkeypatch.setattr("mpiring.torch.weights.Call", lambda *call: seen.append(
-        call[1]) or Call(*call))
+    monkeypatch.setattr("mpiring.torch.weights.Call", lambda *call, **more: seen.append(
+        call[1]) or Call(*call, **more))
     model = wrapped(comm)
     optimizer = adamw(model)
     for step in range(4):
@@ -428,6 +429,220 @@ def test_writes_of_some_ranks_alone_are_compared(comm, monkeypatch):
                  for call in seen}
         assert [set(text.split(", ")) for text in texts] == [told]
     assert_equal_on_all(model, comm)
+
+
+@contextlib.contextmanager
+def spoiled():
+    """A communicator on which ranks may disagree."""
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip(reason="there is no other rank")
+    own = mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(tuning=False))
+    yield own
+    MPI.COMM_WORLD.Barrier()
+    own._group.closed = True
+    own._group._forget()
+    own._group._transport.free()
+
+
+@pytest.mark.parametrize("setting", ["lr", "weight_decay"])
+def test_settings_of_steps_are_compared(setting):
+    """The text of AdamW's is longer than what is compared: rates come first."""
+    with spoiled() as own:
+        model = wrapped(own)
+        optimizer = adamw(model, params=by_decay(model))
+        optimizer.param_groups[1][setting] = 0.5 if own.rank else 0.25
+        values = rf"{setting}=\[{'0.01' if setting == 'lr' else '0.3'}, 0.(5|25)\].*"
+        with pytest.raises(mpiring.BufferMismatchError, match=(
+                f"{values} but rank . .*{values}; give param_groups the same settings on every")):
+            train(model, optimizer, own, [0])
+
+
+@pytest.mark.parametrize(("same", "other"), [
+    ({"max_norm": 8.0}, {"max_norm": 0.8}), ({"norm_type": 2.0}, {"norm_type": float("inf")}),
+    ({"max_norm": 8.0}, {"max_norm": "8"}), ({"max_norm": 8.0}, {"max_norm": -1}),
+    ({"error_if_nonfinite": False}, {"error_if_nonfinite": True})])
+def test_arguments_of_clipping_are_compared(same, other):
+    with spoiled() as own:
+        model = wrapped(own)
+        optimizer = adamw(model)
+        loss_of(model, own, 0).backward()
+        told = [f"{name}={value!r}".replace(".0", "")
+                for (name, value), in (same.items(), other.items()) if value != 2]
+        with pytest.raises(mpiring.BufferMismatchError) as error:
+            optimizer.clip_grad_norm_(**{"max_norm": 1, **(other if own.rank else same)})
+        assert all(text in str(error.value) for text in told)
+        assert "pass the same to clip" in str(error.value) or "norm_type" in same
+
+
+def test_arguments_are_those_of_all_ranks(comm):
+    """Else one slice of a tensor would be updated at another rate; the model stays as it was."""
+    if comm.size == 1:
+        pytest.skip(reason="there is no other rank")
+    model, is_odd = wrapped(comm), comm.rank == comm.size - 1
+    groups = by_decay(model)
+    for make, told in (
+            (lambda: adamw(model, lr=0.2 if is_odd else 0.1), "has lr=0.2, but on rank 0 it is"),
+            (lambda: adamw(model, foreach=is_odd), "has foreach=True, but on rank 0 it is False"),
+            (lambda: adamw(model, overlap=is_odd), "has overlap=True, but on rank 0 it is F"),
+            (lambda: adamw(model, weights="node" if is_odd else "rank"), "has weights='node', but"),
+            (lambda: Sharded(torch.optim.Adam if is_odd else torch.optim.AdamW, model),
+             "optimizer_class='Adam', but on rank 0 it is 'AdamW'"),
+            (lambda: adamw(model, params=groups[::-1 if is_odd else 1]),
+             r"params\[0\]\['params'\]\[0\]='scale', but on rank 0 it is 'first.weight'"),
+            (lambda: adamw(model, params=[*model.parameters()][::-1 if is_odd else 1]),
+             r"params\[0\]\['params'\]\[0\]='filter.weight', but on rank 0 it is 'scale'"),
+            (lambda: adamw(model, params=3 if is_odd else None), "params is a int; pass a list"),
+            (lambda: adamw(model, lr=-1 if is_odd else 1), "Invalid learning rate|has lr=-1"),
+            (lambda: Sharded(Norms if is_odd else Signs, model), "has optimizer_class='Norms'")):
+        with pytest.raises(mpiring.ConfigError, match=told):
+            make()
+    optimizer = adamw(model)
+    train(model, optimizer, comm, [0])
+    state = optimizer.state_dict()
+    before, other = copy.deepcopy(state), copy.deepcopy(state)
+    other["state"][1]["exp_avg"] += 1
+    for load, told in (
+            (lambda: optimizer.load_state_dict(other if is_odd else state), r"avg'\]\[0, 0\]=.*,"),
+            (lambda: optimizer.load_state_dict({} if is_odd else state), "lacks param_groups"),
+            (lambda: optimizer.state_dict(root=int(is_odd)), "has root=1, but on rank 0 it is")):
+        with pytest.raises(mpiring.ConfigError, match=told):
+            load()
+    assert_bits(optimizer.state_dict(), before)
+    train(model, optimizer, comm, [1])
+
+
+def malformed(state):
+    """Yield states that are none."""
+    yield {**state, "param_groups": 3}
+    yield {**state, "param_groups": [3]}
+    yield {**state, "param_groups": [{}]}
+    yield {**state, "param_groups": [{**state["param_groups"][0], "params": None}]}
+    yield {**state, "param_groups": [{**state["param_groups"][0], "params": [[]] * 5}]}
+    yield {**state, "state": 3}
+    for key, x in ("exp_avg", torch.ones(2)), ("exp_avg", "x"), ("step", "x"), ("step", {}):
+        yield {**state, "state": {**state["state"], 1: {**state["state"][1], key: x}}}
+    yield {**state, "state": {**state["state"], 1: 3}}
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": True, "weights": "node"}])
+def test_a_state_that_is_refused_leaves_no_trace(comm, settings):
+    """Also where a rank alone has a slice that it does not fit, and gradients are there."""
+    plain, model = wrapped(comm), wrapped(comm)
+    right, optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01), adamw(model, **settings)
+    for one in (plain, right), (model, optimizer):
+        train(*one, comm, range(2))
+        one[1].zero_grad()
+    loss_of(plain, comm, 2).backward()
+    loss_of(model, comm, 2).backward()
+    before = copy.deepcopy(optimizer.state_dict())
+    for bad in malformed(before):
+        with pytest.raises(mpiring.ConfigError):
+            optimizer.load_state_dict(bad)
+    if comm.size > 1:
+        # What one rank has saved is not all.
+        with pytest.raises(mpiring.ConfigError, match="these are the pieces of some ranks; take"):
+            optimizer.load_state_dict(comm.broadcast_object(
+                optimizer.sharded_state_dict(), root=0))
+    assert_bits(optimizer.state_dict(), before)
+    right.step()
+    optimizer.step()
+    right.zero_grad()
+    for one in (plain, right), (model, optimizer):
+        train(*one, comm, range(3, 5))
+    assert_same(model.parameters(), plain.parameters())
+
+
+def test_what_is_saved_is_a_copy(comm):
+    model = wrapped(comm)
+    optimizer = adamw(model)
+    train(model, optimizer, comm, [0])
+    model.module.first.requires_grad_(False)
+    train(model, optimizer, comm, [1])
+    saved = optimizer.sharded_state_dict()
+    before = copy.deepcopy(saved)
+    train(model, optimizer, comm, [2])
+    for state, was in zip(saved["state"].values(), before["state"].values(), strict=True):
+        for x, y in zip(state["exp_avg"].pieces.values(), was["exp_avg"].pieces.values()):
+            assert (x == y).all()
+            x[:] = 9
+    after = copy.deepcopy(optimizer.state_dict())
+    assert not any((x == 9).any() for its in after["state"].values() for x in its.values())
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
+def test_momentum_that_is_raised_later(comm, momentum):
+    """As by schedules; then parameters are frozen and thawed, and the state is loaded."""
+    plain, model = wrapped(comm), wrapped(comm)
+    right, optimizer = torch.optim.SGD(plain.parameters(), lr=0.1), Sharded(
+        torch.optim.SGD, model, lr=0.1)
+    for step in range(8):
+        for one in right, optimizer:
+            for group in one.param_groups:
+                group["momentum"] = 0.9 if step else 0
+        for one in plain, model:
+            one.module.first.requires_grad_(step not in (2, 3))
+        if step == 6:
+            for one in right, optimizer:
+                state = copy.deepcopy(one.state_dict())
+                state["param_groups"][0]["momentum"] = momentum
+                one.load_state_dict(state)
+        train(plain, right, comm, [step])
+        train(model, optimizer, comm, [step])
+        assert_same(model.parameters(), plain.parameters())
+    state = optimizer.state_dict()
+    optimizer.close()
+    state["param_groups"][0]["momentum"] = 0.8
+    again = Sharded(torch.optim.SGD, model, lr=0.1)
+    again.load_state_dict(state)
+    assert_bits(again.state_dict()["state"], state["state"])
+
+
+def test_the_scaler_needs_no_zero_grad(comm):
+    """It calls no step where a gradient is Inf."""
+    model = wrapped(comm)
+    optimizer, scaler = adamw(model), torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    for step in range(3):
+        with model.no_sync() if step == 1 else contextlib.nullcontext():
+            scaler.scale(loss_of(model, comm, step) * 1e3).backward()
+        if step != 1:
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.get_scale() == 2.0**125 and "state" in optimizer.state_dict()
+    train(model, optimizer, comm, range(2))
+    assert optimizer.state_dict()["state"][0]["step"] == 2
+
+
+@pytest.mark.parametrize(("dtype", "norm_dtype"), [
+    (torch.float64, torch.float64), (torch.complex64, torch.float32),
+    (torch.bfloat16, torch.float32)])
+def test_norms_by_dtype(comm, dtype, norm_dtype):
+    plain, model = (DataParallel(nn.Linear(5, 7, dtype=dtype), comm) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    optimizer = Sharded(torch.optim.SGD, model, lr=0.1)
+    for norm_type in 2.0, 1.0, float("inf"):
+        for one in plain, model:
+            one.zero_grad()
+            (one(torch.ones(3, 5, dtype=dtype)).abs().square().sum() * 3).backward()
+        wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+        norm = optimizer.clip_grad_norm_(0.5, norm_type)
+        assert norm.dtype == norm_dtype
+        torch.testing.assert_close(norm, wanted.to(norm_dtype), rtol=1e-2, atol=0)
+
+
+def test_a_module_is_copied_without_hooks(comm):
+    """A copy belongs to one rank: it waits for nobody, and may be used by itself."""
+    model = wrapped(comm)
+    train(model, adamw(model, overlap=True, weights="node"), comm, range(2))
+    wanted = copy.deepcopy(model.state_dict())
+    for again in copy.deepcopy(model.module), pickle.loads(pickle.dumps(model.module)):
+        if comm.rank == 0:
+            state = {name: x.clone() for name, x in again.state_dict().items()}
+            assert_bits(state, wanted)
+            again.load_state_dict({name: x + 1 for name, x in state.items()})
+            again(torch.zeros(1, 6))
+            pickle.loads(pickle.dumps(copy.deepcopy(again)))
+        comm.barrier()
+    assert_bits(model.state_dict(), wanted)
 
 
 def test_a_graph_that_is_kept_does_not_survive_a_step(comm):
@@ -519,6 +734,38 @@ class Signs(Norms):
                     state["count"] = state.get("count", 0) + 1
                     state["sum"] = state.get("sum", 0) + p.grad
                     p -= group["lr"] / state["count"] * state["sum"].sign()
+
+
+class Counts(Signs):
+    """Counts its steps in an attribute, by which its rate falls; and, as asked, in another way."""
+
+    def __init__(self, params, lr=0.1, how=0):
+        super().__init__(params, lr)
+        self.steps, self.other, self.kept = [0], how, [p for p in self.param_groups[0]["params"]]
+
+    def step(self, closure=None):
+        self.steps[0] += 1
+        self.other = self.other + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data -= group["lr"] / self.steps[0] * p.grad
+
+
+def test_a_class_that_counts_its_steps(comm):
+    plain, model = wrapped(comm), wrapped(comm)
+    right, optimizer = Counts(plain.parameters(), lr=0.1), Sharded(Counts, model, lr=0.1)
+    for step in range(6):
+        for one in plain, model:
+            one.module.first.requires_grad_(step not in (2, 3))
+        for one in (plain, right), (model, optimizer):
+            train(*one, comm, [step])
+        if step == 4:
+            optimizer.load_state_dict(optimizer.state_dict())
+        assert_same(model.parameters(), plain.parameters())
+    with pytest.raises(mpiring.ConfigError, match=(
+            r"its steps change its attribute other=\[tensor\(.*; keep numbers there, and tens")):
+        Sharded(Counts, wrapped(comm), how=torch.zeros(2))
 
 
 def test_a_class_of_the_users_own(comm):
