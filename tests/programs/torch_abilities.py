@@ -993,8 +993,8 @@ def data_is_shared_out():
     assert len(again) == len(epochs[0]) and list(again) == epochs[0]
     assert sampler.state_dict(seen=2)["position"] == 2 * p
     if p > 1:
-        fails(lambda: DistributedSampler(range(40 + r), comm), mpiring.ConfigError, f"rank {r}",
-              "40")
+        fails(lambda: DistributedSampler(range(40 + r), comm), mpiring.ConfigError,
+              "rank 1: DistributedSampler has length=41, but on rank 0 it is 40")
 
 
 @ability
