@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ..arguments import number, refuse_other_state
+from ..arguments import number, refuse_other_state, truth
 from ..errors import ConfigError, GradientError
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
@@ -82,7 +82,7 @@ class Sharded(torch.optim.Optimizer):
                 f"if any, after it")
         updates = _updates_of(optimizer_class)
         groups = param_groups(model.module, params)
-        self._kind, self._overlaps = _WEIGHTS[weights], bool(overlap)
+        self._kind, self._overlaps = _WEIGHTS[weights], truth("overlap", overlap)
         self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
         # Whether there are means that no step has used.
