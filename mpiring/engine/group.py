@@ -27,7 +27,7 @@ from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE
 from ..transport.rounds import give_way
 from .engine import Engine
-from .handle import Handle
+from .handle import Handle, Lane
 from .messages import Messages
 from .opening import opened
 from .repeated import RepeatedCalls
@@ -416,8 +416,12 @@ class Group:
         if self._is_beyond_closing:
             return
         self._equip()
-        for lane in (self.lane, *([self._messages.lane] if self._messages else ())):
+        for lane in self._lanes:
             lane.dropped = True
+
+    @property
+    def _lanes(self) -> list[Lane]:
+        return [self.lane, *([self._messages.lane] if self._messages else ())]
         self._transport.drop()
 
     def _forget(self) -> None:
@@ -435,7 +439,8 @@ class Group:
         """Close a group that the program has not closed."""
         if self._is_beyond_closing:
             return
-        self.engine.take_back(self.lane)
+        for lane in self._lanes:
+            self.engine.take_back(lane)
         try:
             self.close()
         except BaseException as error:
