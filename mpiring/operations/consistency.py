@@ -70,12 +70,14 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
     texts = {path: text_of(value) for path, value in values.items()}
     number = digest(f"{path}={text}\n".encode() for path, text in texts.items())
     answers = comm.allgather_object((_sendable(failure, error), number), label=call)
-    if failure is not None:
+    if failure is not None and not isinstance(failure, MpiringError):
         raise failure
-    for rank, (sent, _) in enumerate(answers):
+    # Each rank raises its own failure, others that of the lowest rank.
+    for rank, (sent, _) in sorted(enumerate(answers), key=lambda item: item[0] != comm.rank):
         if sent is not None:
             kind, text = sent
-            raise kind(text if text.startswith(f"rank {rank}:") else f"rank {rank}: {text}")
+            raise kind(text if text.startswith(f"rank {rank}:") else f"rank {rank}: {text}") from (
+                failure)
     if len({number for _, number in answers}) == 1:
         return
     # From here on, time does not matter.

@@ -349,6 +349,7 @@ def test_a_state_from_before_or_after_momentum_began_is_loaded(sharded):
         assert resumed(without, params, 0.9) != one
         one_missing = {**late, "tensors": {**late["tensors"], "b1": {}}}
         assert raised(resumed, one_missing, params, 0.9) == (
-            ConfigError, "the state of SGD for 'b1' lacks b: pass what state_dict() has returned")
+            ConfigError, f"rank {comm.rank}: the state of SGD for 'b1' lacks b: pass what "
+                         f"state_dict() has returned")
 
     on_ranks(2, program, TrainingComm)

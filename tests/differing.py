@@ -1,0 +1,91 @@
+"""Makes collective calls in which one rank differs from the others, and returns what came of it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpi4py import MPI
+
+import mpiring
+
+# The odd rank does not make the call at all, but goes on.
+SKIPPED = object()
+STALL_TIMEOUT_S = 30
+
+
+@dataclass
+class Row:
+    """A collective call that takes values.
+
+    Attributes:
+        name: Of the call, for the test's name.
+        call: Makes it, given what `make` has returned and keyword arguments.
+        usual: The arguments of all ranks but one.
+        odd: Of the last rank, those that differ, by the kind of difference: a value, a type, or
+            None for an argument that is left out; each with what errors say of both values.
+        make: Returns what the call is made on.
+        label: What the errors call the call that the odd rank does not make; None for no such test.
+    """
+
+    name: str
+    call: Callable[..., Any]
+    usual: dict[str, Any]
+    odd: dict[str, tuple[dict[str, Any] | None, str]]
+    make: Callable[[Any], Any] = field(default=lambda comm: comm)
+    label: str | None = None
+
+
+def rows_of(name, call, arguments, *, make=lambda comm: comm, label):
+    """Return a row for each argument of a call, all of which the usual call passes.
+
+    Args:
+        arguments: By name: its usual value, another one, one of a wrong type, and, unless it is
+            the argument's name, what errors call it.
+    """
+    usual = {argument: values[0] for argument, values in arguments.items()}
+    return [Row(f"{name}({argument}=)", call, usual,
+                {"value": ({argument: value}, *(told or [argument])),
+                 "type": ({argument: wrong}, argument),
+                 "missing": ({argument: SKIPPED}, *(told or [argument]))},
+                make, None if i else label)
+            for i, (argument, (_, value, wrong, *told)) in enumerate(arguments.items())]
+
+
+def cases(rows):
+    """Return the parameters of a test of rows: a row, the arguments of the odd rank, a pattern."""
+    found = []
+    for row in rows:
+        for kind, (odd, told) in row.odd.items():
+            found.append((f"{row.name}, {kind}", row, odd, told))
+        if row.label is not None:
+            found.append((f"{row.name}, not called", row, SKIPPED, row.label))
+    return found
+
+
+def errors_of(comm, row, odd):
+    """Make a call with one odd rank; return the errors of all ranks as texts, "" for none.
+
+    Args:
+        comm: For the answers.
+        odd: What the last rank passes instead of `row.usual`: None without an argument stands for
+            leaving it out.
+    """
+    is_odd = comm.rank == comm.size - 1
+    part = mpiring.Communicator(
+        MPI.COMM_WORLD, config=mpiring.Config(stall_timeout_s=STALL_TIMEOUT_S))
+    subject, arguments, error = row.make(part), dict(row.usual), None
+    if is_odd and odd is not SKIPPED:
+        arguments = {name: value for name, value in {**arguments, **odd}.items()
+                     if value is not SKIPPED}
+    # All ranks go on, also after an error: if the others have none yet, this tells them.
+    calls = [] if is_odd and odd is SKIPPED else [lambda: row.call(subject, **arguments)]
+    for action in (*calls, part.barrier):
+        try:
+            action()
+        except Exception as exc:
+            error = error or exc
+    texts = comm.allgather_object(
+        "" if error is None else f"{type(error).__name__}: {error}", label=row.name)
+    # It cannot be closed after some of these errors; nor is it at the end of the program.
+    part._group.engine.give_up(error or mpiring.ClosedError("the test is over"))
+    return texts
