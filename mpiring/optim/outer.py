@@ -30,8 +30,6 @@ from .sgd import SGD
 
 # By default, with a delay.
 _ALPHA = 0.5
-# In messages.
-_WHOSE = "the outer optimizer"
 
 
 class Outer:
@@ -52,8 +50,7 @@ class Outer:
                  reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
         refuse_other_than_communicators(comm)
         self.comm, self.steps = comm, 0
-        with same_on_all(comm, _WHOSE) as same:
-            same["class"] = type(self).__name__
+        with same_on_all(comm, type(self).__name__) as same:
             same["every"] = self.every = whole_number("every", every, 1)
             same["start"] = self._start = whole_number("start", start, 0)
             same["fragments"] = count = whole_number("fragments", fragments, 1, self.every)
@@ -77,7 +74,7 @@ class Outer:
         self._plan()
 
     def _cut(self, count: int, reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
-        with same_on_all(self.comm, _WHOSE) as same:
+        with same_on_all(self.comm, type(self).__name__) as same:
             parts = cut(self._weights.tensors, count)
             reducers = reducers_of([tensor.name for tensor in self._weights.tensors], reducer)
             same["reducer"] = {name: repr(its) for name, its in reducers.items()}

@@ -318,9 +318,9 @@ def test_settings_that_cannot_work_are_refused():
                 DiLoCo(model(), comm, **settings)
         assert DiLoCo(model(), comm, every=2).alpha == 0
         assert DiLoCo(model(), comm, every=2, delay=1).alpha == 0.5
-        with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has every=3"):
+        with pytest.raises(mpiring.ConfigError, match="rank 1: DiLoCo has every=3"):
             DiLoCo(model(), comm, every=2 + comm.rank)
-        with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has class='D"):
+        with pytest.raises(mpiring.ConfigError, match="rank 1: DiLoCo has lr=0.7, but on"):
             (DiLoCo if comm.rank else LocalSGD)(model(), comm, every=2)
         with pytest.raises(mpiring.ConfigError, match="params is 3; pass a dict of the model's a"):
             DiLoCo(3, comm, every=2)
@@ -515,7 +515,7 @@ def test_a_wrong_argument_of_one_rank_is_an_error_on_all():
         for other, text in (
                 ({"lr": 0.5}, "lr=0.5, but on rank 0 it is 0.7"),
                 ({"reducer": Int8()}, "reducer.'w1'.=.Int8.*on rank 0 it is 'Mean..'")):
-            with pytest.raises(mpiring.ConfigError, match=f"1: the outer optimizer has {text}"):
+            with pytest.raises(mpiring.ConfigError, match=f"rank 1: DiLoCo has {text}"):
                 DiLoCo(model(), comm, every=20, **(other if comm.rank else {}))
 
     on_ranks(2, program, TrainingComm)
