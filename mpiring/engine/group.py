@@ -27,7 +27,7 @@ from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE
 from ..transport.rounds import give_way
 from .engine import Engine
-from .handle import Handle, Lane
+from .handle import Handle
 from .messages import Messages
 from .opening import opened
 from .repeated import RepeatedCalls
@@ -91,6 +91,7 @@ class Group:
         self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
                                  self._ledger)
         self.lane = self.engine.join(self._watch.look)
+        self._lanes = [self.lane]
         self.engine.guard(self._ledger)
         if self.recorder.trace is not None:
             self._ledger.close(GATE_TRACED)
@@ -333,6 +334,7 @@ class Group:
             from ..transport.mpi import Mailbox, MpiTransport
             transport = MpiTransport(self._transport.comm)
             self._messages = Messages(transport, Mailbox(transport), self.engine, self.config)
+            self._lanes.append(self._messages.lane)
         return self._messages
 
     def beside(self) -> "Group":
@@ -418,10 +420,6 @@ class Group:
         self._equip()
         for lane in self._lanes:
             lane.dropped = True
-
-    @property
-    def _lanes(self) -> list[Lane]:
-        return [self.lane, *([self._messages.lane] if self._messages else ())]
         self._transport.drop()
 
     def _forget(self) -> None:
@@ -439,8 +437,7 @@ class Group:
         """Close a group that the program has not closed."""
         if self._is_beyond_closing:
             return
-        for lane in self._lanes:
-            self.engine.take_back(lane)
+        self.engine.take_back(*self._lanes)
         try:
             self.close()
         except BaseException as error:
