@@ -57,8 +57,10 @@ def init(*, config: Config | None = None) -> "Communicator":
 class Communicator(ArrayCollectives, ObjectCollectives):
     """The ranks of one MPI communicator, and the collectives among them.
 
-    Every rank must call the same collectives in the same order, from one thread at a time.
-    Different calls raise BufferMismatchError; a call that a rank never makes raises StallError.
+    Every rank must call the same collectives in the same order. Different calls raise
+    BufferMismatchError; a call that a rank never makes raises StallError. Collectives may be called
+    by several threads, if these agree on the order: ranks cannot tell identical calls of two
+    threads apart. Threads that do not wait for each other need a communicator each: `split(0)`.
 
     Args:
         mpi_comm: An mpi4py intracommunicator; duplicated, so that mpiring's messages never meet
@@ -328,13 +330,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         return self._group.submit(call, self._built(build, device, ready))
 
     def run(self, call: Call, build: Build[T], *, device: Device | None = None,
-            ready: Sequence[Event] = (), patient: bool = False) -> T:
+            ready: Sequence[Event] = (), patient: float | bool = False) -> T:
         """Run an operation of your own, ahead of those in the background; return its result.
 
         Args:
             call, build, device, ready: As for `submit`.
-            patient: Wait for other ranks as long as they take: reports of stalls are printed,
-                but none ends the job.
+            patient: Wait longer than `stall_timeout_s` for ranks whose background threads answer:
+                for so many seconds; True for a day. Reports of stalls are printed.
 
         Collective: yes. Blocking: yes.
         """
@@ -413,6 +415,10 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         Communicators are closed when the program ends. One that is garbage-collected before
         gives back its thread, but keeps some 2 MiB per rank and a communicator of MPI's, of which
         MPICH has 2,048; a ResourceWarning (`python -W default`) names the line that made it.
+
+        Raises:
+            StallError: A rank has not closed for a day, or its background thread has not answered
+                for `stall_timeout_s`.
 
         Collective: yes. Blocking: yes.
         """

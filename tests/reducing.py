@@ -73,7 +73,9 @@ class Model:
             network=self.network, algorithm="ring", call=lambda rank: Call("reduce", ""))
         if self.scatters:
             run(self.node_of, lambda collectives: self.gather(collectives, index))
-        finite = [buckets[index].is_finite() for buckets in self.buckets]
+        ended = [buckets[index] for buckets in self.buckets]
+        finite = [bucket.holds_finite(bucket.flat) if bucket.finite is None else bucket.finite
+                  for bucket in ended]
         assert len(set(finite)) == 1, "ranks do not agree whether all is finite"
         self.settle(finite[0] if taken is None else taken)
         return [values(buckets[index]) for buckets in self.buckets]

@@ -163,7 +163,7 @@ class Bucket:
         views: A view into `flat` for each tensor, by name.
         missing: The names of tensors that are not ready in this step.
         written: When the GPU will have written those that are.
-        finite: Whether the means are finite, where the Reducer knows; else None.
+        finite: Whether the means that this rank checks are finite; None while nobody knows.
         label: Index and names of the tensors, for messages.
     """
 
@@ -213,12 +213,6 @@ class Bucket:
         for gap in self._padding:
             vectors.clear(vector[gap])
 
-    def is_finite(self) -> bool:
-        """Return whether all of it is finite, after it was reduced; the same on all ranks."""
-        if self.finite is None:
-            self.finite = self.holds_finite(self.flat)
-        return self.finite
-
     def holds_finite(self, x: NDArray[Any]) -> bool:
         """Return whether `flat` or a view is finite, once it is written."""
         if self.device is None:
@@ -226,6 +220,21 @@ class Bucket:
         for event in self.written:
             await_event(event)
         return self.device.gpu.is_finite(x)
+
+    def not_finite(self, start: int, stop: int) -> list[str]:
+        """Return the names of tensors with NaN or Inf in elements from `start` to `stop`.
+
+        What a lossy Reducer has left between the tensors does not count.
+        """
+        if self.holds_finite(self.flat[start:stop]):
+            return []
+        names, first = [], 0
+        for tensor in self.plan.tensors:
+            part = self.flat[max(start, first):min(stop, first + tensor.size)]
+            if part.size and not self.holds_finite(part):
+                names.append(tensor.name)
+            first += tensor.padded_size
+        return names
 
     def retire(self) -> None:
         """Make writing through its views an error, in host memory."""

@@ -11,6 +11,8 @@ from ..transport import compiled_rounds, pipeline
 if TYPE_CHECKING:
     from .group import Group
 
+# To compile takes seconds, and a minute or two where processors are busy.
+_PATIENCE_S = 600.0
 COMPILED_EARLY = ("float32", "float64", "int64")
 
 
@@ -36,7 +38,7 @@ def compile_rounds(group: "Group", dtypes: Sequence[str]) -> None:
         for compilation in share:
             compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),
-                  lambda collectives: collectives.barrier(), patient=True)
+                  lambda collectives: collectives.barrier(), patient=_PATIENCE_S)
     if group.repeated is not None:
         group.repeated.forget()
 

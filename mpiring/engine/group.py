@@ -72,8 +72,8 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
-        save_in(folder_of(config.tuning_folder))
         group = opened(mpi_comm, config, engine)
+        save_in(folder_of(config.tuning_folder), warns=group.engine.recorder.rank == 0)
         from ..transport.mpi import Mailbox, before_finalize
         self.config, self.sharing = config, group.sharing
         self._transport, self.engine = group.transport, group.engine
@@ -82,8 +82,7 @@ class Group:
         self.recorder = self.engine.recorder
         self.closed, self._persistent = False, 0
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._ledger = group.sharing.ledger
-        self._words = self._ledger.words
+        self._ledger, self._words = group.sharing.ledger, group.sharing.ledger.words
         self._equip()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
@@ -149,40 +148,46 @@ class Group:
 
         Collective: yes. Blocking: no.
         """
-        flight, schedule = self._called(call, build)
-        try:
-            self._words[LEDGER_SEQUENCE] += 1
-            handle = Handle(self.lane, flight, Task(schedule))
-            if self.size > 1:
-                self._watch.enter(handle)
-            elif handle.step() and handle.task.done:
-                handle.done = True
-                return handle
-            # Also a rank that is alone may have to wait: for its GPU.
-            return self.engine.submit(handle)
-        except BaseException as error:
-            self.engine.fail(error)
-            raise
+        # Several threads' operations queue in the order of their numbers, as on all ranks.
+        with self._ledger.lock:
+            flight, schedule = self._called(call, build)
+            try:
+                self._words[LEDGER_SEQUENCE] += 1
+                handle = Handle(self.lane, flight, Task(schedule))
+                if self.size > 1:
+                    self._watch.enter(handle)
+                elif handle.step() and handle.task.done:
+                    handle.done = True
+                    return handle
+                # Also a rank that is alone may have to wait: for its GPU.
+                return self.engine.submit(handle)
+            except BaseException as error:
+                self.engine.fail(error)
+                raise
 
-    def run(self, call: Call, build: Build[T], *, patient: bool = False) -> T:
+    def run(self, call: Call, build: Build[T], *, patient: float | bool = False) -> T:
         """Run an operation, ahead of those in the background, and return its result.
 
         Args:
             call, build: As for `submit`.
-            patient: Other ranks may take any time to arrive.
+            patient: Other ranks may arrive later than `stall_timeout_s`, if their background
+                threads answer: after so many seconds; True for a day.
 
         Collective: yes. Blocking: yes.
         """
-        flight, schedule = self._called(call, build)
-        task = Task(schedule)
+        task: Task[T] | None = None
         try:
-            self._words[LEDGER_SEQUENCE] += 1
+            with self._ledger.lock:
+                flight, schedule = self._called(call, build)
+                task = Task(schedule)
+                self._words[LEDGER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
                 handle = Handle(self.lane, flight, task, patient=patient)
                 self._watch.enter(handle)
                 self.engine.run(handle)
         except BaseException as error:
-            self.engine.fail(error, task)
+            if task is not None:
+                self.engine.fail(error, task)
             raise
         while not task.done:
             task.step()
@@ -239,7 +244,8 @@ class Group:
         """Compose the schedule of the next operation, and note that it was called.
 
         Its number is not used up yet: mistakes in the call show here. Afterwards not even a
-        signal whose handler raises may take an operation from one rank unnoticed.
+        signal whose handler raises may take an operation from one rank unnoticed. The caller
+        holds the ledger's lock, until the number is used up.
         """
         self.check_open()
         if self.repeated is not None and self.repeated.started:
@@ -272,12 +278,11 @@ class Group:
     @property
     def statistics(self) -> Statistics:
         """What this group's operations have cost so far."""
-        lane = self.lane
         rounds, rounds_s = self._ledger.rounds, self._ledger.rounds_s
         # A rank that is alone has some only where its GPU makes it wait.
-        operations = lane.operations + rounds if self.size > 1 else 0
+        operations = self.lane.operations + rounds if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
-                          lane.communication_s + rounds_s, lane.exposed_s + rounds_s)
+                          self.lane.communication_s + rounds_s, self.lane.exposed_s + rounds_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.

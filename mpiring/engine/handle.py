@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 # caller does not wait, or waits where the engine cannot know of it.
 _REST_S = 0.3
 
+# One rank may still train, evaluate or save while the others close.
+_PATIENCE_S = 86400.0
+
 # Called with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]
 
@@ -29,14 +32,15 @@ class Handle(Generic[T]):
         task: Its schedule.
         lane: The operations of its communicator.
         done: Whether it is complete and counted.
-        patient: A stall is reported, but does not end the job.
+        patience_s: Seconds that ranks which answer may stay away, where that is more than
+            `stall_timeout_s`; made of `patient`, True for a day.
     """
 
     def __init__(self, lane: "Lane", flight: Flight, task: Task[T], *,
-                 patient: bool = False) -> None:
+                 patient: float | bool = False) -> None:
         self.flight = flight
         self.done = False
-        self.patient = patient
+        self.patience_s = _PATIENCE_S if patient is True else patient
         self.lane = lane
         self.task = task
         self._moved_s = flight.called_s

@@ -1,11 +1,16 @@
 """Opens a group of ranks: its own MPI communicator, its shared memories, its engine."""
 
 import logging
+import math
+import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config import AGREED, Config
-from ..errors import ConfigError, MpiringError
+from ..errors import ConfigError, MpiringError, StallError
+from ..launch.first_report import FirstReport
 from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
 from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
 from ..operations.algorithms import named
@@ -17,6 +22,7 @@ from ..transport.base import run_to_end
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
 from .engine import Engine
+from .stalls import print_at_once
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,6 +30,9 @@ if TYPE_CHECKING:
     from ..transport.mpi import MpiTransport
 
 _log = logging.getLogger("mpiring")
+# Ranks may still prepare data before they open a group.
+_PATIENCE_S = 600.0
+_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -86,11 +95,14 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
         raise ConfigError(f"expected an mpi4py intracommunicator, got {mpi_comm!r}")
     named(config.algorithm)
     from ..transport.mpi import MpiTransport, abort
+    recorder = engine.recorder if engine else Recorder(mpi_comm.rank)
+    end_job = JobEnder(mpi_comm.rank, mpi_comm.size, abort, recorder.report)
+    if mpi_comm.size > 1:
+        if config.abort_on_exception:
+            end_job_on_exceptions(end_job)
+        await_all(mpi_comm, config)
     transport = MpiTransport(mpi_comm)
-    comm, recorder = transport.comm, engine.recorder if engine else Recorder(transport.rank)
-    end_job = JobEnder(comm.rank, comm.size, abort, recorder.report)
-    if comm.size > 1 and config.abort_on_exception:
-        end_job_on_exceptions(end_job)
+    comm = transport.comm
     try:
         _refuse_different_settings(comm, config)
         sharing = _share(comm, config)
@@ -98,6 +110,8 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
     except MpiringError:
         transport.free()
         raise
+    if sharing.memory is not None:
+        end_job.first = _first_report(sharing.memory)
     name, trace = recorder.name(comm.allgather(recorder.rank)), None
     sharing.ledger.group = name
     recorder.ledgers.add(sharing.ledger)
@@ -106,6 +120,42 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
                               end_job=end_job if config.abort_on_exception else _leave)
     return Opened(transport, sharing, engine, end_job, name, trace)
+
+
+def await_all(comm: "MPI.Intracomm", config: Config) -> None:
+    """Return once all ranks have come to open a group, where MPI's own calls would wait for ever.
+
+    Raises:
+        StallError: A rank has not, after `stall_timeout_s` or ten minutes, if that is longer.
+    """
+    from ..transport.mpi import made
+    request, began_s = made(comm, comm.Ibarrier), time.monotonic()
+    limit_s = max(config.stall_timeout_s, _PATIENCE_S) if config.stall_timeout_s else math.inf
+    warning_s = config.stall_warning_s or math.inf
+    while not made(comm, request.Test):
+        waited_s = time.monotonic() - began_s
+        text = (f"rank {comm.rank} of {comm.size} has waited {waited_s:.0f} s in mpiring.init(), "
+                f"Communicator() or split(): not all ranks have called it; it waits for "
+                f"{limit_s:g} s (the longer of stall_timeout_s and {_PATIENCE_S:g} s)")
+        if waited_s >= limit_s:
+            raise StallError(text)
+        if waited_s >= warning_s:
+            warning_s = math.inf
+            # Not all of them. Rank 0 may be the one that is missing.
+            if comm.rank <= 1:
+                print_at_once(text)
+        time.sleep(min(waited_s / 10, _PAUSE_S))
+
+
+def _first_report(memory: NodeMemory) -> FirstReport:
+    # The hook lives as long as the process; the memory need not.
+    still_there, rank = weakref.ref(memory), memory.rank
+
+    def words() -> Sequence[memoryview] | None:
+        memory = still_there()
+        return None if memory is None else memory.words
+
+    return FirstReport(words, rank)
 
 
 def _refuse_different_settings(comm: "MPI.Intracomm", config: Config) -> None:

@@ -47,6 +47,7 @@ class Persistent(Generic[T]):
     def __init__(self, group: "Group", call: Call, build: "Callable[[], Build[Any]]", result: T,
                  owner: object, *, vector: Any, kind: str, op_or_root: Any) -> None:
         self._group, self._call, self._build = group, call, build
+        self._ledger = group.sharing.ledger
         self._result, self._owner, self._vector = result, owner, vector
         self._handle: Handle[Any] | None = None
         self._begin: Callable[[int], int] | None = None
@@ -123,8 +124,13 @@ class Persistent(Generic[T]):
         begin, repeated, round_ = self._begin, self._repeated, self._round
         if begin is not None and repeated is not None and round_ is not None:
             # As repeated.run, but that the memory is known.
+            lock = self._ledger.lock
             try:
-                status = begin(self._address)
+                lock.acquire()
+                try:
+                    status = begin(self._address)
+                finally:
+                    lock.release()
                 if status == DONE or repeated.go_on(status, round_, self._call, self._vector):
                     return self._result
             except BaseException as error:

@@ -10,8 +10,7 @@ from ..operations.agreement import Call
 from ..transport import compiled_rounds, moves
 from ..transport.base import T
 from ..transport.layout import (
-    AREAS, BEGIN, DISAGREE, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH,
-    ROUND_STAGE)
+    AREAS, BEGIN, DONE, GATE_STARTED, GATED, GO_ON, LATE, OTHERWISE, PUBLISH, ROUND_STAGE)
 from ..transport.node_memory import NodeMemory
 from ..transport.rounds import Round
 from .handle import Handle
@@ -54,7 +53,7 @@ class RepeatedCalls:
     """
 
     def __init__(self, group: "Group") -> None:
-        self._group = group
+        self._group, self._ledger = group, group.sharing.ledger
         self.started: list[StartedRound[Any]] = []
         self._rounds: dict[_Key, tuple[Round, Call]] = {}
         # Those that are combined in place, where this rank's vector is in a window.
@@ -244,9 +243,10 @@ class RepeatedCalls:
 
     def _round(self, call: Call, x: Array, what: moves.Moves, op: str, algorithm: str,
                **settings: Any) -> Round:
-        memory, ledger = self._group.sharing.memory, self._group.sharing.ledger
-        return Round(cast(NodeMemory, memory), ledger.identity_of(call, algorithm), call.header,
-                     call.digest, x.dtype, x.size, what, op,
+        memory = self._group.sharing.memory
+        identity = self._ledger.identity_of(call, algorithm)
+        return Round(cast(NodeMemory, memory), identity, call.header, call.digest, x.dtype,
+                     x.size, what, op,
                      compiled=self._group.config.rounds == "auto", **settings)
 
     def _moves(self, kind: str, n: int, op_or_root: Any) -> moves.Moves:
@@ -274,8 +274,16 @@ class RepeatedCalls:
             round_, call: What to run, and what it is.
             x: Its vector.
         """
+        lock = self._ledger.lock
         try:
-            status = self._begin(BEGIN, round_, x)
+            # As `with lock`, which takes 0.1 us more.
+            lock.acquire()
+            try:
+                status = round_.run(BEGIN, x)
+                if status == GATED and self.started:
+                    status = self._begin_behind(BEGIN, round_, x)
+            finally:
+                lock.release()
             return status == DONE or self.go_on(status, round_, call, x)
         except BaseException as error:
             self.fail(round_, error)
@@ -288,15 +296,17 @@ class RepeatedCalls:
             status: What its beginning has returned; not DONE.
             round_, call, x: As for `run`.
         """
-        if status == LATE or status == OTHERWISE:
-            status = round_.run(GO_ON, x)
-        if status == LATE or status == DISAGREE or status == OTHERWISE:
+        with self._ledger.lock:
+            if status == LATE or status == OTHERWISE:
+                status = round_.run(GO_ON, x)
+            if status == DONE or status == GATED:
+                return status == DONE
             # From here on all is as for any operation.
             self.hand_over()
             rest = StartedRound(self._group, round_, call, x, None, self.finished, waited=True)
             rest.hand_over()
-            rest.wait()
-        return status != GATED
+        rest.wait()
+        return True
 
     def fail(self, round_: Round, error: BaseException) -> None:
         """Let later calls fail if an error came amid a round: the other ranks go on."""
@@ -311,44 +321,45 @@ class RepeatedCalls:
             result: What the handle's `wait` returns.
         """
         try:
-            status = self._begin(PUBLISH, round_, x)
-            if status == GATED:
-                return None
-            handle = StartedRound(self._group, round_, call, x, result, self.finished)
-            self.started.append(handle)
-            if status == LATE:
-                # An operation that is under way has the area.
-                self.hand_over()
-            else:
-                self._group.sharing.ledger.close(GATE_STARTED)
-            return handle
+            with self._ledger.lock:
+                status = round_.run(PUBLISH, x)
+                if status == GATED and self.started:
+                    status = self._begin_behind(PUBLISH, round_, x)
+                if status == GATED:
+                    return None
+                handle = StartedRound(self._group, round_, call, x, result, self.finished)
+                self.started.append(handle)
+                if status == LATE:
+                    # An operation that is under way has the area.
+                    self.hand_over()
+                else:
+                    self._ledger.close(GATE_STARTED)
+                return handle
         except BaseException as error:
             self.fail(round_, error)
             raise
 
-    def _begin(self, how: int, round_: Round, x: Array) -> int:
-        """Begin a round, after a look at those that were started."""
+    def _begin_behind(self, how: int, round_: Round, x: Array) -> int:
+        """Begin a round after a look at those that were started. The caller holds the lock."""
+        self.started = [handle for handle in self.started if not handle.done]
+        self._ledger.open(GATE_STARTED)
         status = round_.run(how, x)
-        if status == GATED and self.started:
-            ledger = self._group.sharing.ledger
-            self.started = [handle for handle in self.started if not handle.done]
-            ledger.open(GATE_STARTED)
-            status = round_.run(how, x)
-            if self.started:
-                ledger.close(GATE_STARTED)
+        if self.started:
+            self._ledger.close(GATE_STARTED)
         return status
 
     def finished(self, handle: Handle[Any]) -> None:
-        """Take note that a caller has waited for what was started."""
+        """Take note that a caller has waited for what was started. It holds the lock."""
         if handle in self.started:
             self.started.remove(handle)
             if not self.started:
-                self._group.sharing.ledger.open(GATE_STARTED)
+                self._ledger.open(GATE_STARTED)
 
     def hand_over(self) -> None:
         """Let the engine run what was started: other operations may have to wait for it."""
-        left, self.started = self.started, []
-        self._group.sharing.ledger.open(GATE_STARTED)
-        for handle in left:
-            if not handle.done:
-                handle.hand_over()
+        with self._ledger.lock:
+            left, self.started = self.started, []
+            self._ledger.open(GATE_STARTED)
+            for handle in left:
+                if not handle.done:
+                    handle.hand_over()

@@ -25,6 +25,8 @@ _ANSWER_S = 1.0
 # A report shows this many operations before the one that stalls, on this many ranks: this one,
 # and the first of those that have not called it.
 _LAST, _RANKS = 4, 4
+# How often, in `stall_timeout_s`, ranks are asked for which a patient rank waits.
+_QUESTIONS = 2
 _SILENT = "does not answer: it is stopped, or outside mpiring without a progress thread"
 
 
@@ -53,7 +55,7 @@ class StallWatch:
         self._recorder = recorder
         self._ledger = ledger
         self.config = config
-        self._warn = warn or _print_at_once
+        self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
         self._lock = threading.Lock()    # the caller enters, the engine's thread looks
         self.last: Flight | None = None
@@ -86,9 +88,8 @@ class StallWatch:
         if self._inquiry is None or self._inquiry.handle is not oldest:
             self._inquiry = _Inquiry(oldest)
         inquiry, warning_s = self._inquiry, self.config.stall_warning_s
-        timeout_s = self._timeout_s(oldest)
-        if timeout_s and oldest.waited_s >= timeout_s:
-            if self._has_answers(inquiry, "timeout"):
+        if self._is_overdue(inquiry):
+            if self._has_answers(inquiry, "timeout") and self._is_overdue(inquiry):
                 raise StallError(self._report(inquiry, ": Timed out after"))
         elif warning_s and oldest.waited_s >= warning_s and not inquiry.reported:
             if self._has_answers(inquiry, "warning"):
@@ -97,9 +98,24 @@ class StallWatch:
                 if not any(rank < self._rank for rank in inquiry.waiting):
                     self._warn(self._report(inquiry, " has waited"))
 
-    def _timeout_s(self, handle: Handle[Any]) -> float:
-        """Seconds that an operation may stall; 0 for ever."""
-        return 0.0 if handle.patient else self.config.stall_timeout_s
+    def _is_overdue(self, inquiry: "_Inquiry") -> bool:
+        """Whether an operation has stalled too long, or a rank has been silent too long in it."""
+        handle, timeout_s, now_s = inquiry.handle, self.config.stall_timeout_s, time.monotonic()
+        if not timeout_s or handle.waited_s < timeout_s:
+            return False
+        if handle.waited_s >= self._patience_s(handle):
+            return True
+        if now_s - inquiry.asked_again_s >= timeout_s / _QUESTIONS:
+            inquiry.asked_again_s = now_s
+            _ask(self._post, handle.flight.sequence, self._others)
+        # Without a background thread a rank that computes does not answer, either.
+        return handle.lane.engine.threaded and any(
+            now_s - inquiry.heard_s.get(rank, inquiry.began_s) >= timeout_s
+            for rank in self._others)
+
+    def _patience_s(self, handle: Handle[Any]) -> float:
+        """Seconds that an operation may stall while all ranks answer."""
+        return max(self.config.stall_timeout_s, handle.patience_s)
 
     def _has_answers(self, inquiry: "_Inquiry", purpose: str) -> bool:
         """Ask all ranks once per purpose; return whether they answered, or had time to."""
@@ -118,6 +134,7 @@ class StallWatch:
             _answer(self._post, source, message, text, waits, self._recorder.report(_LAST))
         elif inquiry and inquiry.handle.flight.sequence == message["answer"]:
             inquiry.answers[source], inquiry.last[source] = message["text"], message["last"]
+            inquiry.heard_s[source] = time.monotonic()
             if message["waits"]:
                 inquiry.waiting.add(source)
 
@@ -140,14 +157,18 @@ class StallWatch:
         return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False
 
     def _report(self, inquiry: "_Inquiry", what: str) -> str:
-        handle, timeout_s = inquiry.handle, self._timeout_s(inquiry.handle)
+        handle, timeout_s = inquiry.handle, self.config.stall_timeout_s
+        patience_s, limit = self._patience_s(handle), "it waits for ever"
+        if timeout_s:
+            limit = f"the limit is stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
+        if timeout_s and patience_s > timeout_s:
+            limit += f", but {patience_s:g} s while all ranks answer: others may still be at work"
         missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_RANKS - 1]
         last = [self._recorder.report(_LAST), *(inquiry.last[rank] for rank in missing)]
         return "\n".join([
             f"rank {self._rank}{what} {handle.waited_s:.0f} s in {handle}",
             *(f"  rank {rank} {inquiry.answers.get(rank, _SILENT)}" for rank in self._others),
-            f"  the limit is stall_timeout_s={timeout_s:g} (MPIRING_STALL_TIMEOUT_S)"
-            if timeout_s else "  it waits for ever",
+            f"  {limit}",
             *(f"  {line}" for text in last for line in text.splitlines())])
 
 
@@ -159,6 +180,9 @@ class _Inquiry:
     reported: bool = False
     purpose: str = ""
     asked_s: float = 0.0
+    asked_again_s: float = 0.0
+    began_s: float = field(default_factory=time.monotonic)
+    heard_s: dict[int, float] = field(default_factory=dict)
     answers: dict[int, str] = field(default_factory=dict)
     last: dict[int, str] = field(default_factory=dict)
     waiting: set[int] = field(default_factory=set)
@@ -179,7 +203,7 @@ class MessageWatch:
         self._post = post
         self._owner = owner
         self._recorder = recorder
-        self._warn = warn or _print_at_once
+        self._warn = warn or print_at_once
         # Without a lock: each change is atomic, and a fork may happen at any time.
         self._waits: dict[int, _Wait] = {}
 
@@ -262,7 +286,8 @@ def _answer(post: "Mailbox", source: int, question: dict[str, Any], text: str, w
     post.post(source, json.dumps(answer).encode())
 
 
-def _print_at_once(text: str) -> None:
+def print_at_once(text: str) -> None:
+    """Print a report to standard error."""
     # One write (print makes two), so that the launcher does not mix ranks' lines.
     sys.stderr.write(f"mpiring: {text}\n")
     sys.stderr.flush()

@@ -23,7 +23,8 @@ class StartedRound(Handle[T]):
     """Handle of a round that is published: no other rank needs anything of this one for it.
 
     What is left, to meet the others and to combine, is done by `wait`, `test` or a look at `done`;
-    or by the engine, once something else of this rank might wait for it (see `hand_over`).
+    or by the engine, once something else of this rank might wait for it (see `hand_over`). Until
+    then, whoever runs it holds the ledger's lock: threads run it one after the other.
 
     Args:
         group: Its ranks.
@@ -38,9 +39,10 @@ class StartedRound(Handle[T]):
                  finished: Callable[[Handle[Any]], None], *, waited: bool = False) -> None:
         # Not that of Handle: what only the engine needs is made when it gets this.
         self._group, self._round, self._call = group, round_, call
+        self._ledger = group.sharing.ledger
         self._x: Array | None = x
         self._result, self._is_done, self._finished = result, False, finished
-        self._is_handed_over = self.patient = False
+        self._is_handed_over, self.patience_s = False, 0.0
         words = round_.words
         self._sequence, self._began_ns = words[ROUND_SEQUENCE], words[ROUND_BEGAN]
         self._waited_ns = time.monotonic_ns() - self._began_ns if waited else 0
@@ -52,15 +54,19 @@ class StartedRound(Handle[T]):
 
     def __getattr__(self, name: str) -> Any:
         """Return what only the engine needs, for who looks at it."""
-        if name not in ("flight", "task", "lane", "waited_s") or self._is_handed_over:
+        if name not in ("flight", "task", "lane", "waited_s"):
             raise AttributeError(name)
         self.hand_over()
-        return getattr(self, name)
+        return object.__getattribute__(self, name)
 
     @property
     def done(self) -> bool:
         """Whether it is complete."""
-        return self._is_done or not (self._is_handed_over or self._is_void) and self.run(LOOK)
+        if not (self._is_done or self._is_handed_over or self._is_void):
+            with self._ledger.lock:
+                if not (self._is_done or self._is_handed_over):
+                    self.run(LOOK)
+        return self._is_done
 
     @done.setter
     def done(self, done: bool) -> None:
@@ -73,10 +79,10 @@ class StartedRound(Handle[T]):
     @property
     def _is_void(self) -> bool:
         """Whether it cannot go on here: an operation has failed, or this process is a fork."""
-        return bool(self._group.sharing.ledger.words[LEDGER_GATE] & ~GATE_STARTED)
+        return bool(self._ledger.words[LEDGER_GATE] & ~GATE_STARTED)
 
     def run(self, how: int) -> bool:
-        """Run what is left, in this thread; return whether it is complete.
+        """Run what is left, in this thread, which holds the lock; return whether it is complete.
 
         Args:
             how: LOOK or GO_ON; see transport.layout.
@@ -95,14 +101,19 @@ class StartedRound(Handle[T]):
                 self._group.engine.fail(error)
             raise
         self.done = True
-        note(self._group.sharing.ledger.words, words[ROUND_IDENTITY], self._sequence,
+        note(self._ledger.words, words[ROUND_IDENTITY], self._sequence,
              self._began_ns, ended_ns, self._waited_ns)
         return True
 
     def hand_over(self) -> None:
-        """Let the engine run what is left; from here on it is as any handle."""
+        """Let the engine run what is left, unless it does; from here on it is as any handle."""
+        with self._ledger.lock:
+            if not self._is_handed_over:
+                self._hand_over()
+
+    def _hand_over(self) -> None:
         began_s, self._is_handed_over = self._began_ns / 1e9, True
-        flight = Flight(self._call, self._sequence, self._group.sharing.ledger.group,
+        flight = Flight(self._call, self._sequence, self._ledger.group,
                         "shared" if self._round.in_place else "eager", began_s, began_s,
                         exposed_s=self._waited_ns / 1e9)
         done, x = self._is_done, self._x
@@ -128,10 +139,12 @@ class StartedRound(Handle[T]):
         """Return the operation's result when it is complete on this rank; see Handle."""
         if not self._is_done and not self._is_handed_over:
             self._refuse_void()
-            if self.run(LOOK) or self.run(GO_ON):
-                self._finished(self)
-            else:
-                self.hand_over()
+            with self._ledger.lock:
+                if not self._is_done and not self._is_handed_over:
+                    if self.run(LOOK) or self.run(GO_ON):
+                        self._finished(self)
+                    else:
+                        self.hand_over()
         if not self._is_done:
             super().wait(timeout_s)
         return self._result

@@ -183,10 +183,24 @@ def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
     """
     names = [launcher.rank for launcher in launchers(environ) if launcher.rank][:1]
     try:
-        first = (proc / "1/environ").read_text(errors="replace").split("\0")
+        first = variables_of(proc / "1")
     except OSError:
         return False
-    return any(word.startswith(f"{name}=") for name in names for word in first)
+    return any(name in first for name in names)
+
+
+def variables_of(process: Path) -> Mapping[str, str]:
+    """Return the variables with which a process has begun.
+
+    Args:
+        process: Its folder in /proc.
+
+    Raises:
+        OSError: It has ended, or is another user's.
+    """
+    pairs = (text.partition("=") for text in (process / "environ").read_text(
+        errors="replace").split("\0"))
+    return {name: value for name, _, value in pairs}
 
 
 def launched_size(environ: Mapping[str, str] = os.environ, *,

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ..errors import ClosedError, LaunchError
-from ..transport.layout import GATE_FORKED
 
 
 class Gate(Protocol):
     """What keeps rounds from beginning; see record.ledger."""
 
-    def close(self, reason: int) -> None:
-        """Close the gate, for good."""
+    def fork(self) -> None:
+        """Close the gate in a fork, for good."""
 
 
 # Whether this process is a fork of the one in which MPI was started; that one's number.
@@ -67,7 +66,7 @@ def _begin() -> None:
     global in_fork
     in_fork = True
     for gate in gates:
-        gate.close(GATE_FORKED)
+        gate.fork()
     leave = sys.exit
 
     def noting(status: str | int | None = None, /) -> None:

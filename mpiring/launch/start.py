@@ -17,7 +17,9 @@ from typing import Any
 
 from ..errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from . import forks
+from .ancestors import launched_by_ancestors
 from .environment import launched_size, launchers
+from .first_report import FirstReport
 
 # The exit status of a process that Ctrl-C ended, by the convention of shells.
 _INTERRUPTED = 130
@@ -25,6 +27,8 @@ _INTERRUPTED = 130
 _FORWARD_S = 0.3
 # The last words of a rank show this many operations.
 _LAST = 4
+# Of an error that another rank has reported, so many characters are printed.
+_LINE = 300
 
 Abort = Callable[[int], None]
 
@@ -88,7 +92,22 @@ def mpi_world(*, allow_singleton: bool) -> Any:
     if not allow_singleton and wanted > 1 and world.Get_size() == 1:
         raise refusal(wanted, f"{source} says that {wanted} ranks were asked for, but this "
                               f"process on {socket.gethostname()} is alone in its MPI world")
+    if not allow_singleton and world.Get_size() == 1 and not launchers():
+        _refuse_dropped_variables()
     return world
+
+
+def _refuse_dropped_variables() -> None:
+    """Raise LaunchError if a launcher has started several ranks, of which this is one."""
+    count, source = launched_by_ancestors()
+    if count > 1:
+        _linger()
+        raise LaunchError(
+            f"{source} but this process on {socket.gethostname()} is alone in its MPI world and "
+            f"has none of the launcher's variables. A program between the launcher and Python has "
+            f"dropped them, such as env -i, sudo, or a container with a clean environment: let it "
+            f"keep the environment (sudo -E), or start the launcher inside it. If one rank is what "
+            f"you want, set MPIRING_ALLOW_SINGLETON=1, also inside it.")
 
 
 def refusal(wanted: int, what: str) -> LaunchError:
@@ -141,6 +160,9 @@ class JobEnder:
         rank, size: Printed, so that the rank is found among many.
         abort: MPI_Abort; takes the exit status.
         report: Returns lines about this number of last operations of this rank.
+
+    Attributes:
+        first: Asked whether this rank reports in full; None: it does.
     """
 
     def __init__(self, rank: int, size: int, abort: Abort,
@@ -148,14 +170,27 @@ class JobEnder:
         self._report = report
         self._where = f"rank {rank} of {size} on {socket.gethostname()}"
         self._abort = abort
+        self.first: FirstReport | None = None
 
     def __call__(self, error: BaseException) -> None:
-        """Print the traceback of `error` and end the job."""
-        self.end(error, "".join(traceback.format_exception(error)))
+        """Print the traceback of `error` and end the job.
+
+        If another rank of the node has, a line will do: all of them raise the same.
+        """
+        is_due = True
+        with contextlib.suppress(Exception):
+            is_due = self.first is None or self.first.is_due(error)
+        if is_due:
+            self.end(error, "".join(traceback.format_exception(error)))
+        else:
+            line = str(error).partition("\n")[0][:_LINE]
+            self._end(error, f"mpiring: {self._where} failed with {type(error).__name__}: {line}")
 
     def end(self, error: BaseException, text: str = "") -> None:
         """Print `text` and last words, and end the job because of `error`."""
-        last = self._last_words(error)
+        self._end(error, f"{text}{self._last_words(error)}")
+
+    def _end(self, error: BaseException, text: str) -> None:
         # A program that wraps the excepthook may hold back what it prints, as PyTorch does after
         # init_process_group, and would never come to show it.
         held_back = sys.stderr is not sys.__stderr__
@@ -163,10 +198,13 @@ class JobEnder:
             # Also where nothing can be printed, as on a full disk, the other ranks must end.
             with contextlib.suppress(Exception):
                 # One write (print makes two), so that the launcher does not mix ranks' lines.
-                stream.write(f"{text}{last}\n")  # type: ignore[union-attr]
+                stream.write(f"{text}\n")  # type: ignore[union-attr]
                 stream.flush()  # type: ignore[union-attr]
         with contextlib.suppress(Exception):
             sys.stdout.flush()
+        with contextlib.suppress(Exception):
+            if self.first is not None:
+                self.first.printed()
         time.sleep(_FORWARD_S)
         code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         self._abort(code)

@@ -144,7 +144,13 @@ def bounds_of(n: int, parts: int, alignment: int = 1) -> list[int]:
 
 def aligned_bounds(n: int, itemsize: int, parts: int) -> list[int]:
     """Return the offsets of slices that start on cache lines, as far as the memory does."""
-    return bounds_of(n, parts, max(1, CACHE_LINE_BYTES // itemsize))
+    return list(_aligned_bounds(n, itemsize, parts))
+
+
+# Cached: for 1,000 parts it takes 0.1 ms, and every step asks for those of each bucket.
+@functools.lru_cache(maxsize=1024)
+def _aligned_bounds(n: int, itemsize: int, parts: int) -> tuple[int, ...]:
+    return tuple(bounds_of(n, parts, max(1, CACHE_LINE_BYTES // itemsize)))
 
 
 def cut(x: Array, bounds: Sequence[int]) -> list[Array]:

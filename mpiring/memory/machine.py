@@ -37,6 +37,12 @@ _codes: dict[Any, "Code | None"] = {}
 # What `saved` has not found.
 _missing: set[Any] = set()
 _folder: Path | None = None
+# Whether this process warns for its job; what it has warned of; why it makes no code any more.
+_warns = True
+_warned: set[str] = set()
+_problem = ""
+# How numba and llvmlite fail where they are installed, but memory or descriptors are short.
+_FAILURES = ImportError, OSError, MemoryError, RuntimeError
 
 _SYMBOL = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"),
                     ("value", "u8"), ("size", "u8")])
@@ -69,10 +75,22 @@ class Code:
         self.call.owner = self.call_with_lock.owner = owner  # type: ignore[attr-defined]
 
 
-def save_in(folder: Path | None) -> None:
-    """Save and look for machine code in a folder, from now on in this process; None for nowhere."""
-    global _folder
-    _folder = folder
+def save_in(folder: Path | None, *, warns: bool = True) -> None:
+    """Save and look for machine code in a folder, from now on in this process.
+
+    Args:
+        folder: None for nowhere.
+        warns: Log problems as warnings: for one process of a job.
+    """
+    global _folder, _warns
+    _folder, _warns = folder, warns
+
+
+def _report(problem: str, text: str, *values: object) -> None:
+    """Log a problem: the first time, by the process that does so for its job, as a warning."""
+    level = logging.WARNING if _warns and problem not in _warned else logging.INFO
+    _warned.add(problem)
+    _log.log(level, text, *values)
 
 
 def code(what: str, make: Make, signature: str, *arguments: Any) -> Code | None:
@@ -103,16 +121,33 @@ def _once(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
     if key not in _codes and (compiles or key not in _missing):
         with _compiling:
             if key not in _codes:
-                about = _about(what, make, signature, arguments)
-                found = None if about is None else _read(about)
-                if found is None and compiles:
-                    found = _made(what, make, signature, arguments, about)
+                found = _loaded_or_made(what, make, signature, arguments, compiles=compiles)
                 if found is None and not compiles:
                     _missing.add(key)
                     return None
                 _missing.discard(key)
                 _codes[key] = None if found is None else Code(signature, *found)
     return _codes.get(key)
+
+
+def _loaded_or_made(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
+                    compiles: bool) -> _Found | None:
+    """Return code, if it can be had: whatever it makes, NumPy makes, too."""
+    global _problem
+    if _problem:
+        return None
+    try:
+        about = _about(what, make, signature, arguments)
+        loaded = None if about is None else _read(about)
+        if loaded is None and compiles:
+            return _made(what, make, signature, arguments, about)
+        return loaded
+    except _FAILURES as error:
+        _problem = str(error) or type(error).__name__
+        _report("use", "numba is installed, but cannot be used (%s): this job runs without "
+                       "compiled code, and is slower. Are memory (ulimit -v) or open files "
+                       "(ulimit -n) limited?", _problem)
+        return None
 
 
 def _made(what: str, make: Make, signature: str, arguments: tuple[Any, ...],
@@ -181,8 +216,9 @@ def _save(about: dict[str, str], processor: dict[str, str], symbol: str, image: 
     try:
         save(_file(about, _hash(processor)), _checksum(body) + body)
     except OSError as error:
-        _log.info("code of %s is not saved: %s; set MPIRING_TUNING_FOLDER to a folder that can be "
-                  "written to, or to nothing", about["what"], error)
+        _report("save", "compiled code cannot be saved, and so is compiled at every start, for "
+                        "some seconds: %s. Set MPIRING_TUNING_FOLDER to a folder that can be "
+                        "written to, or to nothing", error)
 
 
 def _checksum(body: bytes) -> bytes:
@@ -192,13 +228,13 @@ def _checksum(body: bytes) -> bytes:
 def _read(about: dict[str, str]) -> _Found | None:
     """Return the code in its file; None if that is missing, damaged, another's or about another."""
     file = _file(about, "*")
+    if not any(file.parent.glob(file.name)):
+        # LLVM is not asked what this processor is.
+        return None
+    llvm = _llvm()
+    processor = _processor(llvm)
+    file = _file(about, _hash(processor))
     try:
-        if not any(file.parent.glob(file.name)):
-            # LLVM is not asked what this processor is.
-            return None
-        llvm = _llvm()
-        processor = _processor(llvm)
-        file = _file(about, _hash(processor))
         content = read(file, _MOST_BYTES, private=True)
         check, body = content[:65], content[65:]
         if check != _checksum(body):
@@ -213,7 +249,7 @@ def _read(about: dict[str, str]) -> _Found | None:
         return _loaded(llvm, image, symbol)
     except FileNotFoundError:
         return None
-    except (OSError, ImportError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         _log.info("%s is not used: %s", file, error)
         return None
 

@@ -3,6 +3,8 @@
 The memory is an anonymous file: it has no name that a crash could leave behind, and the size of
 /dev/shm does not limit it. Garbage collection may unmap it; MPI_Win_free would be a collective
 call.
+
+A fork of a process gets a private copy: what it writes must not change the memory of ranks.
 """
 
 import ctypes
@@ -10,6 +12,7 @@ import errno
 import functools
 import mmap
 import os
+import resource
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +22,11 @@ import numpy as np
 from .arrays import Array
 
 PAGE_BYTES = mmap.PAGESIZE
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+# <sys/mman.h> of Linux; Python's mmap does not know them.
+_MAP_FIXED, _MAP_NORESERVE, _MREMAP_MAYMOVE_FIXED = 0x10, 0x4000, 3
+# By address, the length and the descriptor of each mapping that is shared; -1 for none.
+_mappings: dict[int, tuple[int, int]] = {}
 
 
 def create() -> int:
@@ -109,27 +117,83 @@ def _allocated(descriptor: int, rank: int, size: int, stride: int) -> Array:
 class _Mapping:
     """A mapped file, until the last array in it dies.
 
-    Python's mmap, before 3.13, would keep a descriptor open as long.
+    It keeps a descriptor of the file, for forks.
     """
 
     def __init__(self, descriptor: int, nbytes: int) -> None:
-        system = _system()
-        address = system.mmap(
-            None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor, 0)
-        if address == ctypes.c_void_p(-1).value:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
-        weakref.finalize(self, system.munmap, address, nbytes).atexit = False
+        address = _mapped(None, nbytes, mmap.MAP_SHARED, descriptor)
+        _separate_forks()
+        _mappings[address] = nbytes, _kept(descriptor)
+        weakref.finalize(self, _unmap, address, nbytes).atexit = False
         self.__array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _mapped(address: int | None, nbytes: int, flags: int, descriptor: int) -> int:
+    """Return the address of new memory.
+
+    Raises:
+        OSError: The system refuses it.
+    """
+    start: int = _system().mmap(address, nbytes, _READ_WRITE, flags, descriptor, 0)
+    if start == ctypes.c_void_p(-1).value:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return start
+
+
+def _kept(descriptor: int) -> int:
+    """Return a copy of a descriptor; -1 if the copies would use up what the program may open."""
+    try:
+        copy = os.dup(descriptor)
+    except OSError:
+        return -1
+    if copy < resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4:
+        return copy
+    os.close(copy)
+    return -1
+
+
+def _unmap(address: int, nbytes: int) -> None:
+    _, descriptor = _mappings.pop(address, (nbytes, -1))
+    _system().munmap(address, nbytes)
+    if descriptor >= 0:
+        os.close(descriptor)
+
+
+@functools.cache
+def _separate_forks() -> None:
+    """From now on, give forks private copies of all mappings."""
+    # Loaded here: a fork may have copied the loader's lock while another thread held it.
+    _system()
+    os.register_at_fork(after_in_child=_separate)
+
+
+def _separate() -> None:
+    """Replace all mappings of this process, a fork, by private copies at the same addresses.
+
+    The system copies a page when the fork writes to it. Without a descriptor, all is copied now.
+    """
+    while _mappings:
+        address, (nbytes, descriptor) = _mappings.popitem()
+        flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+        if descriptor >= 0:
+            _mapped(address, nbytes, flags | _MAP_FIXED, descriptor)
+            os.close(descriptor)
+        else:
+            copy = _mapped(None, nbytes, flags | mmap.MAP_ANONYMOUS, -1)
+            ctypes.memmove(copy, address, nbytes)
+            _system().mremap(copy, nbytes, nbytes, _MREMAP_MAYMOVE_FIXED, address)
 
 
 @functools.cache
 def _system() -> Any:
     """Return the C library, with the types of what is called here."""
     system = ctypes.CDLL(None, use_errno=True)
-    system.mmap.restype = ctypes.c_void_p
+    system.mmap.restype = system.mremap.restype = ctypes.c_void_p
     system.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int,
                             ctypes.c_int, ctypes.c_ssize_t]
+    system.mremap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int,
+                              ctypes.c_void_p]
     system.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     return system

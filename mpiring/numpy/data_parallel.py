@@ -243,7 +243,7 @@ class DataParallel:
 
         The same on all ranks. Gradients are checked before they are sent: in each step those that
         are sent last (except on a GPU, which would have to be waited for), which the NaN of any
-        other layer reaches, and all in the ten steps after such a step.
+        other layer reaches, and all in the ten steps after one whose means were not finite.
         """
         return self.gradients.nonfinite.found
 

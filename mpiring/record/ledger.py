@@ -1,13 +1,14 @@
 """Keeps what the operations of a group have in common on this rank, in words that rounds change."""
 
+import threading
 from array import array
 from collections.abc import Iterator
 
 from ..launch import forks
 from ..operations.agreement import Call
 from ..transport.layout import (
-    LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS, LEDGER_SEQUENCE, LEDGER_WORDS,
-    RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
+    GATE_FORKED, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS, LEDGER_SEQUENCE,
+    LEDGER_WORDS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
 from .recorder import Flight
 
 # So many calls are known by their identities. Beyond, those are forgotten that are neither in the
@@ -22,11 +23,15 @@ class Ledger:
     Attributes:
         words: LEDGER_WORDS words, which compiled code changes, too; never resized.
         group: The group's name in reports; see Recorder.name.
+        lock: Held to number an operation, and to run a round outside of the engine; never for a
+            long wait, and never taken by a thread that holds the engine's. Reentrant, because a
+            signal's handler may make a call.
     """
 
     def __init__(self) -> None:
         self.words = array("q", bytes(8 * LEDGER_WORDS))
         self.group = ""
+        self.lock = threading.RLock()
         self._calls: dict[int, tuple[Call, str]] = {}
         self._identity = 0
         forks.gates.add(self)
@@ -63,6 +68,11 @@ class Ledger:
         """Open the gate again, as far as it was closed for a reason."""
         self.words[LEDGER_GATE] &= ~reason
 
+    def fork(self) -> None:
+        """Close the gate in a fork of this process, where nobody may be left to free the lock."""
+        self.lock = threading.RLock()
+        self.close(GATE_FORKED)
+
     def identity_of(self, call: Call, algorithm: str) -> int:
         """Return a new number by which rounds of a call are noted.
 
@@ -70,13 +80,14 @@ class Ledger:
             call: What they are.
             algorithm: Which algorithm they take, for reports.
         """
-        if len(self._calls) >= _MOST_CALLS:
-            noted = {identity for identity, *_ in self._noted()}
-            noted.update(range(self._identity - _MOST_CALLS // 2, self._identity + 1))
-            self._calls = {key: call for key, call in self._calls.items() if key in noted}
-        self._identity += 1
-        self._calls[self._identity] = call, algorithm
-        return self._identity
+        with self.lock:
+            if len(self._calls) >= _MOST_CALLS:
+                noted = {identity for identity, *_ in self._noted()}
+                noted.update(range(self._identity - _MOST_CALLS // 2, self._identity + 1))
+                self._calls = {key: call for key, call in self._calls.items() if key in noted}
+            self._identity += 1
+            self._calls[self._identity] = call, algorithm
+            return self._identity
 
     def flights(self, last: int = RING) -> list[Flight]:
         """Return the last rounds as operations, the newest last."""

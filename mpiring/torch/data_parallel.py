@@ -273,8 +273,8 @@ class DataParallel(Wrapper):
 
         The same on all ranks. Gradients are checked before they are sent: in each step those that
         are sent last (except on a GPU, which would have to be waited for), which the NaN of any
-        other layer reaches, and all in the ten steps after such a step. Rank 0 warns when an
-        optimizer is about to use them.
+        other layer reaches, and all in the ten steps after one whose means were not finite. Rank 0
+        warns when an optimizer is about to use them.
         """
         return {} if self._averaging is None else self._averaging.gradients.nonfinite.found
 
@@ -321,18 +321,20 @@ class DataParallel(Wrapper):
         self._stepped.pop(optimizer, None)
         self._stepped[optimizer] = None
         averaging = self._averaging
-        if self._owner is not None and averaging is not None and averaging.is_for(optimizer):
+        if averaging is None or not averaging.is_for(optimizer):
+            return
+        if self._owner is not None:
             raise ConfigError(
                 f"rank {self._comm.rank}: {type(optimizer).__name__} is to update parameters of a "
                 f"model that has a Sharded optimizer; take steps with that one only, or close() it "
                 f"first")
-        if averaging is None or not (averaging.under_way or averaging.gradients.nonfinite.found):
-            return
-        if averaging.is_for(optimizer):
-            averaging.wait()
-            # Set by GradScaler on fused optimizers, which skip such a step by themselves.
-            if not getattr(optimizer, "found_inf", None):
-                averaging.gradients.nonfinite.report()
+        averaging.wait()
+        # In `join`, ranks that have finished take no steps; in `no_sync`, a rank may take its own.
+        if self._uneven is None and self._syncs and averaging.active:
+            averaging.gradients.updates += 1
+        # Set by GradScaler on fused optimizers, which skip such a step by themselves.
+        if averaging.gradients.nonfinite.unreported and not getattr(optimizer, "found_inf", None):
+            averaging.gradients.nonfinite.report()
 
     def give_gradients_to(self, owner: Owner | None) -> Averaging:
         """Give the means to an optimizer of slices, or again to the parameters; for `Sharded`.

@@ -72,8 +72,8 @@ class Gradients(Averager):
         Collective: yes. Blocking: yes.
         """
         waited_s = time.monotonic()
-        self._await_means()
-        finite = self.nonfinite.settle(self.steps, self.buckets, beside, finite=finite)
+        finite = self._await_means() and finite
+        self.nonfinite.settle(self.steps, beside, self._bad_means, finite=finite)
         cost = sum((compressor.take_cost() for compressor in self.compressors), Cost())
         self.statistics = replace(
             self.tally.take(), dense_bytes=self._dense_bytes, encode_s=cost.encode_s,

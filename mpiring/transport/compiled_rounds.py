@@ -68,6 +68,9 @@ class CompiledRound:
 
     def run(self, how: int, x: Array) -> int:
         """Run it; see rounds.Run."""
+        if how <= PUBLISH and self._words[ROUND_STAGE]:
+            # Another thread's vector is in it.
+            return GATED
         self._words[ROUND_VECTOR] = data_address(x)
         run = self._go_on if how == GO_ON else self.begin
         status: int = run(self._address + how)

@@ -54,10 +54,11 @@ class Ranks:
             StallWatch(rank, size, Post(self, rank), config, self.recorders[rank],
                        Ledger(), self.reports[rank].append) for rank in range(size)]
 
-    def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False):
+    def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False, threaded=False):
         flight = Flight(Call(kind), sequence, called_s=time.monotonic())
         self.recorders[rank].add(flight)
-        handle = Handle(self.engine.join(None), flight, Task(stuck()), patient=patient)
+        lane = SimpleNamespace(engine=SimpleNamespace(threaded=threaded))
+        handle = Handle(lane, flight, Task(stuck()), patient=patient)
         handle.done, flight.started_s = done, time.monotonic()
         self.watches[rank].last = flight
         self.watches[rank].enter(handle)
@@ -124,12 +125,43 @@ def test_a_rank_that_waits_in_an_earlier_operation_says_so():
     assert "rank 1 has it queued behind #4 reduce" in ranks.reports[0][0]
 
 
-def test_a_patient_operation_is_reported_but_never_ends_the_job():
-    ranks = Ranks(2, stall_warning_s=0.1, stall_timeout_s=0.2)
-    ranks.call(0, 0, "close", patient=True)
-    ranks.look(0.5)
-    (report,) = ranks.reports[0]
-    assert "in #0 close" in report and "it waits for ever" in report
+@pytest.mark.parametrize("warning_s", [0, 2])
+def test_a_patient_operation_ends_the_job_where_a_rank_is_silent(warning_s):
+    ranks = Ranks(3, stall_warning_s=warning_s, stall_timeout_s=5)
+    ranks.call(0, 0, "close", patient=1000.0, threaded=True)
+    # They answer, and so are at work.
+    ranks.look(100)
+    assert len(ranks.reports[0]) == bool(warning_s)
+    for report in ranks.reports[0]:
+        assert "in #0 close" in report and "stall_timeout_s=5 " in report
+        assert "but 1000 s while all ranks answer" in report
+    # One is stopped. It was heard up to half the timeout ago.
+    ranks.look(2.4, ranks=(0, 1))
+    with pytest.raises(StallError, match="rank 2 does not answer") as caught:
+        ranks.look(4.5, ranks=(0, 1))
+    assert str(caught.value).startswith("rank 0: Timed out")
+
+
+@pytest.mark.parametrize(("threaded", "answering"), [(True, (0, 1)), (False, (0,))])
+def test_patience_ends(threaded, answering):
+    """Without threads ranks that compute do not answer: they have as long."""
+    ranks = Ranks(2, stall_warning_s=0, stall_timeout_s=5)
+    ranks.call(0, 0, "close", patient=60.0, threaded=threaded)
+    ranks.look(59, ranks=answering)
+    with pytest.raises(StallError, match="Timed out after 6[012] s in #0 close"):
+        ranks.look(4, ranks=answering)
+
+
+def test_patience_is_no_shorter_than_the_timeout_and_zero_is_for_ever():
+    ranks = Ranks(2, stall_warning_s=1, stall_timeout_s=0)
+    ranks.call(0, 0, "close", patient=20.0, threaded=True)
+    ranks.look(100, ranks=(0,))
+    assert "it waits for ever" in ranks.reports[0][0]
+    ranks = Ranks(2, stall_warning_s=0, stall_timeout_s=50)
+    ranks.call(0, 0, "close", patient=20.0, threaded=True)
+    ranks.look(49)
+    with pytest.raises(StallError):
+        ranks.look(3)
 
 
 def test_a_moving_operation_does_not_stall():

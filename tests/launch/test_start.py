@@ -106,6 +106,23 @@ def test_torchruns_variables_harm_no_world_of_mpi():
     assert ended.status == 0 and ended.output.count("size 2") == 2, ended.output
 
 
+@pytest.mark.any_mpi
+@pytest.mark.parametrize("start", [
+    "os.execve(sys.executable, command, kept)",
+    "sys.exit(subprocess.run(command, env=kept).returncode)"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_wrapper_that_drops_the_environment_is_noticed(start, ranks):
+    ended = job(ranks, "-c", f"import os, subprocess, sys\n"
+                f"command = [sys.executable, '-c', {INIT!r}]\n"
+                f"kept = {{name: os.environ[name] for name in ('PATH', 'PYTHONPATH', 'HOME') "
+                f"if name in os.environ}}\n{start}")
+    if ranks == 1:
+        assert ended.status == 0 and "1 allreduce" in ended.output, ended.output
+    else:
+        assert ended.status and "1 allreduce" not in ended.output, ended.output
+        assert "alone in its MPI world and has none of the launcher's variables" in ended.output
+
+
 def test_one_rank_can_be_meant():
     ended = python(INIT, SLURM_NTASKS="4", MPIRING_ALLOW_SINGLETON="1")
     assert ended.stdout == "1 allreduce\n", ended.stderr

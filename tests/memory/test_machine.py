@@ -25,6 +25,9 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_codes", {})
     monkeypatch.setattr(machine, "_missing", set())
     monkeypatch.setattr(machine, "_folder", tmp_path)
+    monkeypatch.setattr(machine, "_warns", True)
+    monkeypatch.setattr(machine, "_warned", set())
+    monkeypatch.setattr(machine, "_problem", "")
     return what
 
 
@@ -163,8 +166,33 @@ def test_without_a_folder_code_is_made_by_every_process(folder, made, tmp_path, 
     (tmp_path / "a file").touch()
     machine.save_in(folder and tmp_path / folder / "deep")
     assert run(tripled) == run(tripled) == [3, 6, 9] and len(made) == 2
-    assert ("set MPIRING_TUNING_FOLDER" in caplog.text) == (folder is not None)
+    levels = [entry.levelname for entry in caplog.records if "MPIRING_TUNING_FOLDER" in entry.msg]
+    assert levels == (["WARNING", "INFO"] if folder else [])
     assert only_file(tmp_path).read_bytes() == b""
+
+
+@pytest.mark.parametrize("warns", [True, False])
+@pytest.mark.parametrize("error", [OSError("cannot allocate memory"), MemoryError()], ids=repr)
+def test_a_numba_that_cannot_be_loaded_is_done_without(error, warns, monkeypatch, caplog):
+    """As where memory or descriptors are limited; numba need not be installed here."""
+    tried = []
+
+    def fails(name):
+        tried.append(name)
+        raise error
+
+    for name, value in {"_codes": {}, "_missing": set(), "_warned": set(), "_problem": "",
+                        "_folder": None}.items():
+        monkeypatch.setattr(machine, name, value)
+    machine.save_in(None, warns=warns)
+    monkeypatch.setattr(machine.importlib, "import_module", fails)
+    caplog.set_level("INFO", "mpiring")
+    for function in (tripled, shifted):
+        assert machine.code("tests", compiled._alone, "int64* intp", function) is None
+    (entry,) = caplog.records
+    assert entry.levelname == ("WARNING" if warns else "INFO")
+    assert (str(error) or "MemoryError") in caplog.text and "ulimit -v" in caplog.text
+    assert tried == ["numba"], "once is enough"
 
 
 def test_what_a_function_depends_on_is_part_of_its_name(made, monkeypatch):

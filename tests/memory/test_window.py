@@ -34,7 +34,7 @@ def test_one_array_is_the_same_in_all_processes(nbytes):
     assert (other == one).all() and one.ctypes.data != other.ctypes.data
 
 
-def test_memory_holds_no_descriptor_and_goes_with_its_last_view():
+def test_memory_holds_one_descriptor_and_goes_with_its_last_view():
     def maps():
         with open("/proc/self/maps") as file:
             return sum("memfd:mpiring" in line for line in file)
@@ -44,12 +44,41 @@ def test_memory_holds_no_descriptor_and_goes_with_its_last_view():
     views = [window.segments(descriptor, 0, 2, 5000)[0][100:] for descriptor in made]
     for descriptor in made:
         os.close(descriptor)
-    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/fd")) == files + 10
     assert maps() == before + 10
     assert sum(int(view.sum()) for view in views) == 0
     del views
     gc.collect()
-    assert maps() == before
+    assert maps() == before and len(os.listdir("/proc/self/fd")) == files
+
+
+def forked(child):
+    """Return the exit status of a fork: 0 if `child` has returned True."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(not child())
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("limit", [1 << 20, 8])
+def test_a_fork_writes_to_a_copy_of_its_own(monkeypatch, limit):
+    """Also one that has no descriptor left for the file; and so does a fork of the fork."""
+    monkeypatch.setattr(window.resource, "getrlimit", lambda number: (limit, limit))
+    files = len(os.listdir("/proc/self/fd"))
+    descriptor = window.create()
+    segments = window.segments(descriptor, 0, 2, 20_000)
+    os.close(descriptor)
+    assert len(os.listdir("/proc/self/fd")) == files + (limit > 8)
+    segments[0][...] = 1
+
+    def child():
+        saw = int(segments[0].sum())
+        segments[0][5], segments[1][7] = 2, 3
+        ended = forked(lambda: (segments[0][5], segments[1][7], segments[0][6]) == (2, 3, 1))
+        return saw == 20_000 and ended == 0
+
+    assert forked(child) == 0
+    assert (segments[0] == 1).all() and not segments[1].any()
 
 
 def test_memory_that_is_not_to_be_had_is_an_error_of_the_system():

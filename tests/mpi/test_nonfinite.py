@@ -4,9 +4,11 @@ import gc
 
 import numpy as np
 import pytest
+from launching import needed
 
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.numpy import DataParallel, LossScaler
+from mpiring.reducers import TopK
 from mpiring.training.gradients import Gradients
 from mpiring.training.nonfinite import HOPELESS_STEPS
 
@@ -31,6 +33,10 @@ def step(dp, **bad):
             dp.grads[name][17] = value
         dp.ready(name)
     dp.wait()
+
+
+def everybody(comm):
+    return "rank 0" if comm.size == 1 else f"ranks {', '.join(map(str, range(comm.size)))}"
 
 
 def logged(caplog):
@@ -65,7 +71,10 @@ def test_after_one_all_gradients_are_looked_at(dp, comm, caplog):
     assert dp.nonfinite == ({0: ["back"], comm.size - 1: ["middle"]} if comm.size > 1
                             else {0: ["back", "middle"]})
     step(dp)
-    assert len(logged(caplog)) == (comm.rank == 0), "it went on, and was told once"
+    assert logged(caplog) == [
+        f"step 0: {WORDS}, of back (of an unknown rank: these were not looked at before; in the "
+        f"next 10 steps all are)",
+        f"step 1: {WORDS}: {everybody(comm)} in front"] * (comm.rank == 0), "told once by name"
     step(dp, back=0)
     assert dp.nonfinite == {0: ["back"]}
     for _ in range(10):
@@ -110,8 +119,76 @@ def test_the_last_step_of_all_is_warned_of_too(comm, caplog):
 def test_finite_is_known_of_all_gradients(dp):
     step(dp, back=0)
     assert not dp.finite and dp.nonfinite == {}
+    dp.ready("back")
+    assert not dp.finite, "is kept until the next step is complete"
+    for name in ("middle", "front"):
+        dp.ready(name)
+    dp.wait()
     step(dp)
     assert dp.finite
+
+
+@pytest.mark.parametrize("element", [0, 300_000, 599_999])
+@pytest.mark.parametrize("scales", [False, True])
+@pytest.mark.parametrize("reducer", [None, TopK(0.5)])
+def test_one_element_of_an_early_bucket_is_enough(comm, caplog, element, scales, reducer):
+    """Whose means are so long that each rank checks its slices of them."""
+    dp = DataParallel({name: np.zeros(600_000) for name in NAMES[1:]}, comm, reducer=reducer)
+    scaler = LossScaler(dp, initial_scale=2.0**20) if scales else None
+    bad = range(comm.size)[-2:]
+    for number in range(HOPELESS_STEPS + 1):
+        for name in reversed(NAMES[1:]):
+            dp.grads[name][...] = 1
+            if name == "back" and number and comm.rank in bad:
+                dp.grads[name][element] = np.inf
+            dp.ready(name)
+        dp.wait()
+        assert scaler is None or scaler.step() == (number == 0)
+        assert dp.nonfinite == ({rank: ["back"] for rank in bad} if number > 1 else {})
+    texts = logged(caplog)
+    assert len(texts) == (comm.rank == 0) * (1 if scales else 2)
+    if texts:
+        names = f"rank{'s' * (comm.size > 1)} {', '.join(map(str, bad))} in back"
+        assert names in texts[-1] and (f"{HOPELESS_STEPS}th such" in texts[-1]) == scales
+        assert scales or texts[0].startswith("step 1") and "unknown rank" in texts[0]
+
+
+def test_a_sum_that_overflows_is_told_too(comm, caplog):
+    dp = DataParallel({"w": np.zeros(50, np.float32)}, comm)
+    for _ in range(2):
+        dp.grads["w"][...] = np.finfo(np.float32).max
+        dp.ready("w")
+        dp.wait()
+        assert dp.nonfinite == {}
+    del dp
+    gc.collect()
+    texts = logged(caplog)
+    assert len(texts) == 2 * (comm.rank == 0 and comm.size > 1)
+    assert not texts or "the means of w, although all ranks' gradients were finite" in texts[1]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_towers_of_pytorch(comm, caplog, sharded):
+    """The gradients of a linear tower do not depend on its weights: one step only is bad."""
+    torch, adapter = needed("torch"), pytest.importorskip("mpiring.torch")
+    model = adapter.DataParallel(torch.nn.ModuleDict({
+        name: torch.nn.Linear(600, 600) for name in ("front", "back")}), comm)
+    model.module.forward = lambda x: [tower(x).mean() for tower in model.module.values()]
+    optimizer = (adapter.Sharded(torch.optim.SGD, model, lr=0.1) if sharded
+                 else torch.optim.SGD(model.parameters(), lr=0.1))
+    for number in range(4):
+        with model.no_sync():
+            sum(model(torch.ones(1, 600))).backward()
+        front, back = model(torch.ones(1, 600))
+        if number == 2 and comm.rank == comm.size - 1:
+            back = back * torch.nan
+        (front + back).backward()
+        assert model.finite == (number != 2) and model.nonfinite == {}
+        optimizer.step()
+        optimizer.zero_grad()
+    texts = logged(caplog)
+    assert len(texts) == (comm.rank == 0)
+    assert not texts or texts[0].startswith(f"step 2: {WORDS}, of back.bias, back.weight (of an")
 
 
 def test_padding_does_not_count(comm):

@@ -3,6 +3,8 @@
 import io
 import itertools
 import random
+import sys
+import threading
 import time
 import zlib
 
@@ -351,6 +353,52 @@ def other(comm, x, op="sum"):
 
 
 # What rank 0 calls, and what the others do, after both calls were made before.
+@pytest.mark.parametrize("kind", ["allreduce", "iallreduce", "two", "allgather", "long"])
+def test_threads_that_make_identical_calls(some, kind):
+    """As rounds, and otherwise: a round of one thread leaves another's alone."""
+    p, threads, wrong = some.size, 3, []
+    total, n = p * (p + 1) // 2, 30_001 if kind == "long" else 1001
+
+    def filled():
+        return np.full(n, some.rank + 1, np.float32)
+
+    def once():
+        x, y = filled(), filled()
+        if kind in ("allreduce", "long"):
+            some.allreduce(x)
+        elif kind == "allgather":
+            whole = np.repeat(x[:p], 100)
+            some.allgather(whole)
+            assert np.array_equal(whole, np.repeat(np.arange(p) + 1, 100))
+            return
+        else:
+            handles = [some.iallreduce(x), *([some.iallreduce(y)] if kind == "two" else [])]
+            for handle in handles:
+                handle.wait()
+        assert (x == total).all() and (kind != "two" or (y == total).all())
+
+    def work():
+        try:
+            for _ in range(60):
+                once()
+        except BaseException as error:
+            wrong.append(error)
+
+    once()
+    before, interval = some.statistics, sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        workers = [threading.Thread(target=work, daemon=True) for _ in range(threads)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong and not any(worker.is_alive() for worker in workers), wrong
+    assert (some.statistics - before).operations == 60 * threads * (1 + (kind == "two"))
+
+
 @pytest.mark.parametrize("call", [
     blocking, started, in_place, scattered, copied, pickled, other])
 @pytest.mark.parametrize("how", [("python", "python"), ("python", "off"), ("off", "python"),

@@ -92,7 +92,8 @@ elif fault.startswith("full "):
     time.sleep(60)
 elif fault == "stopped":
     if odd:
-        subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
+        # Not for ever, whatever becomes of the job.
+        subprocess.Popen(["sh", "-c", f"sleep 30; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
 elif fault == "drift":
     params = {name: np.ones(1000, np.float32) for name in "vw"}

@@ -66,8 +66,12 @@ def test_a_gate_stays_closed_and_closes_in_a_fork(monkeypatch):
     ledger = Ledger()
     assert not ledger.words[LEDGER_GATE]
     ledger.close(GATE_CLOSED)
+    held = ledger.lock
+    held.acquire()
     monkeypatch.setattr(forks, "in_fork", False)
     monkeypatch.setattr("sys.exit", None)
     monkeypatch.setattr(forks, "gates", {ledger})
     forks._begin()
     assert ledger.words[LEDGER_GATE] == GATE_CLOSED | GATE_FORKED
+    # The thread that held it is not in the fork.
+    assert ledger.lock is not held

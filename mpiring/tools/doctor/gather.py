@@ -20,7 +20,8 @@ from ...config import Config, unknown_variables
 from ...errors import ConfigError
 from ...launch.environment import launch_variables
 from ...launch.start import find_mpiexec
-from .facts import Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm
+from .facts import (
+    Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm, related, vendor_of)
 from .namespaces import container, text_of
 
 # Packages that mpiring can use.
@@ -29,6 +30,8 @@ PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "tqd
 _ROOT = Path("/")
 # Commands may hang, as Slurm's where its controller is down.
 _COMMAND_S = 3.0
+# If two libraries share a folder, the first name is one's, and others may be the other's.
+_MPIRUNS = ("mpirun", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi")
 # Kernel modules with which networks and GPUs exchange data directly.
 _GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs")
 # Files of MPICH and Open MPI in /dev/shm, left there when a job is killed.
@@ -225,11 +228,18 @@ def mpirun(library: Library) -> Mpirun:
     """
     path = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     homes = list(Path(library.path).resolve().parents)[:3] if library.path else []
-    beside = next((found for home in homes
-                   if (found := shutil.which("mpirun", path=str(home / "bin")))), "")
-    if not beside and not library.path:
-        beside = find_mpiexec() or ""
+    candidates = [found for home in homes for name in _MPIRUNS
+                  if (found := shutil.which(name, path=str(home / "bin")))]
+    if not candidates and not library.path:
+        candidates = list(filter(None, [find_mpiexec()]))
+    beside = next((each for each in candidates if not _is_of_another(each, library)), "")
     return Mpirun(path=path, text=output_of([path, "--version"]) if path else "", beside=beside)
+
+
+def _is_of_another(mpirun: str, library: Library) -> bool:
+    """Return whether a launcher belongs to another MPI than a library in the same folders."""
+    vendor = vendor_of(output_of([mpirun, "--version"]))
+    return bool(vendor and library.vendor) and not related(vendor, library.vendor)
 
 
 def slurm(variables: Iterable[str]) -> Slurm:

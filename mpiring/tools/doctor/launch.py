@@ -98,6 +98,10 @@ def _launcher(job: Job) -> Finding:
                            f"{job.wanted} ranks", right_launch(job))
         return Finding("launcher", NOTE, "none: one rank, so nothing is measured between ranks",
                        right_launch(job) if library.text else "get an MPI library first")
+    if launcher == "srun" and _needs_mpirun(job) and len(job.nodes()) > 1:
+        return Finding("launcher", WARNING, f"srun, with {_pmi_text(job)}: it starts small "
+                       f"programs, but those that import much first, such as PyTorch, hang or "
+                       f"end in MPI_Init", right_launch(job))
     if launcher == "srun":
         return Finding("launcher", OK, f"srun, with {_pmi_text(job)}")
     first = launchers(job.here.variables)[0]
@@ -162,7 +166,9 @@ def _remedy(job: Job, failure: Failure) -> str:
         return right_launch(job)
     if launcher_of(here.variables) == "srun" and "UCX_comm_addr_exchange" in text:
         # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than PMI allows.
-        return "export MPIR_CVAR_CH4_NETMOD=ofi; UCX's addresses do not pass through Slurm's PMI"
+        return (f"with one rank per node, export MPIR_CVAR_CH4_NETMOD=ofi, since UCX's addresses "
+                f"do not pass through Slurm's PMI; else, in a batch script, "
+                f"{job.mpirun.beside or 'mpirun'}")
     if containers.is_private(job):
         return "give the ranks of a node one /dev/shm, as said below"
     if shm_is_short(job):

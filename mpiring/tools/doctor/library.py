@@ -76,15 +76,20 @@ def _mpirun(job: Job) -> Finding:
         return Finding("mpirun", NOTE, f"{shown}; there is no library that it could belong to",
                        GET_ONE)
     own = job.mpirun.beside
-    if own and Path(own).resolve().parent == Path(path).resolve().parent:
-        return Finding("mpirun", OK, f"{shown}, of the library's own installation")
+    together = any(Path(path).resolve().parents[1] == home for file in filter(
+        None, [own, library.path]) for home in list(Path(file).resolve().parents)[1:3])
     remedy = (f"use {own}" if own else
               f"use the mpirun that came with {library.path or library.name}: load its module")
     if vendor and library.vendor and not related(vendor, library.vendor):
         # A job that was launched in another way does not need it.
         works = job.size > 1 or launcher_of(job.here.variables) == "srun"
+        if together:
+            remedy = (f"{f'use {own}; or ' if own else ''}uninstall {vendor}, whose mpirun has "
+                      f"taken the place of {library.vendor}'s, and install {library.vendor} again")
         return Finding("mpirun", WARNING if works else PROBLEM, f"{shown}, but mpi4py loads "
                        f"{library.name}: each rank would be alone, or not start", remedy)
+    if own and Path(own).resolve().parent == Path(path).resolve().parent:
+        return Finding("mpirun", OK, f"{shown}, of the library's own installation")
     if own:
         return Finding("mpirun", WARNING, f"{shown}, of another installation than "
                        f"{library.path}", remedy)

@@ -23,6 +23,28 @@ def machine(root, **files):
         path.write_text(text)
 
 
+HYDRA_SAYS, OPEN_SAYS = "HYDRA build details: Version: 5.0.2", "mpirun (Open MPI) 5.0.11"
+
+
+@pytest.mark.parametrize(("vendor", "launchers", "name"), [
+    ("MPICH", {"mpirun": HYDRA_SAYS, "mpiexec.hydra": HYDRA_SAYS}, "mpirun"),
+    ("MPICH", {"mpirun": OPEN_SAYS, "mpiexec.hydra": HYDRA_SAYS}, "mpiexec.hydra"),
+    ("Open MPI", {"mpirun": HYDRA_SAYS, "mpiexec.hydra": HYDRA_SAYS}, ""),
+    ("Open MPI", {"mpirun": HYDRA_SAYS, "mpirun.openmpi": OPEN_SAYS}, "mpirun.openmpi"),
+    ("MPICH", {"mpirun": OPEN_SAYS}, ""), ("MPICH", {"mpirun": "of this site"}, "mpirun")])
+def test_of_two_libraries_in_one_folder_the_launcher_is_told_by_its_version(
+        tmp_path, monkeypatch, vendor, launchers, name):
+    machine(tmp_path, **{f"bin__{file}": f"#!/bin/sh\necho '{text}'\n"
+                         for file, text in launchers.items()})
+    for file in launchers:
+        (tmp_path / "bin" / file).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin", prepend=os.pathsep)
+    text = {"MPICH": "MPICH Version: 5.0.2", "Open MPI": "Open MPI v5.0.11"}[vendor]
+    found = gather.mpirun(Library(text=text, path=str(tmp_path / "lib" / "libmpi.so")))
+    assert found.path == str(tmp_path / "bin" / "mpirun") and found.text == launchers["mpirun"]
+    assert found.beside == (str(tmp_path / "bin" / name) if name else "")
+
+
 @pytest.mark.parametrize(("files", "quota"), [
     ({}, None),
     ({"proc__self__cgroup": "0::/job/step", "sys__fs__cgroup__job__cpu.max": "250000 100000",

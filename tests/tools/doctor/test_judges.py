@@ -69,6 +69,10 @@ def test_a_healthy_job_is_told_so():
     (MPICH, "HYDRA build details: Version: 4.1", "/m/bin/mpirun", "warning",
      "another installation"),
     (MPICH, "slurm wrapper", "", "note", "of unknown make"),
+    (MPICH, "mpirun (Open MPI) 5.0.11", "/usr/bin/mpiexec.hydra", "problem",
+     "use /usr/bin/mpiexec.hydra; or uninstall Open MPI, whose mpirun has taken the place of MPI"),
+    (replace(OPEN, path="/usr/lib/libmpi.so.40"), "HYDRA build details: Version: 5.0", "",
+     "problem", "-> uninstall MPICH, whose mpirun has taken the place of Open MPI's, and install"),
 ])
 def test_an_mpirun_must_belong_to_the_library(library, text, own, verdict, words):
     alone = job(ranks(1, library=library, variables={}),
@@ -105,6 +109,18 @@ def test_worlds_of_one_rank_each_have_a_cause(library, variables, types, words):
     text = one(torn, "ranks", "problem")
     assert "alone in its MPI world" in text and words in text
     assert found(replace(torn, wanted=1))["ranks"][0].verdict == "ok"
+
+
+@pytest.mark.parametrize(("library", "per_node", "is_safe"), [
+    (MPICH, 2, False), (MPICH, 4, True), (BY_SLURM, 2, True), (INTEL, 2, True)])
+def test_slurms_pmi_starts_only_small_programs_of_pips_mpich_between_nodes(
+        library, per_node, is_safe):
+    step = {**STEP, "PMI_FD": "3", "SLURM_MPI_TYPE": "pmi2", "SLURM_JOB_NUM_NODES": "2"}
+    works = job(ranks(4, per_node, library=library, variables=step), tried_s=1e-3,
+                mpirun=Mpirun(path="/m/bin/mpirun", beside="/m/bin/mpirun"))
+    text = one(works, "launcher", "ok" if is_safe else "warning")
+    assert "srun, with PMI by --mpi=pmi2" in text
+    assert is_safe or "such as PyTorch" in text and "/m/bin/mpirun -n 4 python" in text
 
 
 def test_a_shell_within_an_allocation_is_no_launch():
