@@ -90,7 +90,6 @@ class Group:
         self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
                                  self._ledger)
         self.lane = self.engine.join(self._watch.look)
-        self._lanes = [self.lane]
         self.engine.guard(self._ledger)
         if self.recorder.trace is not None:
             self._ledger.close(GATE_TRACED)
@@ -339,7 +338,6 @@ class Group:
             from ..transport.mpi import Mailbox, MpiTransport
             transport = MpiTransport(self._transport.comm)
             self._messages = Messages(transport, Mailbox(transport), self.engine, self.config)
-            self._lanes.append(self._messages.lane)
         return self._messages
 
     def beside(self) -> "Group":
@@ -423,7 +421,7 @@ class Group:
         if self._is_beyond_closing:
             return
         self._equip()
-        for lane in self._lanes:
+        for lane in (self.lane, *([self._messages.lane] if self._messages else ())):
             lane.dropped = True
         self._transport.drop()
 
@@ -442,7 +440,7 @@ class Group:
         """Close a group that the program has not closed."""
         if self._is_beyond_closing:
             return
-        self.engine.take_back(*self._lanes)
+        self.engine.take_back(self.lane, *([self._messages.lane] if self._messages else ()))
         try:
             self.close()
         except BaseException as error:
