@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .arguments import number, path, whole_number
+from .arguments import number, path, truth, whole_number
 from .errors import ConfigError
 from .files import regular, replacing
 
@@ -42,7 +42,8 @@ class Progress:
     def __init__(self, text: str, total: int, *, shown: bool = True, done: int = 0,
                  metrics: str | os.PathLike[str] | None = None,
                  lines_every_s: float = 30.0) -> None:
-        self._text, self._total, self._shown = text, whole_number("total", total, 0), shown
+        self._text, self._total = text, whole_number("total", total, 0)
+        self._shown = truth("shown", shown)
         self._first = self._done = whole_number("done", done, 0)
         self._every_s = number("lines_every_s", lines_every_s, lambda x: x >= 0,
                                "seconds, 0 or more")

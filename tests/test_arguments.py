@@ -1,13 +1,14 @@
 """Tests that arguments which are no numbers, or not in range, are named with what was expected."""
 
 import math
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpiring import ConfigError
-from mpiring.arguments import number, path, whole_number
+from mpiring.arguments import number, path, truth, whole_number
 from mpiring.progress import Progress
 from mpiring.reducers import Int8, OneBit, PowerSGD, TopK
 
@@ -40,10 +41,18 @@ def test_numbers(value):
 
 
 @pytest.mark.parametrize("value", [
-    None, "0.5", True, 2, math.nan, np.array([0.5]), [0.5], 0.5j, np.complex64(0.5)])
+    None, "0.5", True, 2, math.nan, np.array([0.5]), [0.5], 0.5j, np.complex64(0.5), 10**400,
+    Fraction(-10**400)])
 def test_what_is_no_number_in_range(value):
     with pytest.raises(ConfigError, match="x=.*: expected a share$"):
         number("x", value, lambda x: 0 < x <= 1, "a share")
+
+
+def test_truth():
+    assert [truth("b", value) for value in (True, False, np.True_, np.False_)] == [1, 0, 1, 0]
+    for value in ("no", "", 0, 1, None, np.array(True)):
+        with pytest.raises(ConfigError, match="b=.*: expected True or False$"):
+            truth("b", value)
 
 
 def test_paths():
@@ -72,6 +81,7 @@ def test_paths():
     (lambda: Progress("a", 3, done="x"), "done='x': expected"),
     (lambda: Progress("a", 3, lines_every_s="x"), "lines_every_s='x': expected seconds"),
     (lambda: Progress("a", 3, metrics=3), "metrics=3: expected a path"),
+    (lambda: Progress("a", 3, shown="no"), "shown='no': expected True or False"),
 ])
 def test_what_cannot_work_is_refused(make, told):
     with pytest.raises(ConfigError, match=told):

@@ -5,12 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from ..buckets.bucket import Bucket, BucketPlan, TensorSpec
+from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, refuse_changed
 from ..buckets.state import Segment, segments_in
 from ..communicator import Communicator
-from ..errors import ConfigError
+from ..errors import BufferMismatchError, ConfigError
 from ..memory.arrays import COMPLEX, FLOATING, Array, aligned_bounds, cut, dtype_name
 from ..memory.tensors import array_of, is_tensor
+from ..operations.consistency import same_on_all
 from ..training.views import Views
 
 
@@ -74,36 +75,93 @@ def memory(plans: Sequence[BucketPlan]) -> list[Bucket]:
     return [Bucket(i, plan, np.empty) for i, plan in enumerate(plans)]
 
 
-def tensors_of(model: Any) -> Any:
-    """Return the tensors of a PyTorch module that are averaged, by name; a mapping as it is.
-
-    Buffers that are not saved are constants, as masks of -Inf, which have no differences.
-    """
-    if not hasattr(model, "named_parameters"):
-        return model
-    saved = model.state_dict()
-    buffers = {name: x for name, x in model.named_buffers()
-               if name in saved and x.is_floating_point()}
-    return dict(model.named_parameters()) | buffers
-
-
-def arrays_of(params: Any, comm: Communicator) -> dict[str, Array]:
-    """Return a model's tensors as arrays of the same memory.
+class ModelArrays:
+    """The arrays of a model, also after its user has replaced some by their like.
 
     Args:
-        params: NumPy arrays or PyTorch's tensors in host memory, by name.
+        model: NumPy arrays or PyTorch's tensors in host memory, by name; or a PyTorch module, of
+            which parameters and saved floating buffers are meant.
+        comm: The ranks.
+        call: What takes the model, for messages.
+
+    Attributes:
+        tensors: In order.
+
+    Raises:
+        ConfigError: The model is none of that, or has no gradients.
+        BufferMismatchError: The models differ between ranks; names the first difference.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, model: Any, comm: Communicator, call: str) -> None:
+        self._model, self._rank = model, comm.rank
+        self._buffers: set[str] = set()
+        with same_on_all(comm, call, error=BufferMismatchError,
+                         remedy="build the same model, in the same order, on every rank") as same:
+            if hasattr(model, "named_parameters"):
+                # Buffers that are not saved are constants, as masks of -Inf, which have no
+                # differences.
+                saved = model.state_dict()
+                self._buffers = {name for name, x in model.named_buffers()
+                                 if name in saved and x.is_floating_point()}
+            elif not isinstance(model, Mapping) or not model:
+                raise ConfigError(
+                    f"rank {comm.rank}: params is {model!r:.80}; pass a dict of the model's "
+                    f"arrays, for a PyTorch module dict(module.named_parameters())")
+            self._arrays = arrays_of(self._given(), comm.rank, "parameter")
+            self._marks = _marks_of(self._given())
+            self.tensors = _specs_of(self._arrays)
+            same["parameters"] = [str(tensor) for tensor in self.tensors]
+
+    def now(self) -> dict[str, Array]:
+        """Return the arrays of the model as it is now, by name.
+
+        Raises:
+            ConfigError: Shapes or dtypes are no longer those of before.
+        """
+        given = self._given()
+        marks = _marks_of(given)
+        if marks != self._marks:
+            arrays = arrays_of(given, self._rank, "parameter")
+            refuse_changed(self._rank, self.tensors, _specs_of(arrays))
+            self._arrays, self._marks = arrays, marks
+        return self._arrays
+
+    def _given(self) -> Any:
+        if not hasattr(self._model, "named_parameters"):
+            return self._model
+        tensors = dict(self._model.named_parameters())
+        if self._buffers:
+            tensors.update((name, x) for name, x in self._model.named_buffers()
+                           if name in self._buffers)
+        return tensors
+
+
+def _marks_of(tensors: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    """Return what changes when a tensor is replaced while the memory of the old one is kept."""
+    return [(name, x.data_ptr() if is_tensor(x) else id(x), getattr(x, "shape", None))
+            for name, x in tensors.items()]
+
+
+def arrays_of(tensors: Any, rank: int, noun: str) -> dict[str, Array]:
+    """Return a model's tensors, or others like them, as arrays of the same memory.
+
+    Args:
+        tensors: NumPy arrays or PyTorch's tensors in host memory, by name.
+        rank: Of this process, for messages.
+        noun: What each of them is, for messages.
 
     Raises:
         ConfigError: They are none of that, or have no gradient.
     """
-    if not isinstance(params, Mapping) or not params:
-        raise ConfigError(
-            f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays, for a "
-            f"PyTorch module dict(module.named_parameters())")
+    if not isinstance(tensors, Mapping):
+        raise ConfigError(f"rank {rank}: {noun}s are {tensors!r:.80}; pass a dict of arrays")
     found = {}
-    for name, x in params.items():
+    for name, x in tensors.items():
         if not isinstance(name, str):
-            raise ConfigError(f"parameter {name!r}: names must be strings, as str({name!r})")
+            raise ConfigError(f"rank {rank}: {noun} {name!r}: names must be strings, as "
+                              f"str({name!r})")
         try:
             array = array_of(x).reshape(tuple(x.shape)) if is_tensor(x) else x
             if not isinstance(array, np.ndarray) or not array.flags.writeable:
@@ -112,11 +170,10 @@ def arrays_of(params: Any, comm: Communicator) -> dict[str, Array]:
             if dtype_name(array.dtype) not in (*FLOATING, *COMPLEX):
                 raise ConfigError(f"it is {array.dtype}, which has no gradient; leave it out")
         except ConfigError as exc:
-            raise ConfigError(f"rank {comm.rank}: parameter {name!r}: {exc}") from exc
+            raise ConfigError(f"rank {rank}: {noun} {name!r}: {exc}") from exc
         found[name] = array
     return found
 
 
-def specs_of(arrays: Mapping[str, Array]) -> list[TensorSpec]:
-    """Return what tensors are like, in order."""
+def _specs_of(arrays: Mapping[str, Array]) -> list[TensorSpec]:
     return [TensorSpec(name, array.shape, array.dtype) for name, array in arrays.items()]

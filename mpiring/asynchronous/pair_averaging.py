@@ -1,8 +1,9 @@
 """Averages the weights of ranks in random pairs while all of them compute."""
 
 import logging
-import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -11,13 +12,12 @@ import numpy as np
 from ..arguments import refuse_other_state, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..engine.messages import Message
-from ..errors import ConfigError
+from ..errors import ClosedError, ConfigError
 from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
-from ..optim.settings import refuse_different as refuse_different_settings
+from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from ..training.gradients import refuse_different
-from .layout import Layout, Vectors, arrays_of, specs_of, tensors_of
+from .layout import Layout, ModelArrays, Vectors
 from .pairs import Exchanges, partner
 
 _log = logging.getLogger("mpiring")
@@ -44,7 +44,8 @@ class PairAveraging:
 
     Args:
         model: A PyTorch module, of which parameters and floating buffers that are saved are
-            averaged, or a dict of NumPy arrays; in host memory. Weights of rank 0 count.
+            averaged, or a dict of NumPy arrays, which may be replaced in it by their like; in host
+            memory. Weights of rank 0 count.
         comm: The ranks.
         seed: Of the matchings.
         delay: A partner is waited for after so many steps; 0 waits in the same step. Up to 1,
@@ -63,13 +64,13 @@ class PairAveraging:
 
     def __init__(self, model: Any, comm: Communicator, *, seed: int = 0, delay: int = 4) -> None:
         refuse_other_than_communicators(comm)
-        self._params: dict[str, Array] = arrays_of(tensors_of(model), comm)
-        self._seed, self.delay = whole_number("seed", seed, 0), whole_number("delay", delay, 0)
-        specs = specs_of(self._params)
-        refuse_different(comm, "parameter", [str(spec) for spec in specs])
-        refuse_different_settings(comm, "PairAveraging", {"seed": self._seed, "delay": self.delay})
-        self._comm, self.rounds = comm, 0
-        layout = Layout(specs, 1)
+        with same_on_all(comm, "PairAveraging") as same:
+            same["seed"] = self._seed = whole_number("seed", seed, 0)
+            same["delay"] = self.delay = whole_number("delay", delay, 0)
+        self._model = ModelArrays(model, comm, "PairAveraging")
+        # As of the last call.
+        self._params, self.rounds = self._model.now(), 0
+        layout = Layout(self._model.tensors, 1)
         self._mine, self._theirs = (Vectors(layout, name) for name in ("mine", "theirs"))
         self._exchanges = Exchanges(comm.rank, comm.size)
         self._exchange: tuple[Message[None], int] | None = None
@@ -79,41 +80,54 @@ class PairAveraging:
             comm.broadcast(flat, root=0)
         self._restore()
         self.closed = False
-        self._messaging: Communicator = comm.split(0)  # type: ignore[assignment]
-        self._messages = self._messaging.messages()
+        # Closed when the program ends: a rank that has not called what others wait in is noticed.
+        self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._messages = self._comm.messages()
 
     def step(self) -> None:
         """Take what a partner has sent, and begin the next round; after each optimizer.step().
 
         Raises:
             StallError: The partner does not answer after `stall_timeout_s`; names it.
+            ConfigError: The model has other shapes or dtypes than at first.
+            ClosedError: After `close`.
 
         Collective: no. Blocking: for a partner that is late by `delay` steps.
         """
+        self._refuse_closed("step()")
         if self._exchange is not None:
             self._age += 1
-            if self._age >= self.delay or self._exchange[0].test():
-                self._complete()
-        if self._exchange is None:
-            self._begin()
-            if self.delay == 0:
-                self._complete()
+            if self._age < self.delay and not self._exchange[0].test():
+                return
+        self._params = self._model.now()
+        self._complete()
+        self._begin()
+        if self.delay == 0:
+            self._complete()
 
     def agree(self) -> None:
         """Complete all rounds, and set the weights of all ranks to their mean.
 
         Before weights are evaluated or saved; training may go on.
 
+        Raises:
+            BufferMismatchError: A rank has left without `agree` or `close`.
+            ConfigError, ClosedError: As `step`.
+
         Collective: yes. Blocking: yes, for as long as others train.
         """
+        self._refuse_closed("agree()")
+        self._params = self._model.now()
         self._complete()
         handle = self._messages.submit(
             Call("answer", "partners in pair averaging"), lambda net: self._exchanges.answer(
                 net, self.rounds, self._partner, self._snapshot, self._theirs.flats,
                 lambda: self._take(None)))
-        # Others may train for hours; who stalls is reported.
-        self._await(handle, math.inf)
-        last = np.array([handle.wait()])
+        with self._waiting():
+            # Others may train for hours; who stalls is reported.
+            self._comm.run(Call("agree", "in pair averaging"),
+                           lambda collectives: collectives.barrier(), patient=True)
+            last = np.array([handle.wait()])
         self._comm.allreduce(last, op="max")
         self.rounds = int(last[0])
         for flat in self._snapshot():
@@ -128,7 +142,7 @@ class PairAveraging:
         if not self.closed:
             self.agree()
             self.closed = True
-            self._messaging.close()
+            self._comm.close()
 
     def __enter__(self) -> "PairAveraging":
         return self
@@ -166,15 +180,21 @@ class PairAveraging:
 
         Collective: yes. Blocking: yes.
         """
-        refuse_other_state(state_dict, ("seed", "rounds"), "of a PairAveraging")
-        self.state_dict()
-        seed = whole_number("seed", state_dict["seed"], 0)
-        rounds = whole_number("rounds", state_dict["rounds"], 0)
-        refuse_different_settings(self._comm, "the state of PairAveraging", {
-            "seed": seed, "rounds": rounds})
+        self._refuse_closed("load_state_dict()")
+        with same_on_all(self._comm, "the state of PairAveraging",
+                         remedy="load the same state on every rank") as same:
+            refuse_other_state(state_dict, ("seed", "rounds"), "of a PairAveraging")
+            self.state_dict()
+            same["seed"] = seed = whole_number("seed", state_dict["seed"], 0)
+            same["rounds"] = rounds = whole_number("rounds", state_dict["rounds"], 0)
         self._seed, self.rounds = seed, rounds
 
     # Details
+
+    def _refuse_closed(self, what: str) -> None:
+        if self.closed:
+            raise ClosedError(f"rank {self._comm.rank}: {what} after close() of this "
+                              f"PairAveraging; make another one")
 
     def _partner(self, number: int) -> int | None:
         return partner(self._seed, number, self._comm.rank, self._comm.size)
@@ -196,15 +216,17 @@ class PairAveraging:
         """Await the exchange that is under way, if there is one, and take what has come."""
         if self._exchange is not None:
             handle, other = self._exchange
-            self._await(handle)
+            with self._waiting():
+                handle.wait()
             self._under_way_s += handle.flight.ended_s - handle.flight.called_s
             self._exchange = None
             self._take(other)
 
-    def _await(self, handle: Message[Any], timeout_s: float | None = None) -> None:
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         began_s = time.monotonic()
         try:
-            handle.wait(timeout_s)
+            yield
         finally:
             self._waited_s += time.monotonic() - began_s
 

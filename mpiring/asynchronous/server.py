@@ -8,23 +8,22 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from ..arguments import whole_number
+from ..arguments import truth, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..engine.handle import Handle
 from ..engine.messages import Message
 from ..errors import ClosedError, ConfigError, StallError
 from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
+from ..operations.consistency import same_on_all
 from ..operations.operation import Collectives
 from ..optim.optimizer import Model, Optimizer
-from ..optim.settings import refuse_different as refuse_different_settings
 from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
-from ..training.gradients import refuse_different
 from ..transport.base import Schedule
-from .layout import Layout, Vectors, arrays_of, specs_of
+from .layout import Layout, ModelArrays, Vectors, arrays_of
 from .owner import Owner, Until
-from .store import SliceStore
+from .store import SliceStore, refuse_other_than_makers
 from .worker import Worker
 
 _log = logging.getLogger("mpiring")
@@ -57,7 +56,7 @@ class ParameterServer:
     Args:
         params: The model, by name: NumPy arrays or PyTorch's tensors in host memory, float16,
             bfloat16, float32 or float64, alike on all ranks. Those of rank 0 count. `pull` writes
-            into them.
+            into those that are there by then.
         comm: The ranks.
         optimizer: Makes one of mpiring.optim that treats each element for itself, given a model:
             `SGD`, or `functools.partial(AdamW, lr=1e-3)`.
@@ -83,28 +82,28 @@ class ParameterServer:
                  optimizer: Callable[[Model], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
         refuse_other_than_communicators(comm)
-        self.params: dict[str, Array] = arrays_of(params, comm)
-        self.staleness = staleness = (
-            None if staleness is None else whole_number("staleness", staleness, 0))
+        with same_on_all(comm, "ParameterServer") as same:
+            same["staleness"] = self.staleness = staleness = (
+                None if staleness is None else whole_number("staleness", staleness, 0))
+            same["damped"] = damped = truth("damped", damped)
+            refuse_other_than_makers(optimizer)
+        self._model = ModelArrays(params, comm, "ParameterServer")
+        self.params = dict(self._model.now())
         self.clock = self.refused = 0
-        specs = specs_of(self.params)
-        refuse_different(comm, "parameter", [str(spec) for spec in specs])
-        refuse_different_settings(comm, "ParameterServer", {
-            "staleness": staleness, "damped": bool(damped)})
-        self._comm = comm
-        self._layout = Layout(specs, comm.size)
+        self._layout = Layout(self._model.tensors, comm.size)
         self._gradients, self._weights = (Vectors(self._layout, name)
                                           for name in ("grads", "weights"))
         self.grads = self._gradients.views
-        self._store = SliceStore(self._layout, self._comm, optimizer)
-        self._owner = Owner(comm.size, staleness, self._store, damped=bool(damped))
+        self._store = SliceStore(self._layout, comm, optimizer)
+        self._owner = Owner(comm.size, staleness, self._store, damped=damped)
         self._worker = Worker()
         self._pushed: Message[None] | None = None
         self._served, self._finished, self.closed = False, False, False
         self._calls, self._waited_s, self._under_way_s = 0, 0.0, 0.0
-        # Last: what is wrong is found before a communicator is made that has to be closed.
-        self._messaging: Communicator = comm.split(0)  # type: ignore[assignment]
-        self._messages = self._messaging.messages()
+        # Last: what is wrong is found before a communicator is made that has to be closed. That
+        # happens when the program ends: a rank that has not called what others wait in is noticed.
+        self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._messages = self._comm.messages()
         self._begin()
 
     def _begin(self) -> None:
@@ -217,6 +216,9 @@ class ParameterServer:
     def close(self) -> None:
         """Finish, wait until all ranks have, and write the final weights into `params`.
 
+        Raises:
+            BufferMismatchError: A rank has left without `close`.
+
         Collective: yes. Blocking: yes, for as long as others train.
         """
         if self.closed:
@@ -229,7 +231,7 @@ class ParameterServer:
         self._await_push()
         self._gather()
         self.closed = True
-        self._messaging.close()
+        self._comm.close()
 
     def __enter__(self) -> "ParameterServer":
         return self
@@ -278,8 +280,8 @@ class ParameterServer:
         """
         with self._settled() as finished:
             if finished:
-                raise ConfigError(f"load_state_dict() after {ranks_text(finished)} finished; make "
-                                  f"another ParameterServer")
+                raise ConfigError(f"rank {self._comm.rank}: load_state_dict() after "
+                                  f"{ranks_text(finished)} finished; make another ParameterServer")
             self._store.load(state_dict)
             self._gather()
             self.clock = 0
@@ -294,8 +296,9 @@ class ParameterServer:
         found = self._comm.allgather_object((self.clock, self._finished))
         clocks = [clock for clock, _ in found]
         if self.staleness == 0 and len({clock for clock, finished in found if not finished}) > 1:
-            raise ConfigError(f"ranks have pushed {clocks} times: with staleness=0, pushes of a "
-                              f"clock are applied together; ask for the state after the same step")
+            raise ConfigError(
+                f"rank {self._comm.rank}: ranks have pushed {clocks} times: with staleness=0, "
+                f"pushes of a clock are applied together; ask for the state after the same step")
         self._await(self._messages.submit(Call("settle", f"at clocks {clocks}"), lambda net: _until(
             lambda: self._owner.clocks == clocks, f"the pushes {clocks}")))
         yield [rank for rank, (_, finished) in enumerate(found) if finished]
@@ -313,7 +316,7 @@ class ParameterServer:
                               f"training has ended")
 
     def _copy(self, gradients: Mapping[str, Any]) -> None:
-        arrays = arrays_of(gradients, self._comm)
+        arrays = arrays_of(gradients, self._comm.rank, "gradient")
         if [*sorted(arrays)] != [*sorted(self.grads)]:
             wrong = sorted(arrays.keys() ^ self.grads.keys())
             raise ConfigError(f"rank {self._comm.rank}: gradients and parameters differ by "
@@ -328,6 +331,7 @@ class ParameterServer:
                 view[...] = x
 
     def _write(self) -> None:
+        self.params.update(self._model.now())
         for name, x in self.params.items():
             x[...] = self._weights.views[name]
 

@@ -11,10 +11,12 @@ from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.reduction import Reduction
 from ..memory.sliced import Sliced
+from ..operations.consistency import same_on_all
 from ..optim import state
 from ..optim.optimizer import Model, Optimizer
 from .layout import Layout, memory
 
+_EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
 # The name of the weights among the vectors of a state.
 _WEIGHTS = "w"
 
@@ -89,7 +91,7 @@ class SliceStore:
         weights, self._gradients = memory(plans), memory(plans)
         self.weights = [bucket.flat for bucket in weights]
         self._model = _Slice(comm, weights, _Gradients(self._gradients))
-        self.optimizer = _made(optimizer, self._model)
+        self.optimizer = _made(optimizer, self._model, comm.rank)
         # The first update lays state out, a collective operation, and compiles, for seconds, while
         # nobody would be served. Zeros stay zeros.
         self.update([self.weights] * min(comm.size, 2), 1.0)
@@ -127,8 +129,9 @@ class SliceStore:
 
         Collective: yes. Blocking: yes.
         """
-        problem, mine = "", self._saved()
-        try:
+        mine = self._saved()
+        with same_on_all(self._comm, "the state of a ParameterServer",
+                         remedy="load the same state on every rank") as same:
             mine["steps"], leaves = state.checked(
                 saved, mine["optimizer"], self._layout.tensors, {
                     name: {vector: x.dtype for vector, x in vectors.items()}
@@ -136,9 +139,7 @@ class SliceStore:
             mine["tensors"] = {name: {vector: self._read(name, leaf)
                                       for vector, leaf in vectors.items()}
                                for name, vectors in leaves.items()}
-        except ConfigError as error:
-            problem = str(error)
-        state.refuse_problem(self._comm, problem)
+            same.update(saved)
         self.optimizer.load_alone(mine)
         for name, vectors in mine["tensors"].items():
             self._model.vector(name)[...] = vectors[_WEIGHTS]
@@ -164,21 +165,24 @@ class SliceStore:
         return leaf.read(segment.offset, segment.offset + segment.size)
 
 
-def _made(optimizer: Any, model: _Slice) -> Optimizer:
-    example = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
+def refuse_other_than_makers(optimizer: Any) -> None:
+    """Raise ConfigError unless an argument may make optimizers."""
     if not callable(optimizer) or isinstance(optimizer, Optimizer):
-        raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {example}")
+        raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {_EXAMPLE}")
+
+
+def _made(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
     try:
         made = optimizer(model)
     except TypeError as exc:
-        raise ConfigError(f"optimizer={optimizer!r:.200} cannot be made of a model alone: {exc}; "
-                          f"pass {example}") from exc
+        raise ConfigError(f"rank {rank}: optimizer={optimizer!r:.200} cannot be made of a model "
+                          f"alone: {exc}; pass {_EXAMPLE}") from exc
     if not isinstance(made, Optimizer):
-        raise ConfigError(f"optimizer={optimizer!r:.80} makes a {type(made).__name__}; pass one of "
-                          f"mpiring.optim, as {example}")
+        raise ConfigError(f"rank {rank}: optimizer={optimizer!r:.80} makes a "
+                          f"{type(made).__name__}; pass one of mpiring.optim, as {_EXAMPLE}")
     if not made.elementwise or made.sharded:
         raise ConfigError(
-            f"{made!r} cannot update a slice alone: it takes norms of whole tensors, which are cut "
-            f"over ranks, or shards what is one rank's already; pass SGD, Adam or AdamW, without "
-            f"max_norm or sharded=True")
+            f"rank {rank}: {made!r} cannot update a slice alone: it takes norms of whole tensors, "
+            f"which are cut over ranks, or shards what is one rank's already; pass SGD, Adam or "
+            f"AdamW, without max_norm or sharded=True")
     return made

@@ -1,6 +1,7 @@
 """Flat buckets in which tensors are fused: the plan, a pure function, and the memory."""
 
 import collections
+import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import whole_number
+from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.arrays import vector_of
 from ..gpu.base import Event, await_event
@@ -60,6 +62,21 @@ class TensorSpec:
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.name} {self.shape}"
+
+
+def refuse_changed(rank: int, before: Sequence[TensorSpec], now: Sequence[TensorSpec]) -> None:
+    """Raise ConfigError if a model's tensors are not those of before; names the first difference.
+
+    Args:
+        rank: Of this process.
+        before, now: In the model's order.
+    """
+    for was, its in itertools.zip_longest(before, now):
+        if was != its:
+            raise ConfigError(
+                f"rank {rank}: the model now has {its or 'nothing'} in the place of "
+                f"{was or 'nothing'}; keep names, shapes and dtypes, or wrap the model anew after "
+                f"such a change")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..arguments import refuse_other_state, whole_number
+from ..arguments import refuse_other_state, truth, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..memory.arrays import Array
@@ -111,7 +111,7 @@ class TokenBatches:
             self._budget = Budget(whole_number(here + "tokens", tokens, 1, (1 << 31) - 1), longest,
                                   whole_number(here + "window", window, 1))
             self._seed = whole_number(here + "seed", seed, 0, (1 << 31) - 1)
-            self._shuffle = bool(shuffle)
+            self._shuffle = truth(here + "shuffle", shuffle)
             self._lengths = _checked(lengths, comm.rank)
             _refuse_longer_than(self._budget, self._lengths, comm.rank)
             same.update(vars(self._budget), seed=self._seed, shuffle=self._shuffle,
@@ -342,7 +342,10 @@ def _checked(lengths: Any, rank: int) -> Array:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"rank {rank}: lengths is a {type(lengths).__name__}, which is no "
                           f"vector of whole numbers: {error}") from error
-    if x.ndim != 1 or not len(x):
+    if x.shape == (0,):
+        raise ConfigError(f"rank {rank}: lengths is empty: expected the length of at least one "
+                          f"sample")
+    if x.ndim != 1:
         raise ConfigError(f"rank {rank}: lengths has shape {x.shape}: expected a vector with a "
                           f"whole number, of at least 1, for each sample")
     if x.dtype.kind not in "iu":

@@ -131,12 +131,13 @@ class Engine:
         if self.failure is not None:
             ledger.close(GATE_FAILED)
 
-    def take_back(self, lane: Lane) -> None:
+    def take_back(self, *lanes: Lane) -> None:
         """Advance the operations of a dropped communicator, which is to be closed after all."""
         with self.lock:
-            lane.dropped = False
-            if lane not in self._lanes:
-                self._lanes.append(lane)
+            for lane in lanes:
+                lane.dropped = False
+                if lane not in self._lanes:
+                    self._lanes.append(lane)
 
     def leave(self, lane: Lane, *, quietly: bool = False) -> list[Handle[Any]]:
         """Forget a communicator; return its operations that are not complete.

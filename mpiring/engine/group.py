@@ -440,7 +440,7 @@ class Group:
         """Close a group that the program has not closed."""
         if self._is_beyond_closing:
             return
-        self.engine.take_back(self.lane)
+        self.engine.take_back(self.lane, *([self._messages.lane] if self._messages else ()))
         try:
             self.close()
         except BaseException as error:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arguments import truth
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import BufferMismatchError, ConfigError
@@ -255,12 +256,12 @@ class DataParallel:
         self.gradients.rescale(factor)
 
 
-def share(params: Mapping[str, NDArray[Any]], comm: Communicator,
+def share(params: Mapping[str, NDArray[Any]], comm: Communicator, *, deterministic: bool = False,
           **arguments: Any) -> tuple[list[TensorSpec], Device | None]:
     """Give all ranks rank 0's parameters.
 
     Args:
-        arguments: Other values that all ranks must pass.
+        deterministic, arguments: Other values that all ranks must pass.
 
     Returns:
         The tensors, in their order, and the GPU on which they lie, None for host memory.
@@ -273,12 +274,12 @@ def share(params: Mapping[str, NDArray[Any]], comm: Communicator,
     """
     with same_on_all(comm, "the model", error=BufferMismatchError,
                      remedy="build the same model, in the same order, on every rank") as same:
-        same.update(arguments)
+        same.update(arguments, deterministic=truth("deterministic", deterministic))
         if not isinstance(params, Mapping) or not params:
             raise ConfigError(
                 f"rank {comm.rank}: params is {params!r:.80}; pass a dict of the model's arrays")
         device = _device_of(params, comm)
-        tensors = [spec_of(name, array) for name, array in params.items()]
+        tensors = [spec_of(name, array, comm.rank) for name, array in params.items()]
         same["parameters"] = [str(tensor) for tensor in tensors]
     for array in params.values():
         comm.broadcast(array, root=0)
@@ -298,23 +299,27 @@ def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
     return device
 
 
-def spec_of(name: str, array: NDArray[Any]) -> TensorSpec:
+def spec_of(name: str, array: NDArray[Any], rank: int) -> TensorSpec:
     """Return the name, shape and dtype of a parameter.
+
+    Args:
+        rank: Of this process, for messages.
 
     Raises:
         ConfigError: It cannot be trained.
     """
+    which = f"rank {rank}: parameter {name!r}"
     if not isinstance(name, str):
-        raise ConfigError(f"parameter {name!r}: names must be strings, as str({name!r})")
+        raise ConfigError(f"{which}: names must be strings, as str({name!r})")
     if is_tensor(array):
-        raise ConfigError(f"parameter {name!r} is a tensor; use mpiring.torch.DataParallel")
+        raise ConfigError(f"{which} is a tensor; use mpiring.torch.DataParallel")
     try:
         kind = dtype_name(vector_of(array).dtype)
     except ConfigError as exc:
-        raise ConfigError(f"parameter {name!r}: {exc}") from exc
+        raise ConfigError(f"{which}: {exc}") from exc
     if kind not in (*FLOATING, *COMPLEX):
         raise ConfigError(
-            f"parameter {name!r} is {kind}, which has no gradient; leave it out of params")
+            f"{which} is {kind}, which has no gradient; leave it out of params")
     return TensorSpec(name, array.shape, array.dtype)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..buckets.bucket import refuse_changed
 from ..communicator import Communicator
-from ..errors import ConfigError
 from ..gpu.arrays import vector_of
 from ..gpu.base import await_event
 from ..memory.arrays import SIXTEEN_BIT, dtype_name, is_finite
@@ -81,12 +81,8 @@ class Arrays:
 
     def refuse_others(self) -> None:
         """Raise ConfigError where there are other arrays than at first."""
-        now = [str(spec_of(name, x)) for name, x in self._local.items()]
-        if now != [str(tensor) for tensor in self.tensors]:
-            raise ConfigError(
-                f"rank {self._comm.rank}: the arrays of the model are now {', '.join(now)}; at "
-                f"first they were {', '.join(map(str, self.tensors))}; synchronize() and make "
-                f"another one")
+        refuse_changed(self._comm.rank, self.tensors, [
+            spec_of(name, x, self._comm.rank) for name, x in self._local.items()])
 
     def complete(self) -> None:
         """Return: there is nothing else."""

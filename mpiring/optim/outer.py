@@ -8,23 +8,24 @@ DiLoCo, 2023 (2311.08105), and Streaming DiLoCo with overlapping communication, 
 import copy
 import functools
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import numpy as np
 
-from ..arguments import number, refuse_other_state, whole_number
+from ..arguments import number, refuse_other_state, truth, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..memory.nests import mapped
-from ..memory.sliced import Sliced
+from ..memory.sliced import Sliced, whole
+from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish, reducers_of
 from . import state
 from .fragments import Fragment, PseudoGradients, Weights, cut
-from .settings import Scheduled, refuse_different
+from .settings import Scheduled, at, settings_of
 from .sgd import SGD
 
 # By default, with a delay.
@@ -49,38 +50,48 @@ class Outer:
                  reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
         refuse_other_than_communicators(comm)
         self.comm, self.steps = comm, 0
-        self.every = whole_number("every", every, 1)
-        self._start = whole_number("start", start, 0)
-        count = whole_number("fragments", fragments, 1, self.every)
-        self.delay = whole_number("delay", delay, 0, self.every - 1)
-        self.alpha = number("alpha", _ALPHA * bool(delay) if alpha is None else alpha,
-                            lambda x: 0 <= x < 1, "a number of at least 0, below 1")
-        refuse_different(comm, "the outer optimizer", {
-            "class": type(self).__name__, "every": self.every, "start": self._start,
-            "fragments": count, "delay": self.delay, "alpha": self.alpha,
-            "bucket_bytes": bucket_bytes})
+        with same_on_all(comm, type(self).__name__) as same:
+            same["every"] = self.every = whole_number("every", every, 1)
+            same["start"] = self._start = whole_number("start", start, 0)
+            same["fragments"] = count = whole_number("fragments", fragments, 1, self.every)
+            same["delay"] = self.delay = whole_number("delay", delay, 0, self.every - 1)
+            same["alpha"] = self.alpha = number(
+                "alpha", _ALPHA * bool(delay) if alpha is None else alpha,
+                lambda x: 0 <= x < 1, "a number of at least 0, below 1")
+            same["sharded"] = sharded = truth("sharded", sharded)
+            same["bucket_bytes"] = whole_number("bucket_bytes", bucket_bytes, 1)
+            (self._rates,) = settings_of(
+                ["*"], {"lr": lr, "momentum": momentum}, None, ()).values()
+            same.update(at(self._rates, 0))
         self._weights: Weights = self.kind(model, comm)
-        reducers = reducers_of([tensor.name for tensor in self._weights.tensors], reducer)
-        # Not itself, so that it ends when its user deletes it.
-        itself = weakref.proxy(self)
         self._fragments: list[Fragment] = []
-        with self._weights.selected():
-            for index, tensors in enumerate(cut(self._weights.tensors, count)):
-                # A Reducer serves one averager, and remembers what that sends.
-                its = copy.deepcopy({tensor.name: reducers[tensor.name] for tensor in tensors})
-                fragment = Fragment(index, self._weights, PseudoGradients(
-                    tensors, comm, bucket_bytes=bucket_bytes, reducer=its,
-                    device=self._weights.device, mark=self._weights.mark,
-                    moment=functools.partial(_moment, itself, index)), comm)
-                fragment.optimizer = SGD(fragment, lr, momentum, nesterov=bool(momentum),
-                                         sharded=sharded)
-                self._fragments.append(fragment)
+        self._cut(count, reducer, sharded, bucket_bytes)
         # Half-way, slices of the mean have become slices of weights, which go on.
         self._update_after = self.delay - self.delay // 2 if sharded else self.delay
         self._is_joined = self._shows_global = False
         # Steps when this rank had ended, in `join`.
         self._trained = 0
         self._plan()
+
+    def _cut(self, count: int, reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
+        with same_on_all(self.comm, type(self).__name__) as same:
+            parts = cut(self._weights.tensors, count)
+            reducers = reducers_of([tensor.name for tensor in self._weights.tensors], reducer)
+            same["reducer"] = {name: repr(its) for name, its in reducers.items()}
+        # Not itself, so that it ends when its user deletes it.
+        itself = weakref.proxy(self)
+        with self._weights.selected():
+            for index, tensors in enumerate(parts):
+                # A Reducer serves one averager, and remembers what that sends.
+                its = copy.deepcopy({tensor.name: reducers[tensor.name] for tensor in tensors})
+                fragment = Fragment(index, self._weights, PseudoGradients(
+                    tensors, self.comm, bucket_bytes=bucket_bytes, reducer=its,
+                    device=self._weights.device, mark=self._weights.mark,
+                    moment=functools.partial(_moment, itself, index)), self.comm)
+                fragment.optimizer = SGD(
+                    fragment, self._rates["lr"], self._rates["momentum"],
+                    nesterov=bool(self._rates["momentum"]), sharded=sharded)
+                self._fragments.append(fragment)
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}(…, every={self.every}, "
@@ -318,18 +329,17 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        whose, contents, problem = type(self).__name__, {}, ""
-        try:
-            contents = self._checked(state_dict, whose)
-        except ConfigError as error:
-            problem = str(error)
-        state.refuse_problem(self.comm, problem)
-        refuse_different(self.comm, f"the state of {whose}", {"steps": state_dict["steps"]})
+        # Laid out now: that is collective.
+        present = [fragment.optimizer.sharded_state_dict() for fragment in self._fragments]
+        with same_on_all(self.comm, f"the state of {type(self).__name__}",
+                         remedy="load the same state on every rank") as same:
+            state_dict = self._checked(whole(state_dict), present)
+            same.update(state_dict)
         with self._weights.selected():
             for fragment, saved in zip(self._fragments, state_dict["fragments"]):
                 for name in fragment.names:
                     vectors.copy_to(fragment.vector(name), vectors.moved(
-                        contents[name], self._weights.device))
+                        state_dict["parameters"][name].reshape(-1), self._weights.device))
                 fragment.optimizer.load_state_dict(saved["optimizer"])
                 fragment.await_weights()
                 fragment.mix(0.0)
@@ -337,23 +347,37 @@ class Outer:
         self.steps = state_dict["steps"]
         self._plan()
 
-    def _checked(self, state_dict: Any, whose: str) -> dict[str, Any]:
-        """Return the global parameters of a state as vectors.
+    def _checked(self, state_dict: Any, present: Sequence[Any]) -> dict[str, Any]:
+        """Return a state, without what does not belong there.
+
+        Args:
+            present: The optimizers' states.
 
         Raises:
             ConfigError: It does not fit; says how.
         """
+        whose = type(self).__name__
         refuse_other_state(state_dict, ("outer", "steps", "parameters", "fragments"), f"of {whose}")
         if (state_dict["outer"], len(state_dict["fragments"])) != (whose, len(self._fragments)):
             raise ConfigError(
                 f"the state is of {state_dict['outer']} with {len(state_dict['fragments'])} "
                 f"fragments, not of {whose} with {len(self._fragments)}; build what was saved")
-        whole_number("steps", state_dict["steps"], 0)
-        names = [tensor.name for tensor in self._weights.tensors]
-        refuse_other_state(state_dict["parameters"], names, f"of {whose}")
-        return {tensor.name: state.leaf_of(
-            state_dict["parameters"][tensor.name], f"{tensor.name!r}", tensor.shape,
-            tensor.dtype).read(0, tensor.size) for tensor in self._weights.tensors}
+        steps = whole_number("steps", state_dict["steps"], 0)
+        tensors = {tensor.name: tensor for tensor in self._weights.tensors}
+        refuse_other_state(state_dict["parameters"], tensors, f"of {whose}")
+        parameters = {name: state.leaf_of(
+            state_dict["parameters"][name], f"{name!r}", tensor.shape, tensor.dtype).whole()
+            for name, tensor in tensors.items()}
+        for fragment, saved, its in zip(self._fragments, state_dict["fragments"], present):
+            refuse_other_state(saved, ("since", "due", "optimizer"),
+                               f"of {whose}, in fragment {fragment.index},")
+            whole_number("since", saved["since"], 0)
+            if saved["due"] is not None:
+                whole_number("due", saved["due"], 0)
+            state.checked(saved["optimizer"], its["optimizer"], fragment.gradients.tensors, {
+                name: {vector: leaf.dtype for vector, leaf in leaves.items()}
+                for name, leaves in its["tensors"].items()})
+        return {**state_dict, "steps": steps, "parameters": parameters}
 
     def own_state_dict(self) -> dict[str, Any]:
         """Return a copy of this rank's own state: what its Reducers have not sent yet.
@@ -385,8 +409,10 @@ class Outer:
 
 
 def _moment(outer: Outer, index: int) -> str:
-    """Return the present step in words, for a fragment's calls."""
-    return f"inner step {outer.steps} (every={outer.every}, fragment {index})"
+    """Return the present step in words, and the rates of its update, for a fragment's calls."""
+    rates = at(outer._rates, outer._fragments[index].optimizer.steps)
+    return (f"inner step {outer.steps} (every={outer.every}, fragment {index}, lr={rates['lr']!r}, "
+            f"momentum={rates['momentum']!r})")
 
 
 class LocalSGD(Outer):

@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ..arguments import number
-from ..communicator import Communicator
 from ..errors import ConfigError
 
 # A number, or a function of the number of updates before this one: 0 for the first.
@@ -182,22 +181,6 @@ def summarized(values: Mapping[str, Settings]) -> str:
         return texts[id(first)]
     owners = ",".join(texts[id(its)] for its in values.values())
     return f"{' or '.join(filter(None, texts.values()))} of {zlib.crc32(owners.encode()):08x}"
-
-
-def refuse_different(comm: Communicator, whose: str, mine: Mapping[str, Any]) -> None:
-    """Raise ConfigError, on all ranks, unless settings are those of rank 0.
-
-    Collective: yes. Blocking: yes.
-    """
-    everybodys = comm.allgather_object(dict(mine))
-    first = everybodys[0]
-    for rank, theirs in enumerate(everybodys):
-        for name in {**first, **theirs}:
-            here, there = (x.get(name, "missing") for x in (theirs, first))
-            if here != there:
-                raise ConfigError(
-                    f"rank {rank}: {whose} has {name}={here!r}, but on rank 0 it is {there!r}; "
-                    f"give it the same arguments on every rank")
 
 
 def _checked(name: str, value: Any) -> Any:

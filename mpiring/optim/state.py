@@ -161,13 +161,3 @@ def _whole(comm: Communicator, mine: Sliced) -> Array:
     bits = found.view(f"u{found.itemsize}")
     comm.allreduce(bits, op="bor")
     return found.reshape(mine.shape)
-
-
-def refuse_problem(comm: Communicator, problem: str) -> None:
-    """Raise ConfigError on all ranks if there is a problem on one.
-
-    Collective: yes. Blocking: yes.
-    """
-    for rank, text in enumerate(comm.allgather_object(problem)):
-        if text:
-            raise ConfigError(f"rank {rank}: {text}")

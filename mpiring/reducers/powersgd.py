@@ -40,7 +40,8 @@ class PowerSGD(Compressor):
 
     Args:
         rank: r, from 1.
-        start_step: Steps before, which are plain means.
+        start_step: Number of first steps, which are plain means. With 0, Q starts again once, when
+            buckets are rebuilt after the first step.
         min_compression: A matrix is compressed if that takes at most its size over this.
         reducer: How P, Q and the vectors are averaged, such as Cast("bfloat16"); by default in
             float32.

@@ -1,8 +1,10 @@
 """What a Reducer is: the seam between what is sent and when; and the plain mean."""
 
+from collections.abc import Generator
 from typing import Any, Protocol
 
 from ..buckets.bucket import Bucket
+from ..errors import ConfigError
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
 
@@ -42,12 +44,35 @@ class Mean:
             bucket.vector, op="mean", bounds=bucket.bounds(collectives.size))
 
 
+def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
+    """Return the schedule of `reducer.reduce`.
+
+    Raises:
+        ConfigError: It is none.
+    """
+    return _schedule(reducer, "reduce", collectives, bucket)
+
+
 def scatter_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
     """Return the schedule that leaves the mean in this rank's slice of `bucket.flat`.
 
     That is slice `rank` of those of `bucket.bounds(size)`; with what `reduce` leaves there, but
     perhaps summed in another order. The other slices are overwritten, or left as they are. By
     `reducer.scatter`, or, where there is none, by `reducer.reduce`.
+
+    Raises:
+        ConfigError: It is no schedule.
     """
-    schedule: Schedule[Any] = getattr(reducer, "scatter", reducer.reduce)(collectives, bucket)
+    method = "scatter" if hasattr(reducer, "scatter") else "reduce"
+    return _schedule(reducer, method, collectives, bucket)
+
+
+def _schedule(reducer: Reducer, method: str, collectives: Collectives,
+              bucket: Bucket) -> Schedule[Any]:
+    schedule = getattr(reducer, method)(collectives, bucket)
+    if not isinstance(schedule, Generator):
+        raise ConfigError(
+            f"rank {collectives.rank}: {method} of {reducer!r} returns a "
+            f"{type(schedule).__name__}; expected a generator, as `yield from "
+            f"collectives.allreduce(bucket.flat, op='mean')` makes of a method")
     return schedule

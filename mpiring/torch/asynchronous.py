@@ -7,8 +7,9 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..asynchronous import ParameterServer
-from ..communicator import Communicator
+from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
+from ..operations.consistency import same_on_all
 from ..optim.optimizer import Model, Optimizer
 from ..record.statistics import Statistics
 from .data_parallel import refuse_untrainable
@@ -49,7 +50,9 @@ class AsyncDataParallel(Wrapper):
     def __init__(self, module: nn.Module, comm: Communicator, *,
                  optimizer: Callable[[Model], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
-        refuse_untrainable(module, comm)
+        refuse_other_than_communicators(comm)
+        with same_on_all(comm, "the model"):
+            refuse_untrainable(module, comm)
         super().__init__(module)
         self._comm = comm
         share_cores(comm)
@@ -117,5 +120,6 @@ class AsyncDataParallel(Wrapper):
         Raises:
             ConfigError: Always.
         """
-        raise ConfigError("weights are the owners' here; load the module before it is wrapped, or "
-                          "model.server.load_state_dict(...) what its state_dict() has returned")
+        raise ConfigError(
+            f"rank {self._comm.rank}: weights are the owners' here; load the module before it is "
+            f"wrapped, or model.server.load_state_dict(...) what its state_dict() has returned")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..arguments import truth
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import BufferMismatchError, ConfigError
 from ..launch.heap import keep_freed_memory
@@ -100,10 +101,12 @@ class DataParallel(Wrapper):
         refuse_other_than_communicators(comm)
         with same_on_all(comm, "DataParallel", error=BufferMismatchError,
                          remedy=SAME_MODEL) as same:
-            same.update(bucket_bytes=bucket_bytes, reducer=reducer,
-                        find_unused_parameters=find_unused_parameters,
-                        broadcast_buffers=broadcast_buffers, deterministic=deterministic,
-                        defer_wait=defer_wait, order=order)
+            same.update(
+                bucket_bytes=bucket_bytes, reducer=reducer, order=order,
+                find_unused_parameters=truth("find_unused_parameters", find_unused_parameters),
+                broadcast_buffers=truth("broadcast_buffers", broadcast_buffers),
+                deterministic=truth("deterministic", deterministic),
+                defer_wait=truth("defer_wait", defer_wait))
             refuse_untrainable(module, comm)
             parts = dict(module.named_parameters()) | dict(module.named_buffers())
             same["tensors"] = [f"{name} {described(tensor)}" for name, tensor in parts.items()]

@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..buckets.bucket import TensorSpec
+from ..buckets.bucket import TensorSpec, refuse_changed
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu.arrays import vector_of
 from ..gpu.base import await_event
 from ..memory.tensors import array_of, numpy_dtype
+from ..operations.consistency import same_on_all
 from ..optim import outer
 from ..text import first_few
 from .data_parallel import Buffers, DataParallel, refuse_untrainable
@@ -39,13 +40,13 @@ class Parameters:
         self._model = model
         self._module = model.module if isinstance(model, DataParallel) else model
         module = self._module
-        refuse_untrainable(module, comm)
+        with same_on_all(comm, "the model"):
+            refuse_untrainable(module, comm)
         if module is model:
             share_cores(comm)
         trained = trained_alike(module, comm)
         self._comm, self._buffers = comm, Buffers(module, comm, copied=True)
-        self.tensors = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
-                        for name, p in trained.items()]
+        self.tensors = [_spec_of(name, p) for name, p in trained.items()]
         first = next(iter(trained.values()))
         self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)
         where = first.device
@@ -112,10 +113,17 @@ class Parameters:
                 f"rank {self._comm.rank}: {first_few(others, 5)} were frozen, or not there, when "
                 f"this was made, and are trained now; thaw them before, or synchronize() and make "
                 f"another one")
+        refuse_changed(self._comm.rank, self.tensors, [
+            _spec_of(name, p) for name, p in self._module.named_parameters()
+            if name in self._global])
 
     def complete(self) -> None:
         """Copy rank 0's buffers to all ranks. Collective, blocking."""
         self._buffers.copy()
+
+
+def _spec_of(name: str, p: torch.Tensor) -> TensorSpec:
+    return TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
 
 
 class LocalSGD(outer.LocalSGD):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.utils.data import Sampler
 
-from ..arguments import refuse_other_state, whole_number
+from ..arguments import refuse_other_state, truth, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError
 from ..operations.consistency import same_on_all
@@ -48,8 +48,8 @@ class DistributedSampler(Sampler[int]):
                 raise ConfigError(f"rank {comm.rank}: dataset is a {type(dataset).__name__}, which "
                                   f"has no length; pass what DataLoader gets, or range(n)")
             seed = whole_number(f"rank {comm.rank}: seed", seed, 0, (1 << 31) - 1)
-            same.update(length=len(dataset), shuffle=shuffle, seed=seed, drop_last=drop_last,
-                        pad=pad)
+            same.update(length=len(dataset), shuffle=truth("shuffle", shuffle), seed=seed,
+                        drop_last=truth("drop_last", drop_last), pad=truth("pad", pad))
         self._n = len(dataset)
         self._rank, self._size = comm.rank, comm.size
         self._shuffle, self._seed = shuffle, seed

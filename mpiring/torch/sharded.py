@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..arguments import refuse_other_state, whole_number
+from ..arguments import refuse_other_state, truth, whole_number
 from ..errors import ConfigError, GradientError, MpiringError
 from ..operations.consistency import same_on_all
 from ..optim.optimizer import Optimizer as Named
@@ -76,13 +76,14 @@ class Sharded(torch.optim.Optimizer):
                 f"model is a {type(model).__name__}; pass the mpiring.torch.DataParallel itself, "
                 f"as in Sharded(torch.optim.AdamW, model, lr=1e-3), and groups of its parameters, "
                 f"if any, after it")
-        self._model, self._overlaps = model, bool(overlap)
+        self._model = model
         with same_on_all(model._comm, "Sharded") as same:
             if weights not in _WEIGHTS:
                 raise ConfigError(f"weights={weights!r}: expected 'rank' (each has all weights) "
                                   f"or 'node' (the ranks of a node share them)")
             updates = _updates_of(optimizer_class)
             groups = param_groups(model.module, params)
+            self._overlaps = truth("overlap", overlap)
             same.update(optimizer_class=optimizer_class.__qualname__, overlap=overlap,
                         weights=weights, **defaults)
             same["params"] = [{"params": group.names, **group.settings} for group in groups]

@@ -22,7 +22,7 @@ from ..gpu.device import Device
 from ..operations.agreement import Call
 from ..reducers.by_name import Wish, compressors, reducers_of
 from ..reducers.compressor import Compressor
-from ..reducers.reducer import Reducer, scatter_of
+from ..reducers.reducer import Reducer, reduce_of, scatter_of
 from .host_copy import HostCopy
 from .views import Views
 
@@ -490,6 +490,6 @@ class Averager:
             copy = HostCopy(bucket, self._device, self._comm, reducer)
             return _Reduction(reducer, copy.host, copy.reduce, copy.reduce, None, text)
         return _Reduction(reducer, bucket,
-                          lambda collectives: reducer.reduce(collectives, bucket),
+                          lambda collectives: reduce_of(reducer, collectives, bucket),
                           lambda collectives: scatter_of(reducer, collectives, bucket),
                           self._device, text)

@@ -1,6 +1,5 @@
 """Averages an adapter's gradients: looks out for NaN and Inf, and counts what a step costs."""
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,7 +9,7 @@ from ..buckets.bucket import Bucket, TensorSpec, usual_bytes
 from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
-from ..errors import BufferMismatchError, ConfigError
+from ..errors import ConfigError
 from ..gpu.base import Event
 from ..gpu.device import Device
 from ..operations.agreement import Call
@@ -173,26 +172,3 @@ class Tally:
             sum(flight.exposed_s for flight in flights))
         self._flights, self._collectives = [], []
         return total
-
-
-def refuse_different(comm: Communicator, kind: str, mine: Sequence[str]) -> None:
-    """Compare the descriptions of this rank's model with rank 0's.
-
-    Args:
-        kind: What is described, in the singular.
-        mine: A description of each, in order.
-
-    Raises:
-        BufferMismatchError: The models differ, on all ranks; names the first difference.
-
-    Collective: yes. Blocking: yes.
-    """
-    theirs, problem = comm.broadcast_object(list(mine), root=0), ""
-    for i, (here, there) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing")):
-        if here != there:
-            problem = (f"rank {comm.rank}: {kind} {i} is {here}, but on rank 0 it is {there}; "
-                       f"build the same model, in the same order, on every rank")
-            break
-    for text in comm.allgather_object(problem):
-        if text:
-            raise BufferMismatchError(text)

@@ -10,6 +10,7 @@ import mpiring
 from mpiring import ConfigError, elastic
 from mpiring.data import TokenBatches
 from mpiring.numpy import Checkpoints, DataParallel, LossScaler, MasterWeights
+from mpiring.optim import LAMB, SGD
 from mpiring.reducers import Mean, TopK
 from mpiring.resilience import Stopping, set_random_state
 
@@ -134,6 +135,12 @@ def test_colors_that_are_comparisons(comm):
 
 PARAMS = {"w": np.ones((3, 4), np.float32), "b": np.ones(4, np.float32)}
 ON_MODEL = [
+    (lambda dp: DataParallel(PARAMS, dp.comm, deterministic="no"), "deterministic='no': expected"),
+    (lambda dp: TokenBatches([3], dp.comm, tokens=3, shuffle=0), "shuffle=0: expected True"),
+    (lambda dp: SGD(dp, sharded="no"), "sharded='no': expected True or False"),
+    (lambda dp: SGD(dp, momentum=0.5, nesterov=1), "nesterov=1: expected True or False"),
+    (lambda dp: LAMB(dp, bias_correction="no"), "bias_correction='no': expected True or False"),
+    (lambda dp: dp.weigh(10**400), r"weigh\(tokens\): tokens=1000.*: expected a number from 0 to"),
     (lambda dp: DataParallel(PARAMS, dp.comm, reducer={1: Mean()}), r"reducer\[1\]: expected the"),
     (lambda dp: DataParallel(PARAMS, dp.comm, reducer={None: Mean()}), r"reducer\[None\]"),
     (lambda dp: DataParallel(PARAMS, dp.comm, order=3), "order=3: expected a list of names"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import mpiring
-from mpiring import BufferMismatchError, ConfigError, GradientError, StallError
+from mpiring import BufferMismatchError, ClosedError, ConfigError, GradientError, StallError
 from mpiring.asynchronous import PairAveraging
 from mpiring.numpy import AsyncDataParallel
 from mpiring.optim import SGD
@@ -92,15 +92,69 @@ def test_what_is_not_finite_is_kept_from_others(comm):
         params["w"][...] = 0
 
 
+@pytest.mark.parametrize("delay", [0, 1])
+def test_arrays_may_be_replaced_by_their_like(comm, delay):
+    params, right = {"w": np.zeros(3)}, {"w": np.zeros(3)}
+    with PairAveraging(params, comm, delay=delay) as pairs, PairAveraging(
+            right, comm, delay=delay) as others:
+        for step in range(20):
+            params["w"] = params["w"] - 0.1 * (params["w"] - comm.rank)
+            pairs.step()
+            right["w"] -= 0.1 * (right["w"] - comm.rank)
+            others.step()
+        params["w"] = params["w"].copy()
+        for one in (pairs, others):
+            one.agree()
+        np.testing.assert_allclose(params["w"], right["w"], rtol=1e-12)
+        assert len({its["w"].tobytes() for its in comm.allgather_object(params)}) == 1
+        before, params["w"] = params["w"], np.zeros(3, np.float32)
+        with pytest.raises(ConfigError, match=f"rank {comm.rank}: .* w float32 .* in the place of "
+                                              r"w float64 \(3,\)"):
+            pairs.agree()
+        params["w"] = before
+
+
+def test_parameters_of_a_module_may_be_replaced(comm):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
+    with PairAveraging(module, comm, delay=0) as pairs:
+        module.load_state_dict({name: torch.full_like(x, comm.rank) for name, x in
+                                module.state_dict().items()}, assign=True)
+        module[0].bias.data = torch.full((1,), 2. * comm.rank)
+        pairs.agree()
+        mean = (comm.size - 1) / 2
+        assert module[0].weight[0, 1] == module[1].running_var[0] == mean
+        assert module[0].bias[0] == 2 * mean
+        module.double()
+        with pytest.raises(ConfigError, match="0.weight float64 .* in the place of 0.weight floa"):
+            pairs.agree()
+        module.float()
+
+
 def test_mistakes(comm):
     for wrong in ({"seed": -1}, {"delay": 0.5}):
         with pytest.raises(ConfigError, match="expected a whole number of at least 0"):
             PairAveraging(model(0), comm, **wrong)
+    with PairAveraging(model(0), comm) as pairs:
+        state = pairs.state_dict()
+    for late in (pairs.step, pairs.agree, lambda: pairs.load_state_dict(state)):
+        with pytest.raises(ClosedError, match=f"rank {comm.rank}: .* after close.. of this Pair"):
+            late()
     if comm.size > 1:
         odd = comm.rank == comm.size - 1
+        with PairAveraging(model(0), comm) as pairs:
+            for wrong, text in (({"seed": 3 + odd, "rounds": 2}, "seed=4, but on rank 0 it is 3"),
+                                ({"seed": 3} if odd else {"seed": 3, "rounds": 2}, "lacks rounds")):
+                with pytest.raises(ConfigError, match=text):
+                    pairs.load_state_dict(wrong)
+            assert pairs.state_dict() == {"seed": 0, "rounds": 0}
+        with pytest.raises(ConfigError, match="seed=-1: expected a whole number of at least 0"):
+            PairAveraging(model(0), comm, seed=-int(odd))
+        with pytest.raises(ConfigError, match="params is 3; pass a dict of the model's arrays"):
+            PairAveraging(3 if odd else model(0), comm)
         with pytest.raises(ConfigError, match="PairAveraging has seed=1, but on rank 0 it is 0"):
             PairAveraging(model(0), comm, seed=int(odd))
-        with pytest.raises(BufferMismatchError, match="parameter 0 is w float64"):
+        with pytest.raises(BufferMismatchError, match=".0.=.w float64"):
             PairAveraging({"w": np.ones(3 + odd)}, comm)
 
 

@@ -1,5 +1,6 @@
 """Tests the parameter server on real MPI; its clocks are tests/asynchronous's."""
 
+import copy
 import functools
 import logging
 
@@ -129,7 +130,7 @@ def test_resume_is_bit_equal(comm, kind):
     with ParameterServer(model(rank=7), comm, optimizer=method, staleness=0) as resumed:
         resumed.load_state_dict(state)
         train(resumed, comm, 3, 5)
-        with pytest.raises(ConfigError, match="rank 0: the state of AdamW lacks"):
+        with pytest.raises(ConfigError, match="the state of AdamW lacks w1, b1"):
             resumed.load_state_dict({**state, "tensors": {}})
     assert bits(resumed.params) == bits(server.params)
     # Another number of ranks.
@@ -153,7 +154,8 @@ def test_mistakes(comm):
             ({"optimizer": functools.partial(SGD, rate=1)}, "cannot be made of a model alone"),
             ({"optimizer": functools.partial(SGD, groups={"x*": {}})}, "no parameter has such a"),
             ({"staleness": -1}, "staleness=-1: expected a whole number of at least 0"),
-            ({"staleness": 0.5}, "staleness=0.5")]:
+            ({"staleness": 0.5}, "staleness=0.5"),
+            ({"damped": "no"}, "damped='no': expected True or False")]:
         with pytest.raises(ConfigError, match=text):
             ParameterServer(model(), comm, **{**good, **wrong})
     for params, text in [({}, "pass a dict of the model's arrays"),
@@ -163,6 +165,11 @@ def test_mistakes(comm):
         with pytest.raises(ConfigError, match=text):
             ParameterServer(params, comm, **good)
     with ParameterServer(model(), comm, **good) as server:
+        for nothing, text in (({}, "gradients and parameters differ by b1, b3, .*; push one of"),
+                              (3, "gradients are 3; pass a dict of arrays"),
+                              ({"b1": 3}, "gradient 'b1': it is int")):
+            with pytest.raises(ConfigError, match=f"rank {comm.rank}: {text}"):
+                server.push(nothing)
         with pytest.raises(ConfigError, match="differ by w1; push one of each"):
             server.push({name: x for name, x in gradients(0, 0).items() if name != "w1"})
         with pytest.raises(ConfigError, match=r"gradient of 'b1' is float32 \(1,\); expected"):
@@ -176,8 +183,48 @@ def test_mistakes(comm):
             ParameterServer(model(), comm, optimizer=SGD, staleness=1 + odd)
         with pytest.raises(ConfigError, match="SGD has lr of 'w1'=0.5, but on rank 0"):
             ParameterServer(model(), comm, optimizer=functools.partial(SGD, lr=0.5 if odd else 1))
-        with pytest.raises(BufferMismatchError, match=f"rank {comm.size - 1}: parameter 0 is w1"):
+        with pytest.raises(BufferMismatchError, match=f"rank {comm.size - 1}: .*=.w1 float"):
             ParameterServer({"w1": np.ones(3 + odd)}, comm, optimizer=SGD)
+        with pytest.raises(ConfigError, match="optimizer='SGD': pass what makes one"):
+            ParameterServer(model(), comm, optimizer="SGD" if odd else SGD)
+
+
+def test_weights_are_pulled_into_the_arrays_that_are_there(comm):
+    params = {"w": np.zeros(3)}
+    with ParameterServer(params, comm, optimizer=functools.partial(SGD, lr=1.0), staleness=0,
+                         ) as server:
+        kept, params["w"] = params["w"], np.full(3, 99.0)
+        server.params["w"] = np.full(3, 98.0)
+        server.push({"w": np.ones(3)})
+        assert server.pull()["w"] is params["w"] is server.params["w"]
+        assert (params["w"] == -1).all() and (kept == 0).all()
+        params["w"] = kept
+    assert (kept == -1).all()
+
+
+def test_states_that_differ_are_refused_and_change_nothing(comm):
+    if comm.size == 1:
+        pytest.skip(reason="there is no other rank")
+    odd, method = comm.rank == comm.size - 1, functools.partial(SGD, lr=1.0, momentum=0.5)
+    with ParameterServer(model(), comm, optimizer=method, staleness=0) as server:
+        server.step(gradients(comm.rank, 0))
+        saved = server.state_dict()
+        server.step(gradients(comm.rank, 1))
+        before = server.state_dict()
+        for vector in "wb":
+            state = copy.deepcopy(saved)
+            state["tensors"]["w1"][vector][3, 4] += odd
+            with pytest.raises(ConfigError, match=rf"rank {comm.size - 1}: the state of a Parameter"
+                                                  rf"Server has .*'w1'.*'{vector}'.*3, 4\]="):
+                server.load_state_dict(state)
+        with pytest.raises(ConfigError, match="the state of SGD lacks w3"):
+            server.load_state_dict({**saved, "tensors": {
+                name: its for name, its in saved["tensors"].items() if name != "w3" or not odd}})
+        now = server.state_dict()
+        assert now["steps"] == 2 and server.clock == 2
+        for name, its in before["tensors"].items():
+            assert bits(its) == bits(now["tensors"][name])
+        server.load_state_dict(saved)
 
 
 def test_states_of_ranks_at_different_clocks(comm):

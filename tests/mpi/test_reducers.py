@@ -140,12 +140,25 @@ def test_on_one_node_nothing_is_compressed(comm):
         assert dp.statistics.dense_bytes == 0 and dp.statistics.compression_ratio == 1
 
 
+class NoSchedule:
+    def __repr__(self):
+        return "NoSchedule()"
+
+    def reduce(self, collectives, bucket):
+        """Lack `yield from`."""
+        collectives.allreduce(bucket.flat, op="mean")
+
+
 def test_misuse_is_named(apart):
     with pytest.raises(mpiring.ConfigError, match="no parameter has such a name; there are w1"):
         wrapped(apart, {"layer*": Int8()})
     for wrong in (Int8, "int8", {"w1": None}):
         with pytest.raises(mpiring.ConfigError, match="expected a Reducer, such as"):
             wrapped(apart, wrong)
+    dp = wrapped(apart, NoSchedule())
+    with pytest.raises(mpiring.ConfigError, match=rf"rank {apart.rank}: reduce of NoSchedule\(\) "
+                                                  "returns a NoneType; expected a generator"):
+        step(dp, 0)
     reducer = ErrorFeedback(Int8())
     dp = wrapped(apart, reducer)
     with pytest.raises(mpiring.ConfigError, match="serves another model already"):

@@ -155,6 +155,14 @@ def test_mistakes_of_local_training_are_named(comm):
     outer.step()
     with pytest.raises(mpiring.ConfigError, match="frozen were frozen, or not there, when this w"):
         outer.step()
+    model = Net()
+    outer = LocalSGD(model, comm, every=1)
+    model.double()
+    with pytest.raises(mpiring.ConfigError, match=rf"rank {comm.rank}: .* has scale float64 "
+                       r".* in the place of scale float32"):
+        outer.step()
+    with pytest.raises(mpiring.ConfigError, match="sharded='no': expected True or False"):
+        LocalSGD(model, comm, every=2, sharded="no")
     with pytest.raises(mpiring.ConfigError, match="module is a list; pass a torch.nn.Module"):
         LocalSGD([model], comm, every=2)
     with pytest.raises(mpiring.ConfigError, match="no parameter of the model is trained"):

@@ -297,7 +297,7 @@ def test_arrays_may_be_replaced_by_their_like():
             outer.step()
         assert equal(params, other)
         params["w1"] = params["w1"].astype("f8")
-        with pytest.raises(mpiring.ConfigError, match="now w1 float64 .*; at first they were w1 f"):
+        with pytest.raises(mpiring.ConfigError, match="w1 float64 .* in the place of w1 float3"):
             outer.synchronize()
 
     on_ranks(2, program, TrainingComm)
@@ -318,13 +318,13 @@ def test_settings_that_cannot_work_are_refused():
                 DiLoCo(model(), comm, **settings)
         assert DiLoCo(model(), comm, every=2).alpha == 0
         assert DiLoCo(model(), comm, every=2, delay=1).alpha == 0.5
-        with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has every=3"):
+        with pytest.raises(mpiring.ConfigError, match="rank 1: DiLoCo has every=3"):
             DiLoCo(model(), comm, every=2 + comm.rank)
-        with pytest.raises(mpiring.ConfigError, match="rank 1: the outer optimizer has class='D"):
+        with pytest.raises(mpiring.ConfigError, match="rank 1: DiLoCo has lr=0.7, but on"):
             (DiLoCo if comm.rank else LocalSGD)(model(), comm, every=2)
         with pytest.raises(mpiring.ConfigError, match="params is 3; pass a dict of the model's a"):
             DiLoCo(3, comm, every=2)
-        with pytest.raises(mpiring.BufferMismatchError, match="rank 1: parameter 0 is w1 float64"):
+        with pytest.raises(mpiring.BufferMismatchError, match="rank 1: .*=.w1 float64"):
             DiLoCo(model("f8" if comm.rank else "f4"), comm, every=2)
 
     on_ranks(2, program, TrainingComm)
@@ -431,3 +431,91 @@ def test_ranks_that_are_out_of_step_do_not_meet():
                 train(outer, params, range(4), comm.rank)
 
     on_ranks(2, program, Comm)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_rates_that_differ_in_a_later_step_are_refused(sharded):
+    """They are part of what is sent then, as `lr` and `momentum` may be functions."""
+    class Comm(TrainingComm):
+        def submit(self, call, build, **more):
+            calls = self.allgather_object(str(call))
+            if len(set(calls)) > 1:
+                raise mpiring.BufferMismatchError(f"{calls[0]}, but {calls[1]}")
+            return super().submit(call, build, **more)
+
+    def program(comm):
+        params = model()
+        outer = DiLoCo(params, comm, every=2, sharded=sharded, momentum=0.5,
+                       lr=lambda updates: 0.5 + 0.25 * comm.rank * (updates > 0))
+        outer.step()
+        outer.step()
+        outer.step()
+        with pytest.raises(mpiring.BufferMismatchError, match=(
+                r"inner step 4 \(every=2, fragment 0, lr=0.5, momentum=0.5\).*, but .*lr=0.75, ")):
+            outer.step()
+
+    on_ranks(2, program, Comm)
+
+
+def test_states_that_differ_are_refused_and_change_nothing():
+    def program(comm):
+        def odd_value(state):
+            state["parameters"]["w2"][3] += comm.rank
+
+        def odd_momentum(state):
+            state["fragments"][1]["optimizer"]["tensors"]["w2"]["b"][3] += comm.rank
+
+        def odd_steps(state):
+            state["steps"] += comm.rank
+
+        def bad_on_one_rank(state):
+            if comm.rank:
+                del state["fragments"][1]["optimizer"]["tensors"]["w2"]
+
+        def no_due(state):
+            del state["fragments"][1]["due"]
+
+        params = model()
+        outer = DiLoCo(params, comm, **STREAMING)
+        train(outer, params, range(1, 8), comm.rank)
+        saved = outer.state_dict()
+        train(outer, params, range(8, 10), comm.rank)
+        before, weights = outer.state_dict(), copy.deepcopy(params)
+        for change, text in (
+                (odd_value, r"rank 1: the state of DiLoCo has parameters\['w2'\]\[3\]=.*, but on"),
+                (odd_momentum, r"rank 1: .*\['tensors'\]\['w2'\]\['b'\]\[3\]=.*, but on rank 0"),
+                (odd_steps, "rank 1: the state of DiLoCo has steps=8, but on rank 0 it is 7; load"),
+                (bad_on_one_rank, "the state of SGD lacks w2"),
+                (no_due, "the state of DiLoCo, in fragment 1, lacks due")):
+            state = copy.deepcopy(saved)
+            change(state)
+            with pytest.raises(mpiring.ConfigError, match=text):
+                outer.load_state_dict(state)
+            now = outer.state_dict()
+            assert equal(params, weights) and equal(now["parameters"], before["parameters"])
+            assert now["steps"] == 9 and repr(now["fragments"]) == repr(before["fragments"])
+        outer.load_state_dict(saved)
+        assert outer.steps == 7 and equal(params, saved["parameters"])
+
+    on_ranks(2, program, TrainingComm)
+
+
+def test_a_wrong_argument_of_one_rank_is_an_error_on_all():
+    def program(comm):
+        for wrong, text in (
+                ({"every": 0}, "every=0: expected a whole number"),
+                ({"sharded": "no"}, "sharded='no': expected True or False"),
+                ({"lr": -1}, "lr=-1: expected a finite number of at least 0"),
+                ({"reducer": 3}, "reducer=3: expected a Reducer"),
+                ({"reducer": {"x*": Int8()}}, "'x.'.: no parameter has such a name")):
+            for rank in range(2):
+                settings = {"every": 20} | (wrong if comm.rank == rank else {})
+                with pytest.raises(mpiring.ConfigError, match=text):
+                    DiLoCo(model(), comm, **settings)
+        for other, text in (
+                ({"lr": 0.5}, "lr=0.5, but on rank 0 it is 0.7"),
+                ({"reducer": Int8()}, "reducer.'w1'.=.Int8.*on rank 0 it is 'Mean..'")):
+            with pytest.raises(mpiring.ConfigError, match=f"rank 1: DiLoCo has {text}"):
+                DiLoCo(model(), comm, every=20, **(other if comm.rank else {}))
+
+    on_ranks(2, program, TrainingComm)

@@ -9,7 +9,9 @@ import time
 import numpy as np
 
 import mpiring
+from mpiring.asynchronous import PairAveraging, ParameterServer
 from mpiring.numpy import DataParallel, DiLoCo
+from mpiring.optim import SGD
 
 fault = sys.argv[1]
 comm = mpiring.init()
@@ -45,6 +47,15 @@ elif fault == "leaves early":
     if odd:
         sys.exit(3)
     comm.allreduce(x)
+elif fault == "leaves a server":
+    with ParameterServer({"w": x}, comm, optimizer=SGD, staleness=None) as server:
+        if odd:
+            sys.exit(3)
+        server.step({"w": x})
+elif fault == "leaves pairs":
+    pairs = PairAveraging({"w": x}, comm)
+    if not odd:
+        pairs.close()
 elif fault == "background":
     # The engine's thread finds out while the main thread computes for long.
     comm.iallreduce(np.ones(1_000_000 - odd, np.float32))
