@@ -62,7 +62,11 @@ def same_on_all(comm: Ranks, call: str, *, error: type[MpiringError] = ConfigErr
         flat = {_path_text(path): _on_host(leaf) for path, leaf in leaves(values)}
     except Exception as exc:
         failure = exc
-    _compare(comm, call, error, failure, flat, remedy)
+    try:
+        _compare(comm, call, error, failure, flat, remedy)
+    finally:
+        # Its traceback has this frame: in a circle, it would keep the user's objects alive.
+        failure = None
 
 
 def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Exception | None,
@@ -70,14 +74,17 @@ def _compare(comm: Ranks, call: str, error: type[MpiringError], failure: Excepti
     texts = {path: text_of(value) for path, value in values.items()}
     number = digest(f"{path}={text}\n".encode() for path, text in texts.items())
     answers = comm.allgather_object((_sendable(failure, error), number), label=call)
-    if failure is not None and not isinstance(failure, MpiringError):
-        raise failure
-    # Each rank raises its own failure, others that of the lowest rank.
-    for rank, (sent, _) in sorted(enumerate(answers), key=lambda item: item[0] != comm.rank):
-        if sent is not None:
-            kind, text = sent
-            raise kind(text if text.startswith(f"rank {rank}:") else f"rank {rank}: {text}") from (
-                failure)
+    try:
+        if failure is not None and not isinstance(failure, MpiringError):
+            raise failure
+        # Each rank raises its own failure, others that of the lowest rank.
+        for rank, (sent, _) in sorted(enumerate(answers), key=lambda item: item[0] != comm.rank):
+            if sent is not None:
+                kind, text = sent
+                named = text if text.startswith(f"rank {rank}:") else f"rank {rank}: {text}"
+                raise kind(named) from failure
+    finally:
+        failure = None
     if len({number for _, number in answers}) == 1:
         return
     # From here on, time does not matter.

@@ -329,7 +329,8 @@ class Averager:
         Raises:
             ConfigError: The factor is no finite number above 0.
         """
-        factor = number("factor", factor, lambda x: 0 < x < math.inf, "a finite number above 0")
+        factor = number(f"rank {self._comm.rank}: factor", factor,
+                        lambda x: 0 < x < math.inf, "a finite number above 0")
         for compressor in self.compressors:
             compressor.rescale(factor)
         self._rescaled *= factor

@@ -217,8 +217,7 @@ def test_a_state_of_others_is_refused(comm):
         with pytest.raises(mpiring.ConfigError, match=text):
             optimizer.load_state_dict(other)
     if comm.size > 1:
-        with pytest.raises(mpiring.ConfigError,
-                           match="^rank 1: the state of" if comm.rank != 1 else "^the state of"):
+        with pytest.raises(mpiring.ConfigError, match="^rank 1: the state of"):
             optimizer.load_state_dict(1 if comm.rank == 1 else state)
 
 

@@ -1,7 +1,9 @@
 """Tests that ranks which pass different values learn of it, all of them, by both values."""
 
+import gc
 import math
 import re
+import weakref
 
 import numpy as np
 import pytest
@@ -67,6 +69,25 @@ def test_the_error_of_one_rank_is_raised_on_all():
             raise ReplicaError("rank 1: its weights")
     assert outcomes(3, block) == [
         (ReplicaError, "rank 1: its weights")] * 3
+
+
+@pytest.mark.parametrize("kind", [ConfigError, KeyError])
+def test_an_error_leaves_nothing_to_the_garbage_collector(kind):
+    class Thing:
+        pass
+
+    def block(rank, same):
+        thing = Thing()
+        left.append(weakref.ref(thing))
+        raise kind("a")
+
+    left = []
+    gc.disable()
+    try:
+        outcomes(2, block)
+        assert [thing() for thing in left] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_an_unforeseen_error_is_told_to_others_as_theirs():
