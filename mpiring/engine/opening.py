@@ -175,7 +175,8 @@ def _share(comm: "MPI.Intracomm", config: Config) -> Sharing:
     leaders = comm.allgather(node.ranks[0])
     order, memory, leader, ledger = node_order(leaders), None, comm.rank, Ledger()
     if node.size > 1 and config.shared_memory:
-        segments = run_to_end(mapped(node, NODE_MEMORY_BYTES))
+        # No descriptor is kept for it: forks make no calls, and so do not write there.
+        segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
         if segments is not None:
             memory = NodeMemory(segments, node.rank, node.ranks, ledger.words)
             leader = node.ranks[0]

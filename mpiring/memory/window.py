@@ -64,7 +64,8 @@ def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
-def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Array]:
+def segments(descriptor: int, rank: int, size: int, nbytes: int, *,
+             private_in_forks: bool = True) -> Sequence[Array]:
     """Allocate this rank's segment of a file, and map those of all ranks.
 
     Each process allocates its own, so that the pages lie in the memory of its own processor. A
@@ -74,6 +75,8 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Arr
         descriptor: From `create` or `attach`; may be closed afterwards.
         rank, size: Among the processes that share the file.
         nbytes: Length of each segment, at least 1.
+        private_in_forks: If false, a fork of this process shares the memory, too. It must not
+            write to it.
 
     Returns:
         Per rank a byte vector; the memory is unmapped when the last view of any of them dies.
@@ -82,7 +85,7 @@ def segments(descriptor: int, rank: int, size: int, nbytes: int) -> Sequence[Arr
         OSError: Memory is too short, or a limit (`ulimit -f`, `-v`) forbids it.
     """
     stride = -(-nbytes // PAGE_BYTES) * PAGE_BYTES
-    everything = _allocated(descriptor, rank, size, stride)
+    everything = _allocated(descriptor, rank, size, stride, private_in_forks)
     return [everything[start:start + nbytes] for start in range(0, size * stride, stride)]
 
 
@@ -100,10 +103,11 @@ def whole(descriptor: int, rank: int, size: int, nbytes: int) -> Array:
     Raises: as `segments`.
     """
     share = -(-nbytes // (size * PAGE_BYTES)) * PAGE_BYTES
-    return _allocated(descriptor, rank, size, share)[:nbytes]
+    return _allocated(descriptor, rank, size, share, True)[:nbytes]
 
 
-def _allocated(descriptor: int, rank: int, size: int, stride: int) -> Array:
+def _allocated(descriptor: int, rank: int, size: int, stride: int,
+               private_in_forks: bool) -> Array:
     """Allocate number `rank` of `size` equal parts of a file, and map all of it."""
     # An attempt would take all memory, until the system kills a process.
     if size * stride > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
@@ -111,19 +115,20 @@ def _allocated(descriptor: int, rank: int, size: int, stride: int) -> Array:
     os.ftruncate(descriptor, size * stride)
     # Without this, a shortage would show as a fatal signal at the first touch.
     os.posix_fallocate(descriptor, rank * stride, stride)
-    return np.asarray(_Mapping(descriptor, size * stride))
+    return np.asarray(_Mapping(descriptor, size * stride, private_in_forks))
 
 
 class _Mapping:
     """A mapped file, until the last array in it dies.
 
-    It keeps a descriptor of the file, for forks.
+    It keeps a descriptor of the file, if forks are to have a private copy.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
+    def __init__(self, descriptor: int, nbytes: int, private_in_forks: bool) -> None:
         address = _mapped(None, nbytes, mmap.MAP_SHARED, descriptor)
-        _separate_forks()
-        _mappings[address] = nbytes, _kept(descriptor)
+        if private_in_forks:
+            _separate_forks()
+            _mappings[address] = nbytes, _kept(descriptor)
         weakref.finalize(self, _unmap, address, nbytes).atexit = False
         self.__array_interface__ = {
             "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3}

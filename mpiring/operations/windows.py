@@ -41,15 +41,20 @@ class Sharers(Protocol):
         """Return, per rank of the node, the numbers that each has passed."""
 
 
-def mapped(node: Sharers, nbytes: int) -> Schedule[Sequence[Array] | None]:
+def mapped(node: Sharers, nbytes: int, *,
+           private_in_forks: bool = True) -> Schedule[Sequence[Array] | None]:
     """Return, per rank of the node, `nbytes` bytes of zeros that all share.
+
+    Args:
+        private_in_forks: See `window.segments`.
 
     Returns:
         None on all ranks if any rank cannot have them, which logs why.
 
     Collective: within the node. Blocking: no (a schedule).
     """
-    segments, problem = yield from _mapped(node, nbytes, window.segments)
+    layout = functools.partial(window.segments, private_in_forks=private_in_forks)
+    segments, problem = yield from _mapped(node, nbytes, layout)
     if problem:
         _say_problem(node.ranks[node.rank], problem)
     return segments

@@ -83,7 +83,7 @@ def test_a_fork_writes_to_a_copy_of_its_own(monkeypatch, limit):
 
 def test_memory_that_is_not_to_be_had_is_an_error_of_the_system():
     with pytest.raises(OSError, match="Bad file descriptor"):
-        window._Mapping(10**6, 4096)
+        window._Mapping(10**6, 4096, True)
 
 
 def test_another_file_is_not_touched(tmp_path):

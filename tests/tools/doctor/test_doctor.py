@@ -220,7 +220,7 @@ def test_a_real_slurm(slurm):
     report, found = parsed(whole.stdout)
     assert whole.returncode == 0, whole.stdout
     assert len(report["nodes"]) == 2 and set(report["nodes"]) < {"n1", "n2", "n3", "n4"}
-    assert found["launcher"]["value"] == "srun, with PMI by --mpi=pmi2"
+    assert found["launcher"]["value"].startswith("srun, with PMI by --mpi=pmi2: it starts small")
     assert found["ranks"]["value"].startswith("2 ranks on 2 nodes")
     assert "pmi2" in found["srun --mpi"]["value"]
     assert found["srun --kill-on-bad-exit"]["remedy"] == "srun --kill-on-bad-exit=1"
