@@ -1,5 +1,6 @@
 """Makes collective calls in which one rank differs from the others, and returns what came of it."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,3 +90,14 @@ def errors_of(comm, row, odd):
     # It cannot be closed after some of these errors; nor is it at the end of the program.
     part._group.engine.give_up(error or mpiring.ClosedError("the test is over"))
     return texts
+
+
+def check(comm, row, odd, told):
+    """Fail unless one odd rank is an error on all ranks, which tells what differs."""
+    if comm.size == 1:
+        return
+    texts = errors_of(comm, row, odd)
+    assert all(texts), texts
+    assert all(re.search(told, text) for text in texts), texts
+    # What the odd rank alone can see is shown with its rank when it ends the job.
+    assert all("rank " in text for text in texts[:-1]), texts
