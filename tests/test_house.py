@@ -43,6 +43,7 @@ FILE_OPENERS = {"files.py", "memory/window.py", "torch/threads.py", "tools/bench
                 "tools/bench/memory.py", "tools/files.py", "tools/lab/lab.py", "tools/output.py"}
 OPENING = re.compile(r"(?<!def )(?<![.\w])open\((?!.*opener=)|\bos\.(open|replace)\("
                      r"|\.write_(text|bytes)\(|\bmkstemp\(")
+LONG_FILES: dict[str, str] = {}  # files of more than 400 lines of code: why they are one
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "engine/group.py",
              "engine/opening.py", "communicator.py", "launch/gpu_aware.py",
              "tools/doctor/examine.py"}
@@ -123,7 +124,8 @@ def test_files_and_functions_are_small(path):
     docstrings = docstring_lines(tree)
     code = {number for number, line in enumerate(lines, 1)
             if line.strip() and not line.strip().startswith("#") and number not in docstrings}
-    assert len(lines) <= 500 and len(code) <= 300
+    # A class is not cut to fit. A longer file needs a reason, which stands beside its name.
+    assert len(code) <= 400 or name_of(path) in LONG_FILES, f"{len(code)} lines of code"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             length = len(set(range(node.lineno, node.end_lineno + 1)) - docstrings)
