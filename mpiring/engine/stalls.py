@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import Config
 from ..errors import StallError
-from ..record.ledger import Ledger
+from ..record.counter import OperationCounter
 from ..record.recorder import Flight, Recorder
 from .handle import Handle
 
@@ -38,7 +38,7 @@ class StallWatch:
         post: Carries questions and answers.
         config: `stall_warning_s` and `stall_timeout_s`.
         recorder: The last operations of this rank.
-        ledger: Its last rounds in this communicator.
+        counter: Its last rounds in this communicator.
         warn: Takes the text of a report; prints to standard error by default.
 
     Attributes:
@@ -48,12 +48,12 @@ class StallWatch:
     """
 
     def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
-                 ledger: Ledger, warn: Callable[[str], None] | None = None) -> None:
+                 counter: OperationCounter, warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._post = post
         self._recorder = recorder
-        self._ledger = ledger
+        self._counter = counter
         self.config = config
         self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
@@ -146,12 +146,12 @@ class StallWatch:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
             if handle.flight.sequence == sequence:
                 return f"has it queued behind {unfinished[0]}", False
-        calls = [flight for flight in (self.last, *self._ledger.flights(1)) if flight is not None]
+        calls = [flight for flight in (self.last, *self._counter.flights(1)) if flight is not None]
         if not calls:
             return "has not called it, nor anything else", False
         last = max(calls, key=lambda flight: flight.sequence)
         # What was started and not waited for yet is in no list.
-        if max(last.sequence, self._ledger.sequence - 1) >= sequence:
+        if max(last.sequence, self._counter.sequence - 1) >= sequence:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
         return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False

@@ -17,7 +17,7 @@ from ..errors import ClosedError, LaunchError
 
 
 class Gate(Protocol):
-    """What keeps rounds from beginning; see record.ledger."""
+    """What keeps rounds from beginning; see record.counter."""
 
     def fork(self) -> None:
         """Close the gate in a fork, for good."""

@@ -12,7 +12,7 @@ from ..operations.agreement import Call
 from ..text import ranges
 
 if TYPE_CHECKING:
-    from .ledger import Ledger
+    from .counter import OperationCounter
     from .trace_file import TraceFile
 
 # A few steps of a large model; a megabyte at most.
@@ -84,13 +84,13 @@ class Recorder:
     Attributes:
         rank: As above.
         trace: A file of all operations, waits and steps, or None.
-        ledgers: Of those communicators; their rounds are operations, too.
+        counters: Of those communicators; their rounds are operations, too.
         add: Note that this rank calls an operation.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        self.ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+        self.counters: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
         self.trace: TraceFile | None = None
         self._flights: deque[Flight] = deque(maxlen=CAPACITY)
         # No method, for speed: a blocking call takes microseconds.
@@ -154,8 +154,8 @@ class Recorder:
     def _last(self, last: int) -> list[Flight]:
         """Return the last operations, the newest last."""
         flights = list(self._flights)
-        for ledger in tuple(self.ledgers):
-            flights += ledger.flights(last)
+        for counter in tuple(self.counters):
+            flights += counter.flights(last)
         flights.sort(key=lambda flight: flight.called_s)
         return flights[max(0, len(flights) - last):]
 
