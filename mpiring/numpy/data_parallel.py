@@ -21,7 +21,8 @@ from ..memory.tensors import is_tensor
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish
-from ..training.gradients import Gradients
+from ..training.averager import Averager
+from ..training.fused import Fusion, Placement
 from ..training.replicas import Replicas, Replicated, replicated_in
 
 
@@ -76,11 +77,9 @@ class DataParallel:
                  bucket_bytes: int | None = None, reducer: Wish = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         refuse_other_than_communicators(comm)
-        tensors, device = share(params, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                deterministic=deterministic, order=order)
-        self.gradients = Gradients(
-            tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-            deterministic=deterministic, order=order, device=device)
+        fusion = Fusion(bucket_bytes, reducer, deterministic, order)
+        tensors, device = share(params, comm, **vars(fusion))
+        self.gradients = Averager(tensors, comm, fusion, Placement(device))
         self.comm, self.params = comm, dict(params)
         self.grads = self.gradients.views
         # Also of the last step, which no `ready` follows.
@@ -245,7 +244,7 @@ class DataParallel:
         are sent last (except on a GPU, which would have to be waited for), which the NaN of any
         other layer reaches, and all in the ten steps after one whose means were not finite.
         """
-        return self.gradients.nonfinite.found
+        return self.gradients.nonfinite.by_rank
 
     def rescale(self, factor: float) -> None:
         """Rescale what reducers remember of gradients, after the scale of the loss has changed.

@@ -12,14 +12,14 @@ from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..memory.arrays import SIXTEEN_BIT, dtype_name
 from ..operations.consistency import same_on_all
-from ..training.nonfinite import HOPELESS_STEPS
+from ..training.averager import HOPELESS_STEPS
 
 Array = NDArray[Any]
 _SAME_STATE = "load the same state on every rank"
 
 
 class Compared(Protocol):
-    """The part of a training.gradients.Gradients that is needed here.
+    """The part of a training.averager.Averager that is needed here.
 
     Attributes:
         compared: Texts by source, which ranks compare when the next gradients are sent.

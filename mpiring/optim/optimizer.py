@@ -31,7 +31,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 class Gradients(Means, Protocol):
-    """What an optimiser needs of training.gradients.Gradients, or of what stands in its place."""
+    """What an optimiser needs of training.averager.Averager, or of what stands in its place."""
 
     compared: dict[str, str]
 

@@ -15,7 +15,7 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
-from .gradients import Tally
+from .averager import Tally
 
 
 class Means(Protocol):
@@ -30,8 +30,8 @@ class Means(Protocol):
         """Steps that are complete."""
 
     @property
-    def moment(self) -> str:
-        """Which step is under way, in words."""
+    def step_label(self) -> str:
+        """The present step in words."""
 
     @property
     def scatters(self) -> bool:
@@ -128,7 +128,7 @@ class Slices:
             copying.copy_to(piece.gradient, piece.weights)
         bounds, device = self._averager.bounds(bucket), bucket.device
         return self.tally.submit(
-            Call("allgather", f"weights of {self._averager.moment} {made_with}",
+            Call("allgather", f"weights of {self._averager.step_label} {made_with}",
                  bucket.label, bucket.flat.nbytes),
             lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
             device=device, ready=[] if device is None else [device.event()])
