@@ -13,7 +13,7 @@ from ..memory.reduction import Reduction
 from ..memory.sliced import Sliced
 from ..operations.consistency import same_on_all
 from ..optim import state
-from ..optim.optimizer import Model, Optimizer
+from ..optim.optimizer import Optimizer, TrainedModel
 from .layout import Layout, memory
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
@@ -84,7 +84,7 @@ class SliceStore:
     """
 
     def __init__(self, layout: Layout, comm: Communicator,
-                 optimizer: Callable[[Model], Optimizer]) -> None:
+                 optimizer: Callable[[TrainedModel], Optimizer]) -> None:
         self._layout, self._comm = layout, comm
         self._segments = layout.segments(comm.rank)
         plans = layout.part(comm.rank)

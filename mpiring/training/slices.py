@@ -68,7 +68,7 @@ class Piece:
         return self._state.vector(name, dtype)[self._range]
 
 
-class Slices:
+class ModelSlices:
     """The pieces of a model that this rank updates, and the state that it keeps for them.
 
     Without `averager.scatter()` that is all of it, on every rank.

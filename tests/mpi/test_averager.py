@@ -9,7 +9,7 @@ from mpiring.buckets.bucket import TensorSpec
 from mpiring.reducers import Cast, ErrorFeedback, Mean
 from mpiring.training.averager import Averager
 from mpiring.training.fused import Fusion
-from mpiring.training.slices import Slices
+from mpiring.training.slices import ModelSlices
 
 pytestmark = pytest.mark.mpi
 
@@ -125,7 +125,7 @@ def test_what_a_rank_updates(comm, scatters):
     if scatters:
         averager.scatter()
     weights = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
-    slices = Slices(averager, comm, lambda name: weights[name].reshape(-1),
+    slices = ModelSlices(averager, comm, lambda name: weights[name].reshape(-1),
                     lambda plan: {"sum": "float32"})
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(5):
