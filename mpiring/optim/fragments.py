@@ -2,10 +2,11 @@
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
@@ -41,7 +42,7 @@ class OuterSettings:
     bucket_bytes: int = 25 << 20
 
 
-class Weights(Protocol):
+class LocalWeights(ABC):
     """The local weights, those of this rank's model, and the global ones, equal on all ranks.
 
     Attributes:
@@ -54,32 +55,53 @@ class Weights(Protocol):
 
     tensors: Sequence[TensorSpec]
     device: Device | None
-    mark: Callable[[], Event] | None
-    selected: Callable[[], AbstractContextManager[Any]]
+    mark: Callable[[], Event] | None = None
+    selected: Callable[[], AbstractContextManager[Any]] = nullcontext
 
+    @abstractmethod
     def vector(self, name: str) -> Any:
         """Return global weights as a vector that shares their memory."""
 
+    @abstractmethod
+    def local(self, name: str) -> Any:
+        """Return local weights: an array, or a tensor without a graph."""
+
+    @abstractmethod
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local) into an array of NumPy or CuPy, in C order."""
 
+    @abstractmethod
     def mix(self, name: str, alpha: float) -> None:
         """Set local weights to alpha × local + (1 - alpha) × global."""
 
+    @abstractmethod
     def is_finite(self, name: str) -> bool:
         """Return whether local weights are finite."""
 
-    def show_global(self) -> Callable[[], None]:
-        """Set all local weights to the global ones; return what sets them back."""
-
+    @abstractmethod
     def refuse_others(self) -> None:
         """Raise ConfigError where other tensors than at first are trained."""
 
-    def complete(self) -> None:
+    def complete(self) -> None:  # noqa: B027  # most models have nothing else
         """Share what else the model has, once all of it was synchronised.
 
         Collective: yes. Blocking: yes.
         """
+
+    @contextmanager
+    def global_ones(self) -> Iterator[None]:
+        """Set all local weights to the global ones, in a block."""
+        with self.selected():
+            before = {tensor.name: copy.deepcopy(self.local(tensor.name))
+                      for tensor in self.tensors}
+            for name in before:
+                self.mix(name, 0.0)
+        try:
+            yield
+        finally:
+            with self.selected():
+                for name, x in before.items():
+                    self.local(name)[...] = x
 
 
 def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
@@ -131,7 +153,7 @@ class Fragment:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, index: int, tensors: Sequence[TensorSpec], weights: Weights,
+    def __init__(self, index: int, tensors: Sequence[TensorSpec], weights: LocalWeights,
                  comm: Communicator, settings: OuterSettings,
                  reducers: Mapping[str, Reducer]) -> None:
         self.index, self.comm, self._weights, self._settings = index, comm, weights, settings

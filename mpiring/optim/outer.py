@@ -22,7 +22,7 @@ from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish, reducers_of
 from . import state
-from .fragments import Fragment, OuterSettings, Weights, cut
+from .fragments import Fragment, LocalWeights, OuterSettings, cut
 from .settings import Scheduled, at, settings_of
 
 # By default, with a delay.
@@ -38,8 +38,8 @@ class Outer:
         settings: When and how models are synchronised.
 
     Attributes:
-        kind: Returns the Weights of a model, given the ranks, on all of which they are rank 0's
-            then; set by adapters. Collective, blocking.
+        kind: Returns the LocalWeights of a model, given the ranks, on all of which they are rank
+            0's then; set by adapters. Collective, blocking.
         comm: The ranks.
         steps: Inner steps so far.
         every, delay, alpha: As given.
@@ -53,7 +53,7 @@ class Outer:
         settings = _agreed(comm, type(self).__name__, settings)
         self.every, self.delay, self._start = settings.every, settings.delay, settings.start
         self.alpha = settings.alpha or 0.0
-        self._weights: Weights = self.kind(model, comm)
+        self._weights: LocalWeights = self.kind(model, comm)
         with same_on_all(comm, type(self).__name__) as same:
             parts = cut(self._weights.tensors, settings.fragments)
             reducers = reducers_of([tensor.name for tensor in self._weights.tensors],
@@ -210,16 +210,13 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        with self._weights.selected():
-            put_back = self._weights.show_global()
-        self._shows_global, self._next = True, 0
-        try:
-            yield
-        finally:
-            with self._weights.selected():
-                put_back()
-            self._shows_global = False
-            self._plan()
+        with self._weights.global_ones():
+            self._shows_global, self._next = True, 0
+            try:
+                yield
+            finally:
+                self._shows_global = False
+                self._plan()
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -404,7 +401,7 @@ def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSe
                    alpha=alpha, sharded=sharded, lr=rates["lr"], momentum=rates["momentum"])
 
 
-class LocalSGD(Outer):
+class PeriodicAveraging(Outer):
     """Averages the ranks' parameters after every so many steps of their own optimizers.
 
         outer = LocalSGD(model, comm, every=8)
@@ -441,7 +438,7 @@ class LocalSGD(Outer):
             every, start, reducer=reducer, sharded=sharded, bucket_bytes=bucket_bytes))
 
 
-class DiLoCo(Outer):
+class StreamingDiLoCo(Outer):
     """Takes outer steps, by Nesterov's momentum, on what the ranks' own steps have changed.
 
         outer = DiLoCo(model, comm, every=64, fragments=4, delay=8, reducer=Int8())
