@@ -52,7 +52,7 @@ class _Slice:
     """A rank's slice of a model, as an optimiser sees a model."""
 
     def __init__(self, comm: Communicator, weights: Sequence[Bucket],
-                 gradients: _Gradients) -> None:
+                 gradients: Any) -> None:
         self.comm, self.gradients = comm, gradients
         self._views = {name: view for bucket in weights for name, view in bucket.views.items()}
 

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from .optimizer import Optimizer, Rule, TrainedModel
+from .optimizer import Optimizer, TrainedModel, UpdateRule
 from .parts import Part
 from .settings import Betas, Groups, Scheduled
 from .update import Update
@@ -45,8 +45,9 @@ class Adam(Optimizer):
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
         super().__init__(
-            dp, Rule({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-                     lambda its: ADAM, functools.partial(_numbers, self._decouples), ("m", "v")),
+            dp, UpdateRule(
+                {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+                lambda its: ADAM, functools.partial(_numbers, self._decouples), ("m", "v")),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 

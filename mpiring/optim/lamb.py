@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ..arguments import truth
-from .optimizer import Layerwise, Optimizer, Rule, TrainedModel
+from .optimizer import Layerwise, Optimizer, TrainedModel, UpdateRule
 from .parts import Part
 from .settings import Betas, Groups, Scheduled
 from .update import Update
@@ -52,11 +52,11 @@ class LAMB(Optimizer):
                  groups: Groups | None = None, max_norm: float | None = None,
                  sharded: bool = False) -> None:
         super().__init__(
-            dp, Rule({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-                     lambda its: APPLY, functools.partial(_numbers, bias_correction), ("m", "v"),
-                     layerwise=Layerwise(lambda part, w, r: w / r, MOMENTS, LOOK),
-                     more=lambda settings: {
-                         "bias_correction": truth("bias_correction", bias_correction)}),
+            dp, UpdateRule(
+                {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+                lambda its: APPLY, functools.partial(_numbers, bias_correction), ("m", "v"),
+                layerwise=Layerwise(lambda part, w, r: w / r, MOMENTS, LOOK),
+                more=lambda its: {"bias_correction": truth("bias_correction", bias_correction)}),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 

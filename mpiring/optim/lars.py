@@ -6,7 +6,7 @@ Source: You, Gitman and Ginsburg, Large batch training of convolutional networks
 
 from collections.abc import Mapping, Sequence
 
-from .optimizer import Layerwise, Optimizer, Rule, TrainedModel
+from .optimizer import Layerwise, Optimizer, TrainedModel, UpdateRule
 from .parts import Part
 from .settings import Groups, Scheduled
 from .update import Update
@@ -40,9 +40,9 @@ class LARS(Optimizer):
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
         super().__init__(
-            dp, Rule({"lr": lr, "momentum": momentum, "weight_decay": weight_decay,
-                      "trust": trust}, lambda its: LARS_UPDATE, _numbers, ("v",),
-                     layerwise=Layerwise(_ratio)),
+            dp, UpdateRule(
+                {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust},
+                lambda its: LARS_UPDATE, _numbers, ("v",), layerwise=Layerwise(_ratio)),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 

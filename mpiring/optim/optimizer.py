@@ -8,7 +8,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arguments import number, truth
-from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
@@ -19,7 +18,8 @@ from ..memory.nests import mapped
 from ..memory.sliced import Sliced
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from ..training.slices import Means, ModelSlices
+from ..training.averager import Averager
+from ..training.slices import ModelSlices
 from . import masters, state
 from .norms import norms
 from .parts import DIRECTION, MASTER, Part, wide
@@ -30,30 +30,6 @@ from .update import Update
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class Gradients(Means, Protocol):
-    """What an optimiser needs of training.averager.Averager, or of what stands in its place."""
-
-    compared: dict[str, str]
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """All tensors that are to be updated, by name, in order."""
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a step has begun."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether all means of the last complete step are finite."""
-
-    def refuse_claim(self, *, scatters: bool) -> None:
-        """Raise ConfigError or GradientError if no further optimizer can update the tensors."""
-
-    def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Let one optimizer update the tensors, or slices of them. Collective."""
-
-
 class TrainedModel(Protocol):
     """What an optimiser needs of a model: a mpiring.numpy.DataParallel, or another adapter's."""
 
@@ -62,7 +38,7 @@ class TrainedModel(Protocol):
         """The ranks."""
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Averager:
         """What averages the gradients."""
 
     def vector(self, name: str) -> Any:
@@ -103,7 +79,7 @@ class Layerwise:
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How one tensor is updated: an optimiser, as a published method has it.
 
     Attributes:
@@ -152,7 +128,7 @@ class Optimizer:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, dp: TrainedModel, rule: Rule, *, groups: Groups | None,
+    def __init__(self, dp: TrainedModel, rule: UpdateRule, *, groups: Groups | None,
                  no_decay: Sequence[str], max_norm: float | None, sharded: bool) -> None:
         _refuse_other_than_models(dp)
         self._dp, self._comm, self._gradients = dp, dp.comm, dp.gradients
@@ -319,9 +295,9 @@ class Optimizer:
                     direction(block, self._rule.numbers(part))
                 yield block
 
-        found = self._norms(parts, kinds, blocks)
+        norms_of = self._norms(parts, kinds, blocks)
         for part in parts:
-            weights, movement = (found[part.name][kind] for kind in kinds)
+            weights, movement = (norms_of[part.name][kind] for kind in kinds)
             if part.settings[ADAPTS] and weights and movement:
                 part.ratio = layerwise.ratio(part, weights, movement)
 
@@ -357,9 +333,9 @@ class Optimizer:
 
         Collective: if sharded. Blocking: yes.
         """
-        mine = self._saved(0, 1)
-        return {**mine, "tensors": state.gathered(self._comm, mine["tensors"]) if self.sharded
-                else mapped(mine["tensors"], lambda leaf: leaf.whole())}
+        saved = self._saved(0, 1)
+        return {**saved, "tensors": state.gathered(self._comm, saved["tensors"]) if self.sharded
+                else mapped(saved["tensors"], lambda leaf: leaf.whole())}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that this rank is to save: ranges of tensors.
@@ -443,12 +419,12 @@ class Optimizer:
 
     # The step
 
-    def _await_gradients(self, what: str) -> None:
+    def _await_gradients(self, call: str) -> None:
         if self._gradients.under_way:
             self._dp.wait()
         if self._gradients.steps == self._seen:
             raise GradientError(
-                f"rank {self._comm.rank}: {what} without new gradients; compute them, and mark "
+                f"rank {self._comm.rank}: {call} without new gradients; compute them, and mark "
                 f"each as ready, before each optimizer.step(), which is called once per step")
 
     def _parts(self, now: Mapping[str, Settings]) -> list[list[Part]]:
@@ -461,8 +437,8 @@ class Optimizer:
         return [part for bucket in self._parts(dict.fromkeys(self._names, {})) for part in bucket]
 
     def _norm_of_gradients(self, parts: Sequence[Part]) -> float:
-        found = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
-        return math.sqrt(sum(norm["g"]**2 for norm in found.values()))
+        norms_of = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
+        return math.sqrt(sum(its["g"]**2 for its in norms_of.values()))
 
     def _after_users_work(self) -> None:
         """Wait until a GPU has written what CuPy was told to write."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arguments import truth
 from ..errors import ConfigError
-from .optimizer import Optimizer, Rule, TrainedModel
+from .optimizer import Optimizer, TrainedModel, UpdateRule
 from .parts import Part
 from .settings import Groups, Scheduled
 from .update import Update
@@ -54,10 +54,10 @@ class SGD(Optimizer):
             return {"nesterov": bool(nesterov)}
 
         super().__init__(
-            dp, Rule({"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
-                     lambda its: PLAIN if not its["momentum"] else
-                     NESTEROV if nesterov else MOMENTUM,
-                     _numbers, optional=("b",), more=more),
+            dp, UpdateRule(
+                {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+                lambda its: (NESTEROV if nesterov else MOMENTUM) if its["momentum"] else PLAIN,
+                _numbers, optional=("b",), more=more),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
 

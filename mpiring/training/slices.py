@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import DTypeLike
 
@@ -15,33 +15,7 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
-from .averager import Tally
-
-
-class Means(Protocol):
-    """What holds the means of a step in buckets: an Averager, or what stands in its place."""
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets; another object when they have been built anew."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that are complete."""
-
-    @property
-    def step_label(self) -> str:
-        """The present step in words."""
-
-    @property
-    def scatters(self) -> bool:
-        """Whether each rank has the means of its own slices only."""
-
-    def bounds(self, bucket: Bucket) -> list[int]:
-        """Return the offsets that cut a bucket into slices."""
-
-    def own(self, bucket: Bucket) -> slice:
-        """Return which elements of a bucket are this rank's."""
+from .averager import Averager, Tally
 
 
 @dataclass(frozen=True)
@@ -88,7 +62,7 @@ class ModelSlices:
     Collective: no.
     """
 
-    def __init__(self, averager: Means, comm: Communicator,
+    def __init__(self, averager: Averager, comm: Communicator,
                  weights: Callable[[str], Any], vectors: Vectors) -> None:
         self._averager, self._comm = averager, comm
         self._weights, self._vectors = weights, vectors
@@ -172,10 +146,10 @@ class ModelSlices:
             self._buckets, self._vectors, self._averager.bounds, own, gather)
 
     def _pieces_of(self, bucket: Bucket) -> list[Piece]:
-        found = self.states.of(bucket)
-        if found is None:
+        states = self.states.of(bucket)
+        if states is None:
             return []
-        (state,) = found.slices.values()
+        (state,) = states.slices.values()
         gradient = bucket.vector[self._averager.own(bucket)]
         return [
             Piece(segment.name, segment.shape, segment.offset,
