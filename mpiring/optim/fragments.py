@@ -2,11 +2,10 @@
 
 import copy
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
@@ -17,13 +16,11 @@ from ..record.statistics import Statistics
 from ..reducers.by_name import Wish
 from ..reducers.reducer import Reducer
 from ..text import first_few
-from ..training.averager import Averager, Wording
+from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from .optimizer import Optimizer
 from .settings import Scheduled, at
 from .sgd import SGD
-
-_PSEUDO_GRADIENTS = Wording("pseudo-gradient", "pseudo-gradients", "synchronisation")
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class OuterSettings:
     bucket_bytes: int = 25 << 20
 
 
-class LocalWeights(ABC):
+class LocalWeights(Protocol):
     """The local weights, those of this rank's model, and the global ones, equal on all ranks.
 
     Attributes:
@@ -58,31 +55,25 @@ class LocalWeights(ABC):
     mark: Callable[[], Event] | None = None
     selected: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    @abstractmethod
     def vector(self, name: str) -> Any:
         """Return global weights as a vector that shares their memory."""
 
-    @abstractmethod
     def local(self, name: str) -> Any:
         """Return local weights: an array, or a tensor without a graph."""
 
-    @abstractmethod
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local) into an array of NumPy or CuPy, in C order."""
 
-    @abstractmethod
     def mix(self, name: str, alpha: float) -> None:
         """Set local weights to alpha × local + (1 - alpha) × global."""
 
-    @abstractmethod
     def is_finite(self, name: str) -> bool:
         """Return whether local weights are finite."""
 
-    @abstractmethod
     def refuse_others(self) -> None:
         """Raise ConfigError where other tensors than at first are trained."""
 
-    def complete(self) -> None:  # noqa: B027  # most models have nothing else
+    def complete(self) -> None:
         """Share what else the model has, once all of it was synchronised.
 
         Collective: yes. Blocking: yes.
@@ -162,7 +153,7 @@ class Fragment:
         copied = copy.deepcopy({name: reducers[name] for name in self.names})
         self.gradients = Averager(
             tensors, comm, Fusion(settings.bucket_bytes, copied, deterministic=True),
-            Placement(weights.device, weights.mark), wording=_PSEUDO_GRADIENTS)
+            Placement(weights.device, weights.mark))
         self.optimizer = SGD(self, settings.lr, settings.momentum,
                              nesterov=bool(settings.momentum), sharded=settings.sharded)
         self.since, self.statistics = 0, Statistics()

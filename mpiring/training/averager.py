@@ -6,7 +6,7 @@ import math
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -41,18 +41,6 @@ HOPELESS_STEPS = 10
 _log = logging.getLogger("mpiring")
 
 
-@dataclass(frozen=True)
-class Wording:
-    """What messages call the tensors, what holds them, and a step."""
-
-    noun: str
-    holder: str
-    cycle: str
-
-
-_GRADIENTS = Wording("gradient", "grads", "backward pass")
-
-
 class Averager:
     """Tensors as views into buckets, averaged over ranks while others are still being written.
 
@@ -65,7 +53,6 @@ class Averager:
         comm: The ranks to average over.
         fusion: How tensors are fused and averaged.
         placement: Where they are.
-        wording: What messages call them.
         weighing: That of earlier buckets.
         steps: Steps that were complete before, in other buckets.
         overlap: Buckets leave as soon as they are full. Else they leave in `wait`, one after the
@@ -95,9 +82,8 @@ class Averager:
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator,
                  fusion: Fusion = Fusion(), placement: Placement = Placement(), *,
-                 wording: Wording = _GRADIENTS, weighing: Weighing | None = None, steps: int = 0,
-                 overlap: bool = True) -> None:
-        self._comm, self._wording, self._overlaps = comm, wording, overlap
+                 weighing: Weighing | None = None, steps: int = 0, overlap: bool = True) -> None:
+        self._comm, self._overlaps = comm, overlap
         self.weighing = weighing or Weighing(comm)
         self.nonfinite, self.tally, self.statistics = NonFinite(comm), Tally(comm), Statistics()
         self.compared: dict[str, str] = {}
@@ -111,7 +97,7 @@ class Averager:
         # By what tensors are scaled otherwise than in the step before.
         self._rescaled = 1.0
         self._optimizer: weakref.ref[object] | None = None
-        self._fused = FusedTensors(tensors, comm, fusion, placement, wording.holder)
+        self._fused = FusedTensors(tensors, comm, fusion, placement)
         self.tensors, self.views = self._fused.tensors, self._fused.views
         self.compressors, self._home = self._fused.compressors, self._fused.home
         self._mark = self._fused.mark
@@ -177,14 +163,13 @@ class Averager:
         self._comm.poke()
 
     def _refuse(self, name: str) -> None:
-        noun = self._wording.noun
         if isinstance(name, str) and name in self._home:
             raise GradientError(
-                f"rank {self._comm.rank}: {noun} {name!r} was marked ready twice; call wait() "
-                f"after each {self._wording.cycle}, and ready() once per {noun} between two waits")
+                f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
+                f"after each backward pass, and ready() once per gradient between two waits")
         close = difflib.get_close_matches(str(name), self._home, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._home)}"
-        raise GradientError(f"rank {self._comm.rank}: there is no {noun} {name!r}; {hint}")
+        raise GradientError(f"rank {self._comm.rank}: there is no gradient {name!r}; {hint}")
 
     def _send(self, bucket: Bucket) -> Handle[None] | None:
         self.nonfinite.check(bucket, last=bucket is self.buckets[-1])
@@ -220,8 +205,8 @@ class Averager:
         if missing:
             raise GradientError(
                 f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self._home)} "
-                f"{self._wording.noun}s missing: {', '.join(missing)}; call ready(name) for each, "
-                f"also for one that is zero in this step")
+                f"gradients missing: {', '.join(missing)}; call ready(name) for each, also for one "
+                f"that is zero in this step")
         is_finite, bad_means = self._await_means()
         self.finite = is_finite and finite
         self.nonfinite.end_step(self.steps, elsewhere, bad_means, finite=self.finite)

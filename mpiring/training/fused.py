@@ -128,7 +128,6 @@ class FusedTensors:
         comm: The ranks to average over.
         fusion: How they are fused.
         placement: Where they are.
-        holder: What the user calls `views`.
 
     Attributes:
         tensors: By name, in the given order.
@@ -149,7 +148,7 @@ class FusedTensors:
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, fusion: Fusion,
-                 placement: Placement, holder: str) -> None:
+                 placement: Placement) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         self._comm, self._moved = comm, placement.moved
         self._device, self.mark = placement.device, placement.mark
@@ -160,7 +159,7 @@ class FusedTensors:
         self._bucket_bytes = (usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
                               else fusion.bucket_bytes)
         self._arrays: dict[str, NDArray[Any]] = {}
-        self.views = Views(self._arrays, holder)
+        self.views = Views(self._arrays, "grads")
         self.home: dict[str, Bucket] = {}
         self.buckets: list[Bucket] = []
         self.reductions: list[BucketReduction] = []
