@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from .arrays import Array
-from .nests import mapped
+from .pytrees import mapped
 
 Range = tuple[int, int]
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..memory.nests import leaves
+from ..memory.pytrees import leaves
 from ..memory.sliced import Range, Sliced
 from .folder import where
 from .publisher import SHARDED, slices_name, written_name

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ...memory.nests import leaves
+from ...memory.pytrees import leaves
 from ...memory.sliced import Sliced
 from ...resilience.consolidated import consolidate
 from ...text import count
