@@ -22,6 +22,7 @@ LAYERS = [
     ["config", "memory"],
     ["gpu", "progress"],
     ["launch", "transport", "buckets"],
+    ["sharding"],
     ["collectives", "simulated"],
     ["operations"],
     ["record"],

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, refuse_changed
-from ..buckets.state import Segment, segments_in
+from ..sharding.state import TensorRange, ranges_in
 from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError
 from ..memory.arrays import COMPLEX, FLOATING, Array, aligned_bounds, cut, dtype_name
@@ -36,19 +36,19 @@ class Layout:
         self.bounds = [aligned_bounds(plan.size, plan.dtype.itemsize, size) for plan in self.plans]
         self._size = size
 
-    def segments(self, rank: int) -> dict[str, Segment]:
+    def ranges(self, rank: int) -> dict[str, TensorRange]:
         """Return the ranges of tensors that are in a rank's slices, by name."""
-        return {segment.name: segment for plan, bounds in zip(self.plans, self.bounds)
-                for segment in segments_in(plan, bounds[rank], bounds[rank + 1])}
+        return {part.name: part for plan, bounds in zip(self.plans, self.bounds)
+                for part in ranges_in(plan, bounds[rank], bounds[rank + 1])}
 
     def part(self, rank: int) -> list[BucketPlan]:
         """Return the plans of a rank's slices: of the same tensors, each cut, perhaps to nothing.
 
         A slice has the same elements at the same offsets as such a vector.
         """
-        segments = self.segments(rank)
+        ranges = self.ranges(rank)
         return [BucketPlan(tuple(
-            TensorSpec(name, (segments[name].size if name in segments else 0,), plan.dtype)
+            TensorSpec(name, (ranges[name].size if name in ranges else 0,), plan.dtype)
             for name in (tensor.name for tensor in plan.tensors))) for plan in self.plans]
 
 

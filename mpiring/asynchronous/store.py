@@ -10,7 +10,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.reduction import Reduction
-from ..memory.sliced import Sliced
+from ..sharding.sliced import Sliced
 from ..operations.consistency import same_on_all
 from ..optim import state
 from ..optim.optimizer import Model, Optimizer
@@ -86,7 +86,7 @@ class SliceStore:
     def __init__(self, layout: Layout, comm: Communicator,
                  optimizer: Callable[[Model], Optimizer]) -> None:
         self._layout, self._comm = layout, comm
-        self._segments = layout.segments(comm.rank)
+        self._ranges = layout.ranges(comm.rank)
         plans = layout.part(comm.rank)
         weights, self._gradients = memory(plans), memory(plans)
         self.weights = [bucket.flat for bucket in weights]
@@ -153,16 +153,16 @@ class SliceStore:
 
     def _range(self, name: str, x: Array) -> Sliced:
         """Return the elements that are here as a range of a tensor."""
-        segment = self._segments.get(name)
-        return Sliced(self._layout.tensors[name].shape, {} if segment is None else {
-            (segment.offset, segment.offset + segment.size): x}, x.dtype)
+        part = self._ranges.get(name)
+        return Sliced(self._layout.tensors[name].shape, {} if part is None else {
+            (part.offset, part.offset + part.size): x}, x.dtype)
 
     def _read(self, name: str, leaf: Sliced) -> Array:
         """Return the elements of a tensor that are here."""
-        if name not in self._segments:
+        if name not in self._ranges:
             return np.empty(0, leaf.dtype)
-        segment = self._segments[name]
-        return leaf.read(segment.offset, segment.offset + segment.size)
+        part = self._ranges[name]
+        return leaf.read(part.offset, part.offset + part.size)
 
 
 def refuse_other_than_makers(optimizer: Any) -> None:

@@ -17,7 +17,7 @@ from ..engine.handle import Handle
 from ..gpu.base import await_event
 from ..memory.arrays import dtype_name
 from ..memory.pytrees import mapped
-from ..memory.sliced import Sliced
+from ..sharding.sliced import Sliced
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..training.slices import Means, Slices

@@ -19,7 +19,7 @@ from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..memory.pytrees import mapped
-from ..memory.sliced import Sliced, whole
+from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish, reducers_of

@@ -12,7 +12,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..memory.arrays import Array
-from ..memory.sliced import Sliced
+from ..sharding.sliced import Sliced
 from ..training.slices import Piece
 from .parts import Part
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arguments import refuse_other_state
 from ..buckets.bucket import Bucket
-from ..buckets.state import BucketState, BucketStates, Wide
+from ..sharding.state import BucketState, BucketStates, Wide
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device

@@ -10,7 +10,7 @@ from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.pytrees import leaves
-from ..memory.sliced import Range, Sliced
+from ..sharding.sliced import Range, Sliced
 from .folder import where
 from .publisher import SHARDED, slices_name, written_name
 from .slices import Entry, Slices, entries, outline_of_pieces, ranges_of, taken_apart

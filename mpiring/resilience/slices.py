@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from ..memory.arrays import dtype_name, dtype_named
-from ..memory.sliced import Range, Sliced
+from ..sharding.sliced import Range, Sliced
 from .checkpoint_file import Layout, map_file
 from .publisher import slices_name
 from .tree import Arrays, Bytes, Leaf, Outline

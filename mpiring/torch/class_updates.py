@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ..arguments import refuse_other_state
 from ..errors import ConfigError
-from ..memory.sliced import Sliced
+from ..sharding.sliced import Sliced
 from .elementwise import attributes, elementwise_state
 from .param_groups import ParamGroup, refuse_ungrouped
 from .sharded_state import ShardedState, States, numbers_of, state_of

@@ -151,7 +151,7 @@ class Sharded(torch.optim.Optimizer):
     def _give(self) -> None:
         """Give the shards their gradients."""
         for shard in self._updates.shards:
-            if not shard.segments:
+            if not shard.ranges:
                 shard.gradient.fill_(0 if self._averaging.finite else math.nan)
             shard.parameter.grad = shard.gradient.as_subclass(SliceGradient)
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn import Parameter
 
 from ..buckets.bucket import Bucket
-from ..buckets.state import Segment
+from ..sharding.state import TensorRange
 from ..errors import ConfigError
 from ..memory.arrays import Array
-from ..memory.sliced import Sliced
+from ..sharding.sliced import Sliced
 from ..memory.tensors import array_of, numpy_dtype
 from ..operations.agreement import Call
 from .averaging import in_shape_of
@@ -49,11 +49,11 @@ class ShardedState:
     def __init__(self, shards: Sequence[Shard], state: Mapping[Parameter, Mapping[str, Any]],
                  layout: Layout) -> None:
         self._shards = [(shard, state[shard.parameter]) for shard in shards
-                        if shard.segments and state.get(shard.parameter)]
+                        if shard.ranges and state.get(shard.parameter)]
         self._buckets = layout.weights.buckets
         self._parameters, self._comm = layout.parameters, layout.comm
-        mine = {segment.name: {key: _outlined(x, shard) for key, x in its.items()}
-                for shard, its in self._shards for segment in shard.segments}
+        mine = {part.name: {key: _outlined(x, shard) for key, x in its.items()}
+                for shard, its in self._shards for part in shard.ranges}
         self.outline: States = {}
         for theirs in self._comm.allgather_object(mine):
             self.outline.update(theirs)
@@ -86,11 +86,11 @@ class ShardedState:
             name: {key: Sliced(self._parameters[name].shape, {}, numpy_dtype(x.dtype))
                    if isinstance(x, Elements) else x for key, x in its.items()}
             for name, its in self.outline.items()}
-        for name, key, segment, x in self._pieces():
+        for name, key, part, x in self._pieces():
             if self._parameters[name].is_contiguous():
-                here = segment.offset, segment.offset + segment.size
+                here = part.offset, part.offset + part.size
                 found[name][key] = found[name][key].merged(
-                    [Sliced(segment.shape, {here: array_of(x.to("cpu", copy=True))})])
+                    [Sliced(part.shape, {here: array_of(x.to("cpu", copy=True))})])
         self._add_other_orders(found)
         mine = self._comm.rank == 0
         return found | {name: {key: _sliced(x, mine=mine) for key, x in its.items()}
@@ -103,19 +103,19 @@ class ShardedState:
                       if not self._parameters[name].is_contiguous()]
             if not others:
                 continue
-            first = {name for name, _, segment, _ in self._pieces() if segment.offset == 0}
+            first = {name for name, _, part, _ in self._pieces() if part.offset == 0}
             for key, names, vector in self._gathered(bucket):
                 for name in first.intersection(names, others):
                     x = _at(bucket, name, vector, self._parameters[name])
                     found[name][key] = _sliced(x, mine=True)
 
-    def _pieces(self) -> Iterator[tuple[str, str, Segment, torch.Tensor]]:
+    def _pieces(self) -> Iterator[tuple[str, str, TensorRange, torch.Tensor]]:
         """Yield parameter, name, range and elements of all that is here."""
         for shard, its in self._shards:
-            for segment in shard.segments:
+            for part in shard.ranges:
                 for key, x in its.items():
-                    if isinstance(self.outline[segment.name][key], Elements):
-                        yield segment.name, key, segment, x[segment.start:segment.stop]
+                    if isinstance(self.outline[part.name][key], Elements):
+                        yield part.name, key, part, x[part.start:part.stop]
 
     def _gathered(self, bucket: Bucket) -> Iterator[tuple[str, list[str], Array]]:
         """Yield, by name of state, all ranks' elements of it: a vector over a bucket."""
@@ -184,28 +184,28 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
     Raises:
         ConfigError: The state is of another model.
     """
-    first = states.get(shard.segments[0].name, {}) if shard.segments else {}
+    first = states.get(shard.ranges[0].name, {}) if shard.ranges else {}
     found: dict[str, Any] = {}
     for key, x in first.items():
         if key not in elementwise or x is None:
             found[key] = x.clone() if isinstance(x, torch.Tensor) else x
             continue
-        pieces = [(segment, _piece(states[segment.name][key], parameters[segment.name], segment))
-                  for segment in shard.segments]
+        pieces = [(part, _piece(states[part.name][key], parameters[part.name], part))
+                  for part in shard.ranges]
         found[key] = torch.zeros(
             shard.parameter.shape, dtype=pieces[0][1].dtype, device="cpu")
-        for segment, piece in pieces:
-            found[key][segment.start:segment.stop] = piece
+        for part, piece in pieces:
+            found[key][part.start:part.stop] = piece
     return found
 
 
-def _piece(x: Any, p: Parameter, segment: Segment) -> torch.Tensor:
-    """Return the elements of a parameter's state that are in a segment, on the CPU."""
+def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
+    """Return the elements of a parameter's state that are in a part, on the CPU."""
     if tuple(getattr(x, "shape", ())) != tuple(p.shape) or is_number(x) and p.dim():
         raise ConfigError(
-            f"the state of {segment.name} is {getattr(x, 'shape', x)!r:.100}, but the parameter "
+            f"the state of {part.name} is {getattr(x, 'shape', x)!r:.100}, but the parameter "
             f"is of shape {tuple(p.shape)}; load what an optimizer of the same model has returned")
-    here = slice(segment.offset, segment.offset + segment.size)
+    here = slice(part.offset, part.offset + part.size)
     if isinstance(x, Sliced):
         if p.is_contiguous():
             return tensor_of(x.read(here.start, here.stop))

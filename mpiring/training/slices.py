@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from numpy.typing import DTypeLike
 
 from ..buckets.bucket import Bucket
-from ..buckets.state import BucketStates, SliceState, Vectors
+from ..sharding.state import BucketStates, SliceState, Vectors
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..gpu import vectors as copying
@@ -178,8 +178,8 @@ class Slices:
         (state,) = found.slices.values()
         gradient = bucket.vector[self._averager.own(bucket)]
         return [
-            Piece(segment.name, segment.shape, segment.offset,
-                  self._weights(segment.name)[segment.offset:segment.offset + segment.size],
-                  gradient[segment.start:segment.stop], state,
-                  slice(segment.start, segment.stop))
-            for segment in state.segments]
+            Piece(part.name, part.shape, part.offset,
+                  self._weights(part.name)[part.offset:part.offset + part.size],
+                  gradient[part.start:part.stop], state,
+                  slice(part.start, part.stop))
+            for part in state.ranges]

@@ -213,7 +213,7 @@ def flattened(nest):
 
 def outlined(everybodys, first):
     from mpiring.memory.pytrees import mapped
-    from mpiring.memory.sliced import Sliced
+    from mpiring.sharding.sliced import Sliced
     rows = iter(zip(*([leaf for _, leaf in its] for its in everybodys)))
 
     def joined(leaf):

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from ...memory.pytrees import leaves
-from ...memory.sliced import Sliced
+from ...sharding.sliced import Sliced
 from ...resilience.consolidated import consolidate
 from ...text import count
 

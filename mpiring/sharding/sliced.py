@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from .arrays import Array
-from .pytrees import mapped
+from ..memory.arrays import Array
+from ..memory.pytrees import mapped
 
 Range = tuple[int, int]
 
