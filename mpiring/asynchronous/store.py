@@ -10,7 +10,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.reduction import Reduction
-from ..sharding.sliced import Sliced
+from ..sharding.sliced import slices_of
 from ..operations.consistency import same_on_all
 from ..optim import state
 from ..optim.optimizer import Model, Optimizer
@@ -109,9 +109,13 @@ class SliceStore:
         Collective: no.
         """
         its = self._saved()
-        return {**its, "tensors": {name: {vector: self._range(name, x)
-                                          for vector, x in vectors.items()}
-                                   for name, vectors in its["tensors"].items()}}
+        tensors = its["tensors"]
+        return {**its, "tensors": slices_of(
+            {name: tensor.shape for name, tensor in self._layout.tensors.items()},
+            {name: {vector: x.dtype for vector, x in vectors.items()}
+             for name, vectors in tensors.items()},
+            ((name, vector, part.offset, x) for name, part in self._ranges.items()
+             for vector, x in tensors[name].items()))}
 
     def whole(self) -> dict[str, Any]:
         """Return a copy of weights and state of the whole model, on all ranks.
@@ -136,9 +140,10 @@ class SliceStore:
                 saved, mine["optimizer"], self._layout.tensors, {
                     name: {vector: x.dtype for vector, x in vectors.items()}
                     for name, vectors in mine["tensors"].items()})
-            mine["tensors"] = {name: {vector: self._read(name, leaf)
-                                      for vector, leaf in vectors.items()}
-                               for name, vectors in leaves.items()}
+            mine["tensors"] = {
+                name: {vector: leaf.read(*self._ranges[name].ends) if name in self._ranges else
+                       np.empty(0, leaf.dtype) for vector, leaf in vectors.items()}
+                for name, vectors in leaves.items()}
             same.update(saved)
         self.optimizer.load_alone(mine)
         for name, vectors in mine["tensors"].items():
@@ -150,19 +155,6 @@ class SliceStore:
         for name, vectors in its["tensors"].items():
             vectors[_WEIGHTS] = self._model.vector(name).copy()
         return its
-
-    def _range(self, name: str, x: Array) -> Sliced:
-        """Return the elements that are here as a range of a tensor."""
-        part = self._ranges.get(name)
-        return Sliced(self._layout.tensors[name].shape, {} if part is None else {
-            (part.offset, part.offset + part.size): x}, x.dtype)
-
-    def _read(self, name: str, leaf: Sliced) -> Array:
-        """Return the elements of a tensor that are here."""
-        if name not in self._ranges:
-            return np.empty(0, leaf.dtype)
-        part = self._ranges[name]
-        return leaf.read(part.offset, part.offset + part.size)
 
 
 def refuse_other_than_makers(optimizer: Any) -> None:

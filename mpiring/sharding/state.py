@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..buckets.bucket import Bucket, BucketPlan
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..memory.arrays import Array
 from ..transport.base import Schedule
-from ..buckets.bucket import Bucket, BucketPlan
+from .sliced import Range
 
 Wide = NDArray[np.float32]
 # Returns the dtype of each vector that follows its tensors, by name; the same on all ranks.
@@ -47,6 +48,16 @@ class TensorRange:
         """Number of elements."""
         return self.stop - self.start
 
+    @property
+    def elements(self) -> slice:
+        """Elements of the slice."""
+        return slice(self.start, self.stop)
+
+    @property
+    def ends(self) -> Range:
+        """Elements of the flattened tensor: start and stop."""
+        return self.offset, self.offset + self.size
+
 
 @dataclass
 class TensorState:
@@ -60,7 +71,7 @@ class TensorState:
     """
 
     steps: int
-    pieces: dict[tuple[int, int], dict[str, Array]] = field(default_factory=dict)
+    pieces: dict[Range, dict[str, Array]] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
 
 
@@ -139,9 +150,8 @@ class SliceState:
         """Add copies of everything to the state of its tensors."""
         hosts = {name: vectors.on_host(x) for name, x in self.vectors().items()}
         for part in self._padded:
-            end = part.offset + part.size
-            tensors[part.name].pieces[part.offset, end] = {
-                name: x[part.start:part.stop].copy() for name, x in hosts.items()}
+            tensors[part.name].pieces[part.ends] = {
+                name: x[part.elements].copy() for name, x in hosts.items()}
         for (name, tensor), x in self._now.items():
             if tensor:
                 tensors[tensor].arrays[name] = x.copy()
@@ -155,10 +165,10 @@ class SliceState:
         found: dict[str, Array] = {}
         is_there = np.zeros(self.size, bool)
         for part in self._padded:
-            origin, end = part.start - part.offset, part.offset + part.size
+            origin = part.start - part.offset
             pieces = tensors[part.name].pieces if part.name in tensors else {}
             for (start, stop), piece in pieces.items():
-                first, last = max(start, part.offset), min(stop, end)
+                first, last = max(start, part.offset), min(stop, part.ends[1])
                 if first < last:
                     here = slice(origin + first, origin + last)
                     is_there[here] = True
@@ -166,7 +176,7 @@ class SliceState:
                         vector = found.setdefault(name, np.zeros(self.size, x.dtype))
                         vector[here] = x[first - start:last - start]
         for part in self.ranges:
-            if part.name in tensors and not is_there[part.start:part.stop].all():
+            if part.name in tensors and not is_there[part.elements].all():
                 raise ConfigError(
                     f"the state that was loaded lacks some of the elements {part.offset} to "
                     f"{part.offset + part.size - 1} of {part.name}; resume with the same "
@@ -235,8 +245,7 @@ class BucketState:
                 x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
             yield from gather(x, self.bounds)
             for part in ranges_in(self.plan, 0, self.plan.size):
-                tensors[part.name].pieces[0, part.size][name] = (
-                    x[part.start:part.stop].copy())
+                tensors[part.name].pieces[0, part.size][name] = x[part.elements].copy()
         return tensors
 
 

@@ -1,18 +1,16 @@
 """The state of an optimizer of slices as that of whole parameters, and back."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import Parameter
 
-from ..buckets.bucket import Bucket
 from ..sharding.state import TensorRange
 from ..errors import ConfigError
-from ..memory.arrays import Array
-from ..sharding.sliced import Sliced
+from ..sharding.sliced import Leaves, Sliced, gather, slices_of
 from ..memory.tensors import array_of, numpy_dtype
 from ..operations.agreement import Call
 from .averaging import in_shape_of
@@ -50,13 +48,12 @@ class ShardedState:
                  layout: Layout) -> None:
         self._shards = [(shard, state[shard.parameter]) for shard in shards
                         if shard.ranges and state.get(shard.parameter)]
-        self._buckets = layout.weights.buckets
         self._parameters, self._comm = layout.parameters, layout.comm
-        mine = {part.name: {key: _outlined(x, shard) for key, x in its.items()}
-                for shard, its in self._shards for part in shard.ranges}
+        outline = {part.name: {key: _outlined(x, shard) for key, x in its.items()}
+                   for shard, its in self._shards for part in shard.ranges}
         self.outline: States = {}
-        for theirs in self._comm.allgather_object(mine):
-            self.outline.update(theirs)
+        for of_rank in self._comm.allgather_object(outline):
+            self.outline.update(of_rank)
         self.elementwise = {key for its in self.outline.values() for key, x in its.items()
                             if isinstance(x, Elements)}
 
@@ -67,11 +64,8 @@ class ShardedState:
         """
         keep = root is None or self._comm.rank == root
         found: States = {name: dict(its) for name, its in self.outline.items()} if keep else {}
-        for bucket in self._buckets:
-            for key, names, vector in self._gathered(bucket):
-                for name in names if keep else ():
-                    p = self._parameters[name]
-                    found[name][key] = _at(bucket, name, vector, p).to(p.device, copy=True)
+        for name, key, x in self._gathered(self._vectors(), keep=keep):
+            found[name][key] = x.to(self._parameters[name].device)
         return found
 
     def sliced(self, aside: States) -> States:
@@ -82,82 +76,53 @@ class ShardedState:
 
         Collective: yes. Blocking: yes.
         """
-        found: States = {
-            name: {key: Sliced(self._parameters[name].shape, {}, numpy_dtype(x.dtype))
-                   if isinstance(x, Elements) else x for key, x in its.items()}
-            for name, its in self.outline.items()}
-        for name, key, part, x in self._pieces():
-            if self._parameters[name].is_contiguous():
-                here = part.offset, part.offset + part.size
-                found[name][key] = found[name][key].merged(
-                    [Sliced(part.shape, {here: array_of(x.to("cpu", copy=True))})])
-        self._add_other_orders(found)
-        mine = self._comm.rank == 0
-        return found | {name: {key: _sliced(x, mine=mine) for key, x in its.items()}
+        found: States = {name: dict(its) for name, its in self.outline.items()}
+        other_orders: Leaves = {}
+        for name, its in self._vectors().items():
+            p = self._parameters[name]
+            if p.is_contiguous():
+                found[name] |= {key: Sliced(p.shape, {ends: piece.copy() for ends, piece
+                                                      in x.pieces.items()}, x.dtype)
+                                for key, x in its.items()}
+            else:
+                other_orders[name] = its
+        # Their slices are no ranges in C order: they are saved whole, by those with the first.
+        for name, key, x in self._gathered(other_orders):
+            is_first = any(start == 0 for start, _ in other_orders[name][key].pieces)
+            found[name][key] = _sliced(x, is_saved=is_first)
+        is_first = self._comm.rank == 0
+        return found | {name: {key: _sliced(x, is_saved=is_first) for key, x in its.items()}
                         for name, its in aside.items()}
 
-    def _add_other_orders(self, found: States) -> None:
-        """Give tensors whose slices are no ranges in C order, whole, to those with the first."""
-        for index, bucket in enumerate(self._buckets):
-            others = [name for name in bucket.views
-                      if not self._parameters[name].is_contiguous()]
-            if not others:
-                continue
-            first = {name for name, _, part, _ in self._pieces() if part.offset == 0}
-            for key, names, vector in self._gathered(bucket):
-                for name in first.intersection(names, others):
-                    x = _at(bucket, name, vector, self._parameters[name])
-                    found[name][key] = _sliced(x, mine=True)
+    def _vectors(self) -> Leaves:
+        """Return this rank's ranges of all state, each as a vector in the order of memory."""
+        dtypes = {name: {key: numpy_dtype(x.dtype) for key, x in its.items()
+                         if isinstance(x, Elements)} for name, its in self.outline.items()}
+        return slices_of(
+            {name: (self._parameters[name].numel(),) for name in dtypes}, dtypes,
+            ((part.name, key, part.offset, array_of(x[part.elements].cpu()))
+             for shard, its in self._shards for part in shard.ranges
+             for key, x in its.items() if key in dtypes[part.name]))
 
-    def _pieces(self) -> Iterator[tuple[str, str, TensorRange, torch.Tensor]]:
-        """Yield parameter, name, range and elements of all that is here."""
-        for shard, its in self._shards:
-            for part in shard.ranges:
-                for key, x in its.items():
-                    if isinstance(self.outline[part.name][key], Elements):
-                        yield part.name, key, part, x[part.start:part.stop]
-
-    def _gathered(self, bucket: Bucket) -> Iterator[tuple[str, list[str], Array]]:
-        """Yield, by name of state, all ranks' elements of it: a vector over a bucket."""
-        kinds = {(key, x.dtype): None for name in bucket.views
-                 for key, x in self.outline.get(name, {}).items() if isinstance(x, Elements)}
-        bounds = bucket.bounds(self._comm.size)
-        for key, dtype in kinds:
-            names = [name for name in bucket.views
-                     if self.outline.get(name, {}).get(key) == Elements(dtype)]
-            vector = np.zeros(bucket.plan.size, numpy_dtype(dtype))
-            mine = vector[slice(*bounds[self._comm.rank:self._comm.rank + 2])]
-            for shard, its in self._shards:
-                if shard.bucket == bucket.index and key in its and its[key].dtype is dtype:
-                    mine[shard.start:shard.start + its[key].numel()] = array_of(its[key].cpu())
-            self._comm.submit(
-                Call("state", f"{key} {dtype}", bucket.label, vector.nbytes),
-                _allgather(vector, bounds)).wait()
-            yield key, names, vector
+    def _gathered(self, vectors: Leaves, *,
+                  keep: bool = True) -> Iterator[tuple[str, str, torch.Tensor]]:
+        """Yield parameter, name and tensors of its shape, made of the ranges of all ranks."""
+        for name, its in vectors.items():
+            gathered = self._comm.run(
+                Call("gather", f"{', '.join(map(str, its))} of {name}"),
+                functools.partial(gather, slices=list(its.values()), keep=keep))
+            for key, x in zip(its, gathered):
+                yield name, key, in_shape_of(self._parameters[name], tensor_of(x))
 
 
-def _allgather(vector: Array, bounds: Sequence[int]) -> Callable[[Any], Any]:
-    return lambda collectives: collectives.allgather(vector, bounds=bounds)
-
-
-def _sliced(x: Any, *, mine: bool) -> Any:
-    """Return a tensor as one that is here whole, or not at all; numbers as they are."""
+def _sliced(x: Any, *, is_saved: bool) -> Any:
+    """Return a tensor as one that this rank saves whole, or not at all; numbers as they are."""
     if is_number(x):
         return x
     x = torch.as_tensor(x).cpu()
     return Sliced(x.shape, {(0, x.numel()): array_of(x.clone(
-        memory_format=torch.contiguous_format))} if mine else {},
+        memory_format=torch.contiguous_format))} if is_saved else {},
                   numpy_dtype(x.dtype))
-
-
-def _at(bucket: Bucket, name: str, vector: Array, p: torch.Tensor) -> torch.Tensor:
-    """Return what belongs to a parameter in a vector over a bucket."""
-    start = 0
-    for tensor in bucket.plan.tensors:
-        if tensor.name == name:
-            return in_shape_of(p, tensor_of(vector[start:start + tensor.size]))
-        start += tensor.padded_size
-    raise KeyError(name)
 
 
 def _outlined(x: Any, shard: Shard) -> Any:
@@ -195,7 +160,7 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
         found[key] = torch.zeros(
             shard.parameter.shape, dtype=pieces[0][1].dtype, device="cpu")
         for part, piece in pieces:
-            found[key][part.start:part.stop] = piece
+            found[key][part.elements] = piece
     return found
 
 
@@ -205,13 +170,12 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
         raise ConfigError(
             f"the state of {part.name} is {getattr(x, 'shape', x)!r:.100}, but the parameter "
             f"is of shape {tuple(p.shape)}; load what an optimizer of the same model has returned")
-    here = slice(part.offset, part.offset + part.size)
     if isinstance(x, Sliced):
         if p.is_contiguous():
-            return tensor_of(x.read(here.start, here.stop))
+            return tensor_of(x.read(*part.ends))
         x = tensor_of(x.whole())
     x = torch.as_tensor(x).detach().cpu()
     if not p.is_contiguous():
         x = in_shape_of(p, torch.empty(p.numel(), dtype=x.dtype, device="cpu")).copy_(x)
-        return x.as_strided((p.numel(),), (1,))[here]
-    return x.reshape(-1)[here]
+        return x.as_strided((p.numel(),), (1,))[slice(*part.ends)]
+    return x.reshape(-1)[slice(*part.ends)]

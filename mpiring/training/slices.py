@@ -179,7 +179,6 @@ class Slices:
         gradient = bucket.vector[self._averager.own(bucket)]
         return [
             Piece(part.name, part.shape, part.offset,
-                  self._weights(part.name)[part.offset:part.offset + part.size],
-                  gradient[part.start:part.stop], state,
-                  slice(part.start, part.stop))
+                  self._weights(part.name)[slice(*part.ends)], gradient[part.elements], state,
+                  part.elements)
             for part in state.ranges]
