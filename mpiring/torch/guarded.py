@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from .weights import WeightBuckets
+from .weights import Uncopied, WeightBuckets
 
 
 class Guarded(dict[str, Any]):
@@ -49,28 +49,6 @@ class Guarded(dict[str, Any]):
     def __reduce__(self) -> Any:
         self._wait()
         return dict, (dict(super().items()),)
-
-
-class Uncopied:
-    """A hook of a module that does nothing in copies and pickles of the module.
-
-    Args:
-        call: The hook.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Call the hook."""
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (_nothing,)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, in the place of a hook."""
 
 
 class Guard:

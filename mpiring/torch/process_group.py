@@ -21,11 +21,10 @@ from ..transport.base import Schedule
 from . import sparse
 from .devices import DEVICE_TYPES
 from .groups import monitored_barrier, open_group
-from .ops import op_of
 from .threads import fill_cores, own_share
 from .vectors import (
     Loan, by_splits, check_alike, check_count, check_multiple, described, in_turn,
-    only, rows_of, with_own,
+    only, op_of, rows_of, with_own,
 )
 from .works import DONE, Coalesced, Work, in_callback
 

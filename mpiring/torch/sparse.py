@@ -15,8 +15,7 @@ from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..training.gradients import Tally
 from ..transport.base import Schedule
-from .ops import Op, quotient
-from .vectors import Loan
+from .vectors import Loan, Op, quotient
 
 
 def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[None]]:
