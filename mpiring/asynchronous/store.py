@@ -14,7 +14,7 @@ from ..sharding.sliced import slices_of
 from ..operations.consistency import same_on_all
 from ..optim import state
 from ..optim.optimizer import Model, Optimizer
-from .layout import Layout, memory
+from .layout import FlatModel, private_buckets
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
 # The name of the weights among the vectors of a state.
@@ -34,10 +34,10 @@ class _Gradients:
                         for tensor in bucket.plan.tensors}
 
     def refuse_claim(self, *, scatters: bool) -> None:
-        """Agree: nobody else knows it."""
+        """Accept: nobody else updates it."""
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Agree: nobody else knows it."""
+        """Accept: nobody else updates it."""
 
     def bounds(self, bucket: Bucket) -> list[int]:
         """Return that all of it is this rank's."""
@@ -68,7 +68,7 @@ class SliceStore:
     """A rank's slice of a model: weights, and an optimiser with its state.
 
     Args:
-        layout: Of the model.
+        model: All of it.
         comm: The ranks.
         optimizer: Makes the optimiser, given a model.
 
@@ -83,15 +83,14 @@ class SliceStore:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, layout: Layout, comm: Communicator,
+    def __init__(self, model: FlatModel, comm: Communicator,
                  optimizer: Callable[[Model], Optimizer]) -> None:
-        self._layout, self._comm = layout, comm
-        self._ranges = layout.ranges(comm.rank)
-        plans = layout.part(comm.rank)
-        weights, self._gradients = memory(plans), memory(plans)
+        self._tensors, self._comm = model.tensors, comm
+        self._ranges = model.ranges(comm.rank)
+        weights, self._gradients = (private_buckets(model.plans_of(comm.rank)) for _ in range(2))
         self.weights = [bucket.flat for bucket in weights]
-        self._model = _Slice(comm, weights, _Gradients(self._gradients))
-        self.optimizer = _made(optimizer, self._model, comm.rank)
+        self._slice = _Slice(comm, weights, _Gradients(self._gradients))
+        self.optimizer = _made(optimizer, self._slice, comm.rank)
         # The first update lays state out, a collective operation, and compiles, for seconds, while
         # nobody would be served. Zeros stay zeros.
         self.update([self.weights] * min(comm.size, 2), 1.0)
@@ -111,7 +110,7 @@ class SliceStore:
         its = self._saved()
         tensors = its["tensors"]
         return {**its, "tensors": slices_of(
-            {name: tensor.shape for name, tensor in self._layout.tensors.items()},
+            {name: tensor.shape for name, tensor in self._tensors.items()},
             {name: {vector: x.dtype for vector, x in vectors.items()}
              for name, vectors in tensors.items()},
             ((name, vector, part.offset, x) for name, part in self._ranges.items()
@@ -137,7 +136,7 @@ class SliceStore:
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
             mine["steps"], leaves = state.checked(
-                saved, mine["optimizer"], self._layout.tensors, {
+                saved, mine["optimizer"], self._tensors, {
                     name: {vector: x.dtype for vector, x in vectors.items()}
                     for name, vectors in mine["tensors"].items()})
             mine["tensors"] = {
@@ -147,13 +146,13 @@ class SliceStore:
             same.update(saved)
         self.optimizer.load_alone(mine)
         for name, vectors in mine["tensors"].items():
-            self._model.vector(name)[...] = vectors[_WEIGHTS]
+            self._slice.vector(name)[...] = vectors[_WEIGHTS]
 
     def _saved(self) -> dict[str, Any]:
         """Return a copy of the optimiser's state, in which the weights are one more vector."""
         its = self.optimizer.state_dict()
         for name, vectors in its["tensors"].items():
-            vectors[_WEIGHTS] = self._model.vector(name).copy()
+            vectors[_WEIGHTS] = self._slice.vector(name).copy()
         return its
 
 
