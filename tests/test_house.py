@@ -97,6 +97,17 @@ def test_imports_go_down_only(path):
         assert layer_of(there) <= layer_of(here), f"{here} imports {there}"
 
 
+def test_one_file_knows_the_insides_of_pytorch():
+    inside = re.compile(r"\b(torch|dist|nn|Variable)(\.\w+)*\._[a-z]\w*"
+                        r"|^from torch.* import (.*\W)?_\w"
+                        r"|(?<!self)\._(parameters|buffers|modules|version|values|nnz|indices|"
+                        r"execution_engine|compiled_call_impl|orig_mod|optimizer_\w+_hooks)\b")
+    for path in PACKAGE.joinpath("torch").glob("*.py"):
+        if path.name != "private.py":
+            for number, line in enumerate(path.read_text().splitlines(), 1):
+                assert not inside.search(line), f"torch/{path.name}:{number}: {line.strip()}"
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_no_tool_imports_another(path):
     for file in imports_of(path):

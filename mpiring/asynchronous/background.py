@@ -37,14 +37,8 @@ class BackgroundTraining(ABC):
     def close(self) -> None:
         """End the training of all ranks. Collective."""
 
-    @abstractmethod
-    def _bytes_sent(self) -> int:
-        """Return how many bytes this rank has sent to others."""
-
-    @property
-    def statistics(self) -> Statistics:
-        """Costs of this rank's messages so far."""
-        return Statistics(self._calls, self._bytes_sent(), self._in_flight_s, self._waited_s)
+    def _costs(self, bytes_sent: int) -> Statistics:
+        return Statistics(self._calls, bytes_sent, self._in_flight_s, self._waited_s)
 
     def __enter__(self: _T) -> _T:
         return self

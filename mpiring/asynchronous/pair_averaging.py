@@ -13,6 +13,7 @@ from ..errors import ClosedError, ConfigError
 from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
+from ..record.statistics import Statistics
 from ..transport.base import Channel, Request, Schedule
 from .background import BackgroundTraining
 from .layout import FlatModel, ModelArrays
@@ -214,8 +215,10 @@ class PairAveraging(BackgroundTraining):
             self.closed = True
             self._comm.close()
 
-    def _bytes_sent(self) -> int:
-        return self._exchanges.bytes_sent
+    @property
+    def statistics(self) -> Statistics:
+        """Costs of this rank's exchanges so far."""
+        return self._costs(self._exchanges.bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what goes with weights that are saved after `agree()`.

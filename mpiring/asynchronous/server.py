@@ -15,6 +15,7 @@ from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..optim.optimizer import Model, Optimizer
+from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
 from ..transport.base import Schedule
 from .background import BackgroundTraining
@@ -181,9 +182,13 @@ class ParameterServer(BackgroundTraining):
         """The pushes of every rank that were applied to this rank's slice."""
         return list(self._owner.clocks)
 
-    def _bytes_sent(self) -> int:
-        # Some are weights for others.
-        return self._worker.bytes_sent + self._owner.bytes_sent
+    @property
+    def statistics(self) -> Statistics:
+        """Costs of this rank's pushes and pulls so far; `communication_s` is that of pulls.
+
+        Of the bytes that it has sent, some are weights for others.
+        """
+        return self._costs(self._worker.bytes_sent + self._owner.bytes_sent)
 
     # The end
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..buckets.bucket import TensorSpec
@@ -19,7 +18,7 @@ from ..reducers.by_name import Wish
 from ..training.gradients import Gradients
 from ..training.weighing import Weighing
 from .devices import gpu_of, marker_of, selector_of
-from .passes import adds_to_gradients, leaves_behind
+from .private import adds_to_gradients, call_after_backward, current_pass, leaves_behind
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
 from .threads import fill_only_node
@@ -167,7 +166,7 @@ class Averaging:
         Its end must be found, also if it reaches no parameter; not the end of a pass inside it,
         as of reentrant checkpointing.
         """
-        if torch._C._current_graph_task_id() < 0:
+        if current_pass() < 0:
             # A pass that raised has not reached its end.
             self._pass = -1
         for output in tensors_in(outputs):
@@ -223,8 +222,8 @@ class Averaging:
             self.wait()
             if self._owner is not None:
                 self._owner.begin()
-            self._pass = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._end)
+            self._pass = current_pass()
+            call_after_backward(self._end)
 
     def _accumulated(self, name: str, p: Parameter) -> None:
         """Put a complete gradient into its bucket, which is sent when it is full."""

@@ -22,6 +22,7 @@ from .elementwise import refuse_whole_tensors
 from .guarded import Guard, without_waiting
 
 from .param_groups import described, param_groups
+from .private import run_state_hooks
 from .shards import Layout
 from .tensor_updates import TensorUpdates
 from .weights import LoadHooks, NodeWeights, WeightBuckets
@@ -337,14 +338,9 @@ class Sharded(torch.optim.Optimizer):
             if root is not None:
                 root = whole_number("root", root, 0, self._comm.size - 1)
             same["root"] = root
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        found = self._updates.state_dict(root)
-        if found is None:
-            return None
-        for after in self._optimizer_state_dict_post_hooks.values():
-            found = after(self, found) or found
-        return found
+        run_state_hooks(self, "state_dict_pre")
+        state = self._updates.state_dict(root)
+        return None if state is None else run_state_hooks(self, "state_dict_post", state)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same nest with copies of this rank's slices, as `mpiring` saves them.
@@ -370,17 +366,14 @@ class Sharded(torch.optim.Optimizer):
         with same_on_all(self._comm, "Sharded.load_state_dict",
                          remedy="load the same state on every rank") as same:
             refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
-            state_dict = dict(state_dict)
-            for before in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = before(self, state_dict) or state_dict
+            state_dict = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
             same["state"] = state_dict
             plan = self._planned(state_dict)
         self._updates.use(plan)
         self.state = self._updates.optimizer.state
         if self._is_fresh:
             self._give()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        run_state_hooks(self, "load_state_dict_post")
 
     def _planned(self, state_dict: Mapping[str, Any]) -> Any:
         try:

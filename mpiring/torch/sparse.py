@@ -15,6 +15,7 @@ from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..training.gradients import Tally
 from ..transport.base import Schedule
+from .private import values_of
 from .vectors import Loan, Op, quotient
 
 
@@ -120,13 +121,13 @@ class SparseGradients:
         for p, mine, handle in handles:
             handle.wait()
             self.finite = self.finite and _is_finite(mine)
-            if p.grad is not None or mine._nnz():
+            if p.grad is not None or len(values_of(mine)):
                 p.grad = mine
         self.missing = list(self._parameters)
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    return is_finite(array_of(gradient._values().contiguous().cpu()))
+    return is_finite(array_of(values_of(gradient).contiguous().cpu()))
 
 
 def _nothing_like(p: Parameter) -> torch.Tensor:

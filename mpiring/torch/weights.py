@@ -22,6 +22,7 @@ from ..training.gradients import Gradients
 from ..transport.base import Schedule
 from .averaging import in_shape_of
 from .devices import gpu_of, marker_of
+from .private import version_of
 from .tensors import seen_as_tensor
 
 _REMEDY = ("give param_groups the same settings on every rank, and write weights on all ranks, or "
@@ -85,7 +86,7 @@ class WeightBuckets:
 
     def _note(self) -> None:
         """Note that the weights are those that all ranks have."""
-        self._versions = {name: self._parameters[name]._version for name in self._views}
+        self._versions = {name: version_of(self._parameters[name]) for name in self._views}
         self.written_before = []
 
     def written(self) -> list[str]:
@@ -97,7 +98,7 @@ class WeightBuckets:
         for name, version in self._versions.items():
             p = self._parameters[name]
             if name not in found and (
-                    p._version != version or p.data_ptr() != self._views[name].data_ptr()):
+                    version_of(p) != version or p.data_ptr() != self._views[name].data_ptr()):
                 found.append(name)
         return found
 

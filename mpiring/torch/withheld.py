@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..errors import GradientError
+from .private import without_subclasses
 
 
 class Withheld(torch.Tensor):
@@ -42,7 +43,7 @@ class SliceGradient(torch.Tensor):
         """Raise GradientError for norms; results are plain tensors."""
         if getattr(func, "__name__", "") in _NORMS:
             raise _refusal(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return func(*args, **(kwargs or {}))
 
 
