@@ -184,7 +184,7 @@ class Compressor(ABC):
 
     def settle(self, taken: bool) -> None:
         """End a step; if it was not taken on all ranks, the state does not change."""
-        self._states.settle(taken)
+        self._states.commit_step(taken)
 
     def rescale(self, factor: float) -> None:
         """Multiply the state, because the scale of the loss has changed.

@@ -220,14 +220,14 @@ class BucketState:
         self.slices = {j: SliceState(bucket.plan, bounds[j], bounds[j + 1], bucket.device)
                        for j in own}
 
-    def settle(self, counts: bool) -> None:
-        """End a step; one that does not count changes nothing."""
+    def commit_step(self, applied: bool) -> None:
+        """End a step; one that was not applied changes nothing."""
         for state in self.slices.values():
-            if counts:
+            if applied:
                 state.commit()
             else:
                 state.drop()
-        self.steps += counts
+        self.steps += applied
 
     def gathered(self, known: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
         """Return the schedule that returns the state of all its tensors, whole, without arrays.
@@ -296,10 +296,10 @@ class BucketStates:
             for name in bucket.views:
                 self._aside.pop(name, None)
 
-    def settle(self, counts: bool) -> None:
-        """End a step; one that does not count changes nothing."""
+    def commit_step(self, applied: bool) -> None:
+        """End a step; one that was not applied changes nothing."""
         for bucket in self._buckets.values():
-            bucket.settle(counts)
+            bucket.commit_step(applied)
 
     def multiply(self, factor: float) -> None:
         """Multiply all vectors."""

@@ -22,7 +22,7 @@ from .private import adds_to_gradients, call_after_backward, current_pass, leave
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
 from .threads import fill_only_node
-from .withheld import withheld
+from .placeholders import placeholder
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Settings:
     deferred: bool
 
 
-class Owner(Protocol):
+class GradientOwner(Protocol):
     """Takes the means in this rank's slices, instead of the parameters; see `Sharded`.
 
     Attributes:
@@ -80,7 +80,7 @@ class Averaging:
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
         under_way: Whether gradients have not arrived yet.
-        stand_ins: By name, the parameters' gradients where an owner has the means.
+        placeholders: By name, the parameters' gradients where an owner has the means.
         comm: The ranks.
         gradients: The averager of the dense ones, with the statistics of all.
 
@@ -120,8 +120,8 @@ class Averaging:
         self._views: dict[str, torch.Tensor] = {}
         for name in self._dense:
             self._move(name)
-        self._owner: Owner | None = None
-        self.stand_ins: dict[str, torch.Tensor] = {}
+        self._owner: GradientOwner | None = None
+        self.placeholders: dict[str, torch.Tensor] = {}
         # Python's garbage collector does not find cycles through a parameter's hooks.
         reference = weakref.ref(self)
         self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
@@ -139,7 +139,7 @@ class Averaging:
         return any(p in self._trained for group in optimizer.param_groups
                    for p in group["params"])
 
-    def give_to(self, owner: Owner) -> None:
+    def give_to(self, owner: GradientOwner) -> None:
         """Give the means to an owner from now on, as far as they are in this rank's slices.
 
         Raises:
@@ -152,7 +152,7 @@ class Averaging:
                 f"and cannot be cut into slices; use sparse=False with a Sharded optimizer")
         self.gradients.scatter()
         self._owner = owner
-        self.stand_ins = {name: withheld(p) for name, p in self._dense.items()}
+        self.placeholders = {name: placeholder(p) for name, p in self._dense.items()}
 
     def close(self) -> None:
         """Detach from the parameters; their gradients stay as they are."""
@@ -291,8 +291,8 @@ class Averaging:
             self._contribute_unreached(missing)
         self.under_way = True
         if self._owner is not None:
-            for name, stand_in in self.stand_ins.items():
-                self._dense[name].grad = stand_in
+            for name, x in self.placeholders.items():
+                self._dense[name].grad = x
             self.wait()
             return
         self._note_reached()

@@ -18,7 +18,7 @@ from ..sharding.state import TensorRange
 from .averaging import in_shape_of
 from .elementwise import attributes, elementwise_state, is_number
 from .param_groups import ParamGroup, refuse_ungrouped
-from .shards import Layout, Shard, cut
+from .shards import ShardLayout, Shard, cut
 from .tensors import tensor_of
 
 # By parameter and name: a tensor of the parameter's shape, a `Sliced` one, or a number.
@@ -48,7 +48,7 @@ class ShardedState:
     """
 
     def __init__(self, shards: Sequence[Shard], state: Mapping[Parameter, Mapping[str, Any]],
-                 layout: Layout) -> None:
+                 layout: ShardLayout) -> None:
         self._shards = [(shard, state[shard.parameter]) for shard in shards
                         if shard.ranges and state.get(shard.parameter)]
         self._parameters, self._comm = layout.parameters, layout.comm
@@ -185,7 +185,7 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NextUpdates:
     """An optimizer of this rank's shards, with all that is known of their state.
 
     Attributes:
@@ -196,7 +196,7 @@ class Plan:
         elementwise: The names of state with an element for each of a parameter's.
     """
 
-    layout: Layout
+    layout: ShardLayout
     shards: list[Shard]
     optimizer: Any
     aside: States
@@ -244,14 +244,14 @@ class ClassUpdates:
                     self._class, self._defaults, its, like, apart=self._apart)
         return names
 
-    def begin(self, layout: Layout) -> None:
+    def begin(self, layout: ShardLayout) -> None:
         """Make the optimizer of this rank's shards.
 
         Collective: no.
         """
         self.use(self._cut(layout, {}, self._settings, self._elementwise))
 
-    def follow(self, layout: Layout) -> None:
+    def follow(self, layout: ShardLayout) -> None:
         """Go on where weights and gradients lie now.
 
         Raises:
@@ -266,8 +266,8 @@ class ClassUpdates:
         self.use(self._cut(layout, state.whole() | self._aside,
                            _settings(self.optimizer.param_groups), elementwise))
 
-    def _cut(self, layout: Layout, states: States, settings: Sequence[Mapping[str, Any]],
-             elementwise: set[str]) -> Plan:
+    def _cut(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
+             elementwise: set[str]) -> NextUpdates:
         """Cut new shards, and make their optimizer; with the state of all that is known."""
         parameters = layout.parameters
         # What is cut now need not be kept whole.
@@ -286,9 +286,9 @@ class ClassUpdates:
             "state": {i: state for i, state in found.items() if state},
             "param_groups": [{**group, **its, "params": [next(numbers) for _ in group["params"]]}
                              for group, its in zip(optimizer.param_groups, settings)]})
-        return Plan(layout, shards, optimizer, aside, elementwise)
+        return NextUpdates(layout, shards, optimizer, aside, elementwise)
 
-    def use(self, plan: Plan) -> None:
+    def use(self, plan: NextUpdates) -> None:
         """Go on with a planned optimizer.
 
         Collective: no.
@@ -357,7 +357,7 @@ class ClassUpdates:
         return {"state": {i: states[name] for i, name in enumerate(names) if name in states},
                 "param_groups": groups}
 
-    def planned(self, state_dict: Mapping[str, Any]) -> Plan:
+    def planned(self, state_dict: Mapping[str, Any]) -> NextUpdates:
         """Return what `use` needs to go on from either kind of state; nothing changes.
 
         Raises:

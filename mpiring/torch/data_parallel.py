@@ -24,14 +24,14 @@ from ..reducers.by_name import Wish
 from ..text import ranks_text
 from ..training.replicas import Replicas, Replicated, replicated_in
 from ..training.weighing import Weighing
-from .averaging import Averaging, Owner, Settings
+from .averaging import Averaging, GradientOwner, Settings
 from .devices import DEVICE_TYPES, described
 from .guarded import without_waiting
 from .sparse import sparse_parameters
 from .states import SAME_MODEL, copy_from
 from .tensors import tensors_in
 from .threads import share_cores
-from .vectors import Loan
+from .vectors import TensorBuffers
 
 
 class Wrapper(nn.Module):
@@ -101,7 +101,7 @@ def replicated_parts(module: torch.nn.Module, stepped: Iterable[Optimizer],
         if x.device.type not in DEVICE_TYPES or x.layout is not torch.strided:
             return None
         seen.add(id(x))
-        return Replicated(name, functools.partial(Loan(staged=True).raw, x, written=False),
+        return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x, written=False),
                           functools.partial(_write, x))
 
     names = {p: name for name, p in module.named_parameters()}
@@ -297,7 +297,7 @@ class DataParallel(Wrapper):
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs = True
-        self._owner: Owner | None = None
+        self._owner: GradientOwner | None = None
         self._uneven: Uneven | None = None
         share_cores(comm)
         keep_freed_memory()
@@ -508,7 +508,7 @@ class DataParallel(Wrapper):
         if averaging.gradients.nonfinite.unreported and not getattr(optimizer, "found_inf", None):
             averaging.gradients.nonfinite.report()
 
-    def give_gradients_to(self, owner: Owner | None) -> Averaging:
+    def give_gradients_to(self, owner: GradientOwner | None) -> Averaging:
         """Give the means to an optimizer of slices, or again to the parameters; for `Sharded`.
 
         Returns:

@@ -23,10 +23,10 @@ from .guarded import Guard, without_waiting
 
 from .param_groups import described, param_groups
 from .private import run_state_hooks
-from .shards import Layout
+from .shards import ShardLayout
 from .tensor_updates import TensorUpdates
 from .weights import LoadHooks, NodeWeights, WeightBuckets
-from .withheld import SliceGradient
+from .placeholders import SliceGradient
 
 _WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 
@@ -98,7 +98,7 @@ class Sharded(torch.optim.Optimizer):
         averaging = model.give_gradients_to(self)
         self._load_hooks = LoadHooks(model.module) if self.shares_weights else None
         try:
-            layout = self._laid_out(averaging)
+            layout = self._lay_out(averaging)
             with same_on_all(self._comm, "Sharded, its optimizer"):
                 self._updates = updates(optimizer_class, defaults, groups, layout.parameters,
                                         apart=self._overlaps)
@@ -106,7 +106,7 @@ class Sharded(torch.optim.Optimizer):
         except BaseException:
             # Where ranks cannot agree any more, the first error says why.
             with suppress(MpiringError):
-                self._let_go()
+                self._detach()
             raise
         # What hooks, schedulers and GradScaler look at.
         inner = self._updates.optimizer
@@ -123,8 +123,8 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: no.
         """
-        unused = [name for name, stand_in in self._averaging.stand_ins.items()
-                  if self._is_fresh and self._layout.parameters[name].grad is stand_in]
+        unused = [name for name, placeholder in self._averaging.placeholders.items()
+                  if self._is_fresh and self._layout.parameters[name].grad is placeholder]
         if unused and self._averaging.finite:
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
@@ -145,7 +145,7 @@ class Sharded(torch.optim.Optimizer):
         if self._buckets is not averaging.gradients.buckets:
             # Others than these have been copied from rank 0.
             written = self._weights.written() if averaging is self._averaging else []
-            self._updates.follow(self._laid_out(averaging))
+            self._updates.follow(self._lay_out(averaging))
             self._weights.written_before = written
             self.state = self._updates.optimizer.state
         self._give()
@@ -255,8 +255,8 @@ class Sharded(torch.optim.Optimizer):
             raise GradientError(
                 f"rank {self._comm.rank}: {what} without new gradients: each step takes those of "
                 f"one model(...) and backward(), which step() and zero_grad() drop")
-        changed = [name for name, stand_in in self._averaging.stand_ins.items()
-                   if self._layout.parameters[name].grad is not stand_in]
+        changed = [name for name, placeholder in self._averaging.placeholders.items()
+                   if self._layout.parameters[name].grad is not placeholder]
         if changed:
             raise GradientError(
                 f"rank {self._comm.rank}: {what} after the gradients of {first_few(changed, 5)} "
@@ -386,7 +386,7 @@ class Sharded(torch.optim.Optimizer):
                 f"({type(error).__name__}: {error}); pass what state_dict() has returned"
             ) from error
 
-    def _laid_out(self, averaging: Averaging) -> Layout:
+    def _lay_out(self, averaging: Averaging) -> ShardLayout:
         """Put the weights into buckets that are cut as those of the gradients are."""
         self._averaging, self._comm = averaging, averaging.comm
         named = dict(self._model.module.named_parameters())
@@ -402,7 +402,7 @@ class Sharded(torch.optim.Optimizer):
             self._guard = Guard(self._model.module, self._weights, {
                 parameters[name]: bucket.index
                 for bucket in self._weights.buckets for name in bucket.views})
-        self._layout = Layout(parameters, self._weights, averaging.gradients, self._comm)
+        self._layout = ShardLayout(parameters, self._weights, averaging.gradients, self._comm)
         return self._layout
 
     def close(self) -> None:
@@ -414,9 +414,9 @@ class Sharded(torch.optim.Optimizer):
         """
         self.synchronize()
         self.zero_grad()
-        self._let_go()
+        self._detach()
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         self._model.give_gradients_to(None)
         if self._guard is not None:
             self._guard.remove()

@@ -34,7 +34,7 @@ class Shard:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ShardLayout:
     """Where weights and gradients lie, until buckets are built anew.
 
     Attributes:
@@ -49,7 +49,7 @@ class Layout:
     comm: Communicator
 
 
-def cut(layout: Layout, group_of: Mapping[str, int], groups: int,
+def cut(layout: ShardLayout, group_of: Mapping[str, int], groups: int,
         kind_of: Callable[[str], Hashable]) -> list[list[Shard]]:
     """Return this rank's shards of all buckets, per group of parameters; in all at least one.
 
@@ -67,7 +67,7 @@ def cut(layout: Layout, group_of: Mapping[str, int], groups: int,
     return found
 
 
-def _shards(layout: Layout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
+def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
     shards = []
     for index, bucket in enumerate(layout.weights.buckets):
         own = layout.weights.own(index)

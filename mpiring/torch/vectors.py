@@ -86,7 +86,7 @@ def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
     return x.to(torch.int64).div(divisor, rounding_mode="trunc")
 
 
-class Loan:
+class TensorBuffers:
     """The tensors of one operation, as vectors, all in host memory or all on one GPU.
 
     Tensors that are not contiguous are copied, and copied back when the operation that wrote them
@@ -270,11 +270,6 @@ def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) 
     width = x.size // rows if rows else 0
     bounds = np.cumsum([0, *counts]) * width
     return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
-
-
-def with_own(contributions: list[Array], rank: int, own: Array) -> list[Array]:
-    """Return the contributions, with `own`, where the result goes, in place of this rank's."""
-    return [*contributions[:rank], own, *contributions[rank + 1:]]
 
 
 def rows_of(tensor: torch.Tensor) -> int:

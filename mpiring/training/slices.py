@@ -158,7 +158,7 @@ class Slices:
 
         Collective: no.
         """
-        self.states.settle(True)
+        self.states.commit_step(True)
 
     def _rebuilt(self, collectives: Collectives) -> Schedule[None]:
         def gather(x: Array, bounds: Sequence[int]) -> Schedule[None]:

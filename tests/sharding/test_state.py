@@ -56,7 +56,7 @@ class Optimizer:
             for name in {part.name for part in mine.ranges}:
                 calls = mine.array("calls", name, lambda: np.zeros(1))
                 mine.next("calls", name)[:] = calls + 1
-        self.states.settle(counts)
+        self.states.commit_step(counts)
 
 
 def on_ranks(optimizers, method, *arguments):
