@@ -14,6 +14,8 @@ from launching import HANG_S, ROOT
 
 PACKAGE = ROOT / "mpiring"
 FILES = sorted(PACKAGE.rglob("*.py"))
+# They are not in the wheel, but most of the rules are theirs, too.
+STUDIES = sorted((ROOT / "benchmarks").glob("*.py"))
 
 # Rooms are the package's folders, and the files beside them. Imports go to the same or a lower
 # layer, and files make no circle.
@@ -50,7 +52,7 @@ MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "e
 
 
 def name_of(path):
-    return str(path.relative_to(PACKAGE))
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
 def room_of(path):
@@ -102,6 +104,11 @@ def test_no_tool_imports_another(path):
         assert tool_of(path) is None or tool_of(file) in (None, tool_of(path)), name_of(file)
 
 
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_the_package_needs_no_study(path):
+    assert not re.search(r"^\s*(from|import) benchmarks\b", path.read_text(), re.MULTILINE)
+
+
 def test_imports_make_no_circle():
     graph = {path: imports_of(path) - {PACKAGE / "__init__.py"} for path in FILES}
     while graph:
@@ -118,7 +125,7 @@ def docstring_lines(tree):
             for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize("path", FILES + STUDIES, ids=name_of)
 def test_files_and_functions_are_small(path):
     tree, lines = tree_of(path), path.read_text().splitlines()
     docstrings = docstring_lines(tree)
@@ -132,7 +139,7 @@ def test_files_and_functions_are_small(path):
             assert length <= 40, f"{node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize("path", FILES + STUDIES, ids=name_of)
 def test_everything_public_is_told(path):
     tree = tree_of(path)
     first = (ast.get_docstring(tree) or "").partition("\n")[0]
@@ -146,7 +153,7 @@ def test_everything_public_is_told(path):
                 assert ast.get_docstring(node), f"{node.name} has no docstring"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize("path", FILES + STUDIES, ids=name_of)
 def test_forbidden_things(path):
     text, name = path.read_text(), name_of(path)
     assert not re.search(r"^\s*assert ", text, re.MULTILINE), "asserts are no checks of input"
@@ -154,7 +161,7 @@ def test_forbidden_things(path):
     assert not re.search(r"\b(environ|getenv)\b", text) or name in ENVIRONMENT_READERS
     assert not re.search(r"^\s*(from|import) mpi4py", text, re.MULTILINE) or name in MPI_USERS
     assert not OPENING.search(text) or name in FILE_OPENERS
-    assert not {"utils", "helpers", "core"} & set(path.relative_to(PACKAGE).with_suffix("").parts)
+    assert not {"utils", "helpers", "core"} & {path.stem, *name_of(path).split("/")}
 
 
 def test_collectives_say_whether_they_block():

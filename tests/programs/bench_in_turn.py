@@ -1,12 +1,15 @@
 """Runs several benchmarks in one job: python bench_in_turn.py WORDS , WORDS ...
 
+A study's first word is that of its module, benchmarks.NAME.
 Their exit statuses stand below what each prints. After --wrong, each has one contender more, or a
 Reducer, that is wrong.
 """
 
+import importlib
 import itertools
 import sys
 
+import benchmarks
 from mpiring.__main__ import main
 
 
@@ -77,13 +80,20 @@ def spoil_a_reducer():
     reducers.METHODS["bf16"] = lambda warmup: Wrong("bfloat16")
 
 
+def status_of(first, *words):
+    folder, _, name = first.rpartition(".")
+    if folder:
+        return benchmarks.main(name, importlib.import_module(first).declare, words)
+    return main(["bench", first, *words])
+
+
 if sys.argv[1] == "--wrong":
     del sys.argv[1]
     spoil_sums(), spoil_training(), spoil_a_reducer()
 for ends, words in itertools.groupby(sys.argv[1:], ",".__eq__):
     if not ends:
         words = list(words)
-        print(f"{words[0]} ended with status {main(['bench', *words])}", flush=True)
+        print(f"{words[0]} ended with status {status_of(*words)}", flush=True)
         if "torch" in words:
             from mpiring.tools.bench import torch_contenders
             torch_contenders.close()

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -54,7 +55,7 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
     Args:
         planned: From `plan`.
         ranks: Of each job.
-        words: The command line that they share.
+        words: The command line that they share, without `python`.
         beat: Called after each case.
 
     Raises:
@@ -73,7 +74,7 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
             rounds = [] if job.rounds is None else ["--rounds", str(job.rounds)]
             status = _run_job(
                 ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
-                 sys.executable, "-m", "mpiring", *words, *alone, *rounds, "--part", str(part)],
+                 sys.executable, *words, *alone, *rounds, "--part", str(part)],
                 beat)
             if status:
                 return status, about, found
@@ -83,7 +84,7 @@ def run_all(planned: Sequence[Job], ranks: int, words: Sequence[str], beat: Call
             found += measurements
     levels = dict.fromkeys(job.level for job in planned)
     about |= {"thread_level": " and ".join(levels),
-              "command": f"python -m mpiring {' '.join(words)}"}
+              "command": shlex.join(["python", *words])}
     return 0, about, found
 
 

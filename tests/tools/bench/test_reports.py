@@ -12,7 +12,7 @@ from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
 from mpiring.tools import picture, plot
 from mpiring.tools.bench import (
-    allreduce, contenders, latency, local, overlap, reducers, results, steps, torch_steps, wire,
+    allreduce, contenders, latency, overlap, reducers, results, steps, torch_steps, wire,
 )
 from mpiring.tools.bench.contenders import NATIVE
 from mpiring.tools.bench.results import Measurement
@@ -172,41 +172,6 @@ def test_rows_of_reducers_that_were_stopped_or_have_a_target():
         assert row[name] != row[name]
 
 
-def of_local(method, step, bits=(), rate=0.1, seed=1, **costs):
-    labels = {"method": method, "parameters": 13_000_000, "optimizer": "adamw", "seed": seed,
-              "batch": 2, "learning_rate": rate}
-    cost = {"sent_bytes": 80, "host_bytes": 100, "exposed_s": 0.25} | costs
-    return Measurement(labels, {
-        "step": [9 * step, step, 3 * step], "bits": list(bits), "validated": [1, 3][:len(bits)],
-        "sent": [1e6, 3e6][:len(bits)],
-        **({key: [value] for key, value in cost.items()} if bits else {})})
-
-
-LOCALLY = [of_local("alone", 0.5), of_local("dense", 1.0, [7.0, 4.5]),
-           of_local("diloco", 0.75, [8.0, NAN]), of_local("dense", 1.0, [6.0, 4.0], 0.2),
-           of_local("diloco", 0.5, [8.0, 4.0], 0.2, sent_bytes=4, host_bytes=10),
-           of_local("dense", 1.0, [6.0, 5.0], 0.2, 2),
-           of_local("diloco", 1.0, [8.0, 4.5], 0.2, 2, sent_bytes=4, host_bytes=10)]
-
-
-def test_rows_of_local_training():
-    alone, dense, diloco = local.rows(LOCALLY, ABOUT, REDUCING)
-    assert [row["seeds"] for row in (alone, dense, diloco)] == [1, 2, 2]
-    assert dense["learning_rate"] == diloco["learning_rate"] == 0.2
-    # The mean of settled steps: some of them talk, others do not.
-    assert alone["step_ms"] == 1500 and dense["step_ms"] == 3000 and diloco["step_ms"] == 2250
-    assert diloco["speedup"] == pytest.approx(4 / 3) and diloco["over_alone"] == 1.5
-    assert dense["samples_per_s"] == pytest.approx(4 * 2 / 3)
-    assert diloco["exposed_ms"] == 250 and diloco["exposed_percent"] == pytest.approx(100 / 9)
-    assert dense["fewer_bytes"] == dense["wire_ratio"] == 1
-    assert diloco["fewer_bytes"] == 20 and diloco["wire_ratio"] == 10
-    assert dense["curve_bytes"] == [1e6, 3e6] and alone["curve_bytes"] == []
-    assert dense["target_bits"] == 4.5 and diloco["times_faster"] == pytest.approx(4 / 3)
-    assert diloco["grid_rates"] == [0.1, 0.2, 0.2] and diloco["grid_seeds"] == [1, 1, 2]
-    assert diloco["grid_bits"][1:] == [4.0, 4.5] and alone["grid_bits"] == []
-    assert alone["exposed_ms"] != alone["exposed_ms"]
-
-
 def test_the_bytes_on_the_wire(tmp_path):
     def interface(name, nbytes):
         (tmp_path / name / "statistics").mkdir(parents=True, exist_ok=True)
@@ -299,8 +264,6 @@ def rows_of(benchmark):
         return allreduce.rows(found, ABOUT, OPTIONS)
     if benchmark == "reducers":
         return reducers.rows(REDUCED, ABOUT, REDUCING)
-    if benchmark == "local":
-        return local.rows(LOCALLY, ABOUT, REDUCING)
     if benchmark == "torch steps":
         return torch_steps.rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
@@ -312,7 +275,7 @@ def rows_of(benchmark):
 
 
 @pytest.mark.parametrize("benchmark", [
-    "allreduce", "latency", "overlap", "steps", "torch steps", "reducers", "local"])
+    "allreduce", "latency", "overlap", "steps", "torch steps", "reducers"])
 def test_pictures(tmp_path, benchmark):
     needed("matplotlib")
     path = tmp_path / "result.png"
@@ -361,17 +324,6 @@ def test_a_picture_of_reducers_tells_when_the_target_was_reached():
     rows[1]["curve_s"] = [0.1, 0.2, 0.3]
     plot._learning(axes, rows)
     assert panel.get_xscale() == "log"
-
-
-def test_a_picture_of_local_training_shows_seconds_and_bytes():
-    seconds, sent = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
-    rows = rows_of("local")
-    plot._learning(axes, rows)
-    for panel in axes:
-        assert [line.get_label() for line in panel.get_lines()] == ["dense", "diloco", "target"]
-    assert list(seconds.get_lines()[1].get_xdata()) == [6.75, 9.75]
-    assert list(sent.get_lines()[1].get_xdata()) == [1, 3] and "(MB)" in sent.get_xlabel()
-    assert list(plot._panels("local", rows)) == ["transformer, 13.0 M parameters, adamw, 2 seeds"]
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():

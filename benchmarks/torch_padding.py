@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from ...memory.arrays import Array
-from .torch_models import Transformer, width_for
-from .torch_ways import Averaged, Rule
-from .world import World
+from mpiring.memory.arrays import Array
+from mpiring.tools.bench.torch_models import Transformer, width_for
+from mpiring.tools.bench.torch_ways import Averaged, Rule
+from mpiring.tools.bench.world import World
 
 # What cross_entropy leaves out.
 _NOTHING = -100

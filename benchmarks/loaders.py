@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from . import timing
+from mpiring.tools.bench import timing
 
 # A batch's work is so many pieces, of about a millisecond or less: sizes that loaders meet.
 _BYTES = 1 << 18

@@ -4,7 +4,7 @@ import ast
 import sysconfig
 from pathlib import Path
 
-from ...errors import ConfigError
+from mpiring.errors import ConfigError
 
 
 def functions(count: int | None) -> list[bytes]:

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpiring.tools.bench.functions import functions
-from mpiring.tools.bench.sampling import APART, SAMPLINGS, TOGETHER
+from benchmarks.functions import functions
+from benchmarks.sampling import APART, SAMPLINGS, TOGETHER
 
 RANKS, COUNT = 3, 4
 

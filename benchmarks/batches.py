@@ -1,6 +1,7 @@
 """Measures training on samples of different lengths, by ways to share them among ranks."""
 
 import random
+import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -8,18 +9,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...errors import ConfigError
-from ..arguments import checked, names, positive
-from ..files import Environment, Row
-from ..table import Column
-from ..units import parse_count
-from . import gradients, peers, timing
-from .benchmark import Benchmark, run
+from mpiring.errors import ConfigError
+from mpiring.tools.arguments import checked, names, positive
+from mpiring.tools.bench import gradients, peers, timing
+from mpiring.tools.bench.benchmark import Benchmark, run
+from mpiring.tools.bench.options import declare_turns
+from mpiring.tools.bench.results import Measurement, beside
+from mpiring.tools.bench.world import World
+from mpiring.tools.files import Environment, Row
+from mpiring.tools.table import Column
+from mpiring.tools.units import parse_count
+
+from . import main
 from .functions import functions
-from .options import declare_turns
-from .results import Measurement, beside
 from .sampling import APART, EQUAL, OURS, PADDED, SAMPLINGS, TOGETHER
-from .world import World
 
 if TYPE_CHECKING:
     from .torch_padding import Training
@@ -91,7 +94,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
 def _trainings(world: World, options: Namespace) -> "dict[str, Training]":
     """Read the text, and make the trainings, by way."""
-    from ...torch import share_cores
+    from mpiring.torch import share_cores
     from . import torch_padding
     share_cores(world.comm)
     found: list[bytes] = []
@@ -167,3 +170,7 @@ _COLUMNS = [
     Column("over_distributed", 14, 3, "× Distributed"), Column("idle_percent", 6, 2, "idle %"),
     Column("idle_beyond_equal", 8, 2, "+ idle %")]
 BATCHES = Benchmark("batches", lambda options: int(options.rounds), measure, rows, _COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main("batches", declare))

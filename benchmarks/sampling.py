@@ -7,9 +7,9 @@ from functools import partial
 
 import numpy as np
 
-from ...data import TokenBatches
-from ...memory.arrays import Array
-from .world import World
+from mpiring.data import TokenBatches
+from mpiring.memory.arrays import Array
+from mpiring.tools.bench.world import World
 
 EQUAL, PADDED, APART, TOGETHER, OURS = (
     "equal lengths", "DistributedSampler", "buckets of a rank", "buckets of all ranks",

@@ -2,6 +2,7 @@
 
 import importlib.util
 import statistics
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -9,18 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from ...gpu.arrays import device_named
-from ...reducers import Int8, OneBit
-from ...reducers.codecs.blocks import EightBit
-from ...reducers.codecs.halves import Halves
-from ...reducers.codecs.largest import select_largest
-from ...reducers.codecs.signs import Sign
-from ..arguments import checked
-from ..files import Row, machine, refuse_unwritable, write_json
-from ..table import Column, head, line
-from ..units import parse_count
-from .options import declare_device
-from .timing import Action, finish
+from mpiring.gpu.arrays import device_named
+from mpiring.reducers import Int8, OneBit
+from mpiring.reducers.codecs.blocks import EightBit
+from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.largest import select_largest
+from mpiring.reducers.codecs.signs import Sign
+from mpiring.tools.arguments import checked
+from mpiring.tools.bench.options import declare_device
+from mpiring.tools.bench.timing import Action, finish
+from mpiring.tools.files import Row, machine, refuse_unwritable, write_json
+from mpiring.tools.table import Column, head, line
+from mpiring.tools.units import parse_count
+
+from . import main
 
 DENSITY = 0.001
 
@@ -96,7 +99,7 @@ def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
     """
-    from ...reducers.codecs import kernels
+    from mpiring.reducers.codecs import kernels
     device = device_named("cuda", 0)
     host = device.gpu.pinned(4 * n).view(np.float32)
     host[...] = np.random.default_rng(0).standard_normal(n, np.float32)
@@ -135,3 +138,7 @@ def _seconds(action: Action, times: int = 1, finished: Action = lambda: None) ->
         finished()
         readings.append((time.perf_counter() - began) / times)
     return statistics.median(readings[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main("codecs", declare))

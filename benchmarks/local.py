@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,23 +11,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...errors import ConfigError
-from ...reducers import PowerSGD
-from ..arguments import above_zero, checked, names, not_negative, positive
-from ..files import Environment, Row
-from ..table import Column
-from ..units import parse_time
-from . import curves, learning, reducers
-from .benchmark import Benchmark, run
-from .curves import ALONE, DENSE
-from .learning import UNSETTLED_STEPS
-from .peers import refuse_missing_torch
-from .results import Measurement
-from .wire import Traffic
-from .world import World
+from mpiring.errors import ConfigError
+from mpiring.reducers import PowerSGD
+from mpiring.tools.arguments import above_zero, checked, names, not_negative, positive
+from mpiring.tools.bench import curves, learning, reducers
+from mpiring.tools.bench.benchmark import Benchmark, run
+from mpiring.tools.bench.curves import ALONE, DENSE
+from mpiring.tools.bench.learning import UNSETTLED_STEPS
+from mpiring.tools.bench.peers import refuse_missing_torch
+from mpiring.tools.bench.results import Measurement
+from mpiring.tools.bench.wire import Traffic
+from mpiring.tools.bench.world import World
+from mpiring.tools.files import Environment, Row
+from mpiring.tools.table import Column
+from mpiring.tools.units import parse_time
+
+from . import main
 
 if TYPE_CHECKING:
-    from .torch_training import Task, Training
+    from mpiring.tools.bench.torch_training import Task, Training
 
 _DESCRIPTION = """\
 Trains a transformer on the text of Python's standard library, from the same weights, in ways
@@ -168,7 +171,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(refuse_missing_torch)
-    from . import torch_training
+    from mpiring.tools.bench import torch_training
     _refuse_without_a_thread(world, options)
     task = torch_training.task(world, options)
     world.warm_up()
@@ -207,7 +210,7 @@ def _cases(options: Namespace) -> int:
 
 def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int, rate: float,
            pause: Callable[[], object] = lambda: None) -> "Training":
-    from . import torch_training, torch_ways
+    from mpiring.tools.bench import torch_training, torch_ways
     way = METHODS[name](torch_ways, options)
     rule = torch_ways.Rule(options.optimizer, rate)
     return torch_training.Training(task, world, options.batch, seed,
@@ -310,3 +313,7 @@ _COLUMNS = [
     Column("spread_of_seeds", 6, 2, "spread"), Column("target_bits", 6, 4, "target"),
     Column("seconds_to_target", 9, 4, "reached s"), Column("times_faster", 6, 3, "faster")]
 LOCAL = Benchmark("local", _cases, measure, rows, _COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main("local", declare))

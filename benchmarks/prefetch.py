@@ -7,19 +7,21 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...data import prefetch
-from ...errors import ConfigError
-from ..arguments import above_zero, names, positive
-from ..files import Environment, Row
-from ..table import Column
-from . import loaders, peers, timing
-from .benchmark import Benchmark, run
-from .options import declare_device, declare_models, declare_turns
-from .results import Measurement, beside
-from .world import World
+from mpiring.data import prefetch
+from mpiring.errors import ConfigError
+from mpiring.tools.arguments import above_zero, names, positive
+from mpiring.tools.bench import peers, timing
+from mpiring.tools.bench.benchmark import Benchmark, run
+from mpiring.tools.bench.options import declare_device, declare_models, declare_turns
+from mpiring.tools.bench.results import Measurement, beside
+from mpiring.tools.bench.world import World
+from mpiring.tools.files import Environment, Row
+from mpiring.tools.table import Column
+
+from . import loaders, main
 
 if TYPE_CHECKING:
-    from . import torch_models
+    from mpiring.tools.bench import torch_models
 
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
 LOADED = "loaded in the step"
@@ -73,7 +75,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from . import torch_contenders, torch_models
+    from mpiring.tools.bench import torch_contenders, torch_models
     device = torch_models.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
         training = torch_models.Training(
@@ -147,3 +149,7 @@ PREFETCH = Benchmark(
     lambda options: (len(options.models) * len(options.parameters) * len(options.work)
                      * int(options.rounds)),
     measure, rows, _COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main("prefetch", declare))

@@ -2,18 +2,21 @@
 
 import importlib.util
 import statistics
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from ...optim import adam, lamb, lars, sgd
-from ...optim.update import Update
-from ..arguments import checked
-from ..files import Row, machine, refuse_unwritable, write_json
-from ..table import Column, head, line
-from ..units import parse_count
+from mpiring.optim import adam, lamb, lars, sgd
+from mpiring.optim.update import Update
+from mpiring.tools.arguments import checked
+from mpiring.tools.files import Row, machine, refuse_unwritable, write_json
+from mpiring.tools.table import Column, head, line
+from mpiring.tools.units import parse_count
+
+from . import main
 
 # What a step of each does with memory: updates, of which each vector is read, or read and written.
 METHODS: dict[str, Sequence[Update]] = {
@@ -78,3 +81,7 @@ def _seconds(action: Callable[[], None]) -> float:
     began = time.perf_counter()
     action()
     return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    sys.exit(main("updates", declare))
