@@ -2,26 +2,29 @@
 
 import itertools
 import sys
+import time
+import zlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mpiring.data import prefetch
 from mpiring.errors import ConfigError
 from mpiring.tools.arguments import above_zero, names, positive
 from mpiring.tools.bench import peers, timing
-from mpiring.tools.bench.benchmark import Benchmark, run
+from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
 from mpiring.tools.bench.options import declare_device, declare_models, declare_turns
-from mpiring.tools.bench.results import Measurement, beside
 from mpiring.tools.bench.world import World
 from mpiring.tools.files import Environment, Row
 from mpiring.tools.table import Column
 
-from . import loaders, main
+from . import main
 
 if TYPE_CHECKING:
-    from mpiring.tools.bench import torch_models
+    from mpiring.tools.bench import torch_training
 
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
 LOADED = "loaded in the step"
@@ -29,6 +32,57 @@ LOADED = "loaded in the step"
 _BATCHES = 8
 # Steps that are timed to find out how long the loader is to take.
 _TRIALS = 8
+
+
+# A batch's work is so many pieces, of about a millisecond or less: sizes that loaders meet.
+_BYTES = 1 << 18
+_TO_SORT = 1 << 16
+_TO_ADD = 20_000
+_PIECE_TRIALS = 20
+
+
+def _unpacks() -> timing.Action:
+    """Decompress what has as many kinds of bytes as text; without the GIL."""
+    text = np.random.default_rng(0).integers(0, 64, _BYTES, dtype=np.uint8)
+    packed = zlib.compress(text.tobytes())
+    return lambda: zlib.decompress(packed)
+
+
+def _sorts() -> timing.Action:
+    """Sort with NumPy; without the GIL."""
+    values = np.random.default_rng(0).random(_TO_SORT, np.float32)
+    return lambda: np.sort(values)
+
+
+_PIECES: dict[str, Callable[[], timing.Action]] = {
+    "zlib": _unpacks, "numpy": _sorts, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
+# "sleep" waits, as for a disk; "python" holds the GIL.
+WORK = ("sleep", *_PIECES)
+
+
+def work_for(kind: str, seconds: float) -> timing.Action:
+    """Return a function that takes so long on a core of its own.
+
+    Args:
+        kind: One of WORK.
+    """
+    if kind == "sleep":
+        return lambda: time.sleep(seconds)
+    piece = _PIECES[kind]()
+    pieces = round(seconds / timing.median([timing.by_clock(piece) for _ in range(_PIECE_TRIALS)]))
+
+    def work() -> None:
+        for _ in range(pieces):
+            piece()
+
+    return work
+
+
+def worked_for(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
+    """Yield batches, each after some work."""
+    for batch in batches:
+        work()
+        yield batch
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -42,8 +96,8 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--loader", type=above_zero, metavar="SHARE",
                         help="have the loader work for so much of a step's time on each batch; "
                              "default: it does nothing")
-    parser.add_argument("--work", type=names(loaders.WORK), metavar="A,B",
-                        help=f"of the loader, of {', '.join(loaders.WORK)}; python holds the "
+    parser.add_argument("--work", type=names(WORK), metavar="A,B",
+                        help=f"of the loader, of {', '.join(WORK)}; python holds the "
                              f"interpreter's lock; default: zlib")
     parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
                         help="after which threads pass on the interpreter's lock; default: "
@@ -75,14 +129,18 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from mpiring.tools.bench import torch_contenders, torch_models
-    device = torch_models.device_named(world, options.device)
+    from mpiring.tools.bench import torch_contenders, torch_training
+    device = torch_training.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
-        training = torch_models.Training(
-            torch_contenders.alone(), kind, torch_models.width_for(kind, parameters),
-            options.batch, world.rank, device, torch_contenders.RECIPES["sgd"])
-        batches = [training.host_batch(number) for number in range(_BATCHES)]
-        labels = {"model": kind, "parameters": training.parameter_count, "batch": training.batch,
+        width = torch_training.width_for(kind, parameters)
+        model = torch_training.model_of(kind, width).to(device.torch)
+        x, y = torch_training.batch_of(kind, options.batch, 1 + world.rank)
+        training = torch_training.Training(
+            "", model, torch_contenders.join_nobody(model, torch_contenders.RECIPES["sgd"]),
+            itertools.repeat((x.to(device.torch), y.to(device.torch))))
+        batches = [torch_training.batch_of(kind, options.batch, 1 << 20 | number)
+                   for number in range(_BATCHES)]
+        labels = {"model": kind, "parameters": training.parameter_count, "batch": len(x),
                   "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
                   "calls": options.calls, "device": str(device.torch),
                   "switch_interval_s": sys.getswitchinterval(),
@@ -90,9 +148,9 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         for load in options.work:
             work = _work(world, options, load, training, device)
             alone_s = [timing.by_clock(work) for _ in range(_TRIALS)]
-            with_loader = iter(prefetch(loaders.worked_for(itertools.cycle(batches), work),
+            with_loader = iter(prefetch(worked_for(itertools.cycle(batches), work),
                                         device.torch, depth=options.depth))
-            copied = loaders.worked_for(itertools.cycle(batches), work)
+            copied = worked_for(itertools.cycle(batches), work)
             actions: dict[str, timing.Action] = {
                 RESIDENT: training.step,
                 PREFETCHED: partial(_learn_next, training, with_loader),
@@ -107,12 +165,12 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                    for name, found in readings.items()]
 
 
-def _learn_next(training: "torch_models.Training", batches: Iterator[Any]) -> None:
+def _learn_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:
     training.learn(*next(batches))
 
 
-def _work(world: World, options: Namespace, load: str, training: "torch_models.Training",
-          device: "torch_models.Device") -> timing.Action:
+def _work(world: World, options: Namespace, load: str, training: "torch_training.Training",
+          device: "torch_training.ModelDevice") -> timing.Action:
     """Return what the loader does for a batch.
 
     Collective: yes. Blocking: yes.
@@ -121,7 +179,7 @@ def _work(world: World, options: Namespace, load: str, training: "torch_models.T
         return lambda: None
     training.step()
     step_s = timing.timed(world, training.step, _TRIALS, stopwatch=device.stopwatch)
-    return loaders.work_for(load, options.loader * timing.median(step_s))
+    return work_for(load, options.loader * timing.median(step_s))
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
@@ -130,7 +188,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     Ratios are medians over rounds, whose readings are close in time.
     """
     table = []
-    for measurement, case in beside(found, "model", "parameters", "loader", "thread_level"):
+    for measurement, case in with_case(found, "model", "parameters", "loader", "thread_level"):
         labels, seconds = measurement.labels, measurement.readings["step"]
         ratio = timing.over(seconds, case[RESIDENT].readings["step"], labels["calls"])
         table.append({**labels, **timing.summary(seconds),

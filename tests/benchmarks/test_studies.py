@@ -10,7 +10,7 @@ from launching import PROGRAMS, installed, launch, needed
 
 from benchmarks import codecs, local, main, updates
 from mpiring.tools import plot
-from mpiring.tools.bench.results import Measurement
+from mpiring.tools.bench.benchmark import Measurement
 
 LOCAL = ("benchmarks.local", "--parameters", "60K", "--batch", "1", "--steps", "4", "--every", "2",
          "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3",
@@ -111,6 +111,12 @@ def test_codecs(capsys, tmp_path):
 
 ABOUT, REDUCING = {"ranks": 4}, Namespace(settled=2, target_loss=None)
 NAN = float("nan")
+
+
+def test_results_have_standard_output_alone(capsys):
+    assert main("codecs", codecs.declare, ["--elements", "100", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["benchmark"] == "codecs" and "encode" in shown.err
 
 
 def of_local(method, step, bits=(), rate=0.1, seed=1, **costs):

@@ -39,15 +39,16 @@ def spoil_sums():
 def spoil_training():
     """Spoil a gradient of a transformer, or what one learns later, which only the end shows."""
     from mpiring.tools.bench import torch_contenders
+    from mpiring.tools.bench.contenders import Contender
     right = torch_contenders.contenders
 
     def with_a_wrong_one(world, options, device):
         found = right(world, options, device)
 
         def join(model, recipe):
-            wrapped, optimizer = found[1].join(model, recipe)
+            method = found[1].join(model, recipe)
             *_, bias = model.parameters()
-            correct, steps = optimizer.step, []
+            correct, steps = method.optimizer.step, []
             early = options.models == ["transformer"]
 
             def step():
@@ -58,10 +59,10 @@ def spoil_training():
                 # What checks of the first step's gradients cannot see.
                 if not early and len(steps) == 3:
                     bias.data[0] += 1
-            optimizer.step = step
-            return wrapped, optimizer
+            method.optimizer.step = step
+            return method
 
-        return [*found, torch_contenders.Contender("wrong", join)]
+        return [*found, Contender("wrong", join=join)]
 
     torch_contenders.contenders = with_a_wrong_one
 

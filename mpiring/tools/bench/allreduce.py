@@ -16,16 +16,14 @@ from ..files import Environment, Row
 from ..table import Column
 from ..units import parse_sizes, size_text
 from . import inputs, timing
-from .benchmark import Benchmark, run
+from .benchmark import LEVELS, Benchmark, Measurement, run
 from .contenders import (
     LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, memory_copy,
 )
-from .jobs import LEVELS
 from .on_device import OnDevice
 from .options import (
     declare_contenders, declare_device, declare_link, declare_turns, settle_contenders,
 )
-from .results import Measurement
 from .world import World
 
 BUFFERS = ("empty", "private")

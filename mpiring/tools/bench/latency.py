@@ -16,12 +16,10 @@ from ..files import Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
 from .allreduce import BUFFERS, OnHost
-from .benchmark import Benchmark, run
+from .benchmark import LEVELS, Benchmark, Measurement, run
 from .contenders import NATIVE, Call, chosen
-from .jobs import LEVELS
 from .options import declare_turns
 from .overlap import calibrated
-from .results import Measurement
 from .world import World
 
 # Begins a call, and returns what waits for it.

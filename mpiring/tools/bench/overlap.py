@@ -14,10 +14,9 @@ from ..files import Environment, Row
 from ..table import Column
 from ..units import parse_size, size_text
 from . import inputs, timing
-from .benchmark import Benchmark, run
+from .benchmark import Benchmark, Measurement, run
 from .contenders import NATIVE, ON_CPU, Contender, chosen
 from .options import declare_contenders, declare_turns, settle_contenders
-from .results import Measurement
 from .world import World
 
 # Compute is calibrated on stretches of at least this length.

@@ -14,13 +14,12 @@ from ..files import Environment, Row
 from ..table import Column
 from ..units import parse_size
 from . import gradients, timing
-from .benchmark import Benchmark, run
+from .benchmark import Benchmark, Measurement, run, with_case
 from .contenders import ALONE, ON_CPU, OURS, Contender, chosen
 from .options import (
     declare_contenders, declare_device, declare_link, declare_models, declare_turns,
     settle_contenders,
 )
-from .results import Measurement, beside
 from .torch_steps import SHARDINGS, TORCH_ON_CPU, TORCH_ON_GPU, TORCH_STEPS
 from .world import World
 
@@ -229,7 +228,7 @@ def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each variant, compared with the compute alone at its thread level."""
     table = []
-    for measurement, case in beside(found, "thread_level"):
+    for measurement, case in with_case(found, "thread_level"):
         seconds, labels = measurement.readings["step"], measurement.labels
         median = timing.median(seconds)
         table.append({

@@ -1,6 +1,7 @@
 """Measures training steps of PyTorch models: alone, with mpiring, and with the peers."""
 
 import gc
+import itertools
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,15 +14,13 @@ from ...memory.arrays import Array
 from ..files import Environment, Row
 from ..table import Column
 from . import gradients, peers, timing
-from .benchmark import Benchmark
-from .contenders import ALONE, GLOO
+from .benchmark import Benchmark, Measurement, with_case
+from .contenders import ALONE, GLOO, Contender
 from .memory import NodeGrowth
-from .results import Measurement, beside
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_contenders import Contender
-    from .torch_models import Device, Training
+    from .torch_training import ModelDevice, Training
 
 # Ways to share the optimizer's work.
 SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
@@ -37,28 +36,30 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from . import torch_contenders, torch_models
+    from . import torch_contenders, torch_training
     # Whenever memory is measured, garbage is collected: not among all that PyTorch has imported.
     gc.freeze()
-    device = torch_models.device_named(world, options.device)
+    device = torch_training.device_named(world, options.device)
     contenders = torch_contenders.contenders(world, options, device.torch)
     world.warm_up()
     for kind in options.models:
         for wanted in options.parameters:
-            width = torch_models.width_for(kind, wanted)
+            width = torch_training.width_for(kind, wanted)
             yield from _measure(world, options, contenders, kind, width, device)
     torch_contenders.close()
 
 
-def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]", kind: str,
-             width: int, device: "Device") -> Iterator[list[Measurement]]:
+def _measure(world: World, options: Namespace, contenders: Sequence[Contender], kind: str,
+             width: int, device: "ModelDevice") -> Iterator[list[Measurement]]:
     """Measure all contenders with a model."""
     from .torch_contenders import RECIPES
-    from .torch_models import Training
-    recipe = RECIPES[options.optimizer]
+    from .torch_training import Training, batch_of, model_of
+    x, y = (part.to(device.torch) for part in batch_of(kind, options.batch, 1 + world.rank))
 
-    def begin(contender: "Contender") -> Training:
-        return Training(contender, kind, width, options.batch, world.rank, device, recipe)
+    def begin(contender: Contender) -> Training:
+        model = model_of(kind, width).to(device.torch)
+        return Training(contender.name, model, contender.join(model, RECIPES[options.optimizer]),
+                        itertools.repeat((x, y)))
 
     alone = begin(contenders[0])
     alone.step()
@@ -80,12 +81,12 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
     gradients.check_parameters(
         world, {training.name: training.parameters() for training in trainings})
     node_ranks = int(world.slowest([world.comm.local_size])[0])
-    labels = {"model": kind, "parameters": flat.size, "batch": trainings[0].batch,
+    labels = {"model": kind, "parameters": flat.size, "batch": len(x),
               "optimizer": options.optimizer, "calls": options.calls, "device": str(device.torch),
               "thread_level": world.thread_level}
     yield [Measurement(
         {**labels, "contender": contender.name, "formula_bytes_per_parameter":
-         contender.shares.bytes_per_parameter(recipe, node_ranks, world.size)},
+         contender.shares.bytes_per_parameter(options.optimizer, node_ranks, world.size)},
         {**readings[contender.name], **memories[contender.name]}) for contender in contenders]
     del trainings, actions
     # Modules and their hooks hold each other.
@@ -108,7 +109,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     Ratios are medians over rounds, whose readings are close in time.
     """
     return [_row(measurement, case, about, options)
-            for measurement, case in beside(found, "model", "parameters", "thread_level")]
+            for measurement, case in with_case(found, "model", "parameters", "thread_level")]
 
 
 def _row(measurement: Measurement, case: Mapping[str, Measurement], about: Environment,

@@ -13,7 +13,7 @@ from launching import HANG_S, PROGRAMS, ROOT, environment, installed, launch, mp
 
 from mpiring.operations.algorithms import NAMES
 from mpiring.errors import ConfigError
-from mpiring.tools.bench import contenders, inputs, jobs, reducers
+from mpiring.tools.bench import benchmark, contenders, inputs, reducers
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
@@ -77,7 +77,7 @@ def test_allreduce_in_jobs_of_its_own():
          "2", "--json", "-"],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert jobs.BEAT not in ended.stderr and "native/this" in ended.stderr
+    assert benchmark.BEAT not in ended.stderr and "native/this" in ended.stderr
     content = json.loads(ended.stdout)
     assert content["environment"]["ranks"] == 2
     assert content["environment"]["thread_level"] == "multiple and serialized"

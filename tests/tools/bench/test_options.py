@@ -8,8 +8,7 @@ import pytest
 from launching import PROGRAMS, launch, needed
 
 from mpiring.__main__ import main
-from mpiring.tools.bench import jobs
-from mpiring.tools.bench.jobs import Job
+from mpiring.tools.bench.benchmark import BenchmarkJob as Job, plan
 from mpiring.tools.bench.world import World
 from mpiring.errors import ConfigError, MissingDependencyError
 
@@ -101,11 +100,11 @@ def test_files_that_rank_0_cannot_write_are_refused_on_all(tmp_path):
 
 def test_jobs_alternate_between_the_levels():
     levels = ["multiple", "serialized"]
-    assert jobs.plan(levels, 5) == [
+    assert plan(levels, 5) == [
         Job("multiple", 3, True), Job("serialized", 3, False), Job("serialized", 3, False),
         Job("multiple", 3, True)]
-    assert jobs.plan(levels[:1], 5) == [Job("multiple", 5, True)]
-    assert jobs.plan(levels[:1], None) == [Job("multiple", None, True)]
+    assert plan(levels[:1], 5) == [Job("multiple", 5, True)]
+    assert plan(levels[:1], None) == [Job("multiple", None, True)]
 
 
 def test_what_one_rank_cannot_do_ends_all():

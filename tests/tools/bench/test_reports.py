@@ -12,10 +12,10 @@ from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
 from mpiring.tools import picture, plot
 from mpiring.tools.bench import (
-    allreduce, contenders, latency, overlap, reducers, results, steps, torch_steps, wire,
+    allreduce, contenders, latency, learning, overlap, reducers, steps, torch_steps,
 )
+from mpiring.tools.bench.benchmark import Measurement, pooled
 from mpiring.tools.bench.contenders import NATIVE
-from mpiring.tools.bench.results import Measurement
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
@@ -180,12 +180,12 @@ def test_the_bytes_on_the_wire(tmp_path):
     for name, nbytes in (("lo", 100), ("eth0", 200), ("bridge0", 300)):
         interface(name, nbytes)
     (tmp_path / "bonding_masters").write_text("")
-    before = wire.sent_bytes(tmp_path)
+    before = learning.sent_bytes(tmp_path)
     assert before == {"eth0": 200, "bridge0": 300}
     for name, nbytes in (("lo", 10_000), ("eth0", 1200), ("bridge0", 1290), ("eth1", 10_000)):
         interface(name, nbytes)
-    assert wire.grown(before, wire.sent_bytes(tmp_path)) == 1000
-    assert wire.sent_bytes(tmp_path / "missing") == {} and wire.grown({}, before) == 0
+    assert learning.grown(before, learning.sent_bytes(tmp_path)) == 1000
+    assert learning.sent_bytes(tmp_path / "missing") == {} and learning.grown({}, before) == 0
 
 
 @pytest.mark.parametrize(("hosts", "counted", "sent"), [
@@ -200,8 +200,8 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
     comm = SimpleNamespace(
         num_nodes=len(set(hosts)), local_rank=0, allgather_object=gathered)
     readings = iter([0, 5, 5 + counted[0]])
-    monkeypatch.setattr(wire, "sent_bytes", lambda: {"eth0": next(readings)})
-    traffic = wire.Traffic(SimpleNamespace(comm=comm, barrier=lambda: None))
+    monkeypatch.setattr(learning, "sent_bytes", lambda: {"eth0": next(readings)})
+    traffic = learning.HostTraffic(SimpleNamespace(comm=comm, barrier=lambda: None))
     traffic.begin()
     total = traffic.end(30)
     assert total == sent if sent else total != total
@@ -209,9 +209,9 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
 
 def test_readings_of_several_jobs_are_pooled():
     again = [of_allreduce("mpiring auto", [7e-3]), of_allreduce("mpiring auto", [1.0], nbytes=8)]
-    pooled = results.pooled([*FOUND, *again])
-    assert [len(one.readings["call"]) for one in pooled] == [3, 2, 0, 1, 1]
-    assert pooled[1].readings["call"] == [1e-3, 7e-3]
+    joined = pooled([*FOUND, *again])
+    assert [len(one.readings["call"]) for one in joined] == [3, 2, 0, 1, 1]
+    assert joined[1].readings["call"] == [1e-3, 7e-3]
 
 
 def of_latency(contender, seconds, test="allreduce", level="multiple", **others):
