@@ -90,14 +90,9 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """
     world.everywhere(peers.refuse_missing_torch)
     trainings = _trainings(world, options)
-    readings: dict[str, timing.Readings] = {name: {} for name in trainings}
-    dice = random.Random(options.seed)
-    for count in range(options.rounds):
-        if count:
-            yield []
-        for name in dice.sample(list(trainings), len(trainings)):
-            for kind, values in _round(world, options, *trainings[name]).items():
-                readings[name].setdefault(kind, []).extend(values)
+    readings = yield from timing.in_turns(options, random.Random(options.seed), {
+        name: partial(_round, world, options, *training)
+        for name, training in trainings.items()})
     gradients.check_parameters(
         world, {name: training.parameters() for name, (training, _) in trainings.items()})
     labels = {"samples": options.samples, "longest": options.longest,

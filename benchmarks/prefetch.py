@@ -1,6 +1,7 @@
 """Measures the cost of loading the data of PyTorch's training steps, and bringing it there."""
 
 import itertools
+import random
 import sys
 import time
 import zlib
@@ -132,12 +133,10 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     from mpiring.tools.bench import torch_contenders, torch_training
     device = torch_training.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
-        width = torch_training.width_for(kind, parameters)
-        model = torch_training.model_of(kind, width).to(device.torch)
         x, y = torch_training.batch_of(kind, options.batch, 1 + world.rank)
-        training = torch_training.Training(
-            "", model, torch_contenders.join_nobody(model, torch_contenders.RECIPES["sgd"]),
-            itertools.repeat((x.to(device.torch), y.to(device.torch))))
+        training = torch_training.training_of(
+            torch_contenders.NOBODY, kind, torch_training.width_for(kind, parameters),
+            torch_contenders.RECIPES["sgd"], (x.to(device.torch), y.to(device.torch)))
         batches = [torch_training.batch_of(kind, options.batch, 1 << 20 | number)
                    for number in range(_BATCHES)]
         labels = {"model": kind, "parameters": training.parameter_count, "batch": len(x),
@@ -156,13 +155,13 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
                 PREFETCHED: partial(_learn_next, training, with_loader),
                 LOADED if options.loader else COPIED: partial(_learn_next, training, (
                     [x.to(device.torch) for x in batch] for batch in copied))}
-            readings = yield from timing.in_turns(
-                world, options, {name: {"step": action} for name, action in actions.items()},
-                stopwatch=device.stopwatch)
+            readings = yield from timing.in_turns(options, random.Random(options.seed), {
+                name: timing.timed_steps(world, options, {"step": action}, device.stopwatch)
+                for name, action in actions.items()})
             with_loader.close()
             yield [Measurement({**labels, "loader": load, "contender": name},
-                               {**found, "loader": alone_s})
-                   for name, found in readings.items()]
+                               {**times, "loader": alone_s})
+                   for name, times in readings.items()]
 
 
 def _learn_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:

@@ -171,8 +171,10 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
     ranks = _DEFAULT_RANKS if options.ranks is None else options.ranks
     about: Environment = {}
     measurements: list[Measurement] = []
-    with (tempfile.TemporaryDirectory() as folder, Progress(
-            f"bench {benchmark.name}", len(planned) * benchmark.cases(options)) as progress):
+    cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
+                for job in planned)
+    with (tempfile.TemporaryDirectory() as folder,
+          Progress(f"bench {benchmark.name}", cases) as progress):
         part = Path(folder, "part.json")
         for job in planned:
             status = _run_job(

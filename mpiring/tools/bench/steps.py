@@ -1,5 +1,6 @@
 """Measures training steps of a NumPy model: alone, with mpiring, and with one call after each."""
 
+import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -208,8 +209,9 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     world.warm_up()
     begun = [gradients.begun(world, make, right, _Variant.communicate)
              for make in _makers(world, options)]
-    readings = yield from timing.in_turns(
-        world, options, {variant.name: {"step": variant.step} for variant, _ in begun})
+    readings = yield from timing.in_turns(options, random.Random(options.seed), {
+        variant.name: timing.timed_steps(world, options, {"step": variant.step})
+        for variant, _ in begun})
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": variant.name}, {

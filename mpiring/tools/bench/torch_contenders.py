@@ -45,11 +45,9 @@ _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
     "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
     "node": ("mpiring Sharded, node", {"weights": "node"}, Shares(weights="node", state="job")),
 }
-
-
-def join_nobody(model: nn.Module, recipe: Recipe) -> TrainingMethod:
-    """Return the model without communication."""
-    return TrainingMethod(model, recipe(model.parameters()))
+# The model without communication.
+NOBODY = Contender(
+    ALONE, join=lambda model, recipe: TrainingMethod(model, recipe(model.parameters())))
 
 
 def contenders(world: World, options: Namespace, device: torch.device) -> list[Contender]:
@@ -64,7 +62,7 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     """
     share_cores(world.comm)
     kinds = options.contenders
-    found = [Contender(ALONE, join=join_nobody), *_of_mpiring(world, options)]
+    found = [NOBODY, *_of_mpiring(world, options)]
     has_back_end = kinds is None or "mpiring" in kinds
     if has_back_end:
         dist.init_process_group("mpiring", init_method="mpi://")

@@ -1,8 +1,8 @@
 """Measures training steps of PyTorch models: alone, with mpiring, and with the peers."""
 
 import gc
-import itertools
 import math
+import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -53,13 +53,11 @@ def _measure(world: World, options: Namespace, contenders: Sequence[Contender], 
              width: int, device: "ModelDevice") -> Iterator[list[Measurement]]:
     """Measure all contenders with a model."""
     from .torch_contenders import RECIPES
-    from .torch_training import Training, batch_of, model_of
+    from .torch_training import batch_of, training_of
     x, y = (part.to(device.torch) for part in batch_of(kind, options.batch, 1 + world.rank))
 
-    def begin(contender: Contender) -> Training:
-        model = model_of(kind, width).to(device.torch)
-        return Training(contender.name, model, contender.join(model, RECIPES[options.optimizer]),
-                        itertools.repeat((x, y)))
+    def begin(contender: Contender) -> "Training":
+        return training_of(contender, kind, width, RECIPES[options.optimizer], (x, y))
 
     alone = begin(contenders[0])
     alone.step()
@@ -75,9 +73,10 @@ def _measure(world: World, options: Namespace, contenders: Sequence[Contender], 
                             device=options.device)
     # Written to, so that it has memory of its own; sums of zeros never overflow.
     flat[...] = 0
-    actions = {contender.name: {"step": training.step, "communication": contender.blocking(flat)}
-               for contender, training in zip(contenders, trainings)}
-    readings = yield from timing.in_turns(world, options, actions, device.stopwatch)
+    actions = {contender.name: timing.timed_steps(
+        world, options, {"step": training.step, "communication": contender.blocking(flat)},
+        device.stopwatch) for contender, training in zip(contenders, trainings)}
+    readings = yield from timing.in_turns(options, random.Random(options.seed), actions)
     gradients.check_parameters(
         world, {training.name: training.parameters() for training in trainings})
     node_ranks = int(world.slowest([world.comm.local_size])[0])

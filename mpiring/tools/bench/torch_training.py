@@ -1,5 +1,6 @@
 """Makes small PyTorch models, and trains them on several ranks."""
 
+import itertools
 import math
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,6 +23,7 @@ from ...record.statistics import Statistics
 from ...reducers import Reducer
 from ...torch import DataParallel, Sharded, device_for
 from . import timing
+from .contenders import Contender
 from .world import World
 
 _BYTE_VALUES = 256
@@ -284,6 +286,16 @@ class Training:
         if isinstance(self.method.optimizer, Sharded):
             self.method.optimizer.synchronize()
         return {name: _gathered(p.detach()) for name, p in self.module.named_parameters()}
+
+
+def training_of(contender: Contender, kind: str, width: int, recipe: Any, batch: Batch) -> Training:
+    """Return the training of a model with one batch, on the batch's device.
+
+    Args:
+        recipe: Makes the optimizer.
+    """
+    model = model_of(kind, width).to(batch[0].device)
+    return Training(contender.name, model, contender.join(model, recipe), itertools.repeat(batch))
 
 
 def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean",
