@@ -1,22 +1,20 @@
-"""Measures how fast optimisers update weights on one core, beside a plain copy."""
+"""Measures how fast optimizers update weights on one core, beside a plain copy."""
 
-import importlib.util
 import statistics
 import sys
-import time
-from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpiring.optim import adam, lamb, lars, sgd
 from mpiring.optim.update import Update
-from mpiring.tools.arguments import checked
-from mpiring.tools.files import Row, machine, refuse_unwritable, write_json
-from mpiring.tools.table import Column, head, line
-from mpiring.tools.units import parse_count
+from mpiring.tools.bench.timing import by_clock
+from mpiring.tools.files import Row
+from mpiring.tools.table import Column
 
-from . import main
+from . import main, vectors
+from .vectors import READINGS, way_here
 
 # What a step of each does with memory: updates, of which each vector is read, or read and written.
 METHODS: dict[str, Sequence[Update]] = {
@@ -24,41 +22,20 @@ METHODS: dict[str, Sequence[Update]] = {
     "lars": (lars.LARS_UPDATE,), "lamb": (lamb.MOMENTS, lamb.APPLY)}
 _COLUMNS = [Column("optimizer", -16), Column("bytes", 14, 0), Column("GBps", 14, 1),
             Column("of_a_copy", 14, 2)]
-_READINGS = 15
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--elements", type=checked(parse_count), default=16_000_000,
-                        help="weights; more than a cache holds; default: 16M")
-    parser.add_argument("--json", metavar="FILE", help="write results; -: to stdout alone")
-    parser.set_defaults(action=run)
-
-
-def run(options: Namespace) -> int:
-    """Print the table, and write it if asked to; needs no MPI.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    if options.json:
-        refuse_unwritable(options.json)
-    way = "numba's code" if importlib.util.find_spec("numba") else "NumPy, for want of numba"
-    print(f"# {options.elements:,} float32, by {way}; bytes: read and written per weight, not "
-          f"counting norms\n{head(_COLUMNS)}")
-    rows = []
-    for row in _rows(options.elements):
-        rows.append(row)
-        print(line(row, _COLUMNS), flush=True)
-    if options.json:
-        write_json(options.json, "updates", {**machine(), "way": way,
-                                             "elements": options.elements}, rows)
-    return 0
+    vectors.declare_elements(parser, 16, "weights; more than a cache holds")
+    parser.set_defaults(action=lambda options: vectors.report(
+        "updates", options, _COLUMNS, lambda: (
+            f"by {way_here()}; bytes: read and written per weight, not counting norms",
+            {"way": way_here()}, _rows(options.elements))))
 
 
 def _rows(n: int) -> Iterator[Row]:
     """Measure each method's bytes per second, and the median of its ratio to a copy's."""
-    vectors = {name: np.full(n, 0.5, np.float32) for name in "wgmvb"}
+    weights = {name: np.full(n, 0.5, np.float32) for name in "wgmvb"}
     source, copy = np.ones(n, np.float32), np.zeros(n, np.float32)
     for name, updates in METHODS.items():
         numbers = {number: 0.5 for update in updates for number in update.numbers}
@@ -66,21 +43,15 @@ def _rows(n: int) -> Iterator[Row]:
 
         def step(updates: Sequence[Update] = updates, numbers: dict[str, float] = numbers) -> None:
             for update in updates:
-                update(vectors, numbers)
+                update(weights, numbers)
 
         step()
-        readings = [(_seconds(lambda: np.copyto(copy, source)), _seconds(step))
-                    for _ in range(_READINGS)]
+        readings = [(by_clock(lambda: np.copyto(copy, source)), by_clock(step))
+                    for _ in range(READINGS)]
         yield {"optimizer": name, "bytes": nbytes,
-               "GBps": nbytes * n / statistics.median(mine for _, mine in readings) / 1e9,
+               "GBps": nbytes * n / statistics.median(stepping for _, stepping in readings) / 1e9,
                "of_a_copy": statistics.median(
-                   nbytes / mine / (8 / copying) for copying, mine in readings)}
-
-
-def _seconds(action: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
+                   nbytes / stepping / (8 / copying) for copying, stepping in readings)}
 
 
 if __name__ == "__main__":
