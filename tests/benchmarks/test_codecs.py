@@ -6,7 +6,7 @@ from argparse import Namespace
 import host_kernels
 import simulated_gpu
 
-from mpiring.tools.bench import codecs
+from benchmarks import codecs
 from mpiring.reducers.codecs import kernels
 
 
