@@ -27,8 +27,8 @@ def vendor_of(text: str) -> str:
 
 def version_of(text: str) -> str:
     """Return the first version number in a text, or ""."""
-    found = re.search(r"\d+\.\d+[\w.]*", text)
-    return found[0].rstrip(".") if found else ""
+    number = re.search(r"\d+\.\d+[\w.]*", text)
+    return number[0].rstrip(".") if number else ""
 
 
 def related(first: str, second: str) -> bool:
@@ -352,15 +352,24 @@ class JobFacts:
     slurm: Slurm = Slurm()
 
     @property
-    def here(self) -> Rank:
+    def reporter(self) -> Rank:
         """The reporting rank."""
         return self.ranks[0]
 
     @property
+    def library(self) -> Library:
+        """The MPI library of the reporting rank."""
+        return self.reporter.library
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The environment variables of the reporting rank."""
+        return self.reporter.variables
+
+    @property
     def launcher(self) -> Launcher | None:
         """The launcher of this process, if it is one of several ranks."""
-        variables = self.here.variables
-        return launchers(variables)[0] if launcher_of(variables) else None
+        return launchers(self.variables)[0] if launcher_of(self.variables) else None
 
     @property
     def is_torn(self) -> bool:

