@@ -77,9 +77,9 @@ class Copy:
 
     def digest(self) -> str:
         """Return a hash of the content of the file."""
-        found = hashlib.sha256(self._header)
-        found.update(self._memory[:self._nbytes].data)
-        return found.hexdigest()[:_HASH_DIGITS]
+        content = hashlib.sha256(self._header)
+        content.update(self._memory[:self._nbytes].data)
+        return content.hexdigest()[:_HASH_DIGITS]
 
 
 def write_plain(path: Path, outline: Outline) -> None:

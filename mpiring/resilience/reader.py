@@ -159,7 +159,7 @@ class Reader:
         layouts = on_all_ranks(self._comm, "Checkpoints.load", check, CheckpointError,
                                f"rank {self._comm.rank}")
         return contents, mapped[0], {
-            rank: layout for some in layouts for rank, layout in some.items()}
+            rank: layout for checked in layouts for rank, layout in checked.items()}
 
     def _rebuilt(self, content: Content, pieces: Mapping[str, Any] | None = None) -> Any:
         return rebuild(content.text, {**content.data, **(pieces or {})}, self._kinds)
