@@ -10,7 +10,7 @@ from ..transport.layout import (
     COUNTER_CALLS, COUNTER_GATE, COUNTER_HELD, COUNTER_NANOSECONDS, COUNTER_RING,
     COUNTER_SEQUENCE, COUNTER_WORDS, GATE_FORKED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY,
     RING_SEQUENCE, RING_WORDS)
-from .recorder import Flight
+from .flight import Flight
 
 # So many calls are known by their identities. Beyond, those are forgotten that are neither in the
 # ring nor among the newer half.

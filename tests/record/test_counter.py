@@ -6,7 +6,8 @@ import time
 from mpiring.launch import forks
 from mpiring.operations.agreement import Call
 from mpiring.record.counter import OperationCounter
-from mpiring.record.recorder import CAPACITY, Flight, Recorder
+from mpiring.record.flight import Flight
+from mpiring.record.recorder import CAPACITY, Recorder
 from mpiring.transport.layout import (
     COUNTER_CALLS, COUNTER_GATE, COUNTER_HELD, COUNTER_NANOSECONDS, COUNTER_RING, GATE_CLOSED,
     GATE_FORKED, RING, RING_WORDS)
