@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import Config
 from ..errors import StallError
@@ -19,7 +19,6 @@ from .handle import Handle
 
 if TYPE_CHECKING:
     from ..transport.mpi import Mailbox
-    from .messages import Messages
 
 # How long a stalled rank waits for the others' answers before it reports.
 _ANSWER_S = 1.0
@@ -189,6 +188,16 @@ class _Inquiry:
     waiting: set[int] = field(default_factory=set)
 
 
+class Owner(Protocol):
+    """Whose messages are watched.
+
+    Attributes:
+        config: Its settings; may be replaced.
+    """
+
+    config: Config
+
+
 class MessageWatch:
     """Watch over the messages for which callers wait, in touch with the other ranks'.
 
@@ -197,7 +206,7 @@ class MessageWatch:
         owner: Its `config.stall_warning_s` counts.
     """
 
-    def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Messages", recorder: Recorder,
+    def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Owner", recorder: Recorder,
                  warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]

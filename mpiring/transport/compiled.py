@@ -64,7 +64,7 @@ def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
 
 
 def _dialect(intrinsics: Any, name: str, words_at: Any) -> Any:
-    """Return the protocol's dialect for a dtype; see protocol.Dialect."""
+    """Return the protocol's dialect for a dtype; see protocol.protocol."""
     inlined, clock_gettime = intrinsics.inlined, intrinsics.clock_gettime
     add_atomic = intrinsics.add_atomic
     slot, write_header, write, read = _copying(intrinsics)

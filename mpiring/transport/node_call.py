@@ -282,6 +282,7 @@ def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -
     return call
 
 
+@functools.cache
 def _has_cores(ranks: int) -> bool:
     """Return whether each rank of a node has a core of its own, as far as one can tell."""
     every = os.cpu_count() or 1

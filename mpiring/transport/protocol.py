@@ -26,7 +26,7 @@ slot, notes that, and arrives at three barriers at once: then all others write t
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from .layout import (
     AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_COUNT,
@@ -47,12 +47,14 @@ _AHEAD = (AREAS << COUNT_BITS) - ENDED
 _NOTE = NOTE_WORD + NOTE_WORDS
 
 
-class Dialect(Protocol):
-    """What the protocol is written in; `call` is the words of a call, in any form.
+def protocol(d: Any) -> Callable[..., Any]:
+    """Return `run(call, how, vector)`, which runs a call as far as it goes; see layout.
 
-    Offsets within areas are in words, those within slots and vectors in elements.
+    Args:
+        d: The dialect: what the protocol is written in. `call` is the words of a call, in any form.
+            Offsets within areas are in words, those within slots and vectors in elements.
 
-    Attributes:
+    A dialect has:
         form: What is written beside a digest; see layout.FORM_WORD.
         inlined: Wraps each function of the text.
         counter: Given a call, returns the words of its counter.
@@ -71,31 +73,6 @@ class Dialect(Protocol):
         relax, give_way: Called between two looks: keep the core, or give it away.
         now: Given a call, returns the time in ns.
         count: Given a call and ns, counts one more fast call; returns how many there were.
-    """
-
-    form: int
-    inlined: Callable[[Any], Any]
-    counter: Any
-    bind: Any
-    load: Any
-    have_come: Any
-    store: Any
-    publish: Any
-    write_header: Any
-    write: Any
-    read: Any
-    reduce: Any
-    relax: Any
-    give_way: Any
-    now: Any
-    count: Any
-
-
-def protocol(d: Any) -> Callable[..., Any]:
-    """Return `run(call, how, vector)`, which runs a call as far as it goes; see layout.
-
-    Args:
-        d: A `Dialect`.
     """
     counter_of, have_come, begin, meet, run_phases = (
         d.counter, d.have_come, _beginning(d), _meeting(d), _phases(d))
@@ -129,12 +106,13 @@ def _phases(d: Any) -> Any:
         for _ in range(_PHASES):
             j = call[CALL_PHASE]
             if call[CALL_STAGE] == WRITING:
+                if j <= call[CALL_LAST]:
+                    write(call, j)
                 if j > 0:
                     reduce(call, j)
                 if j > call[CALL_LAST]:
                     leave(call, counter)
                     return DONE
-                write(call, j)
                 arrive(call, counter, j)
                 call[CALL_STAGE] = MEETING
                 if how == PUBLISH:
