@@ -8,7 +8,7 @@ Any thread may call these functions, which leave its current device and stream u
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -21,7 +21,6 @@ from ..memory.tensors import GPU_TYPES, torch_dtype
 from . import pinning
 from .base import DeviceVector, Event
 from .device import Device
-from .kernels import Kernel
 
 # cudaHostRegisterPortable; HIP has the same.
 _PORTABLE = 1
@@ -185,10 +184,10 @@ class AcceleratorStream:
         with self._used():
             _bytes_of(x).zero_()
 
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Raise MissingDependencyError: kernels are launched by CuPy."""
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Raise MissingDependencyError: array operations are CuPy's."""
         raise MissingDependencyError(
-            f"the kernel {kernel.name} needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)")
+            f"{function.__qualname__} needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)")
 
     def record(self) -> AcceleratorEvent:
         """Return a mark behind all that is queued."""
@@ -210,7 +209,7 @@ class Accelerator:
     Attributes:
         index: Its number among those that this process sees.
         name: For messages.
-        programmable: False: it takes no kernels.
+        programmable: False: its streams take no array operations.
     """
 
     programmable = False

@@ -1,7 +1,7 @@
 """Protocols of a GPU, its streams and events; and vectors in a GPU's memory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,7 +10,6 @@ from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
 from ..memory.arrays import Array, data_address, dtype_name
-from .kernels import Kernel
 
 if TYPE_CHECKING:
     from .device import Device
@@ -52,13 +51,12 @@ class Stream(Protocol):
     def clear(self, x: "DeviceVector") -> None:
         """Queue to fill a vector with zeros."""
 
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel; only where the GPU is programmable.
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue array operations; only where the GPU is programmable.
 
         Args:
-            kernel: Its threads share the work in loops.
-            work: The most threads that have work.
-            values: Of its struct.
+            function: Called at once, with CuPy, whose operations are queued, and the arguments.
+            arguments: Vectors become CuPy arrays of the same memory; all others stay as they are.
         """
 
     def record(self) -> Event:
@@ -74,7 +72,7 @@ class Gpu(Protocol):
     Attributes:
         index: Its number among those that this process sees.
         name: For messages.
-        programmable: Its streams take kernels.
+        programmable: Its streams take array operations.
     """
 
     index: int

@@ -9,7 +9,7 @@ import functools
 import struct
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -169,16 +169,29 @@ class CudaStream:
                                  divides)
         read, written = [[vector.address for vector in vectors] for vectors in (sources, outs)]
         cut = kernels.packing([*read, *written], x.size, x.itemsize)
-        self.launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
-                    packs=cut.packs, divisor=number)
+        self._launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
+                     packs=cut.packs, divisor=number)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue to fill a vector with zeros."""
         with self._cuda.current():
             self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
 
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel; see gpu.Stream."""
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue array operations; see gpu.Stream."""
+        cuda = self._cuda
+        with cuda.current(), self._stream:
+            function(cuda.cupy, *[cuda.array(x, x.shape) if isinstance(x, DeviceVector) else x
+                                  for x in arguments])
+
+    def _launch(self, kernel: Kernel, work: int, **values: object) -> None:
+        """Queue a kernel.
+
+        Args:
+            kernel: Its threads share the work in loops.
+            work: The most threads that have work.
+            values: Of its struct.
+        """
         blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
         with self._cuda.current():
             kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
@@ -231,7 +244,7 @@ class Cuda:
     Attributes:
         index: That.
         name: For messages.
-        programmable: True: it takes kernels.
+        programmable: True: its streams take array operations.
         cupy, runtime: CuPy, and its module for CUDA's runtime.
         most_blocks: Blocks of threads in one launch.
 

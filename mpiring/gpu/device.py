@@ -1,7 +1,7 @@
 """Copies and combines vectors on a GPU, in the right order."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -11,7 +11,6 @@ import numpy as np
 from ..memory.arrays import Array
 from ..memory.scratch import Scratch
 from .base import DeviceVector, Event, Gpu, Stream
-from .kernels import Kernel
 from .staging import Staging
 
 # Idle scratch vectors, of few lengths: enough for all operations under way. Giving one back to
@@ -126,10 +125,11 @@ class Device:
             with self._at_work() as stream:
                 stream.clear(x)
 
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel; see Stream.launch."""
-        with self._at_work() as stream:
-            stream.launch(kernel, work, **values)
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue array operations, unless the first argument is empty; see Stream.compute."""
+        if arguments[0].size:
+            with self._at_work() as stream:
+                stream.compute(function, *arguments)
 
     @contextmanager
     def _at_work(self) -> Iterator[Stream]:

@@ -1,6 +1,6 @@
 """Sends 16 bits per number between nodes, and adds in float32."""
 
-from .codecs.halves import Halves
+from .codecs.halves import SixteenBit
 from .two_phase import Encoding
 
 
@@ -20,7 +20,7 @@ class Cast(Encoding):
     """
 
     def __init__(self, dtype: str = "bfloat16") -> None:
-        super().__init__(Halves(dtype))
+        super().__init__(SixteenBit(dtype))
         self.dtype = dtype
 
     def __repr__(self) -> str:

@@ -16,7 +16,6 @@ from ..gpu.device import Device
 from ..memory.arrays import Array, bounds_of, cut
 from ..memory.reduction import reduction
 from ..transport.base import Request, Schedule, together
-from .codecs import kernels
 from .codecs.base import Codec
 from .compressor import Compressor
 from .exchange import SliceExchange
@@ -44,7 +43,7 @@ class Encoding(Compressor):
     def prepare(self, device: Device | None) -> None:
         """Encode and decode one number, so that what is compiled is compiled now."""
         x = vectors.zeros(1, np.float32, device)
-        codec = kernels.at(self._codec, x)
+        codec = self._codec
         payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
         for lost in (None, x):
             codec.encode(x, payload, lost, 0)
@@ -72,7 +71,7 @@ def average(exchange: SliceExchange, codec: Codec, x: Wide,
 
     Source: the two phases are those of Tang et al., ICML 2021 (1-bit Adam), figure 3.
     """
-    codec, p = kernels.at(codec, x), exchange.net.size
+    p = exchange.net.size
     message_bytes = max(min(_LONGEST_BYTES, _IN_ALL_BYTES // p), _SHORTEST_BYTES)
     count = max(1, -(-codec.payload_size(x.size) // (p * message_bytes)))
     bounds = bounds_of(x.size, count, codec.alignment)

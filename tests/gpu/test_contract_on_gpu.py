@@ -138,6 +138,6 @@ def test_broadcast(cupy):
 
 
 def test_the_memory_of_tests_keeps_what_is_put(device):
-    memory = GpuMemory(device, device.gpu.stream())
+    memory = GpuMemory(device)
     x = np.arange(100.0)
     assert (memory.get(memory.put(x, 8)) == x).all()

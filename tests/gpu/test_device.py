@@ -1,9 +1,11 @@
 """Tests vectors on a GPU, and what is lent to copies; the order of work is in test_on_device.py."""
 
+import kernel_cases as cases
 import ml_dtypes
 import numpy as np
 import pytest
 import simulated_gpu
+from gpu_memory import GpuMemory
 from simulated_gpu import SimulatedGpu, content, installed
 
 from mpiring import ConfigError
@@ -56,6 +58,11 @@ def test_copies_of_all_kinds(device):
     plain = np.empty(1000)
     copy_to(plain, x)
     assert np.array_equal(plain, x)
+
+
+@pytest.mark.parametrize("names", cases.CONVERSIONS, ids=" to ".join)
+def test_conversions_have_the_bits_of_the_host(device, names):
+    cases.check_convert(GpuMemory(device), names)
 
 
 def test_scratch_memory_has_few_lengths(device, monkeypatch):
