@@ -109,7 +109,7 @@ class Gpu(Protocol):
         """Return a mark on a user's stream.
 
         Args:
-            stream: PyTorch's; by default the current one of its package.
+            stream: PyTorch's, or CUDA's pointer to it; by default the current one of its package.
         """
 
     def follow(self, event: Event) -> None:

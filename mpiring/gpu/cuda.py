@@ -286,11 +286,11 @@ class Cuda:
         return CudaStream(self)
 
     def mark(self, stream: Any = None) -> CudaEvent:
-        """Return a mark on a stream of PyTorch's; by default on CuPy's current one."""
+        """Return a mark on a stream of PyTorch's, or at a pointer; by default on CuPy's current."""
         with self.current():
             if stream is None:
-                return CudaEvent(self, self.cupy.cuda.get_current_stream(self.index).ptr)
-            return CudaEvent(self, stream.cuda_stream)
+                stream = self.cupy.cuda.get_current_stream(self.index).ptr
+            return CudaEvent(self, getattr(stream, "cuda_stream", stream))
 
     def follow(self, event: Event) -> None:
         """Make work that CuPy queues from now on, on its current stream, wait for an event."""

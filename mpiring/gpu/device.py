@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..memory.arrays import Array
 from ..memory.scratch import Scratch
@@ -90,6 +91,19 @@ class Device:
     def allocate(self, nbytes: int) -> DeviceVector:
         """Return new memory on the GPU, as bytes of undefined content."""
         return self.gpu.allocate(nbytes, self)
+
+    def vector_at(self, address: int, n: int, dtype: DTypeLike, owner: object) -> DeviceVector:
+        """Return memory of the GPU that is not mpiring's as a vector.
+
+        Args:
+            address: Of the first of `n` elements; 0 where there are none.
+            dtype: Of NumPy's, or bfloat16 of ml_dtypes.
+            owner: Keeps the memory alive; a tensor, if the GPU is PyTorch's.
+
+        Raises:
+            ConfigError: The dtype cannot be sent.
+        """
+        return DeviceVector(self, address, n, np.dtype(dtype), owner)
 
     def to_host(self, x: DeviceVector, out: Array) -> Event:
         """Queue a copy to pinned host memory; return its event."""

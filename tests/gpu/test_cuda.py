@@ -390,6 +390,6 @@ def test_read_only_arrays_may_be_sent(cupy):
 def test_an_older_cupy_has_no_bfloat16(cupy):
     import ml_dtypes
     cupy.__version__ = "13.6.0"
-    x = arrays.vector_at(0x3000, 4, ml_dtypes.bfloat16, cuda.device(0), None)
+    x = cuda.device(0).vector_at(0x3000, 4, ml_dtypes.bfloat16, None)
     with pytest.raises(ConfigError, match="13.6.0 has no bfloat16"):
         x.device.gpu.array(x, (4,))

@@ -173,9 +173,9 @@ def test_memory_that_a_copy_uses_is_not_freed(monkeypatch):
 
 
 def test_a_device_has_a_name(monkeypatch, device):
-    module = installed(monkeypatch)
+    simulated = installed(monkeypatch)
     assert device_named(device, 0) is device
-    assert device_named("cuda", 5) is device_named("cuda:0", 0) is module.device(0)
+    assert device_named("cuda", 5) is device_named("cuda:0", 0) is simulated
     for wish in ("gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0"):
         with pytest.raises(ConfigError, match="expected cpu, cuda"):
             device_named(wish, 0)

@@ -143,7 +143,7 @@ def apart():
     ("one", "mean"), ("one", "some"), *(("each", reducer) for reducer in REDUCERS)])
 def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes):
     if nodes == "each":
-        if comm.size > 2 and isinstance(gpu, simulated_gpu.Installed):
+        if comm.size > 2 and isinstance(gpu, simulated_gpu.SimulatedDevice):
             pytest.skip(reason="takes long; see tests/reducers/test_on_gpus.py")
         comm = apart
     host = trained(comm, lambda x: x, lambda x: x, REDUCERS[reducer]())
