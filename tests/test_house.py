@@ -1,6 +1,7 @@
 """Holds the code to the rules of the house: layers, size, docstrings, exports, light imports."""
 
 import ast
+import functools
 import importlib
 import inspect
 import os
@@ -41,8 +42,8 @@ ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 # open what their user names, the rest what the kernel makes.
 FILE_OPENERS = {"files.py", "memory/window.py", "torch/threads.py", "tools/bench/jobs.py",
                 "tools/bench/memory.py", "tools/files.py", "tools/lab/lab.py", "tools/output.py"}
-OPENING = re.compile(r"(?<!def )(?<![.\w])open\((?!.*opener=)|\bos\.(open|replace)\("
-                     r"|\.write_(text|bytes)\(|\bmkstemp\(")
+OPENING = (r"(?<!def )(?<![.\w])open\((?!.*opener=)|\bos\.(open|replace)\("
+           r"|\.write_(text|bytes)\(|\bmkstemp\(")
 LONG_FILES: dict[str, str] = {}  # files of more than 400 lines of code: why they are one
 MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "engine/group.py",
              "engine/opening.py", "communicator.py", "launch/gpu_aware.py",
@@ -61,10 +62,12 @@ def layer_of(room):
     return next(i for i, rooms in enumerate(LAYERS) if room in rooms)
 
 
+@functools.cache
 def tree_of(path):
     return ast.parse(path.read_text())
 
 
+@functools.cache
 def imports_of(path):
     """Return the files of the package that a file imports, but for what only types need."""
     found = set()
@@ -87,19 +90,21 @@ def tool_of(path):
     return parts[1] if parts[0] == "tools" and len(parts) > 2 else None
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_down_only(path):
-    here = room_of(path)
-    for file in imports_of(path):
+def test_imports_go_down_only():
+    upward = []
+    for path in FILES:
+        room = room_of(path)
         # The version is in __init__.
-        there = room_of(file) if file != PACKAGE / "__init__.py" else here
-        assert layer_of(there) <= layer_of(here), f"{here} imports {there}"
+        rooms = {room_of(file) for file in imports_of(path) - {PACKAGE / "__init__.py"}}
+        upward += [f"{name_of(path)} imports {other}" for other in rooms
+                   if layer_of(other) > layer_of(room)]
+    assert not upward
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_tool_imports_another(path):
-    for file in imports_of(path):
-        assert tool_of(path) is None or tool_of(file) in (None, tool_of(path)), name_of(file)
+def test_no_tool_imports_another():
+    assert not [f"{name_of(path)} imports {name_of(file)}"
+                for path in FILES if tool_of(path) for file in imports_of(path)
+                if tool_of(file) not in (None, tool_of(path))]
 
 
 def test_imports_make_no_circle():
@@ -118,43 +123,64 @@ def docstring_lines(tree):
             for line in range(node.body[0].lineno, node.body[0].end_lineno + 1)}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_files_and_functions_are_small(path):
-    tree, lines = tree_of(path), path.read_text().splitlines()
-    docstrings = docstring_lines(tree)
-    code = {number for number, line in enumerate(lines, 1)
+def code_lines(path):
+    """Return the numbers of the lines that are neither empty, nor comments, nor docstrings."""
+    docstrings = docstring_lines(tree_of(path))
+    return {number for number, line in enumerate(path.read_text().splitlines(), 1)
             if line.strip() and not line.strip().startswith("#") and number not in docstrings}
-    # A class is not cut to fit. A longer file needs a reason, which stands beside its name.
-    assert len(code) <= 400 or name_of(path) in LONG_FILES, f"{len(code)} lines of code"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            length = len(set(range(node.lineno, node.end_lineno + 1)) - docstrings)
-            assert length <= 40, f"{node.name} has {length} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_everything_public_is_told(path):
-    tree = tree_of(path)
-    first = (ast.get_docstring(tree) or "").partition("\n")[0]
-    assert first.endswith((".", ":")) or "," in first, "the first line says what the file does"
-    scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))]
-    for scope in scopes:
-        for node in scope.body:
-            private = getattr(node, "name", "_").startswith("_")
-            hidden = getattr(scope, "name", "").startswith("_")
-            if isinstance(node, ast.FunctionDef | ast.ClassDef) and not private and not hidden:
-                assert ast.get_docstring(node), f"{node.name} has no docstring"
+def test_long_files_say_why_they_are_one():
+    """A class is not cut to fit. A file of many lines has a reason, which stands by its name."""
+    long = {name_of(path) for path in FILES if len(code_lines(path)) > 400}
+    assert long == LONG_FILES.keys()
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_forbidden_things(path):
-    text, name = path.read_text(), name_of(path)
-    assert not re.search(r"^\s*assert ", text, re.MULTILINE), "asserts are no checks of input"
-    assert not re.search(r"\b(TODO|FIXME|XXX)\b", text)
-    assert not re.search(r"\b(environ|getenv)\b", text) or name in ENVIRONMENT_READERS
-    assert not re.search(r"^\s*(from|import) mpi4py", text, re.MULTILINE) or name in MPI_USERS
-    assert not OPENING.search(text) or name in FILE_OPENERS
-    assert not {"utils", "helpers", "core"} & set(path.relative_to(PACKAGE).with_suffix("").parts)
+def test_functions_are_short():
+    long = []
+    for path in FILES:
+        docstrings = docstring_lines(tree_of(path))
+        lengths = {f"{name_of(path)}: {node.name}":
+                   len(set(range(node.lineno, node.end_lineno + 1)) - docstrings)
+                   for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef)}
+        long += [f"{name} has {length} lines" for name, length in lengths.items() if length > 40]
+    assert not long
+
+
+def test_everything_public_is_told():
+    silent = []
+    for path in FILES:
+        tree = tree_of(path)
+        first = (ast.get_docstring(tree) or "").partition("\n")[0]
+        # The first line says what the file does.
+        silent += [name_of(path)] if not first.endswith((".", ":")) and "," not in first else []
+        scopes = [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef)
+                          and not node.name.startswith("_"))]
+        silent += [f"{name_of(path)}: {node.name}" for scope in scopes for node in scope.body
+                   if isinstance(node, ast.FunctionDef | ast.ClassDef)
+                   and not node.name.startswith("_") and not ast.get_docstring(node)]
+    assert not silent
+
+
+FORBIDDEN = {  # what no file may have, but those that are for it
+    "asserts are no checks of input": (r"^\s*assert ", ()),
+    "nothing is left to do": (r"\b(TODO|FIXME|XXX)\b", ()),
+    "the environment is read elsewhere": (r"\b(environ|getenv)\b", ENVIRONMENT_READERS),
+    "mpi4py is imported elsewhere": (r"^\s*(from|import) mpi4py", MPI_USERS),
+    "files are opened by mpiring.files": (OPENING, FILE_OPENERS),
+}
+
+
+@pytest.mark.parametrize("reason", FORBIDDEN)
+def test_forbidden_things(reason):
+    pattern, allowed = FORBIDDEN[reason]
+    assert not [name_of(path) for path in FILES if name_of(path) not in allowed
+                and re.search(pattern, path.read_text(), re.MULTILINE)]
+
+
+def test_no_file_is_called_utils():
+    assert not [name_of(path) for path in FILES if {"utils", "helpers", "core"}
+                & set(path.relative_to(PACKAGE).with_suffix("").parts)]
 
 
 def test_collectives_say_whether_they_block():
