@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mpiring.gpu import kernels
-from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.device import DeviceVector
 from mpiring.gpu.cuda import CudaStream
 
 _SHIM = Path(__file__).with_suffix(".cpp")

@@ -22,8 +22,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpiring.errors import MissingDependencyError
 from mpiring.gpu import cuda
-from mpiring.gpu.base import DeviceVector
-from mpiring.gpu.device import Device
+from mpiring.gpu.device import Device, DeviceVector
 from mpiring.memory.reduction import reduction
 
 JUNK = 0xA5

@@ -9,7 +9,7 @@ import numpy as np
 from mpiring import BufferMismatchError, Config
 from mpiring.gpu import vectors
 from mpiring.gpu.arrays import vector_of
-from mpiring.gpu.base import DeviceVector, await_event
+from mpiring.gpu.device import DeviceVector, await_event
 from mpiring.memory.reduction import reduction
 
 _DEADLINE_S = 30

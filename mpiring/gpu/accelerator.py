@@ -19,8 +19,7 @@ from ..errors import ConfigError, MissingDependencyError, TransportError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
 from . import pinning
-from .base import DeviceVector, Event
-from .device import Device
+from .device import Device, DeviceVector, Event
 
 # cudaHostRegisterPortable; HIP has the same.
 _PORTABLE = 1

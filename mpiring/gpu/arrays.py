@@ -14,8 +14,7 @@ from numpy.typing import DTypeLike
 from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import flat
 from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
-from .base import DeviceVector, Event
-from .device import Device
+from .device import Device, DeviceVector, Event
 
 if TYPE_CHECKING:
     import torch

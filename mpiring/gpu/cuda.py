@@ -18,8 +18,7 @@ import numpy as np
 from ..errors import ConfigError, MissingDependencyError, TransportError
 from ..memory.arrays import Array, dtype_name
 from . import kernels, pinning
-from .base import DeviceVector, Event
-from .device import Device
+from .device import Device, DeviceVector, Event
 from .kernels import Kernel
 
 # cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, for which CuPy has no names.

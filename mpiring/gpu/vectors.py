@@ -11,8 +11,7 @@ from numpy.typing import DTypeLike
 from ..memory import sixteen
 from ..memory.arrays import Array, dtype_name
 from ..memory.reduction import quietly
-from .base import DeviceVector, await_event
-from .device import Device
+from .device import Device, DeviceVector, await_event
 
 
 def copy_to(out: Any, x: Any) -> None:

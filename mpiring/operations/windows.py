@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..collectives.operation import NOWHERE
-from ..gpu.base import address_of
+from ..gpu.device import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
 from ..transport.base import Node, Schedule, T

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..gpu.base import DeviceVector, Event, await_event
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..record.statistics import Statistics
 from ..reducers.reducer import Reducer
 from ..text import first_few

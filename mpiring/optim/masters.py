@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu import vectors
-from ..gpu.base import DeviceVector
+from ..gpu.device import DeviceVector
 from ..memory import sixteen
 from ..memory.arrays import SIXTEEN_BIT, dtype_name
 from ..memory.reduction import quietly

@@ -8,8 +8,7 @@ import numpy as np
 
 from ..communicator import Communicator
 from ..gpu import vectors
-from ..gpu.base import DeviceVector
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
 from .parts import Part

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu.base import DeviceVector
+from ..gpu.device import DeviceVector
 from ..memory import compiled
 from ..memory.arrays import Array
 from ..memory.reduction import quietly

@@ -12,7 +12,7 @@ from ..buckets.bucket import Bucket
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..errors import ConfigError
-from ..gpu.base import await_event
+from ..gpu.device import await_event
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..text import first_few

@@ -17,8 +17,7 @@ from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
 from ..errors import ConfigError, GradientError
-from ..gpu.base import Event, await_event
-from ..gpu.device import Device
+from ..gpu.device import Device, Event, await_event
 from ..operations.agreement import Call
 from ..reducers.by_name import Wish, compressors, reducers_of
 from ..reducers.compressor import Compressor

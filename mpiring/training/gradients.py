@@ -10,8 +10,7 @@ from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
 from ..errors import ConfigError
-from ..gpu.base import Event
-from ..gpu.device import Device
+from ..gpu.device import Device, Event
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..record.recorder import Flight

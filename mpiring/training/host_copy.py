@@ -6,8 +6,7 @@ import numpy as np
 
 from ..buckets.bucket import Bucket
 from ..communicator import Communicator
-from ..gpu.base import DeviceVector
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector
 from ..memory.arrays import Array
 from ..operations.operation import Collectives
 from ..reducers.reducer import Reducer

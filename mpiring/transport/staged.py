@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..gpu.base import DeviceVector, Event
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector, Event
 from .base import Array, Channel, Request
 
 

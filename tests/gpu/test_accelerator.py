@@ -9,7 +9,7 @@ from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError, TransportError
 from mpiring.gpu import arrays, cuda
-from mpiring.gpu.base import await_event
+from mpiring.gpu.device import await_event
 from mpiring.gpu.vectors import multiply
 from mpiring.memory.reduction import OPS, reduction
 

@@ -10,9 +10,8 @@ from gpu_memory import GpuMemory
 
 from mpiring.gpu import cuda
 from mpiring.gpu.arrays import vector_of
-from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.device import Device, DeviceVector
 from mpiring.gpu.cuda import Cuda, CudaStream
-from mpiring.gpu.device import Device
 from mpiring.gpu.vectors import copy_to
 from mpiring.operations.exports import Exports
 from mpiring.operations.on_device import SLOT_BYTES, GpuContext, in_context

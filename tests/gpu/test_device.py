@@ -10,9 +10,7 @@ from simulated_gpu import SimulatedGpu, content, installed
 
 from mpiring import ConfigError
 from mpiring.gpu.arrays import device_named, is_on_gpu, vector_of
-from mpiring.gpu.base import DeviceVector, await_event
-from mpiring.gpu.device import Device
-from mpiring.gpu.staging import Staging
+from mpiring.gpu.device import Device, DeviceVector, Staging, await_event
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of, pieces_of
 
@@ -131,7 +129,7 @@ class Plain:
 
 
 def test_few_slots_are_looked_at_and_idle_ones_are_freed(monkeypatch):
-    monkeypatch.setattr("mpiring.gpu.staging._KEEP_BYTES", 1 << 20)
+    monkeypatch.setattr("mpiring.gpu.device._KEEP_BYTES", 1 << 20)
     staging = Staging(Plain())
     copies = [Copy(staging, False) for _ in range(100)]
     for slot, copy in zip([staging.take(5000) for _ in copies], copies):
@@ -153,8 +151,8 @@ def test_few_slots_are_looked_at_and_idle_ones_are_freed(monkeypatch):
 
 
 def test_memory_that_a_copy_uses_is_not_freed(monkeypatch):
-    monkeypatch.setattr("mpiring.gpu.staging._KEEP_BYTES", 0)
-    monkeypatch.setattr("mpiring.gpu.staging._KEEP", 2)
+    monkeypatch.setattr("mpiring.gpu.device._KEEP_BYTES", 0)
+    monkeypatch.setattr("mpiring.gpu.device._KEEP", 2)
     staging = Staging(Plain())
     slots = [staging.take(5000) for _ in range(20)]
     copies = [Copy(staging, False) for _ in slots]

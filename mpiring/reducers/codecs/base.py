@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import ConfigError
-from ...gpu.base import DeviceVector
+from ...gpu.device import DeviceVector
 from ...memory.arrays import Array
 from ...memory.reduction import quietly
 

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from ...gpu.base import Event
+from ...gpu.device import Event
 
 # Calls per case and round, at least and at most.
 _FEWEST, MOST_CALLS = 2, 200
