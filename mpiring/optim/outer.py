@@ -22,7 +22,7 @@ from ..memory.nests import mapped
 from ..memory.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from ..reducers.by_name import Wish, reducers_of
+from ..reducers.reducer import ReducerSpec, reducers_of
 from . import state
 from .fragments import Fragment, PseudoGradients, Weights, cut
 from .settings import Scheduled, at, settings_of
@@ -47,7 +47,7 @@ class Outer:
 
     def __init__(self, model: Any, comm: Communicator, *, every: int, start: int, lr: Scheduled,
                  momentum: Scheduled, fragments: int, delay: int, alpha: float | None,
-                 reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
+                 reducer: ReducerSpec, sharded: bool, bucket_bytes: int) -> None:
         refuse_other_than_communicators(comm)
         self.comm, self.steps = comm, 0
         with same_on_all(comm, type(self).__name__) as same:
@@ -73,7 +73,7 @@ class Outer:
         self._trained = 0
         self._plan()
 
-    def _cut(self, count: int, reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
+    def _cut(self, count: int, reducer: ReducerSpec, sharded: bool, bucket_bytes: int) -> None:
         with same_on_all(self.comm, type(self).__name__) as same:
             parts = cut(self._weights.tensors, count)
             reducers = reducers_of([tensor.name for tensor in self._weights.tensors], reducer)
@@ -446,7 +446,7 @@ class LocalSGD(Outer):
     """
 
     def __init__(self, model: Any, comm: Communicator, *, every: int, start: int = 0,
-                 reducer: Wish = None, sharded: bool = False,
+                 reducer: ReducerSpec = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
         super().__init__(model, comm, every=every, start=start, lr=1.0, momentum=0.0, fragments=1,
                          delay=0, alpha=0.0, reducer=reducer, sharded=sharded,
@@ -480,7 +480,7 @@ class DiLoCo(Outer):
 
     def __init__(self, model: Any, comm: Communicator, *, every: int, lr: Scheduled = 0.7,
                  momentum: Scheduled = 0.9, fragments: int = 1, delay: int = 0,
-                 alpha: float | None = None, reducer: Wish = None, sharded: bool = False,
+                 alpha: float | None = None, reducer: ReducerSpec = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
         super().__init__(model, comm, every=every, start=0, lr=lr, momentum=momentum,
                          fragments=fragments, delay=delay, alpha=alpha, reducer=reducer,

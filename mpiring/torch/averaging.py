@@ -15,7 +15,7 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..memory.tensors import numpy_dtype
-from ..reducers.by_name import Wish
+from ..reducers.reducer import ReducerSpec
 from ..training.gradients import Gradients
 from ..training.weighing import Weighing
 from .devices import gpu_of, marker_of, selector_of
@@ -37,7 +37,7 @@ class Settings:
     """
 
     bucket_bytes: int | None
-    reducer: Wish
+    reducer: ReducerSpec
     deterministic: bool
     order: Sequence[str] | None
     find_unused: bool

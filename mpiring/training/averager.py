@@ -19,7 +19,7 @@ from ..engine.handle import Handle
 from ..errors import ConfigError, GradientError
 from ..gpu.device import Device, Event, await_event
 from ..operations.agreement import Call
-from ..reducers.by_name import Wish, compressors, reducers_of
+from ..reducers.reducer import ReducerSpec, compressors, reducers_of
 from ..reducers.compressor import Compressor
 from ..reducers.reducer import Reducer, reduce_of, scatter_of
 from .host_copy import HostCopy
@@ -117,7 +117,7 @@ class Averager:
     noun, holder, cycle = "tensor", "views", "step"
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
-                 bucket_bytes: int, reducer: Wish = None, deterministic: bool = False,
+                 bucket_bytes: int, reducer: ReducerSpec = None, deterministic: bool = False,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
                  mark: Callable[[], Event] | None = None, operations: Operations | None = None,

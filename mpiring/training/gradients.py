@@ -15,8 +15,8 @@ from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..record.recorder import Flight
 from ..record.statistics import Statistics
-from ..reducers.by_name import Wish
-from ..reducers.exchange import Cost
+from ..reducers.reducer import ReducerSpec
+from ..reducers.compressor import Cost
 from ..transport.base import Schedule, T
 from .averager import Averager
 from .nonfinite import NonFinite
@@ -39,7 +39,7 @@ class Gradients(Averager):
     noun, holder, cycle = "gradient", "grads", "backward pass"
 
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
-                 bucket_bytes: int | None, reducer: Wish, deterministic: bool,
+                 bucket_bytes: int | None, reducer: ReducerSpec, deterministic: bool,
                  order: Sequence[str] | None = None, steps: int = 0,
                  moved: Callable[[str], None] | None = None, device: Device | None = None,
                  mark: Callable[[], Event] | None = None, weighing: Weighing | None = None,
