@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, MissingDependencyError, TransportError
+from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import Array, dtype_name
-from . import kernels, pinning
-from .device import Device, DeviceVector, Event
+from . import kernels
+from .device import Device, DeviceVector, Event, Gpu, Mark
 from .kernels import Kernel
 
 # cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, for which CuPy has no names.
@@ -98,8 +98,8 @@ def device(index: int) -> Device:
         return _devices[index]
 
 
-class CudaEvent:
-    """A mark in a stream; see gpu.Event.
+class CudaEvent(Mark):
+    """A mark in a stream.
 
     Args:
         cuda: The GPU; current.
@@ -112,26 +112,21 @@ class CudaEvent:
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
         cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
-        self._done = False
 
-    def __repr__(self) -> str:
-        return "work queued on a GPU"
+    def _query(self) -> bool:
+        runtime = self._cuda.runtime
+        # In a new thread CUDA would open the first GPU otherwise.
+        with self._cuda.current():
+            status = runtime.eventQuery(self.pointer)
+        if status not in (0, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
-    def test(self) -> bool:
-        """Return whether all that was queued before it is done.
 
-        Raises:
-            TransportError: The GPU has failed.
-        """
-        if not self._done:
-            runtime = self._cuda.runtime
-            # In a new thread CUDA would open the first GPU otherwise.
-            with self._cuda.current():
-                status = runtime.eventQuery(self.pointer)
-            if status not in (0, _NOT_READY):
-                raise TransportError(f"the GPU failed: {runtime.CUDARuntimeError(status)}")
-            self._done = status == 0
-        return self._done
+def _pointer_of(event: Event) -> Any:
+    if not isinstance(event, CudaEvent):
+        raise ConfigError(f"{event!r} is no event of CUDA's")
+    return event.pointer
 
 
 class CudaStream:
@@ -203,9 +198,7 @@ class CudaStream:
 
     def wait(self, event: Event) -> None:
         """Have what is queued from now on wait for an event, of CUDA's."""
-        if not isinstance(event, CudaEvent):
-            raise ConfigError(f"{event!r} is no event of CUDA's")
-        self._cuda.runtime.streamWaitEvent(self._stream.ptr, event.pointer)
+        self._cuda.runtime.streamWaitEvent(self._stream.ptr, _pointer_of(event))
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
@@ -234,16 +227,13 @@ class _Memory:
         weakref.finalize(self, cuda.free, self.address).atexit = False
 
 
-class Cuda:
+class Cuda(Gpu):
     """One of NVIDIA's GPUs; see gpu.Gpu.
 
     Args:
         index: As CUDA counts those that this process sees.
 
     Attributes:
-        index: That.
-        name: For messages.
-        programmable: True: its streams take array operations.
         cupy, runtime: CuPy, and its module for CUDA's runtime.
         most_blocks: Blocks of threads in one launch.
 
@@ -251,8 +241,6 @@ class Cuda:
         MissingDependencyError: There is no CuPy or no GPU.
         ConfigError: There is no GPU of this index.
     """
-
-    programmable = True
 
     def __init__(self, index: int) -> None:
         self.cupy = cupy()
@@ -293,12 +281,10 @@ class Cuda:
 
     def follow(self, event: Event) -> None:
         """Make work that CuPy queues from now on, on its current stream, wait for an event."""
-        if not isinstance(event, CudaEvent):
-            raise ConfigError(f"{event!r} is no event of CUDA's")
         # The default stream is the current device's.
         with self.current():
             stream = self.cupy.cuda.get_current_stream(self.index)
-            self.runtime.streamWaitEvent(stream.ptr, event.pointer)
+            self.runtime.streamWaitEvent(stream.ptr, _pointer_of(event))
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.
@@ -344,10 +330,6 @@ class Cuda:
             # CuPy's pool would lend it out again while a copy is under way.
             memory = pinned_memory.PinnedMemory(max(nbytes, 1), self.runtime.hostAllocPortable)
         return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
-
-    def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
-        pinning.pin(memory, self.name, self._register, self._unregister)
 
     def _register(self, address: int, nbytes: int) -> tuple[int, str]:
         try:

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,10 @@ from typing import Any, Protocol, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..errors import ConfigError
+from ..errors import ConfigError, TransportError
 from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.scratch import Scratch
+from . import pinning
 
 # Between two tests of an event that a caller waits for.
 _PAUSE_S = 20e-6
@@ -75,30 +77,74 @@ class Stream(Protocol):
         """Make work that is queued from now on wait for an event of any stream of this GPU."""
 
 
-class Gpu(Protocol):
-    """What is needed of a GPU: by CuPy, by PyTorch, or a simulated one in tests.
+class Mark(ABC):
+    """An event of a package's; see Event."""
+
+    _done = False
+
+    def __repr__(self) -> str:
+        return "work queued on a GPU"
+
+    def test(self) -> bool:
+        """Return whether all that was queued before it is done.
+
+        Raises:
+            TransportError: The GPU has failed.
+        """
+        if not self._done:
+            try:
+                self._done = self._query()
+            except RuntimeError as error:
+                raise TransportError(f"the GPU failed: {error}") from error
+        return self._done
+
+    @abstractmethod
+    def _query(self) -> bool:
+        """Ask the package; raises RuntimeError if the GPU has failed."""
+
+
+class Gpu(ABC):
+    """A GPU, by CuPy or by PyTorch.
 
     Attributes:
         index: Its number among those that this process sees.
         name: For messages.
         programmable: Its streams take array operations.
+        unshared: Why processes cannot share its memory, for messages.
     """
 
     index: int
     name: str
-    programmable: bool
+    programmable = True
+    unshared = ""
 
+    @abstractmethod
     def stream(self) -> Stream:
         """Return a new stream."""
 
+    @abstractmethod
     def allocate(self, nbytes: int, device: "Device") -> "DeviceVector":
-        """Return memory of the GPU, by a plain allocation, as bytes of undefined content."""
+        """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
 
+        Raises:
+            MemoryError: Too little is left.
+        """
+
+    @abstractmethod
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory, as bytes."""
 
     def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as it is mapped."""
+        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
+        pinning.pin(memory, self.name, self._register, self._unregister)
+
+    @abstractmethod
+    def _register(self, address: int, nbytes: int) -> tuple[int, str]:
+        """Lock pages; return CUDA's status, and a text of it."""
+
+    @abstractmethod
+    def _unregister(self, address: int) -> None:
+        """Unlock pages."""
 
     def export(self, x: "DeviceVector") -> tuple[int, ...]:
         """Return eight numbers by which processes of this node open memory from `allocate`.
@@ -106,6 +152,7 @@ class Gpu(Protocol):
         Raises:
             OSError: It cannot be shared.
         """
+        raise OSError(self.unshared)
 
     def open(self, handle: Sequence[int], nbytes: int, device: "Device") -> "DeviceVector":
         """Return the memory that another process has exported, as bytes.
@@ -113,7 +160,12 @@ class Gpu(Protocol):
         Raises:
             OSError: It cannot be reached from this GPU.
         """
+        raise OSError(self.unshared)
 
+    def close(self, x: "DeviceVector") -> None:
+        """Close memory from `open`, before the process that exported it frees it."""
+
+    @abstractmethod
     def mark(self, stream: Any = None) -> Event:
         """Return a mark on a user's stream.
 
@@ -121,17 +173,21 @@ class Gpu(Protocol):
             stream: PyTorch's, or CUDA's pointer to it; by default the current one of its package.
         """
 
+    @abstractmethod
     def follow(self, event: Event) -> None:
         """Make work that the user's package queues from now on wait for an event."""
 
+    @abstractmethod
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
-        """Return a vector as a CuPy array, or a tensor of PyTorch, of the same memory."""
+        """Return a vector as a CuPy array, or a tensor of PyTorch, of the same memory.
 
+        Args:
+            x: The caller has waited for it.
+        """
+
+    @abstractmethod
     def is_finite(self, x: Any) -> bool:
         """Return whether such an array is finite, when the work queued on it is done."""
-
-    def close(self, x: "DeviceVector") -> None:
-        """Close memory from `open`, before the process that exported it frees it."""
 
 
 @dataclass(frozen=True, eq=False)
