@@ -13,7 +13,7 @@ from ..memory.reduction import Reduction
 from ..memory.sliced import Sliced
 from ..operations.consistency import same_on_all
 from ..optim import state
-from ..optim.optimizer import Model, Optimizer
+from ..optim.optimizer import Optimizer, TrainedModel
 from .layout import Layout, memory
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
@@ -24,7 +24,7 @@ _WEIGHTS = "w"
 class _Gradients:
     """The gradient that an update takes, in the place of an Averager."""
 
-    steps, moment = 0, ""
+    steps, step_label = 0, ""
     scatters, under_way, finite = False, False, True
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -52,7 +52,7 @@ class _Slice:
     """A rank's slice of a model, as an optimiser sees a model."""
 
     def __init__(self, comm: Communicator, weights: Sequence[Bucket],
-                 gradients: _Gradients) -> None:
+                 gradients: Any) -> None:
         self.comm, self.gradients = comm, gradients
         self._views = {name: view for bucket in weights for name, view in bucket.views.items()}
 
@@ -84,7 +84,7 @@ class SliceStore:
     """
 
     def __init__(self, layout: Layout, comm: Communicator,
-                 optimizer: Callable[[Model], Optimizer]) -> None:
+                 optimizer: Callable[[TrainedModel], Optimizer]) -> None:
         self._layout, self._comm = layout, comm
         self._segments = layout.segments(comm.rank)
         plans = layout.part(comm.rank)

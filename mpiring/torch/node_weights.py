@@ -14,7 +14,7 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..text import first_few
-from ..training.gradients import Gradients
+from ..training.averager import Averager
 from ..transport.base import Schedule
 from .guarded import Uncopied
 from .weights import WeightBuckets
@@ -35,7 +35,7 @@ class NodeWeights(WeightBuckets):
         ConfigError: The weights are on a GPU, or a node's memory is too short; on all ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], gradients: Gradients,
+    def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         device = next(iter(parameters.values())).device
         if device.type != "cpu":

@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from ..buckets.state import Segment, segments_in
 from ..communicator import Communicator
-from ..training.gradients import Gradients
+from ..training.averager import Averager
 from .weights import WeightBuckets, flat
 
 
@@ -45,7 +45,7 @@ class Layout:
 
     parameters: Mapping[str, Parameter]
     weights: WeightBuckets
-    gradients: Gradients
+    gradients: Averager
     comm: Communicator
 
 

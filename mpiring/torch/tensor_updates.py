@@ -11,7 +11,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..optim.optimizer import Optimizer
 from ..optim.settings import ADAPTS
-from ..training.gradients import Gradients
+from ..training.averager import Averager
 from .param_groups import ParamGroup
 from .shards import Layout, Shard, cut
 
@@ -21,7 +21,7 @@ class _Model:
 
     def __init__(self, layout: Layout) -> None:
         self.comm: Communicator = layout.comm
-        self.gradients: Gradients = layout.gradients
+        self.gradients: Averager = layout.gradients
         self.layout = layout
 
     def vector(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from ..gpu.device import await_event
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..text import first_few
-from ..training.gradients import Gradients
+from ..training.averager import Averager
 from ..transport.base import Schedule
 from .averaging import in_shape_of
 from .devices import gpu_of, marker_of
@@ -46,7 +46,7 @@ class WeightBuckets:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], gradients: Gradients,
+    def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         self._parameters, self.comm = dict(parameters), comm
         self._submit = gradients.tally.submit
