@@ -29,7 +29,7 @@ from ..transport.node_call import give_way
 from .engine import Engine
 from .handle import Handle
 from .messages import Messages
-from .opening import opened
+from .opening import open_group
 from .repeated import RepeatedCalls
 from .stalls import StallWatch
 from .tuning import Tuner
@@ -72,7 +72,7 @@ class Group:
 
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
-        group = opened(mpi_comm, config, engine)
+        group = open_group(mpi_comm, config, engine)
         save_in(folder_of(config.tuning_folder), warns=group.engine.recorder.rank == 0)
         from ..transport.mpi import Mailbox, before_finalize
         self.config, self.sharing = config, group.sharing
@@ -83,7 +83,7 @@ class Group:
         self.closed, self._persistent = False, 0
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
         self._counter, self._words = group.sharing.counter, group.sharing.counter.words
-        self._equip()
+        self._create_resources()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
         self._post = Mailbox(self._transport)
@@ -99,7 +99,7 @@ class Group:
         self._disconnect = before_finalize(self._leave_engine)
         atexit.register(self._close_at_exit)
 
-    def _equip(self) -> None:
+    def _create_resources(self) -> None:
         """Begin with empty pools: no memory of earlier operations is kept."""
         windows = Windows()
         self.gpus = GpuOperations(windows, self.run, self.config)
@@ -149,7 +149,7 @@ class Group:
         """
         # Several threads' operations queue in the order of their numbers, as on all ranks.
         with self._counter:
-            flight, schedule = self._called(call, build)
+            flight, schedule = self._prepare(call, build)
             try:
                 self._words[COUNTER_SEQUENCE] += 1
                 handle = Handle(self.lane, flight, Task(schedule))
@@ -177,7 +177,7 @@ class Group:
         task: Task[T] | None = None
         try:
             with self._counter:
-                flight, schedule = self._called(call, build)
+                flight, schedule = self._prepare(call, build)
                 task = Task(schedule)
                 self._words[COUNTER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
@@ -239,7 +239,7 @@ class Group:
                     recorder.trace.operation(flight)
         return task.done
 
-    def _called(self, call: Call, build: Build[T]) -> tuple[Flight, Schedule[T]]:
+    def _prepare(self, call: Call, build: Build[T]) -> tuple[Flight, Schedule[T]]:
         """Compose the schedule of the next operation, and note that it was called.
 
         Its number is not used up yet: mistakes in the call show here. Afterwards not even a
@@ -420,7 +420,7 @@ class Group:
         self._counter.close(GATE_CLOSED)
         if self._is_beyond_closing:
             return
-        self._equip()
+        self._create_resources()
         for lane in (self.lane, *([self._messages.lane] if self._messages else ())):
             lane.dropped = True
         self._transport.drop()

@@ -57,8 +57,8 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """An open group.
+class GroupParts:
+    """What an open group is made of.
 
     Attributes:
         transport: A private duplicate of an MPI communicator.
@@ -77,7 +77,7 @@ class Opened:
     trace: TraceFile | None
 
 
-def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> Opened:
+def open_group(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> GroupParts:
     """Open a group over the ranks of an MPI communicator.
 
     Args:
@@ -119,7 +119,7 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
                               end_job=end_job if config.abort_on_exception else _leave)
-    return Opened(transport, sharing, engine, end_job, name, trace)
+    return GroupParts(transport, sharing, engine, end_job, name, trace)
 
 
 def await_all(comm: "MPI.Intracomm", config: Config) -> None:
