@@ -20,7 +20,7 @@ from ..gpu.base import Event
 from ..gpu.device import Device
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..record.recorder import Flight
+from ..record.flight import Flight
 from ..record.statistics import Statistics
 from ..reducers.exchange import Cost
 from ..text import first_few
