@@ -12,7 +12,7 @@ from ..arguments import whole_number
 from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
 from ..communicator import Communicator
 from ..engine.group import Build
-from ..errors import ConfigError, GradientError
+from ..errors import ConfigError, GradientError, MpiringError
 from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..memory.arrays import Array
 from ..operations.agreement import Call
@@ -66,6 +66,9 @@ class Views(Mapping[str, NDArray[Any]]):
         holder: What the user calls this mapping, for messages.
     """
 
+    _error: type[MpiringError] = GradientError
+    _reason = " lies in a bucket and"
+
     def __init__(self, views: Mapping[str, NDArray[Any]], holder: str) -> None:
         self._views, self._holder = views, holder
 
@@ -82,12 +85,13 @@ class Views(Mapping[str, NDArray[Any]]):
         """Accept the end of `views[name] += value`, which has written in place already.
 
         Raises:
-            GradientError: Another array is assigned, which no bucket would hold.
+            GradientError, or ConfigError for masters: Another array is assigned, which would not
+                be used.
         """
         if value is not self._views.get(name):
             view = f"{self._holder}[{name!r}]"
-            raise GradientError(f"{view} lies in a bucket and cannot be replaced; write into it: "
-                                f"{view}[...] = ...")
+            raise self._error(f"{view}{self._reason} cannot be replaced; write into it: "
+                              f"{view}[...] = ...")
 
 
 @dataclass(frozen=True)

@@ -115,10 +115,10 @@ class ModelSlices:
         Collective: no.
         """
         bucket, start = self._buckets[index], 0
-        own, vector = self._averager.own(bucket), bucket.vector
+        local, vector = self._averager.own(bucket), bucket.vector
         for tensor in bucket.plan.tensors:
             stop = start + tensor.size
-            for first, last in ((start, min(stop, own.start)), (max(start, own.stop), stop)):
+            for first, last in ((start, min(stop, local.start)), (max(start, local.stop), stop)):
                 if first < last:
                     copying.copy_to(self._weights(tensor.name)[first - start:last - start],
                                     vector[first:last])
@@ -141,9 +141,9 @@ class ModelSlices:
                 yield from collectives.allgather(x, bounds=bounds)
 
         yield ()
-        own = [collectives.rank if self._averager.scatters else 0]
+        index = collectives.rank if self._averager.scatters else 0
         yield from self.states.rebuild(
-            self._buckets, self._vectors, self._averager.bounds, own, gather)
+            self._buckets, self._vectors, self._averager.bounds, [index], gather)
 
     def _pieces_of(self, bucket: Bucket) -> list[Piece]:
         states = self.states.of(bucket)
