@@ -12,7 +12,7 @@ from ..errors import BufferMismatchError, ConfigError
 from ..memory.arrays import COMPLEX, FLOATING, Array, cut, dtype_name
 from ..memory.tensors import array_of, is_tensor
 from ..operations.consistency import same_on_all
-from ..training.views import Views
+from ..training.fused import Views
 
 
 class FlatModel:

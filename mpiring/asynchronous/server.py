@@ -14,7 +14,7 @@ from ..errors import ClosedError, ConfigError, StallError
 from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
-from ..optim.optimizer import Model, Optimizer
+from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
 from ..transport.base import Schedule
@@ -76,7 +76,7 @@ class ParameterServer(BackgroundTraining):
     """
 
     def __init__(self, params: Mapping[str, Any], comm: Communicator, *,
-                 optimizer: Callable[[Model], Optimizer], staleness: int | None = 4,
+                 optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
         refuse_other_than_communicators(comm)
         with same_on_all(comm, "ParameterServer") as same:

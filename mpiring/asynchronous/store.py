@@ -13,7 +13,7 @@ from ..memory.reduction import Reduction
 from ..sharding.sliced import slices_of
 from ..operations.consistency import same_on_all
 from ..optim import state
-from ..optim.optimizer import Model, Optimizer
+from ..optim.optimizer import Optimizer, TrainedModel
 from .layout import FlatModel, private_buckets
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
@@ -24,7 +24,7 @@ _WEIGHTS = "w"
 class _Gradients:
     """The gradient that an update takes, in the place of an Averager."""
 
-    steps, moment = 0, ""
+    steps, step_label = 0, ""
     scatters, under_way, finite = False, False, True
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -52,7 +52,7 @@ class _Slice:
     """A rank's slice of a model, as an optimiser sees a model."""
 
     def __init__(self, comm: Communicator, weights: Sequence[Bucket],
-                 gradients: _Gradients) -> None:
+                 gradients: Any) -> None:
         self.comm, self.gradients = comm, gradients
         self._views = {name: view for bucket in weights for name, view in bucket.views.items()}
 
@@ -84,7 +84,7 @@ class SliceStore:
     """
 
     def __init__(self, model: FlatModel, comm: Communicator,
-                 optimizer: Callable[[Model], Optimizer]) -> None:
+                 optimizer: Callable[[TrainedModel], Optimizer]) -> None:
         self._tensors, self._comm = model.tensors, comm
         self._ranges = model.ranges(comm.rank)
         weights, self._gradients = (private_buckets(model.plans_of(comm.rank)) for _ in range(2))

@@ -14,8 +14,8 @@ from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..memory.tensors import numpy_dtype
-from ..reducers.by_name import Wish
-from ..training.gradients import Gradients
+from ..training.averager import Averager
+from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
 from .devices import gpu_of, marker_of, selector_of
 from .private import adds_to_gradients, call_after_backward, current_pass, leaves_behind
@@ -26,21 +26,16 @@ from .placeholders import placeholder
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Fusion):
     """How gradients are averaged.
 
     Attributes:
-        bucket_bytes, reducer, deterministic, order: As for `Gradients`.
         find_unused: Contribute zeros for parameters that a backward pass did not reach.
         deferred: Gradients arrive in `wait`, not at the end of backward.
     """
 
-    bucket_bytes: int | None
-    reducer: Wish
-    deterministic: bool
-    order: Sequence[str] | None
-    find_unused: bool
-    deferred: bool
+    find_unused: bool = False
+    deferred: bool = False
 
 
 class GradientOwner(Protocol):
@@ -107,13 +102,11 @@ class Averaging:
         # All are on its device.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
-        hides_nothing = fill_only_node(comm) and gpu is None
+        overlap = not fill_only_node(comm) or gpu is not None
         with self._select_gpu():
-            self.gradients = Gradients(
-                specs, comm, bucket_bytes=settings.bucket_bytes, reducer=settings.reducer,
-                deterministic=settings.deterministic, order=settings.order, moved=self._move,
-                steps=steps, device=gpu, mark=marker_of(first), weighing=weighing,
-                hides_nothing=hides_nothing)
+            self.gradients = Averager(
+                specs, comm, settings, Placement(gpu, marker_of(first), self._move),
+                weighing=weighing, steps=steps, overlap=overlap)
         self._sparse = SparseGradients(
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)

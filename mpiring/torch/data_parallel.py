@@ -441,7 +441,7 @@ class DataParallel(Wrapper):
         other layer reaches, and all in the ten steps after one whose means were not finite. Rank 0
         warns when an optimizer is about to use them.
         """
-        return {} if self._averaging is None else self._averaging.gradients.nonfinite.found
+        return {} if self._averaging is None else self._averaging.gradients.nonfinite.by_rank
 
     def watch(self, **state: Any) -> None:
         """Compare more tensors between ranks, and restore them, as is done with parameters.

@@ -13,7 +13,7 @@ from ..memory.arrays import Array, is_finite
 from ..memory.tensors import array_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..training.gradients import Tally
+from ..training.averager import Tally
 from ..transport.base import Schedule
 from .private import values_of
 from .vectors import TensorBuffers, Op, quotient

@@ -11,7 +11,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..optim.optimizer import Optimizer
 from ..optim.settings import ADAPTS
-from ..training.gradients import Gradients
+from ..training.averager import Averager
 from .param_groups import ParamGroup
 from .shards import Shard, cut
 from .weights import WeightBuckets
@@ -22,7 +22,7 @@ class _Model:
 
     def __init__(self, weights: WeightBuckets) -> None:
         self.comm: Communicator = weights.comm
-        self.gradients: Gradients = weights.gradients
+        self.gradients: Averager = weights.gradients
         self.weights = weights
 
     def vector(self, name: str) -> Any:

@@ -18,7 +18,7 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..text import first_few
-from ..training.gradients import Gradients
+from ..training.averager import Averager
 from ..transport.base import Schedule
 from .averaging import in_shape_of
 from .devices import gpu_of, marker_of
@@ -49,7 +49,7 @@ class WeightBuckets:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], gradients: Gradients,
+    def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         self.parameters, self.gradients, self.comm = dict(parameters), gradients, comm
         self._submit = gradients.tally.submit
@@ -236,7 +236,7 @@ class NodeWeights(WeightBuckets):
         ConfigError: The weights are on a GPU, or a node's memory is too short; on all ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], gradients: Gradients,
+    def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         device = next(iter(parameters.values())).device
         if device.type != "cpu":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import DTypeLike
 
@@ -15,33 +15,7 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
-from .gradients import Tally
-
-
-class Means(Protocol):
-    """What holds the means of a step in buckets: an Averager, or what stands in its place."""
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets; another object when they have been built anew."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that are complete."""
-
-    @property
-    def moment(self) -> str:
-        """Which step is under way, in words."""
-
-    @property
-    def scatters(self) -> bool:
-        """Whether each rank has the means of its own slices only."""
-
-    def bounds(self, bucket: Bucket) -> list[int]:
-        """Return the offsets that cut a bucket into slices."""
-
-    def own(self, bucket: Bucket) -> slice:
-        """Return which elements of a bucket are this rank's."""
+from .averager import Averager, Tally
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,7 @@ class Piece:
         return self._state.vector(name, dtype)[self._range]
 
 
-class Slices:
+class ModelSlices:
     """The pieces of a model that this rank updates, and the state that it keeps for them.
 
     Without `averager.scatter()` that is all of it, on every rank.
@@ -88,7 +62,7 @@ class Slices:
     Collective: no.
     """
 
-    def __init__(self, averager: Means, comm: Communicator,
+    def __init__(self, averager: Averager, comm: Communicator,
                  weights: Callable[[str], Any], vectors: Vectors) -> None:
         self._averager, self._comm = averager, comm
         self._weights, self._vectors = weights, vectors
@@ -128,7 +102,7 @@ class Slices:
             copying.copy_to(piece.gradient, piece.weights)
         bounds, device = self._averager.bounds(bucket), bucket.device
         return self.tally.submit(
-            Call("allgather", f"weights of {self._averager.moment} {made_with}",
+            Call("allgather", f"weights of {self._averager.step_label} {made_with}",
                  bucket.label, bucket.flat.nbytes),
             lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
             device=device, ready=[] if device is None else [device.event()])
@@ -172,10 +146,10 @@ class Slices:
             self._buckets, self._vectors, self._averager.bounds, own, gather)
 
     def _pieces_of(self, bucket: Bucket) -> list[Piece]:
-        found = self.states.of(bucket)
-        if found is None:
+        states = self.states.of(bucket)
+        if states is None:
             return []
-        (state,) = found.slices.values()
+        (state,) = states.slices.values()
         gradient = bucket.vector[self._averager.own(bucket)]
         return [
             Piece(part.name, part.shape, part.offset,

@@ -12,7 +12,7 @@ from torch import nn
 from ...asynchronous import PairAveraging
 from ...communicator import Communicator
 from ...optim import SGD, AdamW
-from ...optim.optimizer import Model, Optimizer
+from ...optim.optimizer import Optimizer, TrainedModel
 from ...optim.outer import Outer
 from ...record.statistics import Statistics
 from ...reducers import Reducer
@@ -42,7 +42,7 @@ class Rule:
         made: torch.optim.Optimizer = _OPTIMIZERS[self.name](module.parameters(), lr=self.rate)
         return made
 
-    def ours(self) -> Callable[[Model], Optimizer]:
+    def ours(self) -> Callable[[TrainedModel], Optimizer]:
         """Return what makes the same one of mpiring.optim."""
         return partial(_OURS[self.name], lr=self.rate)
 
