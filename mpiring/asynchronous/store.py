@@ -24,7 +24,7 @@ _WEIGHTS = "w"
 class _Gradients:
     """The gradient that an update takes, in the place of an Averager."""
 
-    steps, step_label = 0, ""
+    steps, step_label, version = 0, "", 1
     scatters, under_way, finite = False, False, True
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
