@@ -18,9 +18,8 @@ from ..sharding.state import TensorRange
 from .averaging import in_shape_of
 from .elementwise import attributes, elementwise_state, is_number
 from .param_groups import ParamGroup, refuse_ungrouped
-from .shards import Shard, cut
+from .shards import ShardLayout, Shard, cut
 from .tensors import tensor_of
-from .weights import WeightBuckets
 
 # By parameter and name: a tensor of the parameter's shape, a `Sliced` one, or a number.
 States = dict[str, dict[str, Any]]
@@ -39,7 +38,7 @@ class ShardedState:
     Args:
         shards: Of this rank.
         state: Of this rank's optimizer, by the shards' parameters.
-        weights: In buckets, of which the shards are slices.
+        layout: Which the shards are of.
 
     Attributes:
         outline: By parameter and name of its state: `Elements`, or a number. The same on all ranks.
@@ -49,10 +48,10 @@ class ShardedState:
     """
 
     def __init__(self, shards: Sequence[Shard], state: Mapping[Parameter, Mapping[str, Any]],
-                 weights: WeightBuckets) -> None:
+                 layout: ShardLayout) -> None:
         self._shards = [(shard, state[shard.parameter]) for shard in shards
                         if shard.ranges and state.get(shard.parameter)]
-        self._parameters, self._comm = weights.parameters, weights.comm
+        self._parameters, self._comm = layout.parameters, layout.comm
         outline = {part.name: {key: _outlined(x, shard) for key, x in its.items()}
                    for shard, its in self._shards for part in shard.ranges}
         self.outline: States = {}
@@ -190,14 +189,14 @@ class NextUpdates:
     """An optimizer of this rank's shards, with all that is known of their state.
 
     Attributes:
-        weights: In buckets, of which the shards are slices.
+        layout: Which the shards are of.
         shards: Of this rank.
         optimizer: Of these.
         aside: State of parameters that are frozen at present.
         elementwise: The names of state with an element for each of a parameter's.
     """
 
-    weights: WeightBuckets
+    layout: ShardLayout
     shards: list[Shard]
     optimizer: Any
     aside: States
@@ -245,14 +244,14 @@ class ClassUpdates:
                     self._class, self._defaults, its, like, apart=self._apart)
         return names
 
-    def begin(self, weights: WeightBuckets) -> None:
+    def begin(self, layout: ShardLayout) -> None:
         """Make the optimizer of this rank's shards.
 
         Collective: no.
         """
-        self.use(self._cut(weights, {}, self._settings, self._elementwise))
+        self.use(self._cut(layout, {}, self._settings, self._elementwise))
 
-    def follow(self, weights: WeightBuckets) -> None:
+    def follow(self, layout: ShardLayout) -> None:
         """Go on where weights and gradients lie now.
 
         Raises:
@@ -260,22 +259,22 @@ class ClassUpdates:
 
         Collective: yes. Blocking: yes.
         """
-        refuse_ungrouped(weights.parameters, set(self._group_of))
+        refuse_ungrouped(layout.parameters, set(self._group_of))
         state = self._state()
         # Others than at first, where a setting was raised from 0 since.
         elementwise = self._elementwise | state.elementwise
-        self.use(self._cut(weights, state.whole() | self._aside,
+        self.use(self._cut(layout, state.whole() | self._aside,
                            _settings(self.optimizer.param_groups), elementwise))
 
-    def _cut(self, weights: WeightBuckets, states: States, settings: Sequence[Mapping[str, Any]],
+    def _cut(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
              elementwise: set[str]) -> NextUpdates:
         """Cut new shards, and make their optimizer; with the state of all that is known."""
-        parameters = weights.parameters
+        parameters = layout.parameters
         # What is cut now need not be kept whole.
         aside = {name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
                         for key, x in state.items()}
                  for name, state in states.items() if name not in parameters}
-        groups = cut(weights, self._group_of, len(self._names),
+        groups = cut(layout, self._group_of, len(self._names),
                      lambda name: numbers_of(states.get(name, {}), elementwise))
         optimizer = self._class([{**its, "params": [shard.parameter for shard in group]}
                                  for group, its in zip(groups, settings)], **self._defaults)
@@ -287,7 +286,7 @@ class ClassUpdates:
             "state": {i: state for i, state in found.items() if state},
             "param_groups": [{**group, **its, "params": [next(numbers) for _ in group["params"]]}
                              for group, its in zip(optimizer.param_groups, settings)]})
-        return NextUpdates(weights, shards, optimizer, aside, elementwise)
+        return NextUpdates(layout, shards, optimizer, aside, elementwise)
 
     def use(self, plan: NextUpdates) -> None:
         """Go on with a planned optimizer.
@@ -302,7 +301,7 @@ class ClassUpdates:
                 old.clear()
                 old.update(new)
             plan.optimizer.param_groups[:] = self.optimizer.param_groups
-        self._weights, self.shards, self.optimizer = plan.weights, plan.shards, plan.optimizer
+        self._layout, self.shards, self.optimizer = plan.layout, plan.shards, plan.optimizer
         self._aside, self._elementwise = plan.aside, plan.elementwise
 
     def update(self, send: Callable[[int], None]) -> None:
@@ -313,7 +312,7 @@ class ClassUpdates:
 
         Collective: yes. Blocking: no.
         """
-        buckets = range(len(self._weights.buckets))
+        buckets = range(len(self._layout.weights.buckets))
         if not self._apart:
             self.optimizer.step()
             for index in buckets:
@@ -337,12 +336,12 @@ class ClassUpdates:
     # State
 
     def _state(self) -> ShardedState:
-        return ShardedState(self.shards, self.optimizer.state, self._weights)
+        return ShardedState(self.shards, self.optimizer.state, self._layout)
 
     def state_dict(self, root: int | None) -> dict[str, Any] | None:
         """Return what the class's own would be, of whole parameters; see Sharded."""
         states = self._state().whole(root=root)
-        return self._packed(states | self._aside) if root in (None, self._weights.comm.rank) else (
+        return self._packed(states | self._aside) if root in (None, self._layout.comm.rank) else (
             None)
 
     def sharded_state_dict(self) -> dict[str, Any]:
@@ -369,7 +368,7 @@ class ClassUpdates:
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != list(map(len, self._names)):
             raise ConfigError(
-                f"rank {self._weights.comm.rank}: the state is of groups with "
+                f"rank {self._layout.comm.rank}: the state is of groups with "
                 f"{[len(group['params']) for group in groups]} parameters, but this optimizer's "
                 f"have {list(map(len, self._names))}; make the same groups")
         refuse_other_state(state_dict, ["state"], f"of {self._class.__name__}")
@@ -379,13 +378,13 @@ class ClassUpdates:
                   if number in state_dict["state"]}
         settings, elementwise = _settings(groups), self._elementwise
         if any(_unknown(states, elementwise)):
-            elementwise = elementwise | self._tried(settings, self._weights.parameters)
+            elementwise = elementwise | self._tried(settings, self._layout.parameters)
         for name, key in _unknown(states, elementwise):
             raise ConfigError(
-                f"rank {self._weights.comm.rank}: the state of {name} has {key!r}, which "
+                f"rank {self._layout.comm.rank}: the state of {name} has {key!r}, which "
                 f"{self._class.__name__} with these settings has not; load what an optimizer of "
                 f"this class has returned")
-        return self._cut(self._weights, states, settings, elementwise)
+        return self._cut(self._layout, states, settings, elementwise)
 
 
 def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]:

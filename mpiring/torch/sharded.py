@@ -23,6 +23,7 @@ from .guarded import Guard, without_waiting
 
 from .param_groups import described, param_groups
 from .private import run_state_hooks
+from .shards import ShardLayout
 from .tensor_updates import TensorUpdates
 from .weights import LoadHooks, NodeWeights, WeightBuckets
 from .placeholders import SliceGradient
@@ -97,11 +98,11 @@ class Sharded(torch.optim.Optimizer):
         averaging = model.give_gradients_to(self)
         self._load_hooks = LoadHooks(model.module) if self.shares_weights else None
         try:
-            self._lay_out(averaging)
+            layout = self._lay_out(averaging)
             with same_on_all(self._comm, "Sharded, its optimizer"):
-                self._updates = updates(optimizer_class, defaults, groups, self._weights.parameters,
+                self._updates = updates(optimizer_class, defaults, groups, layout.parameters,
                                         apart=self._overlaps)
-            self._updates.begin(self._weights)
+            self._updates.begin(layout)
         except BaseException:
             # Where ranks cannot agree any more, the first error says why.
             with suppress(MpiringError):
@@ -123,7 +124,7 @@ class Sharded(torch.optim.Optimizer):
         Collective: no.
         """
         unused = [name for name, placeholder in self._averaging.placeholders.items()
-                  if self._is_fresh and self._weights.parameters[name].grad is placeholder]
+                  if self._is_fresh and self._layout.parameters[name].grad is placeholder]
         if unused and self._averaging.finite:
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
@@ -131,7 +132,7 @@ class Sharded(torch.optim.Optimizer):
                 f"passes, let all but the last run in model.no_sync()")
         for name in unused:
             # For these GradScaler has called no step.
-            self._weights.parameters[name].grad = None
+            self._layout.parameters[name].grad = None
         # Others by model.zero_grad().
         self._drop()
 
@@ -144,8 +145,7 @@ class Sharded(torch.optim.Optimizer):
         if averaging is not self._averaging or self._version != averaging.gradients.version:
             # Others than these have been copied from rank 0.
             written = self._weights.written() if averaging is self._averaging else []
-            self._lay_out(averaging)
-            self._updates.follow(self._weights)
+            self._updates.follow(self._lay_out(averaging))
             self._weights.written_before = written
             self.state = self._updates.optimizer.state
         self._give()
@@ -256,7 +256,7 @@ class Sharded(torch.optim.Optimizer):
                 f"rank {self._comm.rank}: {what} without new gradients: each step takes those of "
                 f"one model(...) and backward(), which step() and zero_grad() drop")
         changed = [name for name, placeholder in self._averaging.placeholders.items()
-                   if self._weights.parameters[name].grad is not placeholder]
+                   if self._layout.parameters[name].grad is not placeholder]
         if changed:
             raise GradientError(
                 f"rank {self._comm.rank}: {what} after the gradients of {first_few(changed, 5)} "
@@ -317,7 +317,7 @@ class Sharded(torch.optim.Optimizer):
             for shard in self._updates.shards:
                 shard.gradient.mul_(factor)
         is_double = any(p.dtype in (torch.float64, torch.complex128)
-                        for p in self._weights.parameters.values())
+                        for p in self._layout.parameters.values())
         return torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32,
                             device=self._updates.shards[0].parameter.device)
 
@@ -386,7 +386,7 @@ class Sharded(torch.optim.Optimizer):
                 f"({type(error).__name__}: {error}); pass what state_dict() has returned"
             ) from error
 
-    def _lay_out(self, averaging: Averaging) -> None:
+    def _lay_out(self, averaging: Averaging) -> ShardLayout:
         """Put the weights into buckets that are cut as those of the gradients are."""
         self._averaging, self._comm = averaging, averaging.comm
         named = dict(self._model.module.named_parameters())
@@ -402,6 +402,8 @@ class Sharded(torch.optim.Optimizer):
             self._guard = Guard(self._model.module, self._weights, {
                 parameters[name]: bucket.index
                 for bucket in self._weights.buckets for name in bucket.views})
+        self._layout = ShardLayout(parameters, self._weights, averaging.gradients, self._comm)
+        return self._layout
 
     def close(self) -> None:
         """Let the model's parameters have gradients again, from the next forward pass on.

@@ -8,6 +8,8 @@ import torch
 from torch.nn import Parameter
 
 from ..sharding.state import TensorRange, ranges_in
+from ..communicator import Communicator
+from ..training.averager import Averager
 from .weights import WeightBuckets, flat
 
 
@@ -31,29 +33,45 @@ class Shard:
     ranges: Sequence[TensorRange]
 
 
-def cut(weights: WeightBuckets, group_of: Mapping[str, int], groups: int,
+@dataclass(frozen=True, eq=False)
+class ShardLayout:
+    """Where weights and gradients lie, until buckets are built anew.
+
+    Attributes:
+        parameters: By name, those that are trained.
+        weights, gradients: Their buckets.
+        comm: The ranks.
+    """
+
+    parameters: Mapping[str, Parameter]
+    weights: WeightBuckets
+    gradients: Averager
+    comm: Communicator
+
+
+def cut(layout: ShardLayout, group_of: Mapping[str, int], groups: int,
         kind_of: Callable[[str], Hashable]) -> list[list[Shard]]:
     """Return this rank's shards of all buckets, per group of parameters; in all at least one.
 
     Args:
-        weights: In buckets, as their gradients are.
+        layout: The buckets.
         group_of: By name, the number of a parameter's group.
         groups: How many there are.
         kind_of: Tensors, by name, of different kinds do not share a shard.
     """
     found: list[list[Shard]] = [[] for _ in range(groups)]
-    for shard in _shards(weights, lambda name: (group_of[name], kind_of(name))):
+    for shard in _shards(layout, lambda name: (group_of[name], kind_of(name))):
         found[group_of[shard.ranges[0].name]].append(shard)
     if not any(found):
-        found[0].append(_placeholder(next(iter(weights.parameters.values())).device))
+        found[0].append(_placeholder(next(iter(layout.parameters.values())).device))
     return found
 
 
-def _shards(weights: WeightBuckets, kind_of: Callable[[str], Hashable]) -> list[Shard]:
+def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
     shards = []
-    for index, bucket in enumerate(weights.buckets):
-        own = weights.own(index)
-        gradients = weights.gradients.buckets[index]
+    for index, bucket in enumerate(layout.weights.buckets):
+        own = layout.weights.own(index)
+        gradients = layout.gradients.buckets[index]
         ranges = ranges_in(bucket.plan, own.start, own.stop)
         for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
             run = list(alike)

@@ -13,21 +13,20 @@ from ..optim.optimizer import Optimizer
 from ..optim.settings import ADAPTS
 from ..training.averager import Averager
 from .param_groups import ParamGroup
-from .shards import Shard, cut
-from .weights import WeightBuckets
+from .shards import ShardLayout, Shard, cut
 
 
 class _Model:
     """The model, as mpiring.optim sees it."""
 
-    def __init__(self, weights: WeightBuckets) -> None:
-        self.comm: Communicator = weights.comm
-        self.gradients: Averager = weights.gradients
-        self.weights = weights
+    def __init__(self, layout: ShardLayout) -> None:
+        self.comm: Communicator = layout.comm
+        self.gradients: Averager = layout.gradients
+        self.layout = layout
 
     def vector(self, name: str) -> Any:
         """Return a parameter as a vector that shares its memory."""
-        return next(bucket.views[name].reshape(-1) for bucket in self.weights.buckets
+        return next(bucket.views[name].reshape(-1) for bucket in self.layout.weights.buckets
                     if name in bucket.views)
 
     def wait(self) -> None:
@@ -57,9 +56,9 @@ class TensorUpdates:
                     f"{optimizer_class.__name__} in a Sharded optimizer updates parameters in host "
                     f"memory, in C order; {name} is on {p.device}, with strides {p.stride()}")
 
-    def begin(self, weights: WeightBuckets) -> None:
+    def begin(self, layout: ShardLayout) -> None:
         """Make the optimizer; see ClassUpdates."""
-        self._model = _Model(weights)
+        self._model = _Model(layout)
         self._method: Any = self._class(
             self._model, **self._defaults, sharded=True,
             groups={name: its for its, names in zip(self._settings, self._groups)
@@ -73,23 +72,23 @@ class TensorUpdates:
 
     def _cut(self) -> None:
         group_of = {name: i for i, names in enumerate(self._groups) for name in names}
-        groups = cut(self._model.weights, group_of, len(self._groups), lambda name: None)
+        groups = cut(self._model.layout, group_of, len(self._groups), lambda name: None)
         self.shards: list[Shard] = list(chain.from_iterable(groups))
         for shown, shards in zip(self.optimizer.param_groups, groups):
             shown["params"] = [shard.parameter for shard in shards]
 
-    def follow(self, weights: WeightBuckets) -> None:
+    def follow(self, layout: ShardLayout) -> None:
         """Go on where weights and gradients lie now.
 
         Raises:
             ConfigError: Other parameters than before are trained.
         """
-        if weights.gradients is not self._model.gradients:
+        if layout.gradients is not self._model.gradients:
             raise ConfigError(
-                f"rank {weights.comm.rank}: parameters were frozen, thawed or replaced, which "
+                f"rank {layout.comm.rank}: parameters were frozen, thawed or replaced, which "
                 f"{type(self._method).__name__} cannot follow; make another Sharded optimizer "
                 f"afterwards (close() this one first), or use one of torch.optim")
-        self._model.weights = weights
+        self._model.layout = layout
         self._cut()
 
     def update(self, send: Callable[[int], None]) -> None:

@@ -41,7 +41,7 @@ class WeightBuckets:
         comm: The ranks.
 
     Attributes:
-        parameters, gradients, comm: As given.
+        comm: As given.
         buckets: In the order of the gradients'.
         made_with: By what the slices that are sent are made, in words; compared across ranks.
         written_before: What the user had written when these buckets took the place of others.
@@ -51,7 +51,7 @@ class WeightBuckets:
 
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
-        self.parameters, self.gradients, self.comm = dict(parameters), gradients, comm
+        self._parameters, self.comm = dict(parameters), comm
         self._submit = gradients.tally.submit
         first = next(iter(parameters.values()))
         self._device = gpu_of(first)
@@ -69,7 +69,7 @@ class WeightBuckets:
         self._views: dict[str, torch.Tensor] = {}
         for bucket in self.buckets:
             for name, view in bucket.views.items():
-                p = self.parameters[name]
+                p = self._parameters[name]
                 # A storage of its own, so that torch.save of one writes no others.
                 self._views[name] = in_shape_of(p, seen_as_tensor(view.reshape(-1)))
         self._fill()
@@ -86,7 +86,7 @@ class WeightBuckets:
 
     def _note(self) -> None:
         """Note that the weights are those that all ranks have."""
-        self._versions = {name: version_of(self.parameters[name]) for name in self._views}
+        self._versions = {name: version_of(self._parameters[name]) for name in self._views}
         self.written_before = []
 
     def written(self) -> list[str]:
@@ -96,7 +96,7 @@ class WeightBuckets:
         """
         found = [*self.written_before]
         for name, version in self._versions.items():
-            p = self.parameters[name]
+            p = self._parameters[name]
             if name not in found and (
                     version_of(p) != version or p.data_ptr() != self._views[name].data_ptr()):
                 found.append(name)
@@ -127,11 +127,11 @@ class WeightBuckets:
 
     def _adopt_moved(self, names: Sequence[str]) -> None:
         for name in names:
-            if self.parameters[name].data_ptr() != self._views[name].data_ptr():
+            if self._parameters[name].data_ptr() != self._views[name].data_ptr():
                 self._adopt(name)
 
     def _adopt(self, name: str) -> None:
-        p, view = self.parameters[name], self._views[name]
+        p, view = self._parameters[name], self._views[name]
         if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
             raise ConfigError(
                 f"rank {self.comm.rank}: the data of {name} were replaced by {p.dtype} "
@@ -146,7 +146,7 @@ class WeightBuckets:
 
         Collective: no.
         """
-        torch.autograd.graph.increment_version(self.parameters.values())
+        torch.autograd.graph.increment_version(self._parameters.values())
         self._note()
 
     def send(self, index: int) -> None:
@@ -261,13 +261,13 @@ class NodeWeights(WeightBuckets):
         self._meet()
         if self._is_first:
             for name, view in self._views.items():
-                view.copy_(self.parameters[name].data)
+                view.copy_(self._parameters[name].data)
         self._meet()
         self._show()
 
     def _show(self) -> None:
         for name, view in self._views.items():
-            self.parameters[name].data = view
+            self._parameters[name].data = view
         self._note()
 
     def _meet(self) -> None:
@@ -315,12 +315,12 @@ class NodeWeights(WeightBuckets):
             self.synchronize()
             if not self._is_first:
                 for name, view in self._views.items():
-                    self.parameters[name].data = view.clone()
+                    self._parameters[name].data = view.clone()
             self._meet()
             yield
         finally:
             self._is_written = False
-            written = {name: self.parameters[name].data for name in self._views}
+            written = {name: self._parameters[name].data for name in self._views}
             self._show()
         with torch.no_grad():
             for name, x in written.items() if self.comm.rank == 0 else ():
@@ -331,7 +331,7 @@ class NodeWeights(WeightBuckets):
     @property
     def is_in_use(self) -> bool:
         """Whether any parameter of this rank still has its weights in this memory."""
-        return any(view.numel() and self.parameters[name].data_ptr() == view.data_ptr()
+        return any(view.numel() and self._parameters[name].data_ptr() == view.data_ptr()
                    for name, view in self._views.items())
 
     def leave(self) -> None:
@@ -340,7 +340,7 @@ class NodeWeights(WeightBuckets):
         Collective: no.
         """
         for name, view in self._views.items():
-            self.parameters[name].data = view.clone()
+            self._parameters[name].data = view.clone()
 
     def release(self) -> None:
         """Give each rank weights of its own again.
