@@ -48,19 +48,19 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     return training, world.slowest([growth.most_bytes()])[0]
 
 
-def means_over_ranks(world: World, mine: Mapping[str, Array]) -> dict[str, Array]:
+def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Array]:
     """Return the means of all ranks' arrays, in float64, by MPI.
 
     Collective: yes. Blocking: yes.
     """
     means = {}
-    for name, value in mine.items():
+    for name, value in arrays.items():
         means[name] = value.astype(np.float64, order="C") / world.size
         world.raw.Allreduce(world.mpi.IN_PLACE, means[name], op=world.mpi.SUM)
     return means
 
 
-def check(world: World, contender: str, found: Mapping[str, Array],
+def check(world: World, contender: str, gradients: Mapping[str, Array],
           right: Mapping[str, Array]) -> None:
     """Raise on all ranks if on any of them a gradient is not the mean.
 
@@ -69,27 +69,27 @@ def check(world: World, contender: str, found: Mapping[str, Array],
 
     Collective: yes. Blocking: yes.
     """
-    rank, wrong = _first_wrong(world, found, right, _TOLERANCE)
+    rank, wrong = _first_wrong(world, gradients, right, _TOLERANCE)
     if wrong:
         raise WrongAnswerError(f"{contender} on rank {rank}: the gradients {wrong} are not the "
                                f"means over ranks")
 
 
-def _first_wrong(world: World, found: Mapping[str, Array], right: Mapping[str, Array],
+def _first_wrong(world: World, arrays: Mapping[str, Array], right: Mapping[str, Array],
                  tolerance: float) -> tuple[int, list[str]]:
     """Return the lowest rank on which arrays are wrong, and their names, if there are any."""
     # Rounding is tolerated, at the size of the largest number.
     wrong = [name for name, value in right.items() if not np.allclose(
-        found[name], value, rtol=tolerance, atol=tolerance * np.abs(value).max())]
+        arrays[name], value, rtol=tolerance, atol=tolerance * np.abs(value).max())]
     return next(((rank, names) for rank, names in enumerate(world.raw.allgather(wrong)) if names),
                 (0, []))
 
 
-def check_parameters(world: World, found: Mapping[str, Mapping[str, Array]]) -> None:
+def check_parameters(world: World, trained: Mapping[str, Mapping[str, Array]]) -> None:
     """Raise on all ranks if trained parameters differ between ranks or contenders.
 
     Args:
-        found: The parameters of each contender, after as many steps.
+        trained: Parameters of each contender, after as many steps.
 
     Raises:
         WrongAnswerError: They differ between ranks in any bit, or by more than rounding causes
@@ -97,8 +97,8 @@ def check_parameters(world: World, found: Mapping[str, Mapping[str, Array]]) -> 
 
     Collective: yes. Blocking: yes.
     """
-    reference = GLOO if GLOO in found else OURS
-    for contender, parameters in found.items():
+    reference = GLOO if GLOO in trained else OURS
+    for contender, parameters in trained.items():
         if contender == ALONE:
             continue
         digest = hashlib.sha256()
@@ -108,7 +108,7 @@ def check_parameters(world: World, found: Mapping[str, Mapping[str, Array]]) -> 
             raise WrongAnswerError(f"{contender} on rank {world.rank}: the parameters differ "
                                    f"between ranks after training")
         rank, wrong = _first_wrong(
-            world, parameters, found.get(reference, {}), _TRAINED_TOLERANCE)
+            world, parameters, trained.get(reference, {}), _TRAINED_TOLERANCE)
         if wrong:
             raise WrongAnswerError(f"{contender} on rank {rank}: after training, the parameters "
                                    f"{wrong} are not those with {reference}")

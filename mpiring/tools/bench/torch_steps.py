@@ -97,18 +97,18 @@ def _begun(world: World, begin: "Callable[[], Training]", right: Mapping[str, Ar
     """Return a training whose first step was right, and readings of the memory that it takes."""
     growth = NodeGrowth(world)
     training, peak = gradients.begun(world, begin, right, lambda training: training.step())
-    found = {"peak_bytes": [peak], "node_bytes": [growth.bytes_now()]}
+    memory = {"peak_bytes": [peak], "node_bytes": [growth.bytes_now()]}
     # The process's memory is not that of the GPU.
-    return training, found if on_host else dict.fromkeys(found, [math.nan])
+    return training, memory if on_host else dict.fromkeys(memory, [math.nan])
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each model and contender, beside the compute alone and DDP with Gloo.
 
     Ratios are medians over rounds, whose readings are close in time.
     """
     return [_row(measurement, case, about, options)
-            for measurement, case in with_case(found, "model", "parameters", "thread_level")]
+            for measurement, case in with_case(measurements, "model", "parameters", "thread_level")]
 
 
 def _row(measurement: Measurement, case: Mapping[str, Measurement], about: Environment,
