@@ -27,7 +27,7 @@ class _End:
     error: BaseException | None = None
 
 
-class Ahead(Iterator[T], Generic[T]):
+class BackgroundIterator(Iterator[T], Generic[T]):
     """Items of an iterator, drawn by a thread; at most `depth` wait to be asked for.
 
     Exceptions of the iterator are raised after the items before them. To be closed.
