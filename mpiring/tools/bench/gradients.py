@@ -9,7 +9,7 @@ import numpy as np
 from ...memory.arrays import Array
 from .contenders import ALONE, GLOO, OURS
 from .inputs import WrongAnswerError
-from .memory import Growth
+from .memory import Growth, NodeGrowth
 from .world import World
 
 # Sums of float32 depend on their order; and what was trained, on whether a ReLU whose input is
@@ -18,23 +18,25 @@ _TOLERANCE, _TRAINED_TOLERANCE = 1e-4, 1e-2
 
 
 def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
-          use: Callable[[Any], object]) -> tuple[Any, float]:
+          use: Callable[[Any], object] = lambda training: training.step(),
+          ) -> tuple[Any, dict[str, list[float]]]:
     """Make a training and check its first step.
 
     Args:
         make: Returns the training: its `name`, and functions `step` and `gradients`.
         right: The means over ranks of the first step's gradients; empty to check none.
-        use: Done twice with the training, at which the peak of memory is measured.
+        use: What is done twice with the training, at which the peak of memory is measured.
 
     Returns:
-        The training, and by how many bytes a process grows with it: the largest of the ranks'.
+        The training, and by how many bytes processes grow with it: at the peak, that of the ranks
+        that grows most, and at the end, the node that does.
 
     Raises:
         WrongAnswerError: A gradient is not the mean.
 
     Collective: yes. Blocking: yes.
     """
-    growth = Growth(world.comm.local_size)
+    of_node, growth = NodeGrowth(world), Growth(world.comm.local_size)
     training = make()
     # The first step of all trainings starts from the same weights, so that it can be checked.
     training.step()
@@ -45,7 +47,8 @@ def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
     growth.forget_peak()
     use(training)
     use(training)
-    return training, world.slowest([growth.most_bytes()])[0]
+    return training, {"peak_bytes": world.slowest([growth.most_bytes()]),
+                      "node_bytes": [of_node.bytes_now()]}
 
 
 def means_over_ranks(world: World, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -215,8 +215,8 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": variant.name}, {
-        **readings[variant.name], "extra_bytes": [peak - variant.own_bytes]})
-        for variant, peak in begun]
+        **readings[variant.name], "extra_bytes": [memory["peak_bytes"][0] - variant.own_bytes]})
+        for variant, memory in begun]
 
 
 def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
