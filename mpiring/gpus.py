@@ -43,11 +43,10 @@ def take_turns(comm: Communicator, count: int, name_of: Callable[[int], str]) ->
     """
     refuse_other_than_communicators(comm)
     index = comm.local_rank % count
-    mine = comm.node_rank, name_of(index)
-    everybodys = comm.allgather_object(mine)
-    most = max(map(everybodys.count, everybodys))
+    by_rank = comm.allgather_object((comm.node_rank, name_of(index)))
+    most = max(map(by_rank.count, by_rank))
     if most > 1 and comm.rank == 0:
-        node, gpu = next(found for found in everybodys if everybodys.count(found) == most)
+        node, gpu = next(gpu for gpu in by_rank if by_rank.count(gpu) == most)
         _log.warning("%d ranks share GPU %s of node %d: each uses memory of its own there, and "
                      "they take turns in computing", most, gpu, node)
     return index

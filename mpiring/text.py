@@ -15,13 +15,13 @@ def ranks_on_nodes(ranks: int, nodes: int) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers, in their order, as ranges: "0-3,8"."""
-    found: list[list[int]] = []
+    bounds: list[list[int]] = []
     for number in numbers:
-        if found and number == found[-1][-1] + 1:
-            found[-1][1:] = [number]
+        if bounds and number == bounds[-1][-1] + 1:
+            bounds[-1][1:] = [number]
         else:
-            found.append([number])
-    return ",".join("-".join(map(str, ends)) for ends in found)
+            bounds.append([number])
+    return ",".join("-".join(map(str, ends)) for ends in bounds)
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -19,7 +19,7 @@ _GIVEN_UP = 1 / 8
 
 
 @dataclass(frozen=True)
-class Budget:
+class TokenBudget:
     """How samples are packed.
 
     Attributes:
@@ -33,7 +33,7 @@ class Budget:
     window: int
 
 
-class Plan:
+class EpochPlan:
     """The batches of an epoch, of all ranks together.
 
     Args:
@@ -73,8 +73,8 @@ class Plan:
         return (1 - tokens / padded, heaviest * size / tokens - 1) if tokens else (0.0, 0.0)
 
 
-def plan(lengths: Array, samples: Array, budget: Budget,
-         random: np.random.RandomState | None) -> Plan:
+def plan(lengths: Array, samples: Array, budget: TokenBudget,
+         random: np.random.RandomState | None) -> EpochPlan:
     """Pack samples into batches of about equally many tokens, of samples of similar length.
 
     Samples are shuffled and cut into windows; those of a window are sorted by length and cut into
@@ -98,7 +98,7 @@ def plan(lengths: Array, samples: Array, budget: Budget,
         samples[window] = samples[window][longest_first]
         sizes.append(np.diff(bounds))
     bounds = np.concatenate([np.zeros(1, np.int64), *sizes]).cumsum()
-    return Plan(samples, bounds, lengths, budget.longest)
+    return EpochPlan(samples, bounds, lengths, budget.longest)
 
 
 def _counted(lengths: Array, longest: int | None) -> Array:
@@ -108,7 +108,7 @@ def _counted(lengths: Array, longest: int | None) -> Array:
     return np.minimum(lengths, longest).astype(np.min_scalar_type(longest))
 
 
-def _windows(counted: Array, budget: Budget) -> Iterator[slice]:
+def _windows(counted: Array, budget: TokenBudget) -> Iterator[slice]:
     """Cut samples into windows that are equally long, but for one sample."""
     n = len(counted)
     batches = int(counted.sum(dtype=np.int64)) / budget.tokens
@@ -180,10 +180,10 @@ def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
     Source: LPT, R. L. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math.
     17 (1969).
     """
-    found: list[list[int]] = [[] for _ in range(size)]
+    positions: list[list[int]] = [[] for _ in range(size)]
     ranks: list[tuple[int, int]] = [(0, rank) for rank in range(size)]
     for position in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         load, rank = ranks[0]
-        found[rank].append(position)
+        positions[rank].append(position)
         heapq.heapreplace(ranks, (load + lengths[position], rank))
-    return found
+    return positions

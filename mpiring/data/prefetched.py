@@ -13,9 +13,9 @@ from ..errors import ConfigError, MissingDependencyError
 from ..gpu.arrays import gpu_named
 from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier
 from ..memory.arrays import dtype_name
-from ..memory.nests import mapped
+from ..memory.pytrees import mapped
 from ..memory.tensors import is_tensor
-from .ahead import Ahead
+from .background import BackgroundIterator
 
 # Returns a batch, where it is to be used.
 Arrive = Callable[[], Any]
@@ -88,7 +88,7 @@ class Prefetched:
         # The loader's, as of the last batch that was yielded; None where it is not ahead.
         self._state: Any = None
         # The thread of an iteration that was left.
-        self._left: Ahead[tuple[Arrive, Any]] | None = None
+        self._left: BackgroundIterator[tuple[Arrive, Any]] | None = None
 
     def __len__(self) -> int:
         return len(cast(Any, self._loader))
@@ -101,7 +101,7 @@ class Prefetched:
         if self._has_state() and self._state is None:
             self._state = self._loader_state()
         # map keeps no reference to a batch: its memory is free once its user drops it.
-        ahead = Ahead(map(self._drawn, self._loader), self._depth, self._waited)
+        ahead = BackgroundIterator(map(self._drawn, self._loader), self._depth, self._waited)
         try:
             yield from map(self._received, ahead)
             self._state = None

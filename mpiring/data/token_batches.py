@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.digest import digest
 from ..operations.consistency import same_on_all
-from .packing import Budget, Plan, plan
+from .packing import EpochPlan, TokenBudget, plan
 
 # What a state says: which samples, and in what order.
 _IDENTITY = ("lengths", "digest", "seed", "shuffle")
@@ -30,7 +30,7 @@ class _Iteration:
 
     epoch: int
     history: list[list[Any]]
-    plan: Plan
+    plan: EpochPlan
     first: int
     drawn: int = 0
 
@@ -103,15 +103,15 @@ class TokenBatches:
                  longest: int | None = None, seed: int = 0, shuffle: bool = True,
                  window: int = 64) -> None:
         refuse_other_than_communicators(comm)
-        self._comm, here = comm, f"rank {comm.rank}: "
+        self._comm, rank = comm, f"rank {comm.rank}: "
         with same_on_all(comm, "TokenBatches", remedy="give every rank the same lengths, in the "
                          "same order, and the same settings") as same:
             if longest is not None:
-                longest = whole_number(here + "longest", longest, 1)
-            self._budget = Budget(whole_number(here + "tokens", tokens, 1, (1 << 31) - 1), longest,
-                                  whole_number(here + "window", window, 1))
-            self._seed = whole_number(here + "seed", seed, 0, (1 << 31) - 1)
-            self._shuffle = truth(here + "shuffle", shuffle)
+                longest = whole_number(rank + "longest", longest, 1)
+            self._budget = TokenBudget(whole_number(rank + "tokens", tokens, 1, (1 << 31) - 1),
+                                       longest, whole_number(rank + "window", window, 1))
+            self._seed = whole_number(rank + "seed", seed, 0, (1 << 31) - 1)
+            self._shuffle = truth(rank + "shuffle", shuffle)
             self._lengths = _checked(lengths, comm.rank)
             _refuse_longer_than(self._budget, self._lengths, comm.rank)
             same.update(vars(self._budget), seed=self._seed, shuffle=self._shuffle,
@@ -155,7 +155,7 @@ class TokenBatches:
         return now if now is not None and now.epoch == self._epoch else None
 
     def _begin(self, epoch: int, history: list[list[Any]] | None = None,
-               planned: Plan | None = None) -> None:
+               planned: EpochPlan | None = None) -> None:
         """Let the next iteration be of an epoch.
 
         Args:
@@ -200,31 +200,31 @@ class TokenBatches:
         if self._iteration is now:
             self._leave_behind()
 
-    def _planned(self) -> Plan:
+    def _planned(self) -> EpochPlan:
         """Return the plan that the next iteration goes by."""
         if self._plan is None:
             self._plan = self._plan_of(self._epoch, self._history)
         return self._plan
 
-    def _plan_of(self, epoch: int, history: list[list[Any]]) -> Plan:
+    def _plan_of(self, epoch: int, history: list[list[Any]]) -> EpochPlan:
         """Plan an epoch by its last budget, without the samples that were done by earlier ones.
 
         Raises:
             ConfigError: No batch begins where the history says that one did.
         """
         samples = _all(len(self._lengths))
-        for number, (*budget, done) in enumerate(history):
+        for number, (tokens, longest, window, done) in enumerate(history):
             # RandomState: its stream is the same in every version of NumPy.
             random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(
                 [self._seed, epoch, number]))) if self._shuffle else None
-            found = plan(self._lengths, samples, Budget(*budget), random)
-            if found.bounds[found.bounds.searchsorted(done)] != done:
+            planned = plan(self._lengths, samples, TokenBudget(tokens, longest, window), random)
+            if planned.bounds[planned.bounds.searchsorted(done)] != done:
                 raise ConfigError(
                     f"rank {self._comm.rank}: the state of TokenBatches has {done} samples done by "
-                    f"{Budget(*budget)}, but no batch ends there: pass what state_dict() has "
-                    f"returned")
-            samples = found.order[done:]
-        return found
+                    f"Budget({tokens=}, {longest=}, {window=}), but no batch ends there: pass what "
+                    f"state_dict() has returned")
+            samples = planned.order[done:]
+        return planned
 
     def _first(self) -> int:
         """Return the batch with which the next iteration begins."""
@@ -286,11 +286,11 @@ class TokenBatches:
         """
         whose = "of TokenBatches"
         refuse_other_state(state, ("epoch", "history", *_IDENTITY), whose)
-        mine, theirs = self._identity(), {name: state[name] for name in _IDENTITY}
-        if theirs != mine:
+        identity, saved = self._identity(), {name: state[name] for name in _IDENTITY}
+        if saved != identity:
             raise ConfigError(
                 f"rank {self._comm.rank}: the state is of batches with "
-                f"{_differences(theirs, mine)}, but these have {_differences(mine, theirs)}; "
+                f"{_differences(saved, identity)}, but these have {_differences(identity, saved)}; "
                 f"resume with the same samples in the same order, and the same seed")
         epoch = whole_number(f"the state {whose}: epoch", state["epoch"], 0)
         history = _history(state["history"], len(self._lengths))
@@ -312,22 +312,23 @@ def _all(n: int) -> Array:
 
 def _history(entries: Any, n: int) -> list[list[Any]]:
     """Return a state's history without budgets by which nothing was done; raises ConfigError."""
-    what, found, left = "the state of TokenBatches: history", [], n
+    name, history, left = "the state of TokenBatches: history", [], n
     if not isinstance(entries, Sequence) or not all(
             isinstance(entry, Sequence) and len(entry) == 4 for entry in entries):
-        raise ConfigError(f"{what} is {entries!r:.200}: pass what state_dict() has returned")
+        raise ConfigError(f"{name} is {entries!r:.200}: pass what state_dict() has returned")
     for tokens, longest, window, samples in entries:
-        if done := whole_number(f"{what}: samples", samples, 0, left):
-            found.append([whole_number(f"{what}: tokens", tokens, 1),
-                          None if longest is None else whole_number(f"{what}: longest", longest, 1),
-                          whole_number(f"{what}: window", window, 1), done])
+        if done := whole_number(f"{name}: samples", samples, 0, left):
+            history.append([
+                whole_number(f"{name}: tokens", tokens, 1),
+                None if longest is None else whole_number(f"{name}: longest", longest, 1),
+                whole_number(f"{name}: window", window, 1), done])
             left -= done
-    return found
+    return history
 
 
-def _differences(these: Mapping[str, Any], those: Mapping[str, Any]) -> str:
+def _differences(identity: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Write what is not the same."""
-    return ", ".join(f"{name}={value}" for name, value in these.items() if value != those[name])
+    return ", ".join(f"{name}={x}" for name, x in identity.items() if x != other[name])
 
 
 def _checked(lengths: Any, rank: int) -> Array:
@@ -365,7 +366,7 @@ def _refuse_first_of(lengths: Sequence[Any], rank: int) -> None:
         whole_number(f"rank {rank}: lengths[{sample}]", length, 1)
 
 
-def _refuse_longer_than(budget: Budget, lengths: Array, rank: int) -> None:
+def _refuse_longer_than(budget: TokenBudget, lengths: Array, rank: int) -> None:
     if min(budget.longest or budget.tokens + 1, int(lengths.max())) > budget.tokens:
         sample = int((lengths > budget.tokens).argmax())
         raise ConfigError(

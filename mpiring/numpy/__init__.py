@@ -1,8 +1,7 @@
 """The adapter for NumPy and CuPy: averaged gradients, local training, mixed precision."""
 
 from ..resilience import Checkpoints
-from .asynchronous import AsyncDataParallel
-from .data_parallel import DataParallel
+from .data_parallel import AsyncDataParallel, DataParallel
 from .local import DiLoCo, LocalSGD
 from .precision import LossScaler, MasterWeights
 

@@ -1,4 +1,4 @@
-"""Trains a NumPy or CuPy model on several ranks: parameters in, averaged gradients out."""
+"""Trains a NumPy or CuPy model on several ranks: in step, or each at its own pace."""
 
 import functools
 import weakref
@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import truth
+from ..asynchronous import ParameterServer
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..errors import BufferMismatchError, ConfigError
+from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..gpu.arrays import is_on_gpu, vector_of
 from ..gpu.device import Device
 from ..memory.arrays import COMPLEX, FLOATING, SIXTEEN_BIT, Array, dtype_name
@@ -21,7 +22,8 @@ from ..memory.tensors import is_tensor
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish
-from ..training.gradients import Gradients
+from ..training.averager import Averager
+from ..training.fused import Fusion, Placement
 from ..training.replicas import Replicas, Replicated, replicated_in
 
 
@@ -76,11 +78,9 @@ class DataParallel:
                  bucket_bytes: int | None = None, reducer: Wish = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         refuse_other_than_communicators(comm)
-        tensors, device = share(params, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                                deterministic=deterministic, order=order)
-        self.gradients = Gradients(
-            tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-            deterministic=deterministic, order=order, device=device)
+        fusion = Fusion(bucket_bytes, reducer, deterministic, order)
+        tensors, device = share(params, comm, **vars(fusion))
+        self.gradients = Averager(tensors, comm, fusion, Placement(device))
         self.comm, self.params = comm, dict(params)
         self.grads = self.gradients.views
         # Also of the last step, which no `ready` follows.
@@ -245,7 +245,7 @@ class DataParallel:
         are sent last (except on a GPU, which would have to be waited for), which the NaN of any
         other layer reaches, and all in the ten steps after one whose means were not finite.
         """
-        return self.gradients.nonfinite.found
+        return self.gradients.nonfinite.by_rank
 
     def rescale(self, factor: float) -> None:
         """Rescale what reducers remember of gradients, after the scale of the loss has changed.
@@ -254,6 +254,62 @@ class DataParallel:
             factor: New scale / old scale.
         """
         self.gradients.rescale(factor)
+
+
+class AsyncDataParallel(ParameterServer):
+    """A NumPy model that all ranks update, each at its own pace; see ParameterServer.
+
+        dp = AsyncDataParallel(params, comm, optimizer=partial(SGD, lr=0.1), staleness=4)
+        ...
+        dp.step()                               # in the place of optimizer.step()
+        ...
+        dp.close()                              # all ranks have the same weights
+
+    Between steps, gradients are written into `dp.grads` and marked by `dp.ready(name)`, as with a
+    DataParallel.
+
+    Args: see ParameterServer.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._ready: set[str] = set()
+        super().__init__(*args, **kwargs)
+
+    def ready(self, name: str) -> None:
+        """Mark the gradient of a parameter as written.
+
+        Raises:
+            GradientError: The name is unknown, or was marked in this step already.
+
+        Collective: no. Blocking: no.
+        """
+        if name not in self.grads or name in self._ready:
+            mistake = "was marked ready twice" if name in self._ready else "is unknown"
+            raise GradientError(f"rank {self._comm.rank}: gradient {name!r} {mistake}; call step() "
+                                f"after each backward pass, and ready() once per parameter")
+        self._ready.add(name)
+        self._comm.poke()
+
+    def step(self, gradients: Mapping[str, Any] | None = None) -> bool:
+        """Push this rank's gradients, pull the weights; return whether gradients were finite.
+
+        Args:
+            gradients: In the place of those in `grads`.
+
+        Raises:
+            GradientError: Gradients were not marked ready; names them.
+            StallError: As `pull`.
+
+        Collective: no. Blocking: yes.
+        """
+        missing = [name for name in self.grads if name not in self._ready]
+        if missing and gradients is None:
+            raise GradientError(
+                f"rank {self._comm.rank}: step() with {len(missing)} of {len(self.grads)} gradients"
+                f" missing: {', '.join(missing)}; call ready(name) for each, also for one that is "
+                f"zero in this step")
+        self._ready.clear()
+        return super().step(gradients)
 
 
 def share(params: Mapping[str, NDArray[Any]], comm: Communicator, *, deterministic: bool = False,

@@ -1,7 +1,6 @@
 """Local training of NumPy and CuPy models, which are synchronised rarely."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -13,11 +12,12 @@ from ..gpu.arrays import vector_of
 from ..gpu.base import await_event
 from ..memory.arrays import SIXTEEN_BIT, dtype_name, is_finite
 from ..optim import outer
+from ..optim.fragments import LocalWeights
 from .data_parallel import DataParallel, share, spec_of
 
 
-class Arrays:
-    """The arrays of a model, and the global weights; see optim.fragments.Weights.
+class ArrayWeights(LocalWeights):
+    """The arrays of a model, and the global weights; see LocalWeights.
 
     Args:
         model: Arrays by name, or a DataParallel of them.
@@ -28,16 +28,14 @@ class Arrays:
     Collective: yes. Blocking: yes.
     """
 
-    mark, selected = None, nullcontext
-
     def __init__(self, model: Mapping[str, NDArray[Any]] | DataParallel,
                  comm: Communicator) -> None:
         # Not a copy: arrays that are replaced in it count from then on.
-        self._local: Mapping[str, Any] = (
+        self._arrays: Mapping[str, Any] = (
             model.params if isinstance(model, DataParallel) else model)
-        self.tensors, self.device = share(self._local, comm)
+        self.tensors, self.device = share(self._arrays, comm)
         self._comm = comm
-        self._global = {name: x.copy(order="C") for name, x in self._local.items()}
+        self._global = {name: x.copy(order="C") for name, x in self._arrays.items()}
         if self.device is not None:
             await_event(self.device.gpu.mark())
 
@@ -45,16 +43,20 @@ class Arrays:
         """Return global weights as a vector."""
         return vector_of(self._global[name])
 
+    def local(self, name: str) -> Any:
+        """Return local weights."""
+        return self._arrays[name]
+
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local)."""
         with np.errstate(all="ignore"):
-            np.subtract(self._global[name], self._local[name], out=out)
+            np.subtract(self._global[name], self._arrays[name], out=out)
             if factor != 1:
                 out *= factor
 
     def mix(self, name: str, alpha: float) -> None:
         """Set local weights to alpha × local + (1 - alpha) × global."""
-        local, target = self._local[name], self._global[name]
+        local, target = self._arrays[name], self._global[name]
         if alpha:
             kind = np.float32 if dtype_name(local.dtype) in SIXTEEN_BIT else local.dtype
             target = target.astype(kind)
@@ -64,37 +66,25 @@ class Arrays:
     def is_finite(self, name: str) -> bool:
         """Return whether local weights are finite."""
         if self.device is not None:
-            return self.device.gpu.is_finite(self._local[name])
-        return is_finite(self._local[name].reshape(-1))
-
-    def show_global(self) -> Callable[[], None]:
-        """Set local weights to the global ones; return what sets them back."""
-        before = {name: self._local[name].copy() for name in self._global}
-        for name in before:
-            self.mix(name, 0.0)
-
-        def put_back() -> None:
-            for name, x in before.items():
-                self._local[name][...] = x
-
-        return put_back
+            return self.device.gpu.is_finite(self._arrays[name])
+        return is_finite(self._arrays[name].reshape(-1))
 
     def refuse_others(self) -> None:
         """Raise ConfigError where there are other arrays than at first."""
         refuse_changed(self._comm.rank, self.tensors, [
-            spec_of(name, x, self._comm.rank) for name, x in self._local.items()])
-
-    def complete(self) -> None:
-        """Return: there is nothing else."""
+            spec_of(name, x, self._comm.rank) for name, x in self._arrays.items()])
 
 
-class LocalSGD(outer.LocalSGD):
-    """LocalSGD of arrays by name, or of a DataParallel; see mpiring.optim.outer.LocalSGD."""
+class LocalSGD(outer.PeriodicAveraging):
+    """LocalSGD of arrays by name, or of a DataParallel.
 
-    kind = Arrays
+    See mpiring.optim.outer.PeriodicAveraging.
+    """
+
+    kind = ArrayWeights
 
 
-class DiLoCo(outer.DiLoCo):
-    """DiLoCo of arrays by name, or of a DataParallel; see mpiring.optim.outer.DiLoCo."""
+class DiLoCo(outer.StreamingDiLoCo):
+    """DiLoCo of arrays by name, or of a DataParallel; see mpiring.optim.outer.StreamingDiLoCo."""
 
-    kind = Arrays
+    kind = ArrayWeights

@@ -1,60 +1,21 @@
 """Trains in 16 bits: scales the loss, so that gradients do not vanish; masters have 32 bits."""
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import whole_number
-from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..memory.arrays import SIXTEEN_BIT, dtype_name
 from ..operations.consistency import same_on_all
-from ..training.nonfinite import HOPELESS_STEPS
+from ..training.averager import HOPELESS_STEPS
+from .data_parallel import DataParallel
 
 Array = NDArray[Any]
 _SAME_STATE = "load the same state on every rank"
-
-
-class Compared(Protocol):
-    """The part of a training.gradients.Gradients that is needed here.
-
-    Attributes:
-        compared: Texts by source, which ranks compare when the next gradients are sent.
-    """
-
-    compared: dict[str, str]
-
-
-class Averaged(Protocol):
-    """The part of a DataParallel that is needed here.
-
-    Attributes:
-        comm: The ranks.
-        params: The model's arrays by name, equal on all ranks.
-        grads: Their gradients: means over ranks, after a step.
-    """
-
-    comm: Communicator
-    params: Mapping[str, Array]
-    grads: Mapping[str, Array]
-
-    @property
-    def gradients(self) -> Compared:
-        """What averages the gradients."""
-
-    @property
-    def steps(self) -> int:
-        """How many steps are complete."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether all gradients of the last complete step are finite; the same on all ranks."""
-
-    def rescale(self, factor: float) -> None:
-        """Multiply what reducers remember of gradients."""
 
 
 class LossScaler:
@@ -95,7 +56,7 @@ class LossScaler:
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
     """
 
-    def __init__(self, dp: Averaged, *, initial_scale: float = 2.0**16, growth: float = 2.0,
+    def __init__(self, dp: DataParallel, *, initial_scale: float = 2.0**16, growth: float = 2.0,
                  backoff: float = 0.5, growth_interval: int = 2000, smallest: float = 1.0,
                  largest: float = 2.0**24) -> None:
         _refuse_other_than_wrappers(dp)
@@ -246,7 +207,7 @@ class MasterWeights(Mapping[str, Array]):
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
     """
 
-    def __init__(self, dp: Averaged) -> None:
+    def __init__(self, dp: DataParallel) -> None:
         _refuse_other_than_wrappers(dp)
         self._dp = dp
         self._params = {name: array for name, array in dp.params.items() if _is_sixteen(array)}
@@ -327,18 +288,18 @@ def _refuse_other_than_wrappers(dp: object) -> None:
         raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy")
 
 
-def _refuse_other_names(dp: Averaged, what: str, mine: Mapping[str, Any],
-                        wanted: Mapping[str, Any]) -> None:
-    if not isinstance(mine, Mapping):
-        raise ConfigError(f"rank {dp.comm.rank}: the {what} is a {type(mine).__name__}; pass what "
-                          f"state_dict() returned")
-    missing = [name for name in wanted if name not in mine]
-    unknown = [str(name) for name in mine if name not in wanted]
-    if missing or unknown:
+def _refuse_other_names(dp: DataParallel, whose: str, state: Mapping[str, Any],
+                        names: Iterable[str]) -> None:
+    names = list(names)
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"rank {dp.comm.rank}: the {whose} is a {type(state).__name__}; pass "
+                          f"what state_dict() returned")
+    if set(names) != set(state):
         raise ConfigError(
-            f"rank {dp.comm.rank}: the {what} lacks {', '.join(missing) or 'nothing'} and has "
-            f"{', '.join(unknown) or 'nothing'} besides; pass what state_dict() returned for "
-            f"the same model")
+            f"rank {dp.comm.rank}: the {whose} lacks "
+            f"{', '.join(name for name in names if name not in state) or 'nothing'} and has "
+            f"{', '.join(str(name) for name in state if name not in names) or 'nothing'} besides; "
+            f"pass what state_dict() returned for the same model")
 
 
 def _power_of_two(name: str, value: Any, least: float, most: float) -> float:

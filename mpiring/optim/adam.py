@@ -4,12 +4,13 @@ Sources: Kingma and Ba, Adam: A method for stochastic optimization, ICLR 2015; L
 Hutter, Decoupled weight decay regularization, ICLR 2019.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from .optimizer import Model, Optimizer
+from .optimizer import Optimizer, TrainedModel, UpdateRule
 from .parts import Part
-from .settings import Groups, Scheduled
+from .settings import Betas, Groups, Scheduled
 from .update import Update
 
 # m̂ = m / (1 - β1^t), v̂ = v / (1 - β2^t); `step` is η / (1 - β1^t), `root` sqrt(1 - β2^t).
@@ -37,26 +38,17 @@ class Adam(Optimizer):
         weight_decay: λ, of λ w that is added to the gradient.
     """
 
-    vectors = ("m", "v")
     _decouples = False
 
-    def __init__(self, dp: Model, lr: Scheduled = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.0, *,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
         super().__init__(
-            dp, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            dp, UpdateRule(
+                {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+                lambda its: ADAM, functools.partial(_numbers, self._decouples), ("m", "v")),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
-
-    def _update(self, part: Part, scale: float) -> None:
-        its, t = part.settings, self.steps + 1
-        (beta1, beta2), decay = its["betas"], its["weight_decay"]
-        part.apply(ADAM, {
-            "scale": scale, "decay": 0.0 if self._decouples else decay,
-            "keep": 1 - its["lr"] * decay if self._decouples else 1.0,
-            "beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2,
-            "step": its["lr"] / (1 - beta1**t), "root": math.sqrt(1 - beta2**t),
-            "eps": its["eps"]})
 
 
 class AdamW(Adam):
@@ -70,9 +62,18 @@ class AdamW(Adam):
 
     _decouples = True
 
-    def __init__(self, dp: Model, lr: Scheduled = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
                  eps: float = 1e-8, weight_decay: float = 0.01, *,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
         super().__init__(dp, lr, betas, eps, weight_decay, no_decay=no_decay, groups=groups,
                          max_norm=max_norm, sharded=sharded)
+
+
+def _numbers(decouples: bool, part: Part) -> Mapping[str, float]:
+    its, t = part.settings, part.t
+    (beta1, beta2), decay = its["betas"], its["weight_decay"]
+    return {"scale": part.scale, "decay": 0.0 if decouples else decay,
+            "keep": 1 - its["lr"] * decay if decouples else 1.0,
+            "beta1": beta1, "rest1": 1 - beta1, "beta2": beta2, "rest2": 1 - beta2,
+            "step": its["lr"] / (1 - beta1**t), "root": math.sqrt(1 - beta2**t), "eps": its["eps"]}

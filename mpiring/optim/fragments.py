@@ -1,9 +1,10 @@
 """Fragments of a model: global weights, and an outer optimiser that updates them, of each."""
 
+import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from ..buckets.bucket import TensorSpec
@@ -12,13 +13,33 @@ from ..errors import ConfigError, GradientError
 from ..gpu.base import DeviceVector, Event, await_event
 from ..gpu.device import Device
 from ..record.statistics import Statistics
+from ..reducers.by_name import Wish
 from ..reducers.reducer import Reducer
 from ..text import first_few
-from ..training.gradients import Gradients
+from ..training.averager import Averager
+from ..training.fused import Fusion, Placement
 from .optimizer import Optimizer
+from .settings import Scheduled, at
+from .sgd import SGD
 
 
-class Weights(Protocol):
+@dataclass(frozen=True)
+class OuterSettings:
+    """When and how local models are synchronised; LocalSGD and DiLoCo document each value."""
+
+    every: int
+    start: int = 0
+    lr: Scheduled = 1.0
+    momentum: Scheduled = 0.0
+    fragments: int = 1
+    delay: int = 0
+    alpha: float | None = 0.0
+    reducer: Wish = None
+    sharded: bool = False
+    bucket_bytes: int = 25 << 20
+
+
+class LocalWeights(Protocol):
     """The local weights, those of this rank's model, and the global ones, equal on all ranks.
 
     Attributes:
@@ -31,11 +52,14 @@ class Weights(Protocol):
 
     tensors: Sequence[TensorSpec]
     device: Device | None
-    mark: Callable[[], Event] | None
-    selected: Callable[[], AbstractContextManager[Any]]
+    mark: Callable[[], Event] | None = None
+    selected: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def vector(self, name: str) -> Any:
         """Return global weights as a vector that shares their memory."""
+
+    def local(self, name: str) -> Any:
+        """Return local weights: an array, or a tensor without a graph."""
 
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local) into an array of NumPy or CuPy, in C order."""
@@ -46,9 +70,6 @@ class Weights(Protocol):
     def is_finite(self, name: str) -> bool:
         """Return whether local weights are finite."""
 
-    def show_global(self) -> Callable[[], None]:
-        """Set all local weights to the global ones; return what sets them back."""
-
     def refuse_others(self) -> None:
         """Raise ConfigError where other tensors than at first are trained."""
 
@@ -57,6 +78,21 @@ class Weights(Protocol):
 
         Collective: yes. Blocking: yes.
         """
+
+    @contextmanager
+    def global_ones(self) -> Iterator[None]:
+        """Set all local weights to the global ones, in a block."""
+        with self.selected():
+            before = {tensor.name: copy.deepcopy(self.local(tensor.name))
+                      for tensor in self.tensors}
+            for name in before:
+                self.mix(name, 0.0)
+        try:
+            yield
+        finally:
+            with self.selected():
+                for name, x in before.items():
+                    self.local(name)[...] = x
 
 
 def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
@@ -68,69 +104,58 @@ def cut(tensors: Sequence[TensorSpec], count: int) -> list[list[TensorSpec]]:
     if count > len(tensors):
         raise ConfigError(f"fragments={count}, but the model has {len(tensors)} tensors, which "
                           f"are not cut; expected at most as many fragments")
-    found, rest = [], list(tensors)
+    fragments, left = [], list(tensors)
     for remaining in range(count, 0, -1):
-        nbytes = [tensor.padded_bytes for tensor in rest]
+        nbytes = [tensor.padded_bytes for tensor in left]
         share, stop, size = sum(nbytes) / remaining, 1, nbytes[0]
         # What is half inside belongs to it; each later fragment needs a tensor.
-        while stop <= len(rest) - remaining and size + nbytes[stop] / 2 <= share:
+        while stop <= len(left) - remaining and size + nbytes[stop] / 2 <= share:
             size += nbytes[stop]
             stop += 1
-        stop = stop if remaining > 1 else len(rest)
-        found.append(rest[:stop])
-        rest = rest[stop:]
-    return found
-
-
-class PseudoGradients(Gradients):
-    """Averages global weights minus local ones: what the ranks' steps have changed, as a gradient.
-
-    Args:
-        tensors, comm, bucket_bytes, reducer, device, mark: See Averager.
-        moment: Returns the present inner step, in words.
-    """
-
-    noun, holder, cycle = "pseudo-gradient", "pseudo-gradients", "synchronisation"
-
-    def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *, bucket_bytes: int,
-                 reducer: Mapping[str, Reducer], device: Device | None,
-                 mark: Callable[[], Event] | None, moment: Callable[[], str]) -> None:
-        self._moment = moment
-        super().__init__(tensors, comm, bucket_bytes=bucket_bytes, reducer=reducer,
-                         deterministic=True, device=device, mark=mark)
-
-    @property
-    def moment(self) -> str:
-        """The step at which it was sent; compared across ranks."""
-        return self._moment()
+        stop = stop if remaining > 1 else len(left)
+        fragments.append(left[:stop])
+        left = left[stop:]
+    return fragments
 
 
 class Fragment:
     """A part of a model that is synchronised at once: a model for an outer optimiser.
 
-    A synchronisation: `send` pseudo-gradients; `update` the global weights with their mean;
-    `receive` what other ranks have updated; `mix` the global weights into the local ones.
+    A synchronisation: `send` pseudo-gradients (global weights minus local ones: what the ranks'
+    steps have changed); `update` the global weights with their mean; `receive` what other ranks
+    have updated; `mix` the global weights into the local ones.
 
     Args:
         index: Of the fragment.
+        tensors: Of the fragment.
         weights: Of the whole model.
-        gradients: Averages the pseudo-gradients of this fragment.
         comm: The ranks.
+        settings: How it is synchronised; checked, and equal on all ranks.
+        reducers: Of all tensors of the model.
 
     Attributes:
         names: Of its tensors.
+        gradients: Averages the pseudo-gradients.
+        optimizer: The outer one.
         since: The step of the last synchronisation.
-        due: The step at which a synchronisation is to be mixed in; None where none is under way.
-        optimizer: The outer one; set by whoever makes it.
+        due: The step at which a synchronisation is to be mixed in; None where none is in flight.
         statistics: Costs so far.
+
+    Collective: yes. Blocking: yes.
     """
 
-    optimizer: Optimizer
-
-    def __init__(self, index: int, weights: Weights, gradients: Gradients,
-                 comm: Communicator) -> None:
-        self.index, self.comm, self.gradients = index, comm, gradients
-        self.names, self._weights = list(gradients.tensors), weights
+    def __init__(self, index: int, tensors: Sequence[TensorSpec], weights: LocalWeights,
+                 comm: Communicator, settings: OuterSettings,
+                 reducers: Mapping[str, Reducer]) -> None:
+        self.index, self.comm, self._weights, self._settings = index, comm, weights, settings
+        self.names = [tensor.name for tensor in tensors]
+        # A Reducer serves one averager, and remembers what that sends.
+        copied = copy.deepcopy({name: reducers[name] for name in self.names})
+        self.gradients = Averager(
+            tensors, comm, Fusion(settings.bucket_bytes, copied, deterministic=True),
+            Placement(weights.device, weights.mark))
+        self.optimizer = SGD(self, settings.lr, settings.momentum,
+                             nesterov=bool(settings.momentum), sharded=settings.sharded)
         self.since, self.statistics = 0, Statistics()
         self.due: int | None = None
         # What was sent is not used yet; weights are on their way.
@@ -156,14 +181,18 @@ class Fragment:
 
         Collective: yes. Blocking: no.
         """
+        self._label(step)
         self.since, self._is_sent = step, True
         # In the order in which buckets are filled.
         for name in reversed(self.names):
             self._weights.subtract(name, self.gradients.views[name], factor)
             self.gradients.ready(name)
 
-    def update(self) -> None:
+    def update(self, step: int) -> None:
         """Update the global weights, if there is something new to update them with.
+
+        Args:
+            step: The present one.
 
         Raises:
             GradientError: Weights of some rank are not finite; names them, on all ranks. The
@@ -173,31 +202,40 @@ class Fragment:
         """
         if not self._is_sent:
             return
+        self._label(step)
         self._is_sent = False
-        began_s = time.monotonic()
-        self.wait()
-        waited_s = time.monotonic() - began_s
+        self._await(self.gradients.wait, self.gradients)
         self._is_updated = self.optimizer.begin_step()
-        self.statistics += replace(self.gradients.statistics, exposed_s=waited_s)
         if not self._is_updated:
             self.due = None
             self._refuse_not_finite()
 
-    def receive(self) -> None:
+    def receive(self, step: int) -> None:
         """Return when the global weights are updated and complete.
 
-        Raises: as `update`.
+        Args, raises: as `update`.
 
         Collective: yes. Blocking: yes.
         """
-        self.update()
+        self.update(step)
         if self._is_updated:
             self._is_updated = False
-            began_s = time.monotonic()
-            self.optimizer.end_step()
-            waited_s = time.monotonic() - began_s
-            self.statistics += replace(self.optimizer.statistics, exposed_s=waited_s)
+            self._await(self.optimizer.end_step, self.optimizer)
             self.await_weights()
+
+    def _label(self, step: int) -> None:
+        """Let calls have the present step in words, and the rates of its update."""
+        rates = at({"lr": self._settings.lr, "momentum": self._settings.momentum},
+                   self.optimizer.steps)
+        self.gradients.label = (
+            f"inner step {step} (every={self._settings.every}, fragment {self.index}, "
+            f"lr={rates['lr']!r}, momentum={rates['momentum']!r})")
+
+    def _await(self, wait: Callable[[], None], source: Averager | Optimizer) -> None:
+        began_s = time.monotonic()
+        wait()
+        waited_s = time.monotonic() - began_s
+        self.statistics += replace(source.statistics, exposed_s=waited_s)
 
     def await_weights(self) -> None:
         """Return when a GPU has written the global weights, and buckets: others use any stream.
@@ -220,11 +258,11 @@ class Fragment:
             self._weights.mix(name, alpha)
 
     def _refuse_not_finite(self) -> None:
-        mine = [name for name in self.names if not self._weights.is_finite(name)]
-        everybodys = {rank: names for rank, names in enumerate(self.comm.allgather_object(mine))
-                      if names} or self.gradients.nonfinite.found
+        names = [name for name in self.names if not self._weights.is_finite(name)]
+        by_rank = {rank: names for rank, names in enumerate(self.comm.allgather_object(names))
+                   if names} or self.gradients.nonfinite.by_rank
         whose = "; ".join(f"rank {rank} in {first_few(names, 5)}"
-                          for rank, names in everybodys.items())
+                          for rank, names in by_rank.items())
         raise GradientError(
             f"rank {self.comm.rank}: the model has diverged: what was sent at inner step "
             f"{self.since} holds NaN or Inf, of the weights of "

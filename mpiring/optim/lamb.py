@@ -4,14 +4,14 @@ Source: You et al., Large batch optimization for deep learning: Training BERT in
 ICLR 2020, arXiv 1904.00962, algorithm 2.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from ..arguments import truth
-from .optimizer import Model, Optimizer
-from .parts import DIRECTION, Part
-from .settings import ADAPTS, Groups, Scheduled
+from .optimizer import Layerwise, Optimizer, TrainedModel, UpdateRule
+from .parts import Part
+from .settings import Betas, Groups, Scheduled
 from .update import Update
 
 MOMENTS = Update("lamb_moments", "g m v", "scale beta1 rest1 beta2 rest2", """
@@ -46,43 +46,23 @@ class LAMB(Optimizer):
         bias_correction: Correct m and v for their start at zero; without, m̂ = m and v̂ = v.
     """
 
-    vectors = ("m", "v")
-
-    def __init__(self, dp: Model, lr: Scheduled = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, betas: Betas = (0.9, 0.999),
                  eps: float = 1e-6, weight_decay: float = 0.01, *,
                  no_decay: Sequence[str] = (), bias_correction: bool = True,
                  groups: Groups | None = None, max_norm: float | None = None,
                  sharded: bool = False) -> None:
-        self._corrects = bias_correction
-        self._found: Mapping[str, Mapping[str, float]] = {}
         super().__init__(
-            dp, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            dp, UpdateRule(
+                {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+                lambda its: APPLY, functools.partial(_numbers, bias_correction), ("m", "v"),
+                layerwise=Layerwise(lambda part, w, r: w / r, MOMENTS, LOOK),
+                more=lambda its: {"bias_correction": truth("bias_correction", bias_correction)}),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
-    def _more(self) -> Mapping[str, Any]:
-        self._corrects = truth("bias_correction", self._corrects)
-        return {"bias_correction": self._corrects}
 
-    def _prepare(self, parts: Sequence[Part], scale: float) -> None:
-        for part in parts:
-            beta1, beta2 = part.settings["betas"]
-            part.apply(MOMENTS, {"scale": scale, "beta1": beta1, "rest1": 1 - beta1,
-                                 "beta2": beta2, "rest2": 1 - beta2})
-        self._found = self._norms(parts, ["w", DIRECTION], self._directions)
-
-    def _directions(self, part: Part, share: slice) -> Iterator[dict[str, Any]]:
-        numbers = self._numbers(part)
-        for block in part.blocks(LOOK.vectors, share):
-            LOOK(block, numbers)
-            yield block
-
-    def _update(self, part: Part, scale: float) -> None:
-        w, r = self._found[part.name]["w"], self._found[part.name][DIRECTION]
-        ratio = w / r if part.settings[ADAPTS] and w and r else 1.0
-        part.apply(APPLY, {**self._numbers(part), "rate": part.settings["lr"] * ratio})
-
-    def _numbers(self, part: Part) -> dict[str, float]:
-        its, t = part.settings, self.steps + 1
-        first, second = (1 - beta**t if self._corrects else 1.0 for beta in its["betas"])
-        return {"part": first, "root": math.sqrt(second), "eps": its["eps"],
-                "decay": its["weight_decay"]}
+def _numbers(corrects: bool, part: Part) -> Mapping[str, float]:
+    its, (beta1, beta2) = part.settings, part.settings["betas"]
+    first, second = (1 - beta**part.t if corrects else 1.0 for beta in (beta1, beta2))
+    return {"scale": part.scale, "beta1": beta1, "rest1": 1 - beta1, "beta2": beta2,
+            "rest2": 1 - beta2, "part": first, "root": math.sqrt(second), "eps": its["eps"],
+            "decay": its["weight_decay"], "rate": its["lr"] * part.ratio}

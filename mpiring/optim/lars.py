@@ -6,9 +6,9 @@ Source: You, Gitman and Ginsburg, Large batch training of convolutional networks
 
 from collections.abc import Mapping, Sequence
 
-from .optimizer import Model, Optimizer
+from .optimizer import Layerwise, Optimizer, TrainedModel, UpdateRule
 from .parts import Part
-from .settings import ADAPTS, Groups, Scheduled
+from .settings import Groups, Scheduled
 from .update import Update
 
 LARS_UPDATE = Update("lars", "w g v", "scale decay mu rate", """
@@ -35,25 +35,23 @@ class LARS(Optimizer):
         no_decay: Names and patterns of tensors that are neither decayed nor adapted.
     """
 
-    vectors = ("v",)
-
-    def __init__(self, dp: Model, lr: Scheduled = 0.1, momentum: Scheduled = 0.9,
+    def __init__(self, dp: TrainedModel, lr: Scheduled = 0.1, momentum: Scheduled = 0.9,
                  weight_decay: float = 1e-4, trust: float = 0.001, *,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
-        self._found: Mapping[str, Mapping[str, float]] = {}
         super().__init__(
-            dp, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust},
+            dp, UpdateRule(
+                {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust},
+                lambda its: LARS_UPDATE, _numbers, ("v",), layerwise=Layerwise(_ratio)),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
 
-    def _prepare(self, parts: Sequence[Part], scale: float) -> None:
-        self._found = self._norms(
-            parts, ["w", "g"], lambda part, share: part.blocks(["w", "g"], share))
 
-    def _update(self, part: Part, scale: float) -> None:
-        its, decay, ratio = part.settings, part.settings["weight_decay"], 1.0
-        w, g = self._found[part.name]["w"], scale * self._found[part.name]["g"]
-        if its[ADAPTS] and w and g:
-            ratio = its["trust"] * w / (g + decay * w)
-        part.apply(LARS_UPDATE, {"scale": scale, "decay": decay, "mu": its["momentum"],
-                                 "rate": its["lr"] * ratio})
+def _ratio(part: Part, w: float, g: float) -> float:
+    trust, decay = part.settings["trust"], part.settings["weight_decay"]
+    return float(trust * w / (part.scale * g + decay * w))
+
+
+def _numbers(part: Part) -> Mapping[str, float]:
+    its = part.settings
+    return {"scale": part.scale, "decay": its["weight_decay"], "mu": its["momentum"],
+            "rate": its["lr"] * part.ratio}

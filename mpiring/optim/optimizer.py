@@ -1,60 +1,36 @@
-"""What all optimisers share: a step, settings, the way back of updated weights, and state."""
+"""Runs update rules: a step, settings, the way back of updated weights, and state."""
 
 import math
-from abc import ABC, abstractmethod
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from ..arguments import number, truth
-from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..engine.handle import Handle
 from ..gpu.base import await_event
 from ..memory.arrays import dtype_name
-from ..memory.nests import mapped
-from ..memory.sliced import Sliced
+from ..memory.pytrees import mapped
+from ..sharding.sliced import Sliced
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from ..training.slices import Means, Slices
+from ..training.averager import Averager
+from ..training.slices import ModelSlices
 from . import masters, state
 from .norms import norms
-from .parts import MASTER, Part, wide
-from .settings import Groups, Settings, all_at, described, settings_of, summarized
+from .parts import DIRECTION, MASTER, Part, wide
+from .settings import ADAPTS, Groups, Settings, all_at, described, settings_of, summarized
 from .state import Loaded
+from .update import Update
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
-class Gradients(Means, Protocol):
-    """What an optimiser needs of training.gradients.Gradients, or of what stands in its place."""
-
-    compared: dict[str, str]
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """All tensors that are to be updated, by name, in order."""
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a step has begun."""
-
-    @property
-    def finite(self) -> bool:
-        """Whether all means of the last complete step are finite."""
-
-    def refuse_claim(self, *, scatters: bool) -> None:
-        """Raise ConfigError or GradientError if no further optimizer can update the tensors."""
-
-    def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Let one optimizer update the tensors, or slices of them. Collective."""
-
-
-class Model(Protocol):
+class TrainedModel(Protocol):
     """What an optimiser needs of a model: a mpiring.numpy.DataParallel, or another adapter's."""
 
     @property
@@ -62,7 +38,7 @@ class Model(Protocol):
         """The ranks."""
 
     @property
-    def gradients(self) -> Gradients:
+    def gradients(self) -> Averager:
         """What averages the gradients."""
 
     def vector(self, name: str) -> Any:
@@ -86,16 +62,52 @@ class Scaler(Protocol):
         """Return whether to update, the same on all ranks, and set the next step's scale."""
 
 
-class Optimizer(ABC):
-    """An optimiser of a model's tensors, or of this rank's slices of them.
+@dataclass(frozen=True)
+class Layerwise:
+    """A factor of the rate of each tensor, by the norms of its weights and of what it is moved by.
 
-    One of a published method says which vectors it remembers (`vectors`; those of `optional` from
-    the first update that needs them), and has `_update`, and `_prepare` where it must know about
-    all tensors first.
+    Attributes:
+        ratio: Returns the factor, given a part, the norm of the weights and that of the gradient,
+            or of the direction. Where a norm is zero, the factor is 1.
+        first: An update of all parts before norms are taken.
+        direction: Writes the direction into `r`; None for the gradient itself.
+    """
+
+    ratio: Callable[[Part, float, float], float]
+    first: Update | None = None
+    direction: Update | None = None
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """How one tensor is updated: an optimiser, as a published method has it.
+
+    Attributes:
+        settings: The settings of all tensors, by name.
+        text: Returns the update of tensors with such settings.
+        numbers: Returns the numbers of the updates, for a part.
+        vectors: The names of the vectors that it remembers.
+        optional: Those that it remembers from the first update that needs them.
+        layerwise: How the rate of each tensor depends on norms, if it does.
+        more: Returns further arguments that ranks must share, given the settings of all tensors;
+            raises ConfigError if one is wrong.
+    """
+
+    settings: Settings
+    text: Callable[[Mapping[str, Any]], Update]
+    numbers: Callable[[Part], Mapping[str, float]]
+    vectors: Sequence[str] = ()
+    optional: Sequence[str] = ()
+    layerwise: Layerwise | None = None
+    more: Callable[[Mapping[str, Mapping[str, Any]]], Mapping[str, Any]] = lambda settings: {}
+
+
+class Optimizer:
+    """An optimiser of a model's tensors, or of this rank's slices of them.
 
     Args:
         dp: The model.
-        defaults: The settings, by name.
+        rule: How a tensor is updated.
         groups: By a tensor's name or pattern, settings that differ.
         no_decay: Names and patterns of tensors that are neither decayed nor adapted.
         max_norm: Gradients are scaled down to this norm of all of them together; None for never.
@@ -116,14 +128,11 @@ class Optimizer(ABC):
     Collective: yes. Blocking: yes.
     """
 
-    vectors: Sequence[str] = ()
-    optional: Sequence[str] = ()
-
-    def __init__(self, dp: Model, defaults: Settings, *, groups: Groups | None,
+    def __init__(self, dp: TrainedModel, rule: UpdateRule, *, groups: Groups | None,
                  no_decay: Sequence[str], max_norm: float | None, sharded: bool) -> None:
         _refuse_other_than_models(dp)
         self._dp, self._comm, self._gradients = dp, dp.comm, dp.gradients
-        self._names, self.steps = list(self._gradients.tensors), 0
+        self._rule, self._names, self.steps = rule, list(self._gradients.tensors), 0
         with same_on_all(self._comm, type(self).__name__,
                          remedy="give it the same arguments on every rank") as same:
             same["sharded"] = self.sharded = truth("sharded", sharded)
@@ -131,14 +140,15 @@ class Optimizer(ABC):
                 "max_norm", max_norm, lambda x: 0 < x < math.inf,
                 "a finite number above 0, or None")
             self._refuse_other_tensors()
-            self.settings = settings_of(self._names, defaults, groups, no_decay)
-            same |= {**described(self.settings), **self._more()}
+            self.settings = settings_of(self._names, rule.settings, groups, no_decay)
+            same |= {**described(self.settings), **rule.more(self.settings)}
             self._gradients.refuse_claim(scatters=self.sharded)
         self._gradients.claim(self, scatters=self.sharded)
-        # Not itself, so that it ends when its user deletes it.
-        itself = weakref.proxy(self)
-        self._slices = Slices(self._gradients, self._comm, dp.vector,
-                              lambda plan: itself._vectors_of(plan.dtype))
+        # The vectors that are remembered: a list, so that slices refer to it, not to this object.
+        self._vectors = vectors = list(rule.vectors)
+        self._remember(self.settings)
+        self._slices = ModelSlices(self._gradients, self._comm, dp.vector,
+                                   lambda plan: _vectors_of(vectors, plan.dtype))
         self._device = self._gradients.buckets[0].device
         # The last step of the gradients that was looked at.
         self._seen = self._gradients.steps
@@ -215,7 +225,7 @@ class Optimizer(ABC):
     @property
     def elementwise(self) -> bool:
         """Whether each element is updated for itself: no norm of anything is asked for."""
-        return self._max_norm is None and type(self)._prepare is Optimizer._prepare
+        return self._max_norm is None and self._rule.layerwise is None
 
     def update(self, scale: float, done: Callable[[int], None], *,
                last_first: bool = False, rate: float = 1.0) -> None:
@@ -240,23 +250,56 @@ class Optimizer(ABC):
                last_first: bool = False) -> None:
         """Update this rank's parts with these settings by tensor; see `update`."""
         self._after_users_work()
-        self._begin_to_remember(now)
+        self._remember(now)
         buckets = self._parts(now)
         parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
             scale *= min(1.0, self._max_norm / total) if total else 1.0
         for part in parts:
+            part.scale = scale
             part.begin()
-        self._prepare(parts, scale)
+        if self._rule.layerwise is not None:
+            self._adapt(parts, self._rule.layerwise)
         indices = range(len(buckets))
         for index in reversed(indices) if last_first else indices:
             for part in buckets[index]:
-                self._update(part, scale)
+                part.apply(self._rule.text(part.settings), self._rule.numbers(part))
                 part.end()
             done(index)
         self.steps += 1
         self._slices.end_step()
+
+    def _remember(self, settings: Mapping[str, Mapping[str, Any]]) -> None:
+        """Remember optional vectors from now on if an update of any tensor needs them.
+
+        Args:
+            settings: Of all tensors, so that all ranks add the same.
+        """
+        for vector in self._rule.optional:
+            if vector not in self._vectors and any(
+                    vector in self._rule.text(its).vectors for its in settings.values()):
+                self._vectors.append(vector)
+
+    def _adapt(self, parts: Sequence[Part], layerwise: Layerwise) -> None:
+        """Set the factor of each part's rate. Collective, blocking."""
+        if layerwise.first is not None:
+            for part in parts:
+                part.apply(layerwise.first, self._rule.numbers(part))
+        direction = layerwise.direction
+        kinds = ["w", "g" if direction is None else DIRECTION]
+
+        def blocks(part: Part, share: slice) -> Iterator[Mapping[str, Any]]:
+            for block in part.blocks(kinds if direction is None else direction.vectors, share):
+                if direction is not None:
+                    direction(block, self._rule.numbers(part))
+                yield block
+
+        norms_of = self._norms(parts, kinds, blocks)
+        for part in parts:
+            weights, movement = (norms_of[part.name][kind] for kind in kinds)
+            if part.settings[ADAPTS] and weights and movement:
+                part.ratio = layerwise.ratio(part, weights, movement)
 
     def grad_norm(self) -> float:
         """Return the norm of all averaged gradients together, before `step`; waits for them.
@@ -283,16 +326,16 @@ class Optimizer(ABC):
         """
         return state.Present(
             lambda: {piece.name: piece for pieces in self._slices.pieces for piece in pieces},
-            self._vectors_of)
+            lambda dtype: _vectors_of(self._vectors, dtype))
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the whole state, by tensor: equal on all ranks.
 
         Collective: if sharded. Blocking: yes.
         """
-        mine = self._saved(0, 1)
-        return {**mine, "tensors": state.gathered(self._comm, mine["tensors"]) if self.sharded
-                else mapped(mine["tensors"], lambda leaf: leaf.whole())}
+        saved = self._saved(0, 1)
+        return {**saved, "tensors": state.gathered(self._comm, saved["tensors"]) if self.sharded
+                else mapped(saved["tensors"], lambda leaf: leaf.whole())}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that this rank is to save: ranges of tensors.
@@ -338,20 +381,20 @@ class Optimizer(ABC):
 
     def _checked(self, state_dict: Any, parts: Sequence[Part]) -> Loaded:
         """Return a state as far as this rank has its tensors, and change nothing."""
-        known = [*self.vectors, *(name for name in self.optional if name not in self.vectors)]
+        known = list(dict.fromkeys([*self._vectors, *self._rule.optional]))
         steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
-                                      self._dtypes(known), self.optional)
+                                      self._dtypes(known), self._rule.optional)
         contents = state.of_parts(leaves, parts)
         saved = {vector for its in leaves.values() for vector in its}
         for part, its in contents:
             # Those that were not remembered yet, when the state was saved, were zero.
             its |= {vector: np.zeros(part.size, part.dtype)
-                    for vector in self.vectors if vector not in its}
+                    for vector in self._vectors if vector not in its}
         return Loaded(
-            steps, [name for name in known if name in self.vectors or name in saved], contents)
+            steps, [name for name in known if name in self._vectors or name in saved], contents)
 
     def _take(self, loaded: Loaded) -> None:
-        self.steps, self._seen, self.vectors = loaded.steps, self._gradients.steps, loaded.names
+        self.steps, self._seen, self._vectors[:] = loaded.steps, self._gradients.steps, loaded.names
         for part, its in loaded.vectors:
             for vector, x in its.items():
                 vectors.copy_to(part.piece.vector(vector, x.dtype), vectors.moved(x, self._device))
@@ -361,42 +404,12 @@ class Optimizer(ABC):
         share = (0, 1) if self.sharded else (rank, size)
         return {"optimizer": type(self).__name__, "steps": self.steps,
                 "tensors": state.sliced(self._gradients.tensors, self._all_parts(),
-                                        self._dtypes(self.vectors), share)}
+                                        self._dtypes(self._vectors), share)}
 
     def _dtypes(self, names: Sequence[str]) -> dict[str, dict[str, "np.dtype[Any]"]]:
         """Return the dtypes of each tensor's vectors with these names, and of masters."""
         return {name: _vectors_of(names, tensor.dtype)
                 for name, tensor in self._gradients.tensors.items()}
-
-    # What methods have
-
-    def _more(self) -> Mapping[str, Any]:
-        """Return further arguments that ranks must share; raise ConfigError if one is wrong."""
-        return {}
-
-    def _begin_to_remember(self, now: Mapping[str, Mapping[str, Any]]) -> None:
-        """Add to `vectors` those of `optional` that an update needs for the first time.
-
-        Args:
-            now: The settings of all tensors in this step, so that all ranks add the same.
-        """
-
-    def _prepare(self, parts: Sequence[Part], scale: float) -> None:
-        """Look at all of this rank's parts before any is updated.
-
-        Args:
-            scale: Factor of the gradients.
-
-        Collective: yes. Blocking: yes.
-        """
-
-    @abstractmethod
-    def _update(self, part: Part, scale: float) -> None:
-        """Update a part.
-
-        Args:
-            scale: Factor of the gradients.
-        """
 
     def _norms(self, parts: Sequence[Part], kinds: Sequence[str],
                blocks: Any) -> Mapping[str, Mapping[str, float]]:
@@ -406,17 +419,17 @@ class Optimizer(ABC):
 
     # The step
 
-    def _await_gradients(self, what: str) -> None:
+    def _await_gradients(self, call: str) -> None:
         if self._gradients.under_way:
             self._dp.wait()
         if self._gradients.steps == self._seen:
             raise GradientError(
-                f"rank {self._comm.rank}: {what} without new gradients; compute them, and mark "
+                f"rank {self._comm.rank}: {call} without new gradients; compute them, and mark "
                 f"each as ready, before each optimizer.step(), which is called once per step")
 
     def _parts(self, now: Mapping[str, Settings]) -> list[list[Part]]:
         """Return this rank's parts, per bucket, with these settings by tensor."""
-        return [[Part(piece, now[piece.name]) for piece in pieces]
+        return [[Part(piece, now[piece.name], self.steps + 1) for piece in pieces]
                 for pieces in self._slices.follow()]
 
     def _all_parts(self) -> list[Part]:
@@ -424,11 +437,8 @@ class Optimizer(ABC):
         return [part for bucket in self._parts(dict.fromkeys(self._names, {})) for part in bucket]
 
     def _norm_of_gradients(self, parts: Sequence[Part]) -> float:
-        found = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
-        return math.sqrt(sum(norm["g"]**2 for norm in found.values()))
-
-    def _vectors_of(self, dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
-        return _vectors_of(self.vectors, dtype)
+        norms_of = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
+        return math.sqrt(sum(its["g"]**2 for its in norms_of.values()))
 
     def _after_users_work(self) -> None:
         """Wait until a GPU has written what CuPy was told to write."""

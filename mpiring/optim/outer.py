@@ -5,11 +5,9 @@ et al., Don't use large mini-batches, use local SGD, ICLR 2020 (1808.07217); Dou
 DiLoCo, 2023 (2311.08105), and Streaming DiLoCo with overlapping communication, 2025 (2501.18512).
 """
 
-import copy
-import functools
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,15 +16,14 @@ from ..arguments import number, refuse_other_state, truth, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
-from ..memory.nests import mapped
-from ..memory.sliced import Sliced, whole
+from ..memory.pytrees import mapped
+from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.by_name import Wish, reducers_of
 from . import state
-from .fragments import Fragment, PseudoGradients, Weights, cut
+from .fragments import Fragment, LocalWeights, OuterSettings, cut
 from .settings import Scheduled, at, settings_of
-from .sgd import SGD
 
 # By default, with a delay.
 _ALPHA = 0.5
@@ -35,9 +32,14 @@ _ALPHA = 0.5
 class Outer:
     """Synchronises models that are trained locally; LocalSGD and DiLoCo say how.
 
+    Args:
+        model: What is trained.
+        comm: All ranks to average over.
+        settings: When and how models are synchronised.
+
     Attributes:
-        kind: Returns the Weights of a model, given the ranks, on all of which they are rank 0's
-            then; set by adapters. Collective, blocking.
+        kind: Returns the LocalWeights of a model, given the ranks, on all of which they are rank
+            0's then; set by adapters. Collective, blocking.
         comm: The ranks.
         steps: Inner steps so far.
         every, delay, alpha: As given.
@@ -45,53 +47,28 @@ class Outer:
 
     kind: ClassVar[Any]
 
-    def __init__(self, model: Any, comm: Communicator, *, every: int, start: int, lr: Scheduled,
-                 momentum: Scheduled, fragments: int, delay: int, alpha: float | None,
-                 reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
+    def __init__(self, model: Any, comm: Communicator, settings: OuterSettings) -> None:
         refuse_other_than_communicators(comm)
         self.comm, self.steps = comm, 0
+        settings = _agreed(comm, type(self).__name__, settings)
+        self.every, self.delay, self._start = settings.every, settings.delay, settings.start
+        self.alpha = settings.alpha or 0.0
+        self._weights: LocalWeights = self.kind(model, comm)
         with same_on_all(comm, type(self).__name__) as same:
-            same["every"] = self.every = whole_number("every", every, 1)
-            same["start"] = self._start = whole_number("start", start, 0)
-            same["fragments"] = count = whole_number("fragments", fragments, 1, self.every)
-            same["delay"] = self.delay = whole_number("delay", delay, 0, self.every - 1)
-            same["alpha"] = self.alpha = number(
-                "alpha", _ALPHA * bool(delay) if alpha is None else alpha,
-                lambda x: 0 <= x < 1, "a number of at least 0, below 1")
-            same["sharded"] = sharded = truth("sharded", sharded)
-            same["bucket_bytes"] = whole_number("bucket_bytes", bucket_bytes, 1)
-            (self._rates,) = settings_of(
-                ["*"], {"lr": lr, "momentum": momentum}, None, ()).values()
-            same.update(at(self._rates, 0))
-        self._weights: Weights = self.kind(model, comm)
-        self._fragments: list[Fragment] = []
-        self._cut(count, reducer, sharded, bucket_bytes)
+            parts = cut(self._weights.tensors, settings.fragments)
+            reducers = reducers_of([tensor.name for tensor in self._weights.tensors],
+                                   settings.reducer)
+            same["reducer"] = {name: repr(reducer) for name, reducer in reducers.items()}
+        with self._weights.selected():
+            self._fragments = [
+                Fragment(index, tensors, self._weights, comm, settings, reducers)
+                for index, tensors in enumerate(parts)]
         # Half-way, slices of the mean have become slices of weights, which go on.
-        self._update_after = self.delay - self.delay // 2 if sharded else self.delay
+        self._update_after = (self.delay - self.delay // 2 if settings.sharded else self.delay)
         self._is_joined = self._shows_global = False
         # Steps when this rank had ended, in `join`.
         self._trained = 0
         self._plan()
-
-    def _cut(self, count: int, reducer: Wish, sharded: bool, bucket_bytes: int) -> None:
-        with same_on_all(self.comm, type(self).__name__) as same:
-            parts = cut(self._weights.tensors, count)
-            reducers = reducers_of([tensor.name for tensor in self._weights.tensors], reducer)
-            same["reducer"] = {name: repr(its) for name, its in reducers.items()}
-        # Not itself, so that it ends when its user deletes it.
-        itself = weakref.proxy(self)
-        with self._weights.selected():
-            for index, tensors in enumerate(parts):
-                # A Reducer serves one averager, and remembers what that sends.
-                its = copy.deepcopy({tensor.name: reducers[tensor.name] for tensor in tensors})
-                fragment = Fragment(index, self._weights, PseudoGradients(
-                    tensors, self.comm, bucket_bytes=bucket_bytes, reducer=its,
-                    device=self._weights.device, mark=self._weights.mark,
-                    moment=functools.partial(_moment, itself, index)), self.comm)
-                fragment.optimizer = SGD(
-                    fragment, self._rates["lr"], self._rates["momentum"],
-                    nesterov=bool(self._rates["momentum"]), sharded=sharded)
-                self._fragments.append(fragment)
 
     def __repr__(self) -> str:
         return (f"{type(self).__name__}(…, every={self.every}, "
@@ -148,14 +125,14 @@ class Outer:
         with self._weights.selected():
             self._weights.refuse_others()
             for fragment in self._fragments:
-                fragment.receive()
+                fragment.receive(self.steps)
                 if fragment.due is not None:
                     fragment.mix(self.alpha)
             for fragment in self._fragments:
                 if fragment.since < self.steps:
                     self._send(fragment, is_training)
             for fragment in self._fragments:
-                fragment.receive()
+                fragment.receive(self.steps)
                 fragment.mix(0.0)
             self._weights.complete()
         self._plan()
@@ -176,10 +153,10 @@ class Outer:
                     fragment.due = self.steps + self.delay
             for fragment in self._fragments:
                 if fragment.due is not None and fragment.since + self._update_after <= self.steps:
-                    fragment.update()
+                    fragment.update(self.steps)
             for fragment in self._fragments:
                 if fragment.due is not None and fragment.due <= self.steps:
-                    fragment.receive()
+                    fragment.receive(self.steps)
                     fragment.mix(self.alpha)
                     if fragment is self._fragments[-1]:
                         self._weights.complete()
@@ -233,16 +210,13 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        with self._weights.selected():
-            put_back = self._weights.show_global()
-        self._shows_global, self._next = True, 0
-        try:
-            yield
-        finally:
-            with self._weights.selected():
-                put_back()
-            self._shows_global = False
-            self._plan()
+        with self._weights.global_ones():
+            self._shows_global, self._next = True, 0
+            try:
+                yield
+            finally:
+                self._shows_global = False
+                self._plan()
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -276,7 +250,7 @@ class Outer:
         """Complete the update of what is under way; it is mixed in when it is due."""
         with self._weights.selected():
             for fragment in self._fragments:
-                fragment.receive()
+                fragment.receive(self.steps)
 
     # State
 
@@ -408,14 +382,26 @@ class Outer:
                 compressor.load_state_dict(its)
 
 
-def _moment(outer: Outer, index: int) -> str:
-    """Return the present step in words, and the rates of its update, for a fragment's calls."""
-    rates = at(outer._rates, outer._fragments[index].optimizer.steps)
-    return (f"inner step {outer.steps} (every={outer.every}, fragment {index}, lr={rates['lr']!r}, "
-            f"momentum={rates['momentum']!r})")
+def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSettings:
+    """Return settings that were checked; raise ConfigError unless all ranks have the same."""
+    every, delay, alpha = settings.every, settings.delay, settings.alpha
+    with same_on_all(comm, method) as same:
+        same["every"] = every = whole_number("every", every, 1)
+        same["start"] = start = whole_number("start", settings.start, 0)
+        same["fragments"] = fragments = whole_number("fragments", settings.fragments, 1, every)
+        same["delay"] = delay = whole_number("delay", delay, 0, every - 1)
+        same["alpha"] = alpha = number("alpha", _ALPHA * bool(delay) if alpha is None else alpha,
+                                       lambda x: 0 <= x < 1, "a number of at least 0, below 1")
+        same["sharded"] = sharded = truth("sharded", settings.sharded)
+        same["bucket_bytes"] = whole_number("bucket_bytes", settings.bucket_bytes, 1)
+        (rates,) = settings_of(
+            ["*"], {"lr": settings.lr, "momentum": settings.momentum}, None, ()).values()
+        same.update(at(rates, 0))
+    return replace(settings, every=every, start=start, fragments=fragments, delay=delay,
+                   alpha=alpha, sharded=sharded, lr=rates["lr"], momentum=rates["momentum"])
 
 
-class LocalSGD(Outer):
+class PeriodicAveraging(Outer):
     """Averages the ranks' parameters after every so many steps of their own optimizers.
 
         outer = LocalSGD(model, comm, every=8)
@@ -448,12 +434,11 @@ class LocalSGD(Outer):
     def __init__(self, model: Any, comm: Communicator, *, every: int, start: int = 0,
                  reducer: Wish = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
-        super().__init__(model, comm, every=every, start=start, lr=1.0, momentum=0.0, fragments=1,
-                         delay=0, alpha=0.0, reducer=reducer, sharded=sharded,
-                         bucket_bytes=bucket_bytes)
+        super().__init__(model, comm, OuterSettings(
+            every, start, reducer=reducer, sharded=sharded, bucket_bytes=bucket_bytes))
 
 
-class DiLoCo(Outer):
+class StreamingDiLoCo(Outer):
     """Takes outer steps, by Nesterov's momentum, on what the ranks' own steps have changed.
 
         outer = DiLoCo(model, comm, every=64, fragments=4, delay=8, reducer=Int8())
@@ -482,6 +467,5 @@ class DiLoCo(Outer):
                  momentum: Scheduled = 0.9, fragments: int = 1, delay: int = 0,
                  alpha: float | None = None, reducer: Wish = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
-        super().__init__(model, comm, every=every, start=0, lr=lr, momentum=momentum,
-                         fragments=fragments, delay=delay, alpha=alpha, reducer=reducer,
-                         sharded=sharded, bucket_bytes=bucket_bytes)
+        super().__init__(model, comm, OuterSettings(
+            every, 0, lr, momentum, fragments, delay, alpha, reducer, sharded, bucket_bytes))

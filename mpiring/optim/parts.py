@@ -24,17 +24,23 @@ def wide(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
     return np.dtype(np.float32) if masters.has_master(dtype) else dtype
 
 
-@dataclass(frozen=True)
+@dataclass
 class Part:
     """The range of a tensor that this rank updates.
 
     Attributes:
         piece: Where it lies.
         settings: Of the tensor, in this step.
+        t: The number of the update, from 1.
+        scale: Factor of the gradient.
+        ratio: Factor of the rate; see Layerwise.
     """
 
     piece: Piece
     settings: Settings
+    t: int = 1
+    scale: float = 1.0
+    ratio: float = 1.0
 
     @property
     def name(self) -> str:

@@ -12,6 +12,7 @@ from ..errors import ConfigError
 
 # A number, or a function of the number of updates before this one: 0 for the first.
 Scheduled = float | Callable[[int], float]
+Betas = tuple[float, float]
 Groups = Mapping[str, Mapping[str, Any]]
 Settings = dict[str, Any]
 

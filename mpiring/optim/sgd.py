@@ -9,7 +9,7 @@ from typing import Any
 
 from ..arguments import truth
 from ..errors import ConfigError
-from .optimizer import Model, Optimizer
+from .optimizer import Optimizer, TrainedModel, UpdateRule
 from .parts import Part
 from .settings import Groups, Scheduled
 from .update import Update
@@ -42,35 +42,26 @@ class SGD(Optimizer):
         weight_decay: λ.
     """
 
-    optional = ("b",)
-
-    def __init__(self, dp: Model, lr: Scheduled = 1e-3, momentum: Scheduled = 0.0, *,
+    def __init__(self, dp: TrainedModel, lr: Scheduled = 1e-3, momentum: Scheduled = 0.0, *,
                  nesterov: bool = False, weight_decay: float = 0.0,
                  no_decay: Sequence[str] = (), groups: Groups | None = None,
                  max_norm: float | None = None, sharded: bool = False) -> None:
-        self._nesterov = nesterov
+        def more(settings: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+            # A function counts, too.
+            if truth("nesterov", nesterov) and not any(
+                    its["momentum"] for its in settings.values()):
+                raise ConfigError("nesterov=True without momentum; give it one, as momentum=0.9")
+            return {"nesterov": bool(nesterov)}
+
         super().__init__(
-            dp, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+            dp, UpdateRule(
+                {"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+                lambda its: (NESTEROV if nesterov else MOMENTUM) if its["momentum"] else PLAIN,
+                _numbers, optional=("b",), more=more),
             groups=groups, no_decay=no_decay, max_norm=max_norm, sharded=sharded)
-        self._begin_to_remember(self.settings)
-
-    def _more(self) -> Mapping[str, Any]:
-        self._nesterov = truth("nesterov", self._nesterov)
-        if self._nesterov and not _has_momentum(self.settings):
-            raise ConfigError("nesterov=True without momentum; give it one, as momentum=0.9")
-        return {"nesterov": self._nesterov}
-
-    def _begin_to_remember(self, now: Mapping[str, Mapping[str, Any]]) -> None:
-        if not self.vectors and _has_momentum(now):
-            self.vectors = self.optional
-
-    def _update(self, part: Part, scale: float) -> None:
-        its = part.settings
-        update = (NESTEROV if self._nesterov else MOMENTUM) if its["momentum"] else PLAIN
-        part.apply(update, {"scale": scale, "decay": its["weight_decay"], "lr": its["lr"],
-                            "mu": its["momentum"]})
 
 
-def _has_momentum(settings: Mapping[str, Mapping[str, Any]]) -> bool:
-    # A function counts, too.
-    return any(its["momentum"] for its in settings.values())
+def _numbers(part: Part) -> Mapping[str, float]:
+    its = part.settings
+    return {"scale": part.scale, "decay": its["weight_decay"], "lr": its["lr"],
+            "mu": its["momentum"]}

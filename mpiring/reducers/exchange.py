@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..buckets.state import SliceState
+from ..sharding.state import SliceState
 from ..memory.arrays import Array
 from ..transport.base import Channel
 

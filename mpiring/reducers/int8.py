@@ -1,7 +1,7 @@
 """Sends 8 bits per number between nodes, rounded up or down at random."""
 
 from ..arguments import whole_number
-from ..buckets.state import Wide
+from ..sharding.state import Wide
 from ..transport.base import Schedule
 from .codecs.blocks import EightBit
 from .exchange import SliceExchange

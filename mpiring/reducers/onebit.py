@@ -1,7 +1,7 @@
 """Sends one bit per number between nodes: its sign."""
 
 from ..arguments import whole_number
-from ..buckets.state import Wide
+from ..sharding.state import Wide
 from ..transport.base import Schedule
 from .codecs.signs import Sign
 from .exchange import SliceExchange

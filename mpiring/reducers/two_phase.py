@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ..buckets.state import Wide
+from ..sharding.state import Wide
 from ..collectives import direct, ring
 from ..gpu import vectors
 from ..gpu.device import Device

@@ -9,11 +9,11 @@ from typing import Any
 from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..memory.nests import leaves
-from ..memory.sliced import Range, Sliced
+from ..memory.pytrees import leaves
+from ..sharding.sliced import Range, Sliced
 from .folder import on_all_ranks, where
 from .publisher import SHARDED, slices_name, written_name
-from .slices import Entry, Slices, entries, outline_of_pieces, ranges_of, taken_apart
+from .slices import Entry, SlicedTensors, entries, outline_of_pieces, ranges_of, split_slices
 from .tree import STORED_KINDS, Kind, Outline, outline, rebuild
 
 
@@ -66,14 +66,14 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     def describe() -> _Answer:
         # JSON has no integers of NumPy.
         number = int(whole_number("step", step, 0))
-        elsewhere = (*kinds, Slices(refused=True))
+        elsewhere = (*kinds, SlicedTensors(refused=True))
         outlines[written_name(None)] = outline(replicated, elsewhere, "replicated")
         if own is not None:
             outlines[written_name(comm.rank)] = outline(own, elsewhere, "own")
         digest = ""
         if sharded is not None:
-            outlines[SHARDED], tensors = taken_apart(
-                outline(sharded, (*kinds, Slices()), "sharded"))
+            outlines[SHARDED], tensors = split_slices(
+                outline(sharded, (*kinds, SlicedTensors()), "sharded"))
             slices.update(tensors)
             digest = hashlib.sha256(outlines[SHARDED].text.encode()).hexdigest()
         if any(tensor.pieces for tensor in slices.values()):

@@ -10,13 +10,12 @@ from ..asynchronous import ParameterServer
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
 from ..operations.consistency import same_on_all
-from ..optim.optimizer import Model, Optimizer
+from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
-from .data_parallel import refuse_untrainable
+from .data_parallel import Wrapper, refuse_untrainable
 from .states import broadcast_parameters, trained_alike
 from .tensors import tensor_of
 from .threads import share_cores
-from .wrapper import Wrapper
 
 
 class AsyncDataParallel(Wrapper):
@@ -48,7 +47,7 @@ class AsyncDataParallel(Wrapper):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *,
-                 optimizer: Callable[[Model], Optimizer], staleness: int | None = 4,
+                 optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
         refuse_other_than_communicators(comm)
         with same_on_all(comm, "the model"):

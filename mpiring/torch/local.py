@@ -1,6 +1,5 @@
 """Local training of PyTorch modules, which are synchronised rarely."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from ..gpu.base import await_event
 from ..memory.tensors import array_of, numpy_dtype
 from ..operations.consistency import same_on_all
 from ..optim import outer
+from ..optim.fragments import LocalWeights
 from ..text import first_few
 from .data_parallel import Buffers, DataParallel, refuse_untrainable
 from .devices import gpu_of, marker_of, selector_of
@@ -22,8 +22,8 @@ from .tensors import seen_as_tensor
 from .threads import share_cores
 
 
-class Parameters:
-    """The parameters of a module, and the global weights; see optim.fragments.Weights.
+class ParameterWeights(LocalWeights):
+    """The parameters of a module, and the global weights; see LocalWeights.
 
     Args:
         model: A module, or a DataParallel of it.
@@ -59,7 +59,8 @@ class Parameters:
         if self.mark is not None:
             await_event(self.mark())
 
-    def _local(self, name: str) -> torch.Tensor:
+    def local(self, name: str) -> torch.Tensor:
+        """Return local weights."""
         # Asked for by name, it is there as a whole, whoever has updated it.
         return self._module.get_parameter(name).detach()
 
@@ -71,13 +72,13 @@ class Parameters:
     def subtract(self, name: str, out: Any, factor: float) -> None:
         """Write factor × (global - local)."""
         view = seen_as_tensor(out)
-        torch.sub(self._global[name], self._local(name).to(view.device), out=view)
+        torch.sub(self._global[name], self.local(name).to(view.device), out=view)
         if factor != 1:
             view.mul_(factor)
 
     def mix(self, name: str, alpha: float) -> None:
         """Set local weights to alpha × local + (1 - alpha) × global."""
-        local = self._local(name)
+        local = self.local(name)
         if alpha:
             local.lerp_(self._global[name].to(local.device), 1 - alpha)
         else:
@@ -85,19 +86,7 @@ class Parameters:
 
     def is_finite(self, name: str) -> bool:
         """Return whether local weights are finite."""
-        return bool(self._local(name).isfinite().all())
-
-    def show_global(self) -> Callable[[], None]:
-        """Set local weights to the global ones; return what sets them back."""
-        before = {name: self._local(name).clone() for name in self._global}
-        for name in before:
-            self.mix(name, 0.0)
-
-        def put_back() -> None:
-            for name, x in before.items():
-                self._local(name).copy_(x)
-
-        return put_back
+        return bool(self.local(name).isfinite().all())
 
     def refuse_others(self) -> None:
         """Raise ConfigError where other parameters are trained, or ranks write the same memory."""
@@ -126,21 +115,21 @@ def _spec_of(name: str, p: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
 
 
-class LocalSGD(outer.LocalSGD):
-    """LocalSGD of a module, or of a DataParallel; see mpiring.optim.outer.LocalSGD.
+class LocalSGD(outer.PeriodicAveraging):
+    """LocalSGD of a module, or of a DataParallel; see mpiring.optim.outer.PeriodicAveraging.
 
     Buffers (BatchNorm's statistics) are copied from rank 0 at the start and with every
     synchronisation. Frozen parameters are broadcast at the start only.
     """
 
-    kind = Parameters
+    kind = ParameterWeights
 
 
-class DiLoCo(outer.DiLoCo):
-    """DiLoCo of a module, or of a DataParallel; see mpiring.optim.outer.DiLoCo.
+class DiLoCo(outer.StreamingDiLoCo):
+    """DiLoCo of a module, or of a DataParallel; see mpiring.optim.outer.StreamingDiLoCo.
 
     Buffers (BatchNorm's statistics) are copied from rank 0 at the start and with the last
     fragment. Frozen parameters are broadcast at the start only.
     """
 
-    kind = Parameters
+    kind = ParameterWeights

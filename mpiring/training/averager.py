@@ -1,162 +1,139 @@
 """Averages named tensors in buckets, each of which leaves once it is full, in an agreed order."""
 
 import difflib
-import functools
+import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..arguments import number, whole_number
-from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan
+from ..arguments import number
+from ..buckets.bucket import Bucket, TensorSpec
 from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
 from ..errors import ConfigError, GradientError
-from ..gpu.base import Event, await_event
+from ..gpu.base import Event
 from ..gpu.device import Device
 from ..operations.agreement import Call
-from ..reducers.by_name import Wish, compressors, reducers_of
-from ..reducers.compressor import Compressor
-from ..reducers.reducer import Reducer, reduce_of, scatter_of
-from .host_copy import HostCopy
-from .views import Views
-
+from ..operations.operation import Collectives
+from ..record.flight import Flight
+from ..record.statistics import Statistics
+from ..reducers.exchange import Cost
+from ..text import first_few
+from ..transport.base import Schedule, T
+from .fused import FusedTensors, Fusion, Placement
+from .weighing import Weighing
 
 # Each rank checks this many bytes of means for NaN and Inf in 30 to 140 µs. Of longer ones, each
 # rank checks its slices, and a short message makes the result known.
 _LONGEST_CHECK_BYTES = 1 << 20
+# Checking all gradients takes 1.0 to 1.7 % of a step (13 MB of them in 80 ms: 0.8 to 1.4 ms),
+# checking the last bucket 0.1 %. That holds the gradients of the first layers, to which backward
+# takes every NaN of the layers behind them.
+_CLOSE_STEPS = 10
+# After as many in a row, a loss scale that is too large is not the reason any more.
+HOPELESS_STEPS = 10
 
-
-class Operations(Protocol):
-    """Begins operations, or runs them; a Communicator, or what counts those of a step."""
-
-    def submit(self, call: Call, build: Build[None], *, device: Device | None,
-               ready: Sequence[Event]) -> Handle[None]:
-        """Begin an operation; see Communicator.submit."""
-
-    def run(self, call: Call, build: Build[None], *, device: Device | None,
-            ready: Sequence[Event]) -> None:
-        """Run an operation; see Communicator.run."""
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """How a bucket becomes its mean, decided when the bucket is built.
-
-    Attributes:
-        reducer: Its Reducer.
-        bucket: The bucket that the Reducer knows: perhaps the copy in host memory.
-        reduce: Returns the schedule, given collectives.
-        scatter: The same where each rank needs its own slice only.
-        device: The GPU on whose memory the schedule works; None for host memory.
-        text: Reducer and vector, for messages.
-    """
-
-    reducer: Reducer
-    bucket: Bucket
-    reduce: Build[None]
-    scatter: Build[None]
-    device: Device | None
-    text: str
+_log = logging.getLogger("mpiring")
 
 
 class Averager:
     """Tensors as views into buckets, averaged over ranks while others are still being written.
 
     A step: write tensors into `views`, mark each with `ready`, and `wait`. Buckets leave in one
-    order, the same on all ranks; `arrived` shows each one when its means are there.
-
-    At first, tensors are fused in the reverse of their order, which is that of most backward
-    passes. After the first step the buckets are built anew, once, in the order in which rank 0's
-    tensors really became ready.
+    order, the same on all ranks. After the first step the buckets are built again, once, in the
+    order in which rank 0's tensors really became ready.
 
     Args:
         tensors: The same, in the same order, on every rank.
         comm: The ranks to average over.
-        bucket_bytes: Size of a bucket.
-        reducer: How a bucket becomes its mean; or a mapping from names and patterns.
-        deterministic: Keep the first plan, so that results do not depend on the order
-            in which tensors became ready.
-        order: As `order` was when a state was saved, to go on from it with the same buckets.
+        fusion: How tensors are fused and averaged.
+        placement: Where they are.
+        weighing: That of earlier buckets.
         steps: Steps that were complete before, in other buckets.
-        moved: Called with a name when its view has moved to a new bucket, to let go of the old
-            view: an old bucket's memory is free once all its views have moved. Without it, old
-            buckets are filled with NaN, so that a view of them that is still used is noticed.
-        device: The GPU that tensors are to lie on; in host memory by default.
-        mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
-            CuPy's stream by default.
-        operations: Begins the operations that average, or runs them; `comm` by default.
-        hides_nothing: Buckets leave in `wait` or `arrived`, one after the other, since ranks
-            compute on all cores until then; the same on all ranks.
+        overlap: Buckets leave as soon as they are full. Else they leave in `wait`, one after the
+            other, since ranks compute on all cores until then; the same on all ranks.
 
     Attributes:
-        views: By name; replaced by new views when buckets are built anew.
-        buckets: In the order in which they leave.
+        views: By name; replaced by new views when buckets are built again.
         tensors: By name, in the given order.
+        compressors: The Reducers that have a state.
         steps: Steps that are complete.
         updates: Steps of optimizers since the last of these; counted by the adapter.
-        compressors: The Reducers that have a state.
+        label: The present step in words, where the adapter counts other steps; see `step_label`.
         compared: Texts by source, such as what an optimizer has done with the means of the last
             step. Ranks compare them when the next buckets are sent.
         scatters: Means are left in this rank's slices of the buckets only; see `scatter`.
         finite: Whether all means of the last complete step are finite; the same on all ranks. True
             before the first step.
+        nonfinite: Whose own gradients held NaN or Inf.
+        tally: Counts the operations of a step. (Gradients that lie elsewhere may belong to it.)
+        statistics: What those of the last complete step cost; no others.
+        weighing: The factor by which gradients are to be multiplied before they are ready.
 
-    Raises:
-        ConfigError: A reducer is none, or does not suit; a pattern fits no name; an order is of
-            other names.
+    Raises: as FusedTensors.
 
     Collective: yes. Blocking: yes.
     """
 
-    # Words of messages: what the tensors are, what the user calls `views`, what a step is.
-    noun, holder, cycle = "tensor", "views", "step"
-
-    def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, *,
-                 bucket_bytes: int, reducer: Wish = None, deterministic: bool = False,
-                 order: Sequence[str] | None = None, steps: int = 0,
-                 moved: Callable[[str], None] | None = None, device: Device | None = None,
-                 mark: Callable[[], Event] | None = None, operations: Operations | None = None,
-                 hides_nothing: bool = False) -> None:
-        self._device = device
-        self._mark = device.gpu.mark if device is not None and mark is None else mark
-        self._comm, self._operations = comm, operations or comm
-        self.tensors = {tensor.name: tensor for tensor in tensors}
-        self._reducers = reducers_of(self.tensors, reducer)
-        self.compressors = compressors(self._reducers.values())
-        self._bucket_bytes = bucket_bytes
-        self._moved = moved
-        self._hides_nothing = hides_nothing
+    def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator,
+                 fusion: Fusion = Fusion(), placement: Placement = Placement(), *,
+                 weighing: Weighing | None = None, steps: int = 0, overlap: bool = True) -> None:
+        self._comm, self._overlaps = comm, overlap
+        self.weighing = weighing or Weighing(comm)
+        self.nonfinite, self.tally, self.statistics = NonFinite(comm), Tally(comm), Statistics()
         self.compared: dict[str, str] = {}
-        self._views: dict[str, NDArray[Any]] = {}
-        self.views = Views(self._views, self.holder)
-        self.buckets: list[Bucket] = []
-        self._home: dict[str, Bucket] = {}
-        self._reductions: list[_Reduction] = []
-        # As they are fused.
-        self._fused: list[TensorSpec] = []
-        self._is_final = deterministic or order is not None
-        self._retired: list[Bucket] = []
+        self.label = ""
         self.steps, self.updates, self.scatters, self.finite = steps, 0, False, True
         # Of the present step: the tensors that are ready, since when there are any, and the
         # reductions of the buckets that have left; None for one that was waited for at once.
-        self._order: list[str] = []
+        self._ready: list[str] = []
         self._began_s = 0.0
         self._handles: list[Handle[None] | None] = []
         # By what tensors are scaled otherwise than in the step before.
         self._rescaled = 1.0
-        # Names of the means of the last complete step in which this rank has seen NaN or Inf.
-        self._bad_means: list[str] = []
-        for compressor in self.compressors:
-            compressor.serve(self)
-        if not self._resume():
-            self._build(tensors[::-1] if order is None else self._ordered(order))
+        self._optimizer: weakref.ref[object] | None = None
+        self._fused = FusedTensors(tensors, comm, fusion, placement)
+        self.tensors, self.views = self._fused.tensors, self._fused.views
+        self.compressors, self._home = self._fused.compressors, self._fused.home
+        self._mark = self._fused.mark
         comm.prepare()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """In the order in which they leave; another list when they have been built again."""
+        return self._fused.buckets
+
+    @property
+    def order(self) -> list[str] | None:
+        """The names in the order in which they are fused; None while that may change."""
+        return self._fused.order
+
+    @property
+    def step_label(self) -> str:
+        """The present step in words; compared across ranks."""
+        # A rank has skipped a step of the others, unless all ranks have several optimizers.
+        more = (f" ({self.updates} optimizer steps since its last averaged backward pass)"
+                if self.updates > min(self.steps, 1) else "")
+        return self.label or f"step {self.steps}{more}"
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has begun: some tensor is ready."""
+        return bool(self._ready)
+
+    @property
+    def missing(self) -> list[str]:
+        """The names of the tensors that are not ready in this step."""
+        return [name for name, bucket in self._home.items() if name in bucket.missing]
+
+    def expects(self, name: str) -> bool:
+        """Return whether a tensor is yet to be marked as written in this step."""
+        return name in self._home[name].missing
 
     def ready(self, name: str) -> None:
         """Mark a tensor as written; send its bucket if it and all earlier ones are full.
@@ -167,161 +144,113 @@ class Averager:
         Collective: yes, over a step. Blocking: no.
         """
         bucket = self._home.get(name) if isinstance(name, str) else None
-        if bucket is None:
-            close = difflib.get_close_matches(str(name), self._home, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._home)}"
-            raise GradientError(
-                f"rank {self._comm.rank}: there is no {self.noun} {name!r}; {hint}")
-        if name not in bucket.missing:
-            raise GradientError(
-                f"rank {self._comm.rank}: {self.noun} {name!r} was marked ready twice; call wait() "
-                f"after each {self.cycle}, and ready() once per {self.noun} between two waits")
-        if self._retired:
-            self._drop_retired()
-        if not self._order:
+        if bucket is None or name not in bucket.missing:
+            self._refuse(name)
+        if not self._ready:
             self._began_s = time.monotonic()
-            if self._resume():
-                bucket = self._home[name]
+            self._fused.begin_step()
+        bucket = self._home[name]
         bucket.missing.remove(name)
         if self._mark is not None:
             bucket.written.append(self._mark())
-        self._order.append(name)
-        while len(self._handles) < len(self.buckets) and not self._hides_nothing:
-            bucket = self.buckets[len(self._handles)]
+        self._ready.append(name)
+        buckets = self.buckets
+        while self._overlaps and len(self._handles) < len(buckets):
+            bucket = buckets[len(self._handles)]
             if bucket.missing:
                 break
             self._handles.append(self._send(bucket))
         self._comm.poke()
 
+    def _refuse(self, name: str) -> None:
+        if isinstance(name, str) and name in self._home:
+            raise GradientError(
+                f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
+                f"after each backward pass, and ready() once per gradient between two waits")
+        close = difflib.get_close_matches(str(name), self._home, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._home)}"
+        raise GradientError(f"rank {self._comm.rank}: there is no gradient {name!r}; {hint}")
+
     def _send(self, bucket: Bucket) -> Handle[None] | None:
-        reduction = self._reductions[bucket.index]
+        self.nonfinite.check(bucket, last=bucket is self.buckets[-1])
+        reduction = self._fused.reductions[bucket.index]
         bucket.finite = None
-        detail = ", ".join([f"{reduction.text} in {self.moment}", *self.compared.values()])
+        detail = ", ".join([f"{reduction.text} in {self.step_label}", *self.compared.values()])
         call = Call("scatter" if self.scatters else "reduce", detail, bucket.label,
                     bucket.flat.nbytes)
-        # What is in other buckets soon is needed whole.
-        build = reduction.scatter if self.scatters and self._is_final else reduction.reduce
-        if self._hides_nothing:
-            self._operations.run(call, build, device=reduction.device, ready=bucket.written)
-            return None
-        return self._operations.submit(
-            call, build, device=reduction.device, ready=bucket.written)
+        build = reduction.scatter if self._leaves_slices else reduction.reduce
+        if self._overlaps:
+            return self.tally.submit(call, build, device=reduction.device, ready=bucket.written)
+        self.tally.run(call, build, device=reduction.device, ready=bucket.written)
+        return None
 
     @property
-    def moment(self) -> str:
-        """The present step in words; compared across ranks."""
-        # A rank has skipped a step of the others, unless all ranks have several optimizers.
-        more = (f" ({self.updates} optimizer steps since its last averaged backward pass)"
-                if self.updates > min(self.steps, 1) else "")
-        return f"step {self.steps}{more}"
+    def _leaves_slices(self) -> bool:
+        # What is in other buckets soon is needed as a whole.
+        return self.scatters and self._fused.is_final
 
-    def expects(self, name: str) -> bool:
-        """Return whether a tensor is yet to be marked as written in this step."""
-        return name in self._home[name].missing
-
-    @property
-    def under_way(self) -> bool:
-        """Whether a step has begun: some tensor is ready."""
-        return bool(self._order)
-
-    @property
-    def missing(self) -> list[str]:
-        """The names of the tensors that are not ready in this step."""
-        return [name for name, bucket in self._home.items() if name in bucket.missing]
-
-    def arrived(self) -> Iterator[Bucket]:
-        """Yield each bucket when it holds means, in the order in which they leave.
-
-        To be called when all tensors are ready; `wait` has to end the step afterwards.
-
-        Raises:
-            GradientError: Some tensors were not marked ready; names them.
-
-        Collective: no. Blocking: yes.
-        """
-        self._refuse_missing("arrived()")
-        yield from self._arriving()
-
-    def wait(self) -> None:
+    def wait(self, elsewhere: Sequence[str] = (), *, finite: bool = True) -> None:
         """Return when every tensor is the mean over ranks, and end the step.
 
+        Args:
+            elsewhere: Names of gradients of this rank that are in no bucket, and not finite.
+            finite: Whether there are none of that kind, on all ranks.
+
         Raises:
             GradientError: Some tensors were not marked ready; names them.
 
         Collective: yes. Blocking: yes.
         """
-        self._end_step(self._await_means())
+        waited_s, missing = time.monotonic(), self.missing
+        if missing:
+            raise GradientError(
+                f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self._home)} "
+                f"gradients missing: {', '.join(missing)}; call ready(name) for each, also for one "
+                f"that is zero in this step")
+        is_finite, bad_means = self._await_means()
+        self.finite = is_finite and finite
+        self.nonfinite.end_step(self.steps, elsewhere, bad_means, finite=self.finite)
+        cost = sum((compressor.take_cost() for compressor in self.compressors), Cost())
+        self.statistics = replace(
+            self.tally.take(), dense_bytes=self._fused.dense_bytes, encode_s=cost.encode_s,
+            wire_s=cost.wire_s, decode_s=cost.decode_s)
+        for compressor in self.compressors:
+            compressor.settle(self.finite)
+        self._fused.end_step(self._ready)
+        self._ready.clear()
+        self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
+        self.compared.pop("rescale", None)
+        self._comm.recorder.end_step(self._began_s, waited_s, self.weighing.end_step())
 
-    def _await_means(self) -> bool:
-        """Return whether the means are finite, once they have arrived; the same on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
-        self._refuse_missing("wait()")
+    def _await_means(self) -> tuple[bool, list[str]]:
+        """Return whether the means are finite, on all ranks, and names of some that are not."""
         shares_check = self.scatters or sum(
             bucket.flat.nbytes for bucket in self.buckets) > _LONGEST_CHECK_BYTES
         rank, size = (self._comm.rank, self._comm.size) if shares_check else (0, 1)
-        for bucket in self._arriving():
-            if bucket.finite is None:
-                # While later buckets are in flight.
-                start, stop = bucket.bounds(size)[rank:rank + 2]
-                bucket.finite = bucket.holds_finite(bucket.flat[start:stop])
-            if self.scatters and self._is_final:
-                bucket.mark_as_junk(but=self.own(bucket))
-        self._handles.clear()
-        finite = all(bucket.finite for bucket in self.buckets)
-        self._bad_means = [name for bucket in self.buckets if not bucket.finite
-                           for name in bucket.not_finite(*bucket.bounds(size)[rank:rank + 2])]
-        if shares_check:
-            finite = not self._comm.allreduce(np.array([not finite]), op="max")[0]
-        if self.scatters and not finite:
-            for bucket in self.buckets:
-                bucket.poison()
-        return finite
-
-    def _arriving(self) -> Iterator[Bucket]:
-        """Yield each bucket when it holds means; those leave that have not."""
         for bucket in self.buckets:
             if bucket.index == len(self._handles):
                 self._handles.append(self._send(bucket))
             handle = self._handles[bucket.index]
             if handle is not None:
                 handle.wait()
-            yield bucket
+            if bucket.finite is None:
+                # While later buckets are in flight.
+                start, stop = bucket.bounds(size)[rank:rank + 2]
+                bucket.finite = bucket.holds_finite(bucket.flat[start:stop])
+            if self._leaves_slices:
+                bucket.mark_as_junk(but=self.own(bucket))
+        self._handles.clear()
+        finite = all(bucket.finite for bucket in self.buckets)
+        bad_means = [name for bucket in self.buckets if not bucket.finite
+                     for name in bucket.not_finite(*bucket.bounds(size)[rank:rank + 2])]
+        if shares_check:
+            finite = not self._comm.allreduce(np.array([not finite]), op="max")[0]
+        if self.scatters and not finite:
+            for bucket in self.buckets:
+                bucket.poison()
+        return finite, bad_means
 
-    def _refuse_missing(self, where: str) -> None:
-        missing = self.missing
-        if missing:
-            raise GradientError(
-                f"rank {self._comm.rank}: {where} with {len(missing)} of {len(self._home)} "
-                f"{self.noun}s missing: {', '.join(missing)}; call ready(name) for each, also for "
-                f"one that is zero in this step")
-
-    def _end_step(self, finite: bool) -> None:
-        """Let Reducers know whether the step counts, and get ready for the next one.
-
-        Args:
-            finite: Whether the means and what else belongs to the step are finite.
-        """
-        self.finite = finite
-        for compressor in self.compressors:
-            compressor.settle(finite)
-        self._expect_all()
-        if not self._is_final:
-            self._fuse_as_ready()
-        self._order.clear()
-        self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
-        self.compared.pop("rescale", None)
-
-    def _expect_all(self) -> None:
-        # In `_end_step`, the loop's variable would keep a bucket while others are built.
-        for bucket in self.buckets:
-            bucket.expect_all()
-
-    @property
-    def order(self) -> list[str] | None:
-        """The names in the order in which they are fused; None while that may change."""
-        return [tensor.name for tensor in self._fused] if self._is_final else None
+    # Between two steps
 
     def rescale(self, factor: float) -> None:
         """Multiply what Reducers remember: the tensors are scaled otherwise from now on.
@@ -336,11 +265,37 @@ class Averager:
         self._rescaled *= factor
         self.compared["rescale"] = f"rescaled by {self._rescaled:.15g}"
 
+    def replan(self, *, bucket_bytes: int) -> None:
+        """Fuse the tensors, in their present order, into buckets of another size, between steps.
+
+        Their values move along, and what Reducers remember of them.
+
+        Raises:
+            ConfigError: `bucket_bytes` is not positive.
+            GradientError: A step has begun.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._refuse_amid("replan()")
+        self._fused.fuse(bucket_bytes=bucket_bytes)
+
+    def close(self) -> None:
+        """Let Reducers serve another model, or these tensors in other buckets."""
+        for compressor in self.compressors:
+            compressor.release()
+
+    def _refuse_amid(self, call: str) -> None:
+        if self._ready:
+            raise GradientError(f"rank {self._comm.rank}: {call} amid a step; call it between "
+                                f"wait() and the next ready()")
+
+    # Slices
+
     def scatter(self) -> None:
         """Leave, from the next step on, each rank the means of its own slices only; see `own`.
 
         The rest of the buckets holds junk after a step, and a NaN in each tensor that is not in
-        the slices as a whole; what is not taken from the slices before buckets are built anew is
+        the slices as a whole; what is not taken from the slices before buckets are built again is
         lost. Where NaN or Inf is in a slice of any rank, all buckets of all ranks hold NaN.
 
         Raises:
@@ -363,134 +318,195 @@ class Averager:
         bounds, rank = self.bounds(bucket), self._comm.rank if self.scatters else 0
         return slice(bounds[rank], bounds[rank + 1])
 
-    def replan(self, *, bucket_bytes: int) -> None:
-        """Fuse the tensors, in their present order, into buckets of another size, between steps.
+    def refuse_claim(self, *, scatters: bool) -> None:
+        """Raise an error if `claim` is not possible.
 
-        Their values move along, and what Reducers remember of them.
+        Args:
+            scatters: As for `claim`.
 
         Raises:
-            ConfigError: `bucket_bytes` is not positive.
+            ConfigError: Another optimizer updates the tensors, or has done so with slices.
             GradientError: A step has begun.
+
+        Collective: no.
+        """
+        other = self._optimizer() if self._optimizer is not None else None
+        if other is not None:
+            raise ConfigError(
+                f"rank {self._comm.rank}: {other!r} updates this model already; give groups of "
+                f"parameters settings of their own by groups=, or delete that optimizer first")
+        if self.scatters and not scatters:
+            raise ConfigError(
+                f"rank {self._comm.rank}: this model's gradients are scattered, for a sharded "
+                f"optimizer; pass sharded=True, or wrap the model anew")
+        if scatters:
+            self._refuse_amid("scatter()")
+
+    def claim(self, optimizer: object, *, scatters: bool) -> None:
+        """Let one optimizer update the tensors, once `refuse_claim` has passed on all ranks.
+
+        Args:
+            scatters: It updates slices; see `scatter`.
+
+        Collective: yes. Blocking: no.
+        """
+        if scatters:
+            self.scatter()
+        self._optimizer = weakref.ref(optimizer)
+
+
+class NonFinite:
+    """Looks for NaN and Inf in the gradients of all ranks, before they are averaged.
+
+    Once one rank's gradient is NaN, so is the mean on all ranks, which overwrites that gradient. In
+    each step each rank therefore checks the bucket that is sent last, and in the ten steps after
+    one whose means were not finite it checks all buckets. The ranks exchange names only if the
+    means are not finite.
+
+    Attributes:
+        by_rank: The names of such gradients in the last complete step; the same on all ranks.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.by_rank: Mapping[int, Sequence[str]] = {}
+        self._comm = comm
+        # Of this rank, and of the means.
+        self._names: list[str] = []
+        self._means: Sequence[str] = ()
+        self._step = self._steps_in_row = self._close_steps = 0
+        self._is_reported = self._is_known = self._saw_all = False
+
+    def check(self, bucket: Bucket, *, last: bool) -> None:
+        """Check a bucket that is about to leave, if it is the last one or all are checked.
+
+        On a GPU only then: backward would have to be waited for.
+
+        Collective: no.
+        """
+        if self._close_steps or last and bucket.device is None:
+            self._names += bucket.not_finite(0, bucket.plan.size)
+
+    @property
+    def unreported(self) -> bool:
+        """Whether `report` would log the last complete step; the same on all ranks."""
+        return self._steps_in_row > 0 and not (self._is_reported or self._is_known)
+
+    def end_step(self, step: int, elsewhere: Sequence[str], bad_means: Sequence[str], *,
+                 finite: bool) -> None:
+        """Complete a step.
+
+        Args:
+            step: Its number.
+            elsewhere: Names of gradients of this rank that are in no bucket, and not finite.
+            bad_means: Names of means in which this rank has seen NaN or Inf.
+            finite: Whether all means of all ranks are finite.
 
         Collective: yes. Blocking: yes.
         """
-        self._refuse_amid("replan()")
-        self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 1)
-        self._fuse(self._fused)
+        names, self._names = [*self._names, *elsewhere], []
+        self._step, self._is_known = step, False
+        if finite:
+            self.by_rank, self._steps_in_row, self._is_reported = {}, 0, False
+            self._close_steps = max(0, self._close_steps - 1)
+            return
+        ranks = self._comm.allgather_object((names, bad_means))
+        self.by_rank = {rank: names for rank, (names, _) in enumerate(ranks) if names}
+        self._means = sorted({name for _, means in ranks for name in means})
+        self._saw_all, self._close_steps = self._close_steps > 0, _CLOSE_STEPS
+        self._steps_in_row += 1
+        if self._steps_in_row == HOPELESS_STEPS and not self._is_reported:
+            self._warn(f"; it was the {HOPELESS_STEPS}th such step in a row, which no loss scale "
+                       f"explains")
 
-    def _refuse_amid(self, what: str) -> None:
-        if self._order:
-            raise GradientError(f"rank {self._comm.rank}: {what} amid a step; call it between "
-                                f"wait() and the next ready()")
+    def leave_to_user(self) -> None:
+        """Note that the user has asked about the last complete step: no report of it is needed.
 
-    def close(self) -> None:
-        """Let Reducers serve another model, or these tensors in other buckets."""
-        for compressor in self.compressors:
-            compressor.release()
-
-    # Building buckets
-
-    def _fuse_as_ready(self) -> None:
-        """Fuse the tensors in the order in which rank 0's became ready."""
-        self._is_final = True
-        order = self._comm.broadcast_object(list(self._order), root=0)
-        self._fuse([self.tensors[name] for name in order])
-
-    def _fuse(self, tensors: Sequence[TensorSpec]) -> None:
-        """Build the buckets anew if they are to be others."""
-        self._fused = list(tensors)
-        if self._plan(tensors) != tuple(bucket.plan for bucket in self.buckets):
-            self._rebuild(tensors)
-
-    def _resume(self) -> bool:
-        """Build the buckets as they were when the state was saved that a Reducer has loaded."""
-        orders = [compressor.loaded_order for compressor in self.compressors
-                  if compressor.loaded_order is not None]
-        if not orders:
-            return False
-        tensors = [self._ordered(order) for order in orders][0]
-        # A rank that has not loaded anything finds out here.
-        self._comm.submit(Call("load", "the states of all ranks' reducers"),
-                          lambda collectives: collectives.barrier()).wait()
-        self._is_final = True
-        self._rebuild(tensors)
-        return True
-
-    def _ordered(self, order: Sequence[str]) -> list[TensorSpec]:
-        """Return the tensors in the order that a saved state has.
-
-        Raises:
-            ConfigError: It is of another model.
+        Collective: no.
         """
-        if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
-            raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
-                              f"`order` was")
-        if sorted(order) != sorted(self.tensors):
-            raise ConfigError(
-                f"rank {self._comm.rank}: the state to go on from is of another model: it has "
-                f"{', '.join(order)}; this one has {', '.join(self.tensors)}")
-        return [self.tensors[name] for name in order]
+        self._is_known = True
 
-    def _rebuild(self, tensors: Sequence[TensorSpec]) -> None:
-        """Build the buckets anew; the present ones are not to be used any more."""
-        if self._moved is None:
-            self._retired += self.buckets
-        self._build(tensors)
-        for old in self._retired:
-            old.retire()
+    def report(self) -> None:
+        """Warn that such gradients are used: on rank 0, and once for several such steps in a row.
 
-    def _drop_retired(self) -> None:
-        """Give up buckets that were replaced: views of them that a user kept read NaN."""
-        for bucket in self._retired:
-            bucket.poison()
-        self._retired = []
+        Collective: no.
+        """
+        if self.unreported:
+            self._warn()
 
-    def _plan(self, tensors: Sequence[TensorSpec]) -> tuple[BucketPlan, ...]:
-        return plan(tensors, self._bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
+    def _warn(self, more: str = "") -> None:
+        # In the next step, the rank can be named as well.
+        self._is_known, self._is_reported = True, bool(self.by_rank) or self._saw_all
+        if self._comm.rank:
+            return
+        before = ("NaN or Inf in gradients before they were averaged, and so in the means of all "
+                  "ranks")
+        if self.by_rank:
+            unseen = "" if self._saw_all else (
+                " (of those that leave last: others were not looked at)")
+            text = f"{before}: {_described(self.by_rank)}{unseen}"
+        elif self._saw_all:
+            text = (f"NaN or Inf in the means of {first_few(self._means, 3)}, although all ranks' "
+                    f"gradients were finite: their sum exceeds the range of the dtype, or a "
+                    f"Reducer writes NaN or Inf")
+        else:
+            text = (f"{before}, of {first_few(self._means, 3)} (of an unknown rank: these were not "
+                    f"looked at before; in the next {_CLOSE_STEPS} steps all are)")
+        _log.warning("step %d: %s%s", self._step, text, more)
 
-    def _build(self, tensors: Sequence[TensorSpec]) -> None:
-        """Build buckets, one after the other, and move what there is into them."""
-        self._fused, self.buckets, self._reductions = list(tensors), [], []
-        self._home.clear()
-        empty = functools.partial(self._comm.empty, device=self._device or "cpu")
-        if self._views and self._mark is not None:
-            # What is to be moved may have been written a moment ago.
-            await_event(self._mark())
-        for index, bucket_plan in enumerate(self._plan(tensors)):
-            bucket = Bucket(index, bucket_plan, empty, self._device)
-            self.buckets.append(bucket)
-            self._move_into(bucket)
-            self._reductions.append(self._reduction_of(bucket))
-        if self._device is not None:
-            # Others than CuPy may write on streams of their own.
-            await_event(self._device.gpu.mark())
-        order = [tensor.name for tensor in tensors]
-        for compressor in self.compressors:
-            known = [reduction.bucket for reduction in self._reductions
-                     if reduction.reducer is compressor]
-            self._comm.submit(
-                Call("take over", f"{len(known)} buckets of {compressor!r}"),
-                functools.partial(compressor.take_over, buckets=known, order=order)).wait()
 
-    def _move_into(self, bucket: Bucket) -> None:
-        for name, view in bucket.views.items():
-            old = self._views.get(name)
-            self._views[name] = view
-            self._home[name] = bucket
-            if old is not None:
-                view[...] = old
-                del old
-                if self._moved is not None:
-                    self._moved(name)
+def _described(names_by_rank: Mapping[int, Sequence[str]]) -> str:
+    """Return ranks and names as a text, ranks with the same names together."""
+    ranks_by_names: dict[tuple[str, ...], list[str]] = {}
+    for rank, names in names_by_rank.items():
+        ranks_by_names.setdefault(tuple(names), []).append(str(rank))
+    return first_few([
+        f"rank{'s' * (len(ranks) > 1)} {first_few(ranks, 8)} in {first_few(names, 3)}"
+        for names, ranks in ranks_by_names.items()], 4, "; ")
 
-    def _reduction_of(self, bucket: Bucket) -> _Reduction:
-        reducer = self._reducers[bucket.plan.tensors[0].name]
-        text = f"{reducer!r} of {bucket.plan.dtype.name} ({bucket.plan.size},)"
-        if self._device is not None and isinstance(reducer, Compressor) and not (
-                reducer.on_gpus and self._device.gpu.programmable):
-            copy = HostCopy(bucket, self._device, self._comm, reducer)
-            return _Reduction(reducer, copy.host, copy.reduce, copy.reduce, None, text)
-        return _Reduction(reducer, bucket,
-                          lambda collectives: reduce_of(reducer, collectives, bucket),
-                          lambda collectives: scatter_of(reducer, collectives, bucket),
-                          self._device, text)
+
+class Tally:
+    """Cost of the operations submitted through it, whatever else is in flight."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._flights: list[Flight] = []
+        self._collectives: list[Collectives] = []
+
+    def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
+               ready: Sequence[Event] = ()) -> Handle[T]:
+        """Begin an operation that counts; see Communicator.submit."""
+        handle = self._comm.submit(call, self._counted(build), device=device, ready=ready)
+        self._flights.append(handle.flight)
+        return handle
+
+    def run(self, call: Call, build: Build[T], *, device: Device | None = None,
+            ready: Sequence[Event] = ()) -> T:
+        """Run an operation that counts; see Communicator.run."""
+        began_s = time.monotonic()
+        result = self._comm.run(call, self._counted(build), device=device, ready=ready)
+        if self._comm.size > 1:
+            now_s = time.monotonic()
+            self._flights.append(Flight(call, 0, "", "", began_s, began_s, now_s, now_s - began_s))
+        return result
+
+    def _counted(self, build: Build[T]) -> Build[T]:
+        def counted(collectives: Collectives) -> Schedule[T]:
+            self._collectives.append(collectives)
+            return build(collectives)
+
+        return counted
+
+    def take(self) -> Statistics:
+        """Return the cost of those since the last call, which should all be complete."""
+        flights = sorted((flight for flight in self._flights if flight.ended_s),
+                         key=lambda flight: flight.started_s)
+        seconds = until = 0.0
+        for flight in flights:
+            seconds += max(0.0, flight.ended_s - max(flight.started_s, until))
+            until = max(until, flight.ended_s)
+        total = Statistics(
+            len(flights) if self._comm.size > 1 else 0,
+            sum(collectives.bytes_sent for collectives in self._collectives), seconds,
+            sum(flight.exposed_s for flight in flights))
+        self._flights, self._collectives = [], []
+        return total

@@ -15,7 +15,7 @@ from ..communicator import Communicator
 from ..errors import ReplicaError
 from ..memory.arrays import Array
 from ..memory.digest import digest
-from ..memory.nests import leaves
+from ..memory.pytrees import leaves
 from ..operations.agreement import Call
 from ..text import first_few
 
@@ -83,8 +83,8 @@ class Replicas:
         digests = {name: digest([items[name].read()]) for name in sorted(items)}
         if self._are_equal(digests):
             return
-        hosts, everybodys = zip(*self._comm.allgather_object((socket.gethostname(), digests)))
-        differences = _differences(everybodys)
+        hosts, by_rank = zip(*self._comm.allgather_object((socket.gethostname(), digests)))
+        differences = _differences(by_rank)
         if not differences:
             return
         text = f"after {self._steps} steps, {_described(differences, hosts)}"
@@ -94,32 +94,34 @@ class Replicas:
                 f"many: look for what ranks do differently, such as random numbers, the order of "
                 f"a set, or a step that not all of them take. Go on from a checkpoint; "
                 f"digest_action='restore' copies what differs from a rank of the majority")
-        if not all(difference.majority for difference in differences):
+        if not all(majority for _, majority in differences):
             raise ReplicaError(
                 f"rank {self._comm.rank}: {text}. There is no majority to restore from; go on "
                 f"from a checkpoint")
-        for difference in differences:
-            self._copy(items[difference.name], difference.majority[0], difference.odd)
+        for (odd, majority), names in differences.items():
+            for name in names:
+                self._copy(items[name], majority[0], odd)
         if self._comm.rank == 0:
             _log.warning("%s; restored from those", text)
 
     def _are_equal(self, digests: Mapping[str, int]) -> bool:
         """Return whether all ranks have the same digests; the same answer on all."""
-        mine = np.uint64(digest(
+        of_all = np.uint64(digest(
             [f"{name} {number:x}\n".encode() for name, number in digests.items()]))
-        # The least of all, and the greatest: its complement is the least.
-        both = np.array([mine, ~mine])
+        # The least of all ranks', and the greatest: its complement is the least.
+        both = np.array([of_all, ~of_all])
         self._comm.submit(
             Call("compare digests", f"after {self._steps} steps"),
             lambda collectives: collectives.allreduce(both, op="min")).wait()
         return bool(both[0] == ~both[1])
 
     def _copy(self, item: Replicated, root: int, ranks: Iterable[int]) -> None:
-        mine = item.read()
-        here = mine if self._comm.rank == root else np.empty_like(mine)
-        self._comm.broadcast(here, root=root)
+        raw = item.read()
+        if self._comm.rank != root:
+            raw = np.empty_like(raw)
+        self._comm.broadcast(raw, root=root)
         if self._comm.rank in ranks:
-            item.write(here)
+            item.write(raw)
 
     def copy_from(self, root: int) -> None:
         """Give all ranks what one rank has, as far as all ranks have it.
@@ -127,51 +129,38 @@ class Replicas:
         Collective: yes. Blocking: yes.
         """
         items = {item.name: item for item in self._items()}
-        everybodys = self._comm.allgather_object(list(items))
-        for name in sorted(set(items).intersection(*everybodys)):
+        by_rank = self._comm.allgather_object(list(items))
+        for name in sorted(set(items).intersection(*by_rank)):
             self._copy(items[name], root, range(self._comm.size))
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """An array or a number that is not the same on all ranks.
-
-    Attributes:
-        name: Its name.
-        odd: The ranks that are not of the majority.
-        majority: The ranks that agree, and are more than any others that do; often none of two.
-    """
-
-    name: str
-    odd: tuple[int, ...]
-    majority: tuple[int, ...]
+# Names of what is not the same on all ranks, by the ranks that are not of the majority, and those
+# of the majority: the ranks that agree, and are more than any others that do; often none of two.
+_Differences = Mapping[tuple[tuple[int, ...], tuple[int, ...]], Sequence[str]]
 
 
-def _differences(everybodys: Sequence[Mapping[str, int]]) -> list[_Difference]:
+def _differences(by_rank: Sequence[Mapping[str, int]]) -> _Differences:
     """Compare all ranks' digests of what all ranks have."""
-    found = []
-    for name in sorted(set(everybodys[0]).intersection(*everybodys)):
-        ranks: dict[int, list[int]] = {}
-        for rank, digests in enumerate(everybodys):
-            ranks.setdefault(digests[name], []).append(rank)
+    differences = collections.defaultdict(list)
+    for name in sorted(set(by_rank[0]).intersection(*by_rank)):
+        ranks = collections.defaultdict(list)
+        for rank, digests in enumerate(by_rank):
+            ranks[digests[name]].append(rank)
         if len(ranks) > 1:
             first, second = sorted(ranks.values(), key=len, reverse=True)[:2]
             majority = tuple(first) if len(first) > len(second) else ()
-            odd = tuple(rank for rank in range(len(everybodys)) if rank not in majority)
-            found.append(_Difference(name, odd, majority))
-    return found
+            odd = tuple(rank for rank in range(len(by_rank)) if rank not in majority)
+            differences[odd, majority].append(name)
+    return differences
 
 
-def _described(differences: Sequence[_Difference], hosts: Sequence[str]) -> str:
+def _described(differences: _Differences, hosts: Sequence[str]) -> str:
     """Return which ranks differ in what, as a text."""
-    names: dict[tuple[Sequence[int], Sequence[int]], list[str]] = collections.defaultdict(list)
-    for difference in differences:
-        names[difference.odd, difference.majority].append(difference.name)
     return "; ".join(
         f"{_ranks(odd, hosts)} "
         + (f"differ{'s' * (len(odd) == 1)} from ranks {first_few([*map(str, majority)], 8)}"
            if majority else "differ from each other, without a majority,")
-        + f" in {first_few(those, 5)}" for (odd, majority), those in names.items())
+        + f" in {first_few(names, 5)}" for (odd, majority), names in differences.items())
 
 
 def _ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
@@ -184,7 +173,7 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
     """Yield the arrays of a nest, and the numbers in its mappings and lists.
 
     Args:
-        nest: See memory.nests.
+        nest: See memory.pytrees.
         name: Of the nest.
         leaf: Returns what an array is; None for other leaves, and for arrays that were yielded
             before.

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import DTypeLike
 
 from ..buckets.bucket import Bucket
-from ..buckets.state import BucketStates, SliceState, Vectors
+from ..sharding.state import BucketStates, SliceState, Vectors
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..gpu import vectors as copying
@@ -15,33 +15,7 @@ from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
-from .gradients import Tally
-
-
-class Means(Protocol):
-    """What holds the means of a step in buckets: an Averager, or what stands in its place."""
-
-    @property
-    def buckets(self) -> Sequence[Bucket]:
-        """The buckets; another object when they have been built anew."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that are complete."""
-
-    @property
-    def moment(self) -> str:
-        """Which step is under way, in words."""
-
-    @property
-    def scatters(self) -> bool:
-        """Whether each rank has the means of its own slices only."""
-
-    def bounds(self, bucket: Bucket) -> list[int]:
-        """Return the offsets that cut a bucket into slices."""
-
-    def own(self, bucket: Bucket) -> slice:
-        """Return which elements of a bucket are this rank's."""
+from .averager import Averager, Tally
 
 
 @dataclass(frozen=True)
@@ -68,7 +42,7 @@ class Piece:
         return self._state.vector(name, dtype)[self._range]
 
 
-class Slices:
+class ModelSlices:
     """The pieces of a model that this rank updates, and the state that it keeps for them.
 
     Without `averager.scatter()` that is all of it, on every rank.
@@ -88,7 +62,7 @@ class Slices:
     Collective: no.
     """
 
-    def __init__(self, averager: Means, comm: Communicator,
+    def __init__(self, averager: Averager, comm: Communicator,
                  weights: Callable[[str], Any], vectors: Vectors) -> None:
         self._averager, self._comm = averager, comm
         self._weights, self._vectors = weights, vectors
@@ -128,7 +102,7 @@ class Slices:
             copying.copy_to(piece.gradient, piece.weights)
         bounds, device = self._averager.bounds(bucket), bucket.device
         return self.tally.submit(
-            Call("allgather", f"weights of {self._averager.moment} {made_with}",
+            Call("allgather", f"weights of {self._averager.step_label} {made_with}",
                  bucket.label, bucket.flat.nbytes),
             lambda collectives: collectives.allgather(bucket.vector, bounds=bounds),
             device=device, ready=[] if device is None else [device.event()])
@@ -158,7 +132,7 @@ class Slices:
 
         Collective: no.
         """
-        self.states.settle(True)
+        self.states.commit_step(True)
 
     def _rebuilt(self, collectives: Collectives) -> Schedule[None]:
         def gather(x: Array, bounds: Sequence[int]) -> Schedule[None]:
@@ -172,14 +146,13 @@ class Slices:
             self._buckets, self._vectors, self._averager.bounds, own, gather)
 
     def _pieces_of(self, bucket: Bucket) -> list[Piece]:
-        found = self.states.of(bucket)
-        if found is None:
+        states = self.states.of(bucket)
+        if states is None:
             return []
-        (state,) = found.slices.values()
+        (state,) = states.slices.values()
         gradient = bucket.vector[self._averager.own(bucket)]
         return [
-            Piece(segment.name, segment.shape, segment.offset,
-                  self._weights(segment.name)[segment.offset:segment.offset + segment.size],
-                  gradient[segment.start:segment.stop], state,
-                  slice(segment.start, segment.stop))
-            for segment in state.segments]
+            Piece(part.name, part.shape, part.offset,
+                  self._weights(part.name)[slice(*part.ends)], gradient[part.elements], state,
+                  part.elements)
+            for part in state.ranges]

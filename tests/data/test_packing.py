@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpiring.data.packing import Budget, cuts, plan, shares
+from mpiring.data.packing import TokenBudget, cuts, plan, shares
 from mpiring.memory.digest import digest
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=1, max_size=300)
@@ -75,7 +75,7 @@ def test_a_batch_has_a_number_of_samples_that_ranks_can_share():
 def test_a_plan_has_each_sample_once(lengths, tokens, seed, shuffled):
     lengths = np.array(lengths, np.uint8)
     samples = np.arange(0, len(lengths), 2, dtype=np.int32)
-    found = plan(lengths, samples.copy(), Budget(tokens, 50, 1),
+    found = plan(lengths, samples.copy(), TokenBudget(tokens, 50, 1),
                  np.random.RandomState(seed) if shuffled else None)
     assert sorted(found.order) == samples.tolist()
     seen = []
@@ -89,7 +89,7 @@ def test_a_plan_has_each_sample_once(lengths, tokens, seed, shuffled):
 
 def test_batches_are_of_similar_lengths_and_in_no_order(random=np.random.default_rng(0)):
     lengths = np.minimum(random.exponential(200, 30_000).astype(np.int64) + 1, 1000)
-    found = plan(lengths, np.arange(30_000), Budget(8000, None, 64), np.random.RandomState(1))
+    found = plan(lengths, np.arange(30_000), TokenBudget(8000, None, 64), np.random.RandomState(1))
     padding, imbalance = found.waste(4)
     assert padding < 0.03 and imbalance < 0.03
     means = [np.mean(found.batch(index)[1]) for index in range(len(found))]
@@ -99,7 +99,7 @@ def test_batches_are_of_similar_lengths_and_in_no_order(random=np.random.default
 
 @pytest.mark.parametrize("n", [0, 1, 4095, 8191, 8192])
 def test_windows_of_any_size(n):
-    found = plan(np.full(n, 7), np.arange(n), Budget(70, None, 1), np.random.RandomState(0))
+    found = plan(np.full(n, 7), np.arange(n), TokenBudget(70, None, 1), np.random.RandomState(0))
     assert sorted(found.order) == list(range(n))
     assert np.all(np.diff(found.bounds) <= 10) and np.diff(found.bounds).sum() == n
 
@@ -107,7 +107,7 @@ def test_windows_of_any_size(n):
 def test_an_order_is_the_same_for_ever():
     """States that were saved count on it."""
     lengths = np.random.RandomState(0).geometric(0.01, 20_000)
-    found = plan(lengths, np.arange(20_000, dtype=np.int32), Budget(4000, 500, 8),
+    found = plan(lengths, np.arange(20_000, dtype=np.int32), TokenBudget(4000, 500, 8),
                  np.random.RandomState(np.random.MT19937(np.random.SeedSequence([1, 2, 0]))))
     order = found.order.astype("<i4"), found.bounds.astype("<i8")
     assert digest(order) == 11552057022355953732

@@ -1,4 +1,4 @@
-"""Tests the averager on its own, with tensors that are no gradients, on real MPI."""
+"""Tests the averager on its own, on real MPI."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,8 @@ import mpiring
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.reducers import Cast, ErrorFeedback, Mean
 from mpiring.training.averager import Averager
-from mpiring.training.slices import Slices
+from mpiring.training.fused import Fusion
+from mpiring.training.slices import ModelSlices
 
 pytestmark = pytest.mark.mpi
 
@@ -42,9 +43,11 @@ def assert_equal(averager, means):
         np.testing.assert_allclose(averager.views[name], mean, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("hides_nothing", [False, True])
-def test_tensors_become_their_means(hides_nothing, comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=300, hides_nothing=hides_nothing)
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("bucket_bytes", [100, 300])
+def test_tensors_become_their_means(overlap, bucket_bytes, comm):
+    averager = Averager(TENSORS, comm, Fusion(bucket_bytes), overlap=overlap)
+    assert len(averager.buckets) > (2 if bucket_bytes == 100 else 1)
     for step in range(3):
         assert averager.steps == step
         means = write(averager, comm, step)
@@ -53,25 +56,8 @@ def test_tensors_become_their_means(hides_nothing, comm):
         assert averager.finite and averager.order == ORDER
 
 
-@pytest.mark.parametrize("hides_nothing", [False, True])
-def test_buckets_arrive_in_the_order_in_which_they_leave(hides_nothing, comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=100, deterministic=True,
-                        hides_nothing=hides_nothing)
-    assert len(averager.buckets) > 2
-    for step in range(2):
-        means = write(averager, comm, step)
-        for bucket, wanted in zip(averager.arrived(), averager.buckets):
-            assert bucket is wanted
-            for name, view in bucket.views.items():
-                np.testing.assert_allclose(view, means[name], rtol=1e-5, atol=1e-5)
-            if step:
-                break
-        averager.wait()
-        assert_equal(averager, means)
-
-
 def test_other_buckets_between_steps(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=1 << 20)
+    averager = Averager(TENSORS, comm, Fusion(1 << 20))
     means = write(averager, comm, 0)
     averager.wait()
     assert len(averager.buckets) == 1
@@ -85,7 +71,7 @@ def test_other_buckets_between_steps(comm):
 
 
 def test_before_the_first_step_too(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=1)
+    averager = Averager(TENSORS, comm, Fusion(1))
     averager.replan(bucket_bytes=1 << 20)
     assert len(averager.buckets) == 1 and averager.order is None
     means = write(averager, comm, 0)
@@ -97,7 +83,7 @@ def test_before_the_first_step_too(comm):
 def test_reducers_remember_what_they_did_not_send(apart):
     """Over all steps the means and the residual are those of the inputs, whatever the buckets."""
     reducer = ErrorFeedback(Cast("bfloat16"))
-    averager = Averager(TENSORS, apart, bucket_bytes=400, reducer={"b": Mean(), "*": reducer})
+    averager = Averager(TENSORS, apart, Fusion(400, {"b": Mean(), "*": reducer}))
     wanted = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     got = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(6):
@@ -121,7 +107,7 @@ def test_reducers_remember_what_they_did_not_send(apart):
 
 
 def test_a_nan_is_known_on_all_ranks(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=100)
+    averager = Averager(TENSORS, comm, Fusion(100))
     for name in ORDER:
         averager.views[name][...] = np.nan if name == "a" and comm.rank == 0 else 1
         averager.ready(name)
@@ -135,12 +121,12 @@ def test_a_nan_is_known_on_all_ranks(comm):
 @pytest.mark.parametrize("scatters", [False, True])
 def test_what_a_rank_updates(comm, scatters):
     """Each rank has the means and the state of its slices, whatever the buckets."""
-    averager = Averager(TENSORS, comm, bucket_bytes=100)
+    averager = Averager(TENSORS, comm, Fusion(100))
     if scatters:
         averager.scatter()
     weights = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
-    slices = Slices(averager, comm, lambda name: weights[name].reshape(-1),
-                    lambda plan: {"sum": "float32"})
+    slices = ModelSlices(averager, comm, lambda name: weights[name].reshape(-1),
+                         lambda plan: {"sum": "float32"})
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(5):
         for name, mean in write(averager, comm, step).items():
@@ -168,7 +154,7 @@ def test_what_a_rank_updates(comm, scatters):
 
 
 def test_a_nan_is_in_all_slices(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=100)
+    averager = Averager(TENSORS, comm, Fusion(100))
     averager.scatter()
     for step in range(3):
         for name in ORDER:
@@ -184,17 +170,16 @@ def test_a_nan_is_in_all_slices(comm):
 
 
 def test_mistakes_are_named(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=100)
-    with pytest.raises(mpiring.GradientError, match="there is no tensor 'aa'; did you mean 'a'"):
+    averager = Averager(TENSORS, comm, Fusion(100))
+    with pytest.raises(mpiring.GradientError, match="there is no gradient 'aa'; did you mean 'a'"):
         averager.ready("aa")
-    with pytest.raises(mpiring.GradientError, match=r"views\['a'\] lies in a bucket and cannot"):
+    with pytest.raises(mpiring.GradientError, match=r"grads\['a'\] lies in a bucket and cannot"):
         averager.views["a"] = np.zeros(30)
     averager.ready("a")
-    with pytest.raises(mpiring.GradientError, match="tensor 'a' was marked ready twice; call wai"):
+    with pytest.raises(mpiring.GradientError, match="gradient 'a' was marked ready twice; call w"):
         averager.ready("a")
-    for call in (averager.wait, lambda: list(averager.arrived())):
-        with pytest.raises(mpiring.GradientError, match="with 3 of 4 tensors missing: d, c, b; "):
-            call()
+    with pytest.raises(mpiring.GradientError, match="with 3 of 4 gradients missing: d, c, b; "):
+        averager.wait()
     with pytest.raises(mpiring.GradientError, match="replan.. amid a step; call it between"):
         averager.replan(bucket_bytes=1)
     with pytest.raises(mpiring.GradientError, match="scatter.. amid a step; call it between"):
@@ -208,7 +193,7 @@ def test_mistakes_are_named(comm):
 
 
 def test_a_view_of_buckets_that_were_replaced_reads_nan(comm):
-    averager = Averager(TENSORS, comm, bucket_bytes=1)
+    averager = Averager(TENSORS, comm, Fusion(1))
     old = averager.views["a"]
     averager.replan(bucket_bytes=1 << 20)
     with pytest.raises(ValueError, match="read-only"):

@@ -9,8 +9,8 @@ from launching import needed
 from mpiring.buckets.bucket import TensorSpec
 from mpiring.numpy import DataParallel, LossScaler
 from mpiring.reducers import TopK
-from mpiring.training.gradients import Gradients
-from mpiring.training.nonfinite import HOPELESS_STEPS
+from mpiring.training.averager import HOPELESS_STEPS, Averager
+from mpiring.training.fused import Fusion
 
 pytestmark = pytest.mark.mpi
 
@@ -192,9 +192,8 @@ def test_towers_of_pytorch(comm, caplog, sharded):
 
 
 def test_padding_does_not_count(comm):
-    gradients = Gradients([TensorSpec("w", (3,), np.dtype("float32"))], comm, bucket_bytes=1,
-                          reducer=None, deterministic=True)
+    gradients = Averager([TensorSpec("w", (3,), np.dtype("float32"))], comm, Fusion(1))
     gradients.buckets[0].flat[5] = np.nan
     gradients.ready("w")
     gradients.wait()
-    assert gradients.nonfinite.found == {}
+    assert gradients.nonfinite.by_rank == {}

@@ -1,0 +1,127 @@
+"""Measures how fast gradients are encoded and decoded, on one core or a GPU."""
+
+import statistics
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from mpiring.gpu.arrays import device_named
+from mpiring.reducers import Int8, OneBit
+from mpiring.reducers.codecs.blocks import EightBit
+from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.largest import select_largest
+from mpiring.reducers.codecs.signs import Sign
+from mpiring.tools.bench.options import declare_device
+from mpiring.tools.bench.timing import Action, by_clock, finish
+from mpiring.tools.files import Row
+from mpiring.tools.table import Column
+
+from . import main, vectors
+
+DENSITY = 0.001
+
+_CODECS: tuple[tuple[str, Any], ...] = (
+    ("float16", Halves("float16")), ("bfloat16", Halves("bfloat16")),
+    ("int8", EightBit(Int8().block)), ("sign", Sign(OneBit().block)))
+# What is timed: also with what encoding loses, and with what was decoded added to a sum.
+KINDS = ("encode", "encode + lost", "decode", "add")
+_COLUMNS = [Column("codec", -16), *(Column(kind, 14, 3) for kind in KINDS)]
+# The vectors of numbers that each kind reads and writes, beside the payload.
+_VECTORS = (1, 2, 1, 2)
+# Launches on a GPU between two looks at the clock, so that launching and looking cost little.
+_LAUNCHES = 20
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    vectors.declare_elements(parser, 4, "numbers in a vector")
+    declare_device(parser)
+    parser.set_defaults(action=run)
+
+
+def run(options: Namespace) -> int:
+    """Print the table, and write it if asked to; needs no MPI.
+
+    Raises:
+        ConfigError: The file cannot be written.
+        MissingDependencyError: There is no CuPy, or no GPU.
+    """
+    def measure() -> tuple[str, dict[str, Any], Iterator[Row]]:
+        if options.device == "cuda":
+            about, rows = _shares(options.elements)
+            return (f"on {about['device']}; a copy reads and writes {about['copy_GBps']:,.0f} "
+                    f"GB/s; shares of that", about, rows)
+        return (f"1e9 numbers per second, by {vectors.way_here()}",
+                {"device": "cpu", "way": vectors.way_here()}, _rates(options.elements))
+
+    return vectors.report("codecs", options, _COLUMNS, measure)
+
+
+def _rates(n: int) -> Iterator[Row]:
+    """Measure each codec on n random numbers: 1e9 numbers per second, by kind."""
+    x = np.random.default_rng(0).standard_normal(n, np.float32)
+    out = np.zeros_like(x)
+    for name, codec in _CODECS:
+        payload = np.zeros(codec.payload_size(n), np.uint8)
+        yield {"codec": name, **{kind: n / _seconds(action) / 1e9 for kind, action in
+                                 _actions(codec, x, payload, out).items()}}
+    count = max(1, int(DENSITY * n))
+    yield {"codec": f"largest {DENSITY:g}",
+           "encode": n / _seconds(lambda: select_largest(x, count, 1)) / 1e9}
+
+
+def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
+    """Measure each codec on n random numbers on a GPU.
+
+    Returns:
+        The GPU, and 1e9 bytes per second of a copy, read and written. And for each codec, by kind:
+        the bytes that must be read and written, per second, as a share of the copy's.
+
+    Raises:
+        MissingDependencyError: There is no CuPy, or no GPU.
+    """
+    from mpiring.reducers.codecs import kernels
+    device = device_named("cuda", 0)
+    host = device.gpu.pinned(4 * n).view(np.float32)
+    host[...] = np.random.default_rng(0).standard_normal(n, np.float32)
+    x, out = (device.allocate(4 * n).view(np.float32) for _ in range(2))
+    finish(device.to_device(host, x))
+    stream = device.gpu.stream()
+
+    def seconds(action: Action) -> float:
+        return _seconds(action, _LAUNCHES, lambda: finish(stream.record()))
+
+    copy = 2 * x.nbytes / seconds(lambda: stream.combine("sum", [x], 1, [out]))
+
+    def rows() -> Iterator[Row]:
+        for name, codec in _CODECS:
+            coded = codec.payload_size(n)
+            actions = _actions(kernels.OnDevice(codec, stream), x, device.allocate(coded), out)
+            yield {"codec": name, **{kind: (vectors * x.nbytes + coded) / seconds(action) / copy
+                                     for vectors, (kind, action) in zip(_VECTORS, actions.items())}}
+
+    return {"device": str(device), "copy_GBps": copy / 1e9}, rows()
+
+
+def _actions(codec: Any, x: Any, payload: Any, out: Any) -> dict[str, Action]:
+    return dict(zip(KINDS, (
+        lambda: codec.encode(x, payload, None, 1), lambda: codec.encode(x, payload, out, 1),
+        lambda: codec.decode(payload, out), lambda: codec.decode(payload, out, adds=True))))
+
+
+def _seconds(action: Action, times: int = 1, finished: Action = lambda: None) -> float:
+    """Return the seconds of an action: the median of several readings, after one that compiles."""
+    def launched() -> None:
+        for _ in range(times):
+            action()
+        finished()
+
+    return statistics.median(
+        [by_clock(launched) / times for _ in range(1 + vectors.READINGS)][1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main("codecs", declare))

@@ -1,0 +1,212 @@
+"""Measures the cost of loading the data of PyTorch's training steps, and bringing it there."""
+
+import itertools
+import random
+import sys
+import time
+import zlib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpiring.data import prefetch
+from mpiring.errors import ConfigError
+from mpiring.tools.arguments import above_zero, names, positive
+from mpiring.tools.bench import peers, timing
+from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
+from mpiring.tools.bench.options import declare_device, declare_models, declare_turns
+from mpiring.tools.bench.world import World
+from mpiring.tools.files import Environment, Row
+from mpiring.tools.table import Column
+
+from . import main
+
+if TYPE_CHECKING:
+    from mpiring.tools.bench import torch_training
+
+RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
+LOADED = "loaded in the step"
+# Different batches, which the loader repeats.
+_BATCHES = 8
+# Steps that are timed to find out how long the loader is to take.
+_TRIALS = 8
+
+
+# A batch's work is so many pieces, of about a millisecond or less: sizes that loaders meet.
+_BYTES = 1 << 18
+_TO_SORT = 1 << 16
+_TO_ADD = 20_000
+_PIECE_TRIALS = 20
+
+
+def _unpacks() -> timing.Action:
+    """Decompress what has as many kinds of bytes as text; without the GIL."""
+    text = np.random.default_rng(0).integers(0, 64, _BYTES, dtype=np.uint8)
+    packed = zlib.compress(text.tobytes())
+    return lambda: zlib.decompress(packed)
+
+
+def _sorts() -> timing.Action:
+    """Sort with NumPy; without the GIL."""
+    values = np.random.default_rng(0).random(_TO_SORT, np.float32)
+    return lambda: np.sort(values)
+
+
+_PIECES: dict[str, Callable[[], timing.Action]] = {
+    "zlib": _unpacks, "numpy": _sorts, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
+# "sleep" waits, as for a disk; "python" holds the GIL.
+WORK = ("sleep", *_PIECES)
+
+
+def work_for(kind: str, seconds: float) -> timing.Action:
+    """Return a function that takes so long on a core of its own.
+
+    Args:
+        kind: One of WORK.
+    """
+    if kind == "sleep":
+        return lambda: time.sleep(seconds)
+    piece = _PIECES[kind]()
+    pieces = round(seconds / timing.median([timing.by_clock(piece) for _ in range(_PIECE_TRIALS)]))
+
+    def work() -> None:
+        for _ in range(pieces):
+            piece()
+
+    return work
+
+
+def worked_for(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
+    """Yield batches, each after some work."""
+    for batch in batches:
+        work()
+        yield batch
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    declare_device(parser)
+    declare_models(parser)
+    parser.add_argument("--batch", type=positive, help="per rank; default: one for each model")
+    parser.add_argument("--calls", type=positive, default=20, help="steps per round; default: 20")
+    parser.add_argument("--depth", type=positive, default=2,
+                        help="batches that are fetched ahead; default: 2")
+    parser.add_argument("--loader", type=above_zero, metavar="SHARE",
+                        help="have the loader work for so much of a step's time on each batch; "
+                             "default: it does nothing")
+    parser.add_argument("--work", type=names(WORK), metavar="A,B",
+                        help=f"of the loader, of {', '.join(WORK)}; python holds the "
+                             f"interpreter's lock; default: zlib")
+    parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
+                        help="after which threads pass on the interpreter's lock; default: "
+                             "Python's own, 0.005")
+    declare_turns(parser)
+    parser.set_defaults(action=_run)
+
+
+def _run(options: Namespace) -> int:
+    """Settle what the loader does, and measure.
+
+    Raises:
+        ConfigError: The work is named, but not how long it is to take.
+    """
+    if options.work and not options.loader:
+        raise ConfigError("--work needs --loader SHARE: so much of a step's time, as 0.8")
+    sys.setswitchinterval(options.switch_interval or sys.getswitchinterval())
+    # Where it does nothing, "-".
+    options.work = (options.work or ["zlib"]) if options.loader else ["-"]
+    return run(PREFETCH, options)
+
+
+def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Time steps without communication, case after case; yield after each round.
+
+    Raises:
+        MissingDependencyError: There is no PyTorch, or it finds no GPU.
+
+    Collective: yes. Blocking: yes.
+    """
+    world.everywhere(peers.refuse_missing_torch)
+    from mpiring.tools.bench import torch_contenders, torch_training
+    device = torch_training.device_named(world, options.device)
+    for kind, parameters in itertools.product(options.models, options.parameters):
+        x, y = torch_training.batch_of(kind, options.batch, 1 + world.rank)
+        training = torch_training.training_of(
+            torch_contenders.NOBODY, kind, torch_training.width_for(kind, parameters),
+            torch_contenders.RECIPES["sgd"], (x.to(device.torch), y.to(device.torch)))
+        batches = [torch_training.batch_of(kind, options.batch, 1 << 20 | number)
+                   for number in range(_BATCHES)]
+        labels = {"model": kind, "parameters": training.parameter_count, "batch": len(x),
+                  "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
+                  "calls": options.calls, "device": str(device.torch),
+                  "switch_interval_s": sys.getswitchinterval(),
+                  "thread_level": world.thread_level}
+        for load in options.work:
+            work = _work(world, options, load, training, device)
+            alone_s = [timing.by_clock(work) for _ in range(_TRIALS)]
+            with_loader = iter(prefetch(worked_for(itertools.cycle(batches), work),
+                                        device.torch, depth=options.depth))
+            copied = worked_for(itertools.cycle(batches), work)
+            actions: dict[str, timing.Action] = {
+                RESIDENT: training.step,
+                PREFETCHED: partial(_learn_next, training, with_loader),
+                LOADED if options.loader else COPIED: partial(_learn_next, training, (
+                    [x.to(device.torch) for x in batch] for batch in copied))}
+            readings = yield from timing.in_turns(options, random.Random(options.seed), {
+                name: timing.timed_steps(world, options, {"step": action}, device.stopwatch)
+                for name, action in actions.items()})
+            with_loader.close()
+            yield [Measurement({**labels, "loader": load, "contender": name},
+                               {**times, "loader": alone_s})
+                   for name, times in readings.items()]
+
+
+def _learn_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:
+    training.learn(*next(batches))
+
+
+def _work(world: World, options: Namespace, load: str, training: "torch_training.Training",
+          device: "torch_training.ModelDevice") -> timing.Action:
+    """Return what the loader does for a batch.
+
+    Collective: yes. Blocking: yes.
+    """
+    if load == "-":
+        return lambda: None
+    training.step()
+    step_s = timing.timed(world, training.step, _TRIALS, stopwatch=device.stopwatch)
+    return work_for(load, options.loader * timing.median(step_s))
+
+
+def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each way, compared with steps whose data is on the device already.
+
+    Ratios are medians over rounds, whose readings are close in time.
+    """
+    table = []
+    for measurement, case in with_case(found, "model", "parameters", "loader", "thread_level"):
+        labels, seconds = measurement.labels, measurement.readings["step"]
+        ratio = timing.over(seconds, case[RESIDENT].readings["step"], labels["calls"])
+        table.append({**labels, **timing.summary(seconds),
+                      "loader_ms": timing.median(measurement.readings["loader"]) * 1e3,
+                      "over_resident": ratio, "efficiency_percent": 100 / ratio})
+    return table
+
+
+_COLUMNS = [
+    Column("model", -11), Column("parameters", 10), Column("batch_bytes", 11),
+    Column("loader", -6), Column("loader_ms", 9, 3), Column("contender", -22, title="data"),
+    Column("thread_level", -10, title="threads"), Column("median_ms", 9, 4), Column("p95_ms", 8, 4),
+    Column("over_resident", 10, 4, "/on device")]
+PREFETCH = Benchmark(
+    "prefetch",
+    lambda options: (len(options.models) * len(options.parameters) * len(options.work)
+                     * int(options.rounds)),
+    measure, rows, _COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main("prefetch", declare))

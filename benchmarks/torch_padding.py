@@ -1,0 +1,118 @@
+"""Trains a transformer on texts of different lengths, padded to the longest of a rank's batch."""
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from mpiring.tools.bench.torch_training import (
+    Batch, MeanGradients, Training, Transformer, width_for,
+)
+from mpiring.tools.bench.world import World
+
+# What cross_entropy leaves out.
+_NOTHING = -100
+_RATE, _REHEARSED_STEPS = 3e-4, 2
+
+
+@dataclass
+class Count:
+    """What the batches of a rank have had.
+
+    Attributes:
+        samples, tokens: That were trained on.
+        padded: Tokens, with padding.
+        most: Tokens with padding of the largest batch.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    padded: int = 0
+    most: int = 0
+
+
+class PaddedBatches:
+    """Batches of texts, of which each byte is to be predicted, padded to the longest of a batch.
+
+    Padding comes after a text, where a causal model does not see it, and does not count: the
+    gradient of a step is the mean over the real tokens of all ranks.
+
+    Args:
+        texts: As vectors of bytes.
+        samples: Which texts this rank trains on, batch by batch.
+        weigh: Called with a batch's number of tokens, before its step.
+    """
+
+    def __init__(self, texts: list[torch.Tensor], samples: Iterator[list[int]],
+                 weigh: Callable[[int], object]) -> None:
+        self._texts, self._samples, self._weigh = texts, samples, weigh
+        self._count = Count()
+
+    def __iter__(self) -> Iterator[Batch]:
+        # The first step builds the buckets again, the second is used to them.
+        for _ in range(_REHEARSED_STEPS):
+            yield self._padded([self._texts[0][:1]])
+        self._count = Count()
+        for numbers in self._samples:
+            yield self._padded([self._texts[number] for number in numbers])
+
+    def _padded(self, texts: list[torch.Tensor]) -> Batch:
+        tokens = sum(map(len, texts))
+        # Without any text, the model reads a byte all the same; that does not count.
+        targets = pad_sequence(texts or [torch.tensor([_NOTHING])], batch_first=True,
+                               padding_value=_NOTHING)
+        self._note(len(texts), tokens, targets.numel())
+        self._weigh(tokens)
+        return functional.pad(targets.clamp(min=0), (1, -1)), targets
+
+    def _note(self, samples: int, tokens: int, padded: int) -> None:
+        self._count.samples += samples
+        self._count.tokens += tokens
+        self._count.padded += padded
+        self._count.most = max(self._count.most, padded)
+
+    def taken(self) -> Count:
+        """Return what batches have had since this was called last."""
+        count, self._count = self._count, Count()
+        return count
+
+
+def training_on(world: World, options: Namespace, texts: list[torch.Tensor],
+                samples: Iterator[list[int]]) -> tuple[Training, PaddedBatches]:
+    """Return a rehearsed training, and its batches.
+
+    Args:
+        world: The ranks.
+        options: Options of the study.
+        texts: As vectors of bytes, none longer than `options.longest`.
+        samples: Which texts this rank trains on, batch by batch.
+
+    Collective: yes. Blocking: yes.
+    """
+    torch.manual_seed(0)
+    model = Transformer(width_for("transformer", options.parameters), options.longest)
+    method = MeanGradients(model, world.comm, torch.optim.AdamW(model.parameters(), lr=_RATE))
+    batches = PaddedBatches(texts, samples, method.model.weigh)
+    training = Training("", model, method, batches)
+    for _ in range(_REHEARSED_STEPS):
+        training.step()
+    return training, batches
+
+
+def texts_of(functions: list[bytes], longest: int) -> list[torch.Tensor]:
+    """Return functions as vectors of bytes, cut to `longest`."""
+    return [_vector(function[:longest]) for function in functions]
+
+
+def equally_long(texts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return all that stands in texts, cut to pieces of their mean length."""
+    text = torch.cat(texts)
+    length = round(len(text) / len(texts))
+    return list(text[:len(text) // length * length].split(length))
+
+
+def _vector(text: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

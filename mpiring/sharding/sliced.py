@@ -1,0 +1,223 @@
+"""Tensors of which ranges are here, such as one rank's slice of an optimizer's state."""
+
+import bisect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ..errors import ConfigError
+from ..memory.arrays import Array
+from ..memory.pytrees import mapped
+from ..transport.base import Schedule
+
+# Start and stop.
+Range = tuple[int, int]
+# By tensor, and by the name of a vector that has an element for each of the tensor's.
+Leaves = dict[str, dict[str, Any]]
+
+
+class Sliced:
+    """A tensor of which ranges are here.
+
+    One rank's in a state that is to be saved, those of all ranks in one that was loaded.
+    Elements are never copied here, and those of a memory-mapped piece are read only when `read` or
+    `whole` asks for them.
+
+    Args:
+        shape: Of the whole tensor.
+        pieces: The elements that are here, as vectors in host memory, by their range (start, stop)
+            of the flattened tensor, in C order, without padding. Ranges do not overlap; empty ones
+            are left out.
+        dtype: Of the elements; needed where there are no pieces.
+
+    Attributes:
+        shape, dtype: Of the whole tensor.
+        pieces: In the order of their ranges.
+
+    Raises:
+        ConfigError: A piece is not such a vector, or ranges do not fit.
+    """
+
+    def __init__(self, shape: Iterable[int], pieces: Mapping[Range, Array],
+                 dtype: DTypeLike | None = None) -> None:
+        self.shape = tuple(map(int, shape))
+        self.pieces = {(int(start), int(stop)): pieces[start, stop]
+                       for start, stop in sorted(pieces) if start != stop}
+        if dtype is None and not pieces:
+            raise ConfigError(f"a tensor of shape {self.shape} has no pieces here; give its dtype, "
+                              f"as Sliced(shape, {{}}, dtype)")
+        self.dtype: np.dtype[Any] = np.dtype(
+            np.asarray(next(iter(pieces.values()))).dtype if dtype is None else dtype)
+        end = 0
+        for (start, stop), piece in self.pieces.items():
+            self._refuse(start, stop, piece)
+            if start < end:
+                raise ConfigError(f"elements {start} to {min(end, stop) - 1} of a tensor of shape "
+                                  f"{self.shape} are in two pieces; give each to one")
+            end = stop
+
+    def _refuse(self, start: int, stop: int, piece: Array) -> None:
+        if not 0 <= start < stop <= self.size:
+            raise ConfigError(f"elements {start} to {stop - 1} are not in a tensor of shape "
+                              f"{self.shape}, which has {self.size}")
+        if not isinstance(piece, np.ndarray) or piece.shape != (stop - start,):
+            raise ConfigError(
+                f"the piece of elements {start} to {stop - 1} is a {type(piece).__name__} of shape "
+                f"{getattr(piece, 'shape', None)}; expected a numpy.ndarray of shape "
+                f"{(stop - start,)}")
+        if piece.dtype != self.dtype:
+            raise ConfigError(f"the piece of elements {start} to {stop - 1} is of {piece.dtype}, "
+                              f"not of {self.dtype}")
+
+    def __repr__(self) -> str:
+        ranges = ", ".join(f"{start}:{stop}" for start, stop in self.pieces)
+        return f"Sliced(shape={self.shape}, dtype={self.dtype}, pieces of [{ranges}])"
+
+    def __iter__(self) -> NoReturn:
+        """Refuse, as the plain optimizers of PyTorch iterate over what they cannot take.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"a tensor of shape {self.shape} in slices, for what takes whole ones; give it "
+            f"mpiring.torch.whole(nest), or mpiring.resilience.whole(nest) for arrays")
+
+    @property
+    def size(self) -> int:
+        """Number of elements of the whole tensor."""
+        return math.prod(self.shape)
+
+    def read(self, start: int, stop: int) -> Array:
+        """Return elements of the flattened tensor, as a new vector.
+
+        Raises:
+            ConfigError: Some of them are in no piece; says which.
+        """
+        if not 0 <= start <= stop <= self.size:
+            raise ConfigError(f"elements {start} to {stop - 1} are not in a tensor of shape "
+                              f"{self.shape}, which has {self.size}")
+        found = np.empty(stop - start, self.dtype)
+        ranges, here = list(self.pieces), start
+        first = max(0, bisect.bisect_right(ranges, (start, self.size)) - 1)
+        for its_start, its_stop in ranges[first:]:
+            if here >= stop or its_start > here:
+                break
+            end = min(its_stop, stop)
+            if end > here:
+                piece = self.pieces[its_start, its_stop]
+                found[here - start:end - start] = piece[here - its_start:end - its_start]
+                here = end
+        if here < stop:
+            after = [its_start for its_start, _ in ranges if its_start > here]
+            raise ConfigError(
+                f"elements {here} to {min([stop, *after]) - 1} of a tensor of shape {self.shape} "
+                f"are not here: these are the pieces of some ranks; take those of all, as "
+                f"Saved.sharded of a checkpoint, or state_dict() of the optimizer")
+        return found
+
+    def whole(self) -> Array:
+        """Return the whole tensor, as a new array.
+
+        Raises:
+            ConfigError: Some elements are in no piece; says which.
+        """
+        return self.read(0, self.size).reshape(self.shape)
+
+    def merged(self, others: Iterable["Sliced"]) -> "Sliced":
+        """Return the same tensor with the pieces of others, too.
+
+        Raises:
+            ConfigError: Their shapes or dtypes differ, or pieces overlap.
+        """
+        pieces = dict(self.pieces)
+        for other in others:
+            if (other.shape, other.dtype) != (self.shape, self.dtype):
+                raise ConfigError(
+                    f"pieces of a tensor of {other.dtype} and shape {other.shape} do not belong to "
+                    f"one of {self.dtype} and shape {self.shape}")
+            twice = pieces.keys() & other.pieces.keys()
+            if twice:
+                raise ConfigError(f"elements {min(twice)[0]} to {min(twice)[1] - 1} of a tensor of "
+                                  f"shape {self.shape} are in two pieces; give each to one")
+            pieces.update(other.pieces)
+        return Sliced(self.shape, pieces, self.dtype)
+
+
+def whole(nest: Any) -> Any:
+    """Return a copy of a nest in which each `Sliced` is a whole array.
+
+    Args:
+        nest: Dicts, lists and tuples, such as `Saved.sharded`; other leaves stay as they are.
+
+    Raises:
+        ConfigError: Elements of one are in no piece; says which.
+
+    Collective: no.
+    """
+    return mapped(nest, lambda leaf: leaf.whole() if isinstance(leaf, Sliced) else leaf)
+
+
+def slices_of(shapes: Mapping[str, Iterable[int]],
+              dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]],
+              pieces: Iterable[tuple[str, str, int, Array]]) -> Leaves:
+    """Return vectors by tensor and name, of which this rank has some ranges.
+
+    Args:
+        shapes: Shape of each tensor.
+        dtypes: By tensor, the dtypes of its vectors by name; all, also those of other ranks.
+        pieces: Tensor, name of the vector, first element, and elements of what is here.
+    """
+    ranges: dict[str, dict[str, dict[Range, Array]]] = {
+        name: {vector: {} for vector in its} for name, its in dtypes.items()}
+    for name, vector, start, x in pieces:
+        ranges[name][vector][start, start + x.size] = x
+    return {name: {vector: Sliced(shapes[name], x, dtypes[name][vector])
+                   for vector, x in its.items()} for name, its in ranges.items()}
+
+
+class Gathering(Protocol):
+    """The collectives that `gather` needs."""
+
+    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+        """Return the schedule that returns the bytes of all ranks."""
+
+    def allgather(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
+        """Return the schedule that copies every rank's slice of a vector to all."""
+
+
+def gather(collectives: Gathering, slices: Sequence[Sliced], *,
+           keep: bool = True) -> Schedule[list[Array]]:
+    """Return the schedule that returns complete tensors, made of the ranges of all ranks.
+
+    Args:
+        collectives: Of the ranks.
+        slices: The same tensors on all ranks, of which each has at most one range, in the order
+            of ranks.
+        keep: If false, this rank only sends its ranges, and the result is empty.
+
+    Raises:
+        ConfigError: Elements of a tensor are on no rank, or in another order.
+    """
+    ranges = np.array([next(iter(x.pieces), (0, 0)) for x in slices], np.int64).reshape(-1, 2)
+    rows = yield from collectives.allgather_bytes(ranges.reshape(-1).view(np.uint8))
+    tensors = []
+    # Of all ranks, by tensor: starts and stops.
+    for leaf, ends in zip(slices, np.stack([row.view(np.int64).reshape(-1, 2) for row in rows], 1)):
+        bounds = [0]
+        for start, stop in ends.tolist():
+            bounds.append(stop if start == bounds[-1] < stop else bounds[-1])
+        if bounds[-1] != leaf.size:
+            raise ConfigError(f"ranks have the ranges {ends.tolist()} of a tensor of shape "
+                              f"{leaf.shape}; expected all elements, in the order of ranks")
+        x = np.empty(leaf.size, leaf.dtype)
+        for (start, stop), piece in leaf.pieces.items():
+            x[start:stop] = piece
+        if x.size:
+            yield from collectives.allgather(x, bounds=bounds)
+        if keep:
+            tensors.append(x.reshape(leaf.shape))
+    return tensors

@@ -1,0 +1,339 @@
+"""State per slice of a bucket: named vectors that follow their tensors into rebuilt buckets.
+
+Residuals of Reducers, momenta of optimisers: whatever a rank remembers of its slices of buckets
+from step to step.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ..buckets.bucket import Bucket, BucketPlan
+from ..errors import ConfigError
+from ..gpu import vectors
+from ..gpu.device import Device
+from ..memory.arrays import Array
+from ..transport.base import Schedule
+from .sliced import Range
+
+Wide = NDArray[np.float32]
+# Returns the dtype of each vector that follows its tensors, by name; the same on all ranks.
+Vectors = Callable[[BucketPlan], Mapping[str, DTypeLike]]
+# Completes a vector over a bucket, given its bounds, with the slices of other ranks; in place.
+Gather = Callable[[Array, Sequence[int]], Schedule[None]]
+
+
+@dataclass(frozen=True)
+class TensorRange:
+    """A tensor, or a range of it, in a slice of a bucket.
+
+    Attributes:
+        name, shape: Of the tensor.
+        start, stop: Elements of the slice.
+        offset: First element of the tensor, flattened, that is here.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    @property
+    def elements(self) -> slice:
+        """Elements of the slice."""
+        return slice(self.start, self.stop)
+
+    @property
+    def ends(self) -> Range:
+        """Elements of the flattened tensor: start and stop."""
+        return self.offset, self.offset + self.size
+
+
+@dataclass
+class TensorState:
+    """State of a tensor outside of buckets.
+
+    Attributes:
+        steps: Steps that have counted.
+        pieces: By the range of elements of the flattened tensor (its padding follows it), the
+            vectors by name.
+        arrays: By name.
+    """
+
+    steps: int
+    pieces: dict[Range, dict[str, Array]] = field(default_factory=dict)
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+class SliceState:
+    """State of one slice of a bucket: vectors with an element for each of the slice, and arrays.
+
+    Double-buffered: what is written to an array of `next` counts from `commit` on; `drop` leaves
+    everything as it was.
+
+    Args:
+        plan: The bucket's.
+        first, last: Elements of the bucket.
+        device: The GPU on which vectors lie; None for host memory.
+
+    Attributes:
+        ranges: The tensors in it, without padding.
+        size: Number of elements, padding included.
+    """
+
+    def __init__(self, plan: BucketPlan, first: int, last: int, device: Device | None) -> None:
+        self.ranges = list(ranges_in(plan, first, last))
+        self.size = last - first
+        self._padded = list(ranges_in(plan, first, last, padded=True))
+        self._device = device
+        # By name and tensor; a vector's is "".
+        self._now: dict[tuple[str, str], Any] = {}
+        self._next: dict[tuple[str, str], Any] = {}
+        self._spare: dict[tuple[str, str], Any] = {}
+
+    def vector(self, name: str, dtype: DTypeLike = np.float32) -> Any:
+        """Return a vector, zeros at first. Changes in place count at once."""
+        key = name, ""
+        if key not in self._now:
+            self._now[key] = vectors.zeros(self.size, dtype, self._device)
+        return self._now[key]
+
+    def array(self, name: str, tensor: str, first: Callable[[], Array]) -> Array:
+        """Return an array of any shape, in host memory, that belongs to a tensor.
+
+        Args:
+            first: Makes it; called again when the tensor is in another bucket.
+        """
+        key = name, tensor
+        if key not in self._now:
+            self._now[key] = first()
+        array: Array = self._now[key]
+        return array
+
+    def next(self, name: str, tensor: str = "") -> Any:
+        """Return what `commit` replaces a vector or array by; undefined content."""
+        key = name, tensor
+        if key not in self._next:
+            now, spare = self._now[key], self._spare.pop(key, None)
+            if spare is None:
+                spare = (np.empty_like(now) if tensor else
+                         vectors.empty(self.size, now.dtype, self._device))
+            self._next[key] = spare
+        return self._next[key]
+
+    def commit(self) -> None:
+        """Let what `next` has returned count."""
+        for key, array in self._next.items():
+            self._spare[key], self._now[key] = self._now[key], array
+        self._next.clear()
+
+    def drop(self) -> None:
+        """Forget what `next` has returned."""
+        self._spare.update(self._next)
+        self._next.clear()
+
+    def vectors(self) -> dict[str, Any]:
+        """Return the vectors by name."""
+        return {name: x for (name, tensor), x in self._now.items() if not tensor}
+
+    def save(self, tensors: Mapping[str, TensorState]) -> None:
+        """Add copies of everything to the state of its tensors."""
+        hosts = {name: vectors.on_host(x) for name, x in self.vectors().items()}
+        for part in self._padded:
+            tensors[part.name].pieces[part.ends] = {
+                name: x[part.elements].copy() for name, x in hosts.items()}
+        for (name, tensor), x in self._now.items():
+            if tensor:
+                tensors[tensor].arrays[name] = x.copy()
+
+    def load(self, tensors: Mapping[str, TensorState]) -> None:
+        """Take copies of the state of its tensors, as far as they have any.
+
+        Raises:
+            ConfigError: Of a tensor's state, not all that belongs to this slice is there.
+        """
+        found: dict[str, Array] = {}
+        is_there = np.zeros(self.size, bool)
+        for part in self._padded:
+            origin = part.start - part.offset
+            pieces = tensors[part.name].pieces if part.name in tensors else {}
+            for (start, stop), piece in pieces.items():
+                first, last = max(start, part.offset), min(stop, part.ends[1])
+                if first < last:
+                    here = slice(origin + first, origin + last)
+                    is_there[here] = True
+                    for name, x in piece.items():
+                        vector = found.setdefault(name, np.zeros(self.size, x.dtype))
+                        vector[here] = x[first - start:last - start]
+        for part in self.ranges:
+            if part.name in tensors and not is_there[part.elements].all():
+                raise ConfigError(
+                    f"the state that was loaded lacks some of the elements {part.offset} to "
+                    f"{part.offset + part.size - 1} of {part.name}; resume with the same "
+                    f"model, bucket_bytes and ranks per node")
+        self._now = {(name, ""): vectors.moved(x, self._device) for name, x in found.items()}
+        for part in self.ranges:
+            if part.name in tensors:
+                for name, x in tensors[part.name].arrays.items():
+                    self._now[name, part.name] = x.copy()
+
+
+def ranges_in(plan: BucketPlan, first: int, last: int, *,
+              padded: bool = False) -> Iterator[TensorRange]:
+    """Yield the tensors in elements `first` to `last` of a bucket; `padded`: with what follows."""
+    here = 0
+    for tensor in plan.tensors:
+        size = tensor.padded_size if padded else tensor.size
+        start, stop = max(here, first), min(here + size, last)
+        if start < stop:
+            yield TensorRange(tensor.name, tensor.shape, start - first, stop - first, start - here)
+        here += tensor.padded_size
+
+
+class BucketState:
+    """State of this rank's slices of one bucket.
+
+    Args:
+        bucket: The bucket.
+        bounds: Offsets at which it is cut into slices, from 0 to its size.
+        own: Numbers of this rank's slices.
+
+    Attributes:
+        slices: By number.
+        steps: Steps that have counted.
+    """
+
+    def __init__(self, bucket: Bucket, bounds: Sequence[int], own: Iterable[int]) -> None:
+        self.plan = bucket.plan
+        self.bounds = tuple(bounds)
+        self.steps = 0
+        self.slices = {j: SliceState(bucket.plan, bounds[j], bounds[j + 1], bucket.device)
+                       for j in own}
+
+    def commit_step(self, applied: bool) -> None:
+        """End a step; one that was not applied changes nothing."""
+        for state in self.slices.values():
+            if applied:
+                state.commit()
+            else:
+                state.drop()
+        self.steps += applied
+
+    def gathered(self, known: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
+        """Return the schedule that returns the state of all its tensors, whole, without arrays.
+
+        Args:
+            known, gather: See BucketStates.rebuild.
+        """
+        tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
+                   for tensor in self.plan.tensors}
+        for name, dtype in known(self.plan).items():
+            own = {j: state.vectors()[name] for j, state in self.slices.items()
+                   if name in state.vectors()}
+            x = np.zeros(self.plan.size, dtype)
+            for j, vector in own.items():
+                x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
+            yield from gather(x, self.bounds)
+            for part in ranges_in(self.plan, 0, self.plan.size):
+                tensors[part.name].pieces[0, part.size][name] = x[part.elements].copy()
+        return tensors
+
+
+class BucketStates:
+    """State of this rank's slices of all buckets of a model.
+
+    It follows tensors when other buckets are built, and is saved by tensor and range.
+    """
+
+    def __init__(self) -> None:
+        self._buckets: dict[BucketPlan, BucketState] = {}
+        # Of tensors that are in no bucket now.
+        self._aside: dict[str, TensorState] = {}
+
+    def of(self, bucket: Bucket) -> BucketState | None:
+        """Return the state of a bucket; None before it was given to `rebuild`."""
+        return self._buckets.get(bucket.plan)
+
+    def rebuild(self, buckets: Sequence[Bucket], known: Vectors,
+                bounds: Callable[[Bucket], Sequence[int]], own: Sequence[int],
+                gather: Gather) -> Schedule[None]:
+        """Return the schedule that takes the state to other buckets, or there what was loaded.
+
+        The state of tensors that are in none of them waits until they are again. Arrays stay
+        behind.
+
+        Args:
+            buckets: All that there are from now on.
+            known: Returns the vectors that follow their tensors, given a bucket's plan.
+            bounds: Returns the offsets at which a bucket is cut into slices, from 0 to its size.
+            own: Numbers of this rank's slices.
+            gather: Returns the schedule that completes, in place, a vector over a bucket with
+                the slices of the ranks that have the others, given the bounds.
+
+        Raises:
+            ConfigError: What was loaded lacks something that belongs to this rank's slices.
+        """
+        for before in self._buckets.values():
+            if before.steps:
+                self._aside.update((yield from before.gathered(known, gather)))
+        self._buckets = {}
+        for bucket in buckets:
+            new = self._buckets[bucket.plan] = BucketState(bucket, bounds(bucket), own)
+            loaded = [self._aside[name] for name in bucket.views if name in self._aside]
+            new.steps = max((tensor.steps for tensor in loaded), default=0)
+            for state in new.slices.values():
+                state.load(self._aside)
+            for name in bucket.views:
+                self._aside.pop(name, None)
+
+    def commit_step(self, applied: bool) -> None:
+        """End a step; one that was not applied changes nothing."""
+        for bucket in self._buckets.values():
+            bucket.commit_step(applied)
+
+    def multiply(self, factor: float) -> None:
+        """Multiply all vectors."""
+        slices = [state for bucket in self._buckets.values() for state in bucket.slices.values()]
+        pieces = [piece for tensor in self._aside.values() for piece in tensor.pieces.values()]
+        for named in [*(state.vectors() for state in slices), *pieces]:
+            for x in named.values():
+                vectors.multiply(x, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return copies of what this rank has, by tensor: numbers and arrays."""
+        tensors = copy.deepcopy(self._aside)
+        for bucket in self._buckets.values():
+            tensors |= {tensor.name: TensorState(bucket.steps) for tensor in bucket.plan.tensors}
+            for state in bucket.slices.values():
+                state.save(tensors)
+        return {name: {"steps": tensor.steps, "arrays": tensor.arrays, "pieces": [
+            {"start": start, "stop": stop, "vectors": piece}
+            for (start, stop), piece in tensor.pieces.items()]}
+            for name, tensor in tensors.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` has returned, from the next `rebuild` on.
+
+        Of several ranks' states, the pieces of each tensor may be put together in one list: then
+        any number of ranks can go on from it.
+        """
+        self._buckets = {}
+        self._aside = {name: TensorState(
+            int(tensor["steps"]),
+            {(int(piece["start"]), int(piece["stop"])): _arrays(piece["vectors"])
+             for piece in tensor["pieces"]}, _arrays(tensor["arrays"]))
+            for name, tensor in state.items()}
+
+
+def _arrays(named: Mapping[str, Any]) -> dict[str, Array]:
+    return {name: np.array(x) for name, x in named.items()}

@@ -1,0 +1,341 @@
+"""Fuses named tensors into buckets, and moves them when buckets are built again."""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..arguments import whole_number
+from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
+from ..communicator import Communicator
+from ..engine.group import Build
+from ..errors import ConfigError, GradientError
+from ..gpu.base import DeviceVector, Event, await_event
+from ..gpu.device import Device
+from ..memory.arrays import Array
+from ..operations.agreement import Call
+from ..operations.operation import Collectives
+from ..reducers.by_name import Wish, compressors, reducers_of
+from ..reducers.compressor import Compressor
+from ..reducers.reducer import Reducer, reduce_of, scatter_of
+from ..transport.base import Schedule
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """How tensors are fused into buckets, and how these are averaged: what users choose.
+
+    Attributes:
+        bucket_bytes: Size of a bucket; None for `usual_bytes`.
+        reducer: How a bucket becomes its mean; or a mapping from names and patterns.
+        deterministic: Keep the first plan, so that results do not depend on the order
+            in which tensors became ready.
+        order: As `order` was when a state was saved, to go on from it with the same buckets.
+    """
+
+    bucket_bytes: int | None = None
+    reducer: Wish = None
+    deterministic: bool = False
+    order: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an adapter's tensors are, and how it learns that they have moved.
+
+    Attributes:
+        device: The GPU that tensors are to lie on; in host memory by default.
+        mark: Returns when a tensor that is ready on that GPU will have been written; a mark on
+            CuPy's stream by default.
+        moved: Called with a name when its view has moved to a new bucket, to let go of the old
+            view: an old bucket's memory is free once all its views have moved. Without it, old
+            buckets are filled with NaN, so that a view of them that is still used is noticed.
+    """
+
+    device: Device | None = None
+    mark: Callable[[], Event] | None = None
+    moved: Callable[[str], None] | None = None
+
+
+class Views(Mapping[str, NDArray[Any]]):
+    """Tensors by name, which can be written into, but not replaced.
+
+    Args:
+        views: The tensors; may change.
+        holder: What the user calls this mapping, for messages.
+    """
+
+    def __init__(self, views: Mapping[str, NDArray[Any]], holder: str) -> None:
+        self._views, self._holder = views, holder
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def __setitem__(self, name: str, value: object) -> None:
+        """Accept the end of `views[name] += value`, which has written in place already.
+
+        Raises:
+            GradientError: Another array is assigned, which no bucket would hold.
+        """
+        if value is not self._views.get(name):
+            view = f"{self._holder}[{name!r}]"
+            raise GradientError(f"{view} lies in a bucket and cannot be replaced; write into it: "
+                                f"{view}[...] = ...")
+
+
+@dataclass(frozen=True)
+class BucketReduction:
+    """How a bucket becomes its mean, decided when the bucket is built.
+
+    Attributes:
+        reducer: Its Reducer.
+        bucket: The bucket that the Reducer knows: perhaps a copy in host memory.
+        reduce: Returns the schedule, given collectives.
+        scatter: The same where each rank needs its own slice only.
+        device: The GPU on whose memory the schedule works; None for host memory.
+    """
+
+    reducer: Reducer
+    bucket: Bucket
+    reduce: Build[None]
+    scatter: Build[None]
+    device: Device | None
+
+    @functools.cached_property
+    def text(self) -> str:
+        """Reducer and vector, for messages."""
+        plan = self.bucket.plan
+        return f"{self.reducer!r} of {plan.dtype.name} ({plan.size},)"
+
+
+class FusedTensors:
+    """Tensors as views into buckets, which are built again when a better order is known.
+
+    At first, tensors are fused in the reverse of their order, which is that of most backward
+    passes.
+
+    Args:
+        tensors: The same, in the same order, on every rank.
+        comm: The ranks to average over.
+        fusion: How they are fused.
+        placement: Where they are.
+
+    Attributes:
+        tensors: By name, in the given order.
+        views: By name; replaced by new views when buckets are built again.
+        buckets: In the order in which they leave; another list when they are built again.
+        reductions: How each of them becomes its mean.
+        home: The bucket of each tensor.
+        compressors: The Reducers that have a state.
+        mark: As in the placement.
+        is_final: Whether the order stays as it is.
+        dense_bytes: What this rank sends to other nodes in a step without compression.
+
+    Raises:
+        ConfigError: A reducer is none, or does not suit; a pattern fits no name; an order is of
+            other names.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator, fusion: Fusion,
+                 placement: Placement) -> None:
+        self.tensors = {tensor.name: tensor for tensor in tensors}
+        self._comm, self._moved = comm, placement.moved
+        self._device, self.mark = placement.device, placement.mark
+        if self._device is not None and self.mark is None:
+            self.mark = self._device.gpu.mark
+        self._reducers = reducers_of(self.tensors, fusion.reducer)
+        self.compressors = compressors(self._reducers.values())
+        self._bucket_bytes = (usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
+                              else fusion.bucket_bytes)
+        self._arrays: dict[str, NDArray[Any]] = {}
+        self.views = Views(self._arrays, "grads")
+        self.home: dict[str, Bucket] = {}
+        self.buckets: list[Bucket] = []
+        self.reductions: list[BucketReduction] = []
+        # Buckets that were replaced, and that views of the user's may still show.
+        self._retired: list[Bucket] = []
+        # As they are fused.
+        self._fused: list[TensorSpec] = []
+        self.is_final = fusion.deterministic or fusion.order is not None
+        for compressor in self.compressors:
+            compressor.serve(self)
+        if not self._resume():
+            self._build(tensors[::-1] if fusion.order is None else self._ordered(fusion.order))
+
+    @property
+    def order(self) -> list[str] | None:
+        """The names in the order in which they are fused; None while that may change."""
+        return [tensor.name for tensor in self._fused] if self.is_final else None
+
+    def begin_step(self) -> None:
+        """Follow a state that a Reducer has loaded; give up the buckets that were replaced.
+
+        Collective: if there is such a state. Blocking: then.
+        """
+        self._resume()
+        for bucket in self._retired:
+            bucket.poison()
+        self._retired = []
+
+    def end_step(self, ready: Sequence[str]) -> None:
+        """Expect all tensors again; after the first step, fuse them as rank 0's became ready.
+
+        Args:
+            ready: The names in this rank's order.
+
+        Collective: yes, after the first step. Blocking: then.
+        """
+        self._expect_all()
+        if not self.is_final:
+            self.is_final = True
+            order = self._comm.broadcast_object(list(ready), root=0)
+            self.fuse([self.tensors[name] for name in order])
+
+    def _expect_all(self) -> None:
+        # In `end_step`, the loop's variable would keep a bucket while others are built.
+        for bucket in self.buckets:
+            bucket.expect_all()
+
+    def fuse(self, tensors: Sequence[TensorSpec] = (), bucket_bytes: int | None = None) -> None:
+        """Build other buckets, if tensors or size make a difference; values move along.
+
+        Args:
+            tensors: In their order; by default as they are fused now.
+            bucket_bytes: The new size of a bucket.
+
+        Raises:
+            ConfigError: `bucket_bytes` is not positive.
+
+        Collective: yes. Blocking: yes.
+        """
+        if bucket_bytes is not None:
+            self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 1)
+        self._fused = list(tensors) or self._fused
+        if self._plan(self._fused) != tuple(bucket.plan for bucket in self.buckets):
+            self._rebuild(self._fused)
+
+    def _resume(self) -> bool:
+        """Build the buckets as they were when the state was saved that a Reducer has loaded."""
+        orders = [compressor.loaded_order for compressor in self.compressors
+                  if compressor.loaded_order is not None]
+        if not orders:
+            return False
+        tensors = [self._ordered(order) for order in orders][0]
+        # A rank that has not loaded anything finds out here.
+        self._comm.submit(Call("load", "the states of all ranks' reducers"),
+                          lambda collectives: collectives.barrier()).wait()
+        self.is_final = True
+        self._rebuild(tensors)
+        return True
+
+    def _ordered(self, order: Sequence[str]) -> list[TensorSpec]:
+        """Return the tensors in the order that a saved state has.
+
+        Raises:
+            ConfigError: It is of another model.
+        """
+        if not isinstance(order, Sequence) or not all(isinstance(name, str) for name in order):
+            raise ConfigError(f"order={order!r:.200}: expected a list of names, as the attribute "
+                              f"`order` was")
+        if sorted(order) != sorted(self.tensors):
+            raise ConfigError(
+                f"rank {self._comm.rank}: the state to go on from is of another model: it has "
+                f"{', '.join(order)}; this one has {', '.join(self.tensors)}")
+        return [self.tensors[name] for name in order]
+
+    def _plan(self, tensors: Sequence[TensorSpec]) -> tuple[BucketPlan, ...]:
+        return plan(tensors, self._bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
+
+    def _rebuild(self, tensors: Sequence[TensorSpec]) -> None:
+        """Build the buckets again; the present ones are not to be used any more."""
+        if self._moved is None:
+            self._retired += self.buckets
+        self._build(tensors)
+        for bucket in self._retired:
+            bucket.retire()
+
+    def _build(self, tensors: Sequence[TensorSpec]) -> None:
+        """Build buckets, one after the other, and move the tensors into them."""
+        self._fused, self.buckets, self.reductions = list(tensors), [], []
+        self.home.clear()
+        empty = functools.partial(self._comm.empty, device=self._device or "cpu")
+        if self._arrays and self.mark is not None:
+            # What is to be moved may have been written a moment ago.
+            await_event(self.mark())
+        for index, bucket_plan in enumerate(self._plan(tensors)):
+            bucket = Bucket(index, bucket_plan, empty, self._device)
+            self.buckets.append(bucket)
+            self._move_into(bucket)
+            self.reductions.append(self._reduction_of(bucket))
+        if self._device is not None:
+            # Others than CuPy may write on streams of their own.
+            await_event(self._device.gpu.mark())
+        order = [tensor.name for tensor in tensors]
+        for compressor in self.compressors:
+            buckets = [reduction.bucket for reduction in self.reductions
+                       if reduction.reducer is compressor]
+            self._comm.submit(
+                Call("take over", f"{len(buckets)} buckets of {compressor!r}"),
+                functools.partial(compressor.take_over, buckets=buckets, order=order)).wait()
+        nodes = self._comm.memory_groups
+        (local,) = [len(ranks) for ranks in nodes if self._comm.rank in ranks]
+        self.dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // local
+                               for bucket in self.buckets)
+
+    def _move_into(self, bucket: Bucket) -> None:
+        for name, view in bucket.views.items():
+            old = self._arrays.get(name)
+            self._arrays[name] = view
+            self.home[name] = bucket
+            if old is not None:
+                view[...] = old
+                del old
+                if self._moved is not None:
+                    self._moved(name)
+
+    def _reduction_of(self, bucket: Bucket) -> BucketReduction:
+        reducer = self._reducers[bucket.plan.tensors[0].name]
+        if self._device is not None and isinstance(reducer, Compressor) and not (
+                reducer.on_gpus and self._device.gpu.programmable):
+            return _on_host(bucket, self._device, self._comm, reducer)
+        return BucketReduction(reducer, bucket,
+                               lambda collectives: reduce_of(reducer, collectives, bucket),
+                               lambda collectives: scatter_of(reducer, collectives, bucket),
+                               self._device)
+
+
+def _on_host(bucket: Bucket, device: Device, comm: Communicator,
+             reducer: Reducer) -> BucketReduction:
+    """Return how a Reducer averages a bucket on a GPU in a copy in pinned host memory."""
+    def pinned(n: int, dtype: "np.dtype[Any]") -> Array:
+        return device.gpu.pinned(n * dtype.itemsize).view(dtype)
+
+    # What the node's ranks share can be pinned, too; other memory begins anywhere.
+    shared = comm.local_size > 1
+    copy = Bucket(bucket.index, bucket.plan, comm.empty if shared else pinned)
+    if shared:
+        device.gpu.pin(copy.flat)
+
+    def reduce(collectives: Collectives) -> Schedule[None]:
+        copy.finite = None
+        return between_copies(bucket.vector, reducer.reduce(collectives, copy))
+
+    def between_copies(vector: DeviceVector, schedule: Schedule[None]) -> Schedule[None]:
+        yield bucket.written
+        yield (device.to_host(vector, copy.flat),)
+        yield from schedule
+        bucket.finite = copy.finite
+        yield (device.to_device(copy.flat, vector),)
+
+    return BucketReduction(reducer, copy, reduce, reduce, None)
