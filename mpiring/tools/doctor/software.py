@@ -331,7 +331,8 @@ def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
         (is_open and launcher_of(variables) == "srun", NOTE,
          "under srun the job ends when a rank dies",
          f"{_CHECKPOINTS}; or mpirun --with-ft ulfm within the batch script"),
-        (is_open and survives_deaths(variables), OK, "the other ranks can go on (ULFM): mpiring.elastic"),
+        (is_open and survives_deaths(variables), OK,
+         "the other ranks can go on (ULFM): mpiring.elastic"),
         (is_open, NOTE, f"{library.name} can let the other ranks go on, but was not launched so",
          f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
         (library.text, NOTE, text, _CHECKPOINTS))
