@@ -11,7 +11,7 @@ import numpy as np
 from mpiring.gpu.arrays import device_named
 from mpiring.reducers import Int8, OneBit
 from mpiring.reducers.codecs.blocks import EightBit
-from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.halves import SixteenBit
 from mpiring.reducers.codecs.largest import select_largest
 from mpiring.reducers.codecs.signs import Sign
 from mpiring.tools.bench.options import declare_device
@@ -24,7 +24,7 @@ from . import main, vectors
 DENSITY = 0.001
 
 _CODECS: tuple[tuple[str, Any], ...] = (
-    ("float16", Halves("float16")), ("bfloat16", Halves("bfloat16")),
+    ("float16", SixteenBit("float16")), ("bfloat16", SixteenBit("bfloat16")),
     ("int8", EightBit(Int8().block)), ("sign", Sign(OneBit().block)))
 # What is timed: also with what encoding loses, and with what was decoded added to a sum.
 KINDS = ("encode", "encode + lost", "decode", "add")
@@ -83,23 +83,21 @@ def _shares(n: int) -> tuple[dict[str, Any], Iterator[Row]]:
     Raises:
         MissingDependencyError: There is no CuPy, or no GPU.
     """
-    from mpiring.reducers.codecs import kernels
     device = device_named("cuda", 0)
     host = device.gpu.pinned(4 * n).view(np.float32)
     host[...] = np.random.default_rng(0).standard_normal(n, np.float32)
     x, out = (device.allocate(4 * n).view(np.float32) for _ in range(2))
     finish(device.to_device(host, x))
-    stream = device.gpu.stream()
 
     def seconds(action: Action) -> float:
-        return _seconds(action, _LAUNCHES, lambda: finish(stream.record()))
+        return _seconds(action, _LAUNCHES, lambda: finish(device.event()))
 
-    copy = 2 * x.nbytes / seconds(lambda: stream.combine("sum", [x], 1, [out]))
+    copy = 2 * x.nbytes / seconds(lambda: device.combine("sum", [x], 1, [out]))
 
     def rows() -> Iterator[Row]:
         for name, codec in _CODECS:
             coded = codec.payload_size(n)
-            actions = _actions(kernels.OnDevice(codec, stream), x, device.allocate(coded), out)
+            actions = _actions(codec, x, device.allocate(coded), out)
             yield {"codec": name, **{kind: (vectors * x.nbytes + coded) / seconds(action) / copy
                                      for vectors, (kind, action) in zip(_VECTORS, actions.items())}}
 

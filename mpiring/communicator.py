@@ -18,8 +18,7 @@ from .engine.messages import Messages
 from .engine.repeated import BARRIER
 from .errors import ConfigError
 from .gpu.arrays import device_named
-from .gpu.base import Event
-from .gpu.device import Device
+from .gpu.device import Device, Event
 from .launch.start import mpi_world
 from .memory.arrays import dtype_name
 from .objects import ObjectCollectives

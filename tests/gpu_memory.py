@@ -1,12 +1,9 @@
-"""Puts arrays on a real GPU for tests, and takes them back."""
+"""Puts arrays on a GPU for tests, real or simulated, and takes them back."""
 
 import numpy as np
 
-
-def wait(event):
-    """Return when all that was queued before an event is done."""
-    while not event.test():
-        pass
+from mpiring.gpu.device import await_event as wait
+from mpiring.gpu.vectors import on_host
 
 
 class GpuMemory:
@@ -14,26 +11,19 @@ class GpuMemory:
 
     Args:
         device: The GPU.
-        stream: What it queues on; `get` waits for it.
     """
 
-    def __init__(self, device, stream):
-        self._device, self._stream = device, stream
+    def __init__(self, device):
+        self.device = device
 
     def put(self, x, offset=0):
         """Return a vector with the elements of an array."""
-        host = self._device.gpu.pinned(x.nbytes)
+        host = self.device.gpu.pinned(x.nbytes)
         host[...] = x.view(np.uint8)
-        vector = self._device.allocate(x.nbytes + offset)[offset:].view(x.dtype)
-        if x.size:
-            self._stream.upload(host, vector)
-        wait(self._stream.record())
+        vector = self.device.allocate(x.nbytes + offset)[offset:].view(x.dtype)
+        wait(self.device.to_device(host.view(x.dtype), vector))
         return vector
 
     def get(self, x):
         """Return what a vector holds, once all that is queued is done."""
-        host = self._device.gpu.pinned(x.nbytes)
-        if x.size:
-            self._stream.download(x, host)
-        wait(self._stream.record())
-        return host.view(x.dtype).copy()
+        return on_host(x)

@@ -8,21 +8,18 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from mpiring.gpu import kernels
-from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.device import DeviceVector
 from mpiring.gpu.cuda import CudaStream
 
 _SHIM = Path(__file__).with_suffix(".cpp")
 # Not the numbers of a launch on a GPU: here, loops over the grid go round more than once.
 _BLOCKS, _THREADS = 3, 64
-
-_libraries = {}
 
 
 def compiler():
@@ -57,36 +54,6 @@ def compiled(needed, folder):
     return library
 
 
-def library_of(kernel):
-    """Return a library that has a kernel."""
-    if kernel.name not in _libraries:
-        compile_together([kernel])
-    return _libraries[kernel.name]
-
-
-def compile_together(needed, comm=None):
-    """Compile kernels for `library_of`, which takes less time than one by one.
-
-    Args:
-        comm: If given, one rank does so for all.
-    """
-    compiler()
-    with tempfile.TemporaryDirectory() as folder:
-        path = compiled(needed, Path(folder)) if comm is None or comm.rank == 0 else None
-        if comm is not None:
-            path = comm.broadcast_object(path, root=0)
-        library = ctypes.CDLL(path)
-        if comm is not None:
-            comm.barrier()
-    _libraries.update((kernel.name, library) for kernel in needed)
-
-
-def run(library, kernel, job):
-    """Run a kernel of a library, given its struct."""
-    assert job.nbytes == ctypes.c_ulong.in_dll(library, f"size_{kernel.name}").value
-    getattr(library, f"run_{kernel.name}")(ctypes.c_void_p(job.ctypes.data))
-
-
 class HostStream(CudaStream):
     """A stream that does everything at once, on host memory.
 
@@ -98,9 +65,11 @@ class HostStream(CudaStream):
         self._library = ctypes.CDLL(library)
         self.launched = []
 
-    def launch(self, kernel, work, **values):
+    def _launch(self, kernel, work, **values):
         self.launched.append(values)
-        run(self._library, kernel, kernel.arguments(**values))
+        job = kernel.arguments(**values)
+        assert job.nbytes == ctypes.c_ulong.in_dll(self._library, f"size_{kernel.name}").value
+        getattr(self._library, f"run_{kernel.name}")(ctypes.c_void_p(job.ctypes.data))
 
     def _copy(self, to, source, nbytes):
         ctypes.memmove(to, source, nbytes)

@@ -133,7 +133,7 @@ def _unregister(self, address):
 def install(patch):
     """Let tensors on the CPU be taken for such on a GPU of PyTorch's."""
     user = UserStream()
-    patch.setattr(arrays, "is_gpu_tensor", lambda x: True)
+    patch.setitem(arrays.OPENERS, "cpu", arrays.OPENERS["xpu"])
     for name, value in {"Stream": Stream, "Event": Event, "empty": _empty}.items():
         patch.setattr(torch, name, value)
     patch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)

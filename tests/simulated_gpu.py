@@ -6,6 +6,7 @@ holds junk. So a missing wait shows as a wrong result.
 """
 
 import ctypes
+import functools
 import itertools
 import random
 import sys
@@ -16,19 +17,18 @@ from collections import deque
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import host_kernels
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-import mpiring.gpu
-from mpiring.gpu import arrays
-from mpiring.gpu.base import DeviceVector
-from mpiring.gpu.device import Device
-from mpiring.memory.arrays import flat
+from mpiring.errors import MissingDependencyError
+from mpiring.gpu import cuda
+from mpiring.gpu.device import Device, DeviceVector
 from mpiring.memory.reduction import reduction
 
 JUNK = 0xA5
-_bases = itertools.count(1 << 44, 1 << 40)
+# No memory of the host lies there.
+FIRST_ADDRESS = 1 << 50
+_bases = itertools.count(FIRST_ADDRESS, 1 << 40)
 
 
 class _Memory:
@@ -144,18 +144,15 @@ class Stream:
     def clear(self, x):
         self.queue(lambda: _raw(x).fill(0) or True)
 
-    def launch(self, kernel, work, **values):
-        """Run a kernel as g++ compiles it."""
-        library = host_kernels.library_of(kernel)
-        held = []
-        for name, (kind, _) in kernel.parameters.fields.items():
-            if kind == np.uint64 and values[name]:
-                # To free memory waits for whatever is queued.
-                memory = memory_of(values[name], 1)
-                held.append(memory)
-                values[name] += memory.bytes.ctypes.data - memory.address
-        job = kernel.arguments(**values)
-        self.queue(lambda: host_kernels.run(library, kernel, job) or bool(held))
+    def compute(self, function, *arguments):
+        """Run array operations by NumPy, late."""
+        def act():
+            with np.errstate(all="ignore"):
+                function(Package(), *[content(x).view(Inside) if isinstance(x, DeviceVector) else x
+                                      for x in arguments])
+            return True
+
+        self.queue(act)
 
     def record(self):
         event = Event(self._gpu)
@@ -177,6 +174,62 @@ class Stream:
             return event.done
 
         self.queue(act)
+
+
+class Inside(np.ndarray):
+    """An array in the GPU's memory, for array operations: those of the host are none of its own."""
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=(), **kwargs):
+        return _inside(getattr(ufunc, method), inputs, {**kwargs, "out": out} if out else kwargs)
+
+
+def _inside(function, arguments, kwargs):
+    def plain(x):
+        if isinstance(x, tuple):
+            return tuple(map(plain, x))
+        assert not isinstance(x, np.ndarray) or isinstance(x, Inside) or not x.ndim, (
+            "CuPy takes no arrays of the host")
+        return x.view(np.ndarray) if isinstance(x, np.ndarray) else x
+
+    result = function(*map(plain, arguments), **{name: plain(x) for name, x in kwargs.items()})
+    if kwargs.get("out") is not None:
+        return kwargs["out"][0] if isinstance(kwargs["out"], tuple) else kwargs["out"]
+    return np.asarray(result).view(Inside)
+
+
+class Package:
+    """Stands for CuPy where array operations are queued: what of NumPy's functions CuPy has."""
+
+    _same = {"abs", "add", "arange", "copyto", "divide", "empty_like", "floor", "isfinite", "isnan",
+             "left_shift", "minimum", "multiply", "packbits", "repeat", "signbit", "square",
+             "subtract", "unpackbits", "where", "zeros"}
+
+    def __getattr__(self, name):
+        assert name in self._same, f"has CuPy {name}, and does it the same?"
+        return lambda *arguments, **kwargs: _inside(getattr(np, name), arguments, kwargs)
+
+    @staticmethod
+    def ElementwiseKernel(inputs, outs, text, name, options):
+        """Return what takes the inputs, and then the outs, of one dtype."""
+        names = [parameter.removeprefix("T ") for parameter in f"{inputs}, {outs}".split(", ")]
+        program = compile(text.replace("T g = ", "g = "), name, "exec")
+
+        def kernel(*arguments):
+            dtype = arguments[-1].dtype
+            of = {name: x if isinstance(x, Inside) else dtype.type(x)
+                  for name, x in zip(names, arguments, strict=True)}
+            values = {**of, "sqrt": np.sqrt}
+            exec(program, values)  # noqa: S102
+            for out in outs.split(", "):
+                of[out.removeprefix("T ")][...] = values[out.removeprefix("T ")]
+
+        return kernel
+
+    def __eq__(self, other):
+        return isinstance(other, Package)
+
+    def __hash__(self):
+        return 1
 
 
 class Later:
@@ -326,14 +379,27 @@ class Array(NDArrayOperatorsMixin):
 
     def __init__(self, gpu, inside, base, owner, device):
         self.gpu, self.inside, self.base, self.owner = gpu, inside, base, owner
-        self.device = device
+        self._device = device
         self.dtype, self.shape, self.size = inside.dtype, inside.shape, inside.size
+        self.strides = inside.strides
         self.nbytes, self.ndim, self.flags = inside.nbytes, inside.ndim, inside.flags
 
     @property
     def __cuda_array_interface__(self):
-        # For the module in whose place `Installed` is.
+        # Of CuPy's own, nobody reads it.
         return {}
+
+    @property
+    def data(self):
+        inside = self.inside.ctypes.data - self.base.bytes.ctypes.data if self.size else 0
+        return SimpleNamespace(ptr=self.base.address + inside)
+
+    @property
+    def device(self):
+        """As CuPy's; a GPU that is none of CuPy's gets a number."""
+        index = 0 if self._device is None else id(self._device)
+        cuda._devices.setdefault(index, self._device)
+        return SimpleNamespace(id=index)
 
     def __array__(self, *args, **kwargs):
         raise TypeError("implicit conversion to a NumPy array is not allowed")
@@ -350,7 +416,7 @@ class Array(NDArrayOperatorsMixin):
         return self._like(self.inside[part])
 
     def _like(self, inside):
-        return Array(self.gpu, inside, self.base, self.owner, self.device)
+        return Array(self.gpu, inside, self.base, self.owner, self._device)
 
     def __setitem__(self, part, value):
         if isinstance(value, np.ndarray) and value.ndim:
@@ -403,6 +469,8 @@ def _on_host(part):
 class Cupy:
     """Stands for the package: NumPy's functions, on arrays of a simulated GPU."""
 
+    __version__ = "14"
+    ndarray = Array
     savez = staticmethod(lambda path, **arrays: np.savez(
         path, **{name: array.get() for name, array in arrays.items()}))
 
@@ -418,9 +486,17 @@ class Cupy:
         self._gpu = gpu
         self.cuda = SimpleNamespace(
             runtime=SimpleNamespace(getDevice=lambda: 0, getDeviceCount=lambda: 1,
+                                    runtimeGetVersion=self._no_version,
                                     memGetInfo=lambda: (0, 0)), Event=Event,
+            nvrtc=SimpleNamespace(getVersion=lambda: (13, 0)),
+            get_current_stream=lambda index: SimpleNamespace(ptr=0),
             Device=lambda index: SimpleNamespace(use=lambda: None, pci_bus_id=f"0000:{index}"),
             get_elapsed_time=lambda began, ended: 1e3 * (ended.when - began.when))
+
+    @staticmethod
+    def _no_version():
+        # MPI of another process cannot try to send its memory.
+        raise MissingDependencyError("the GPU is simulated")
 
     def asarray(self, x):
         return x if isinstance(x, Array) else self._gpu.put(np.asarray(x))
@@ -429,48 +505,28 @@ class Cupy:
         return lambda *args, **kwargs: self._gpu.calculated(getattr(np, name), *args, **kwargs)
 
 
-class Installed:
-    """Is in place of the module mpiring.gpu.cuda: one simulated GPU, of which all is."""
+class SimulatedDevice(Device):
+    """A simulated GPU, which sees memory of the host that others give it as its own."""
 
-    def __init__(self):
-        self.gpu = SimulatedGpu()
-        self._device = Device(self.gpu)
+    def put(self, x):
+        """Return a NumPy array's elements in an array of its user's."""
+        return self.gpu.put(x)
 
-    def count(self):
-        return 1
-
-    def device(self, index):
-        return self._device
-
-    def cupy(self):
-        """Return what stands for the package."""
-        return Cupy(self.gpu)
-
-    def vector_on_gpu(self, x, *, writeable=True):
-        plain = flat(x.inside, writeable=writeable)
-        # Where the simulation has the memory, and the address that stands for it.
-        inside = plain.ctypes.data - x.base.bytes.ctypes.data if plain.size else 0
-        return DeviceVector(x.device or self._device, x.base.address + inside, plain.size,
-                            plain.dtype, x.owner, x.gpu.user.record())
-
-    def vector_at(self, address, n, dtype, on, owner):
+    def vector_at(self, address, n, dtype, owner):
+        if n and address >= FIRST_ADDRESS:
+            return super().vector_at(address, n, dtype, owner)
         nbytes = n * np.dtype(dtype).itemsize
         plain = (ctypes.c_uint8 * nbytes).from_address(address) if nbytes else bytearray(1)
-        vector = self.gpu.hold(np.frombuffer(plain, np.uint8, nbytes), self._device)
+        vector = self.gpu.hold(np.frombuffer(plain, np.uint8, nbytes), self)
         # Whoever has written it has done so when his stream is where it is now.
         vector.owner.owner, vector.owner.ready = owner, self.gpu.mark()
         return vector.view(dtype)
 
-    def put(self, x):
-        """Return a NumPy array's elements in an array on the GPU."""
-        return self.gpu.put(x)
-
 
 def installed(monkeypatch):
-    """Let arrays on a simulated GPU be taken for CuPy's; return what makes them."""
-    module = Installed()
-    monkeypatch.setitem(sys.modules, "mpiring.gpu.cuda", module)
-    monkeypatch.setattr(mpiring.gpu, "cuda", module, raising=False)
-    for name in ("vector_on_gpu", "vector_at"):
-        monkeypatch.setattr(arrays, name, getattr(module, name))
-    return module
+    """Let CuPy be the simulated one, of one GPU; return this GPU's device."""
+    device = SimulatedDevice(SimulatedGpu())
+    monkeypatch.setitem(sys.modules, "cupy", Cupy(device.gpu))
+    monkeypatch.setattr(cuda, "cupy", functools.cache(cuda.cupy.__wrapped__))
+    monkeypatch.setattr(cuda, "_devices", {0: device})
+    return device

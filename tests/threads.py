@@ -9,7 +9,7 @@ import numpy as np
 from mpiring import BufferMismatchError, Config
 from mpiring.gpu import vectors
 from mpiring.gpu.arrays import vector_of
-from mpiring.gpu.base import DeviceVector, await_event
+from mpiring.gpu.device import DeviceVector, await_event
 from mpiring.memory.reduction import reduction
 
 _DEADLINE_S = 30
@@ -95,7 +95,8 @@ class TrainingComm(ThreadComm):
     def broadcast(self, x, *, root=0):
         vector = vector_of(x)
         if isinstance(vector, DeviceVector):
-            await_event(vector.ready)
+            if vector.ready is not None:
+                await_event(vector.ready)
         _write(vector, self.allgather_object(vectors.on_host(vector))[root])
 
     def allreduce(self, x, *, op="sum"):

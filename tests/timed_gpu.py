@@ -13,8 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpiring
-from mpiring.gpu.base import DeviceVector
-from mpiring.gpu.device import Device
+from mpiring.gpu.device import Device, DeviceVector
 
 # Guesses, for lack of a GPU.
 CALL_S = {"copy": 3e-6, "kernel": 6e-6, "record": 2e-6, "wait": 1e-6, "query": 0.7e-6}

@@ -14,8 +14,7 @@ from ..arguments import whole_number
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.arrays import vector_of
-from ..gpu.base import Event, await_event
-from ..gpu.device import Device
+from ..gpu.device import Device, Event, await_event
 from ..memory.arrays import CACHE_LINE_BYTES, aligned_bounds, is_finite
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide

@@ -7,21 +7,19 @@ GPUs appear as "cuda", AMD's, too, and Intel's as "xpu".
 Any thread may call these functions, which leave its current device and stream unchanged.
 """
 
+import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..errors import ConfigError, MissingDependencyError, TransportError
+from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.tensors import GPU_TYPES, torch_dtype
-from . import pinning
-from .base import DeviceVector, Event
-from .device import Device
-from .kernels import Kernel
+from .device import Device, DeviceVector, Event, Gpu, Mark
 
 # cudaHostRegisterPortable; HIP has the same.
 _PORTABLE = 1
@@ -75,8 +73,8 @@ def device(where: torch.device, unshared: str) -> Device:
         return _devices[where]
 
 
-class AcceleratorEvent:
-    """A mark in a stream; see gpu.Event.
+class AcceleratorEvent(Mark):
+    """A mark in a stream.
 
     Args:
         stream: PyTorch's; behind what is queued on it now.
@@ -88,25 +86,11 @@ class AcceleratorEvent:
         self.event = torch.Event(stream.device)
         with torch.accelerator.device_index(self._index):
             self.event.record(stream)
-        self._done = False
 
-    def __repr__(self) -> str:
-        return "work queued on a GPU"
-
-    def test(self) -> bool:
-        """Return whether all that was queued before it is done.
-
-        Raises:
-            TransportError: The GPU has failed.
-        """
-        if not self._done:
-            try:
-                # In a new thread CUDA would open the first GPU otherwise.
-                with torch.accelerator.device_index(self._index):
-                    self._done = self.event.query()
-            except RuntimeError as error:
-                raise TransportError(f"the GPU failed: {error}") from error
-        return self._done
+    def _query(self) -> bool:
+        # In a new thread CUDA would open the first GPU otherwise.
+        with torch.accelerator.device_index(self._index):
+            return bool(self.event.query())
 
 
 class AcceleratorStream:
@@ -141,37 +125,28 @@ class AcceleratorStream:
     def combine(self, op: str, sources: Sequence[DeviceVector], divisor: float,
                 outs: Sequence[DeviceVector]) -> None:
         """Queue to combine vectors elementwise; see gpu.Stream."""
-        of = torch_dtype(outs[0].dtype)
-        xs, results = [[_elements_of(x, _UNSIGNED.get(of, of)) for x in vectors]
+        dtype = torch_dtype(outs[0].dtype)
+        xs, results = [[_elements_of(x, _UNSIGNED.get(dtype, dtype)) for x in vectors]
                        for vectors in (sources, outs)]
+        function = _OPS[op]
+        if op in ("max", "min") and dtype in _UNSIGNED:
+            function = functools.partial(_with_signs_swapped, function)
+        wide = dtype_name(outs[0].dtype) in SIXTEEN_BIT and (len(xs) > 2 or divisor != 1)
+        # The first result is written before the sources from the third on are read.
+        overwrites = any(results[0].data_ptr() == x.data_ptr() for x in xs[2:])
         with self._used():
-            total = results[0]
-            # The first result is written before the sources from the third on are read.
-            overwrites = any(outs[0].address == x.address for x in sources[2:])
-            wide = dtype_name(outs[0].dtype) in SIXTEEN_BIT and (len(xs) > 2 or divisor != 1)
-            swaps = op in ("max", "min") and of in _UNSIGNED
-            if swaps:
-                xs = [_with_sign_swapped(x, torch.empty_like(x)) for x in xs]
-            elif wide or overwrites:
-                total = torch.empty_like(total, dtype=torch.float32 if wide else None)
-            if len(xs) == 1:
-                if total.data_ptr() != xs[0].data_ptr():
-                    total.copy_(xs[0])
-            elif wide:
-                total.copy_(xs[0])
-                for x in xs[1:]:
-                    _OPS[op](total, x, out=total)
+            total = torch.empty_like(results[0], dtype=torch.float32 if wide else None) if (
+                wide or overwrites) else results[0]
+            if wide or len(xs) == 1:
+                _copy(total, xs[0])
             else:
-                _OPS[op](xs[0], xs[1], out=total)
-                for x in xs[2:]:
-                    _OPS[op](total, x, out=total)
-            if swaps:
-                _with_sign_swapped(total, total)
+                function(xs[0], xs[1], out=total)
+            for x in xs[1 if wide else 2:]:
+                function(total, x, out=total)
             if divisor != 1:
                 torch.div(total, self._number(divisor, total.dtype), out=total)
             for result in results:
-                if result.data_ptr() != total.data_ptr():
-                    result.copy_(total)
+                _copy(result, total)
 
     def _number(self, value: float, dtype: torch.dtype) -> torch.Tensor:
         """Return a number in the GPU's memory: by one of the host PyTorch multiplies with 1 / x."""
@@ -185,10 +160,10 @@ class AcceleratorStream:
         with self._used():
             _bytes_of(x).zero_()
 
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Raise MissingDependencyError: kernels are launched by CuPy."""
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Raise MissingDependencyError: array operations are CuPy's."""
         raise MissingDependencyError(
-            f"the kernel {kernel.name} needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)")
+            f"{function.__qualname__} needs CuPy: pip install cupy-cuda13x (or cupy-cuda12x)")
 
     def record(self) -> AcceleratorEvent:
         """Return a mark behind all that is queued."""
@@ -200,23 +175,18 @@ class AcceleratorStream:
             self._stream.wait_event(_of_pytorch(event))
 
 
-class Accelerator:
+class Accelerator(Gpu):
     """One of PyTorch's accelerators; see gpu.Gpu.
 
     Args:
         where: Its device.
         unshared: Why processes cannot share its memory, for messages.
-
-    Attributes:
-        index: Its number among those that this process sees.
-        name: For messages.
-        programmable: False: it takes no kernels.
     """
 
     programmable = False
 
     def __init__(self, where: torch.device, unshared: str) -> None:
-        self._where, self._unshared = where, unshared
+        self._where, self.unshared = where, unshared
         self.index = where.index
         self.name = f"GPU {where} ({torch.get_device_module(where).get_device_name(where)})"
         # Blocks of PyTorch's allocator go round among those who allocate on one stream.
@@ -277,10 +247,6 @@ class Accelerator:
         array: Array = memory.numpy()
         return array
 
-    def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
-        pinning.pin(memory, self.name, self._register, self._unregister)
-
     def _register(self, address: int, nbytes: int) -> tuple[int, str]:
         if self._where.type != "cuda":
             return -1, f"PyTorch cannot do that for {self._where.type}"
@@ -296,17 +262,6 @@ class Accelerator:
         # At the end of the process CUDA may be gone first.
         with suppress(RuntimeError), torch.accelerator.device_index(self.index):
             torch.cuda.cudart().cudaHostUnregister(address)
-
-    def export(self, x: DeviceVector) -> tuple[int, ...]:
-        """Raise OSError: by PyTorch, processes do not open memory of each other."""
-        raise OSError(self._unshared)
-
-    def open(self, handle: Sequence[int], nbytes: int, device: Device) -> DeviceVector:
-        """Raise OSError, as `export`."""
-        raise OSError(self._unshared)
-
-    def close(self, x: DeviceVector) -> None:
-        """Do nothing: none is open."""
 
 
 def _of_pytorch(event: Event) -> torch.Event:
@@ -337,5 +292,17 @@ def _owner_of(x: DeviceVector) -> Any:
     return x.owner
 
 
-def _with_sign_swapped(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def _copy(out: torch.Tensor, x: torch.Tensor) -> None:
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+
+
+def _with_signs_swapped(function: Callable[..., torch.Tensor], a: torch.Tensor, b: torch.Tensor,
+                        out: torch.Tensor) -> None:
+    """Call a function that orders signed numbers on unsigned ones."""
+    a, b = (_sign_swapped(x, torch.empty_like(x)) for x in (a, b))
+    _sign_swapped(function(a, b, out=a), out)
+
+
+def _sign_swapped(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return torch.bitwise_xor(x, torch.iinfo(x.dtype).min, out=out)

@@ -3,24 +3,21 @@
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError, MissingDependencyError
-from ..memory.arrays import dtype_name, flat
+from ..memory.arrays import flat
 from ..memory.tensors import GPU_TYPES, array_of, is_tensor, numpy_dtype, refuse_gaps
-from .base import DeviceVector, Event
-from .device import Device
+from .device import Device, DeviceVector, Event
 
 if TYPE_CHECKING:
     import torch
-
-    from .cuda import Cuda
 
 
 def device_named(wish: "str | Device", local_rank: int) -> Device:
@@ -158,56 +155,45 @@ def _vector_written(address: int, n: int, dtype: DTypeLike, index: int, stream: 
             Interface: 1 is the default stream; None where the memory is ready.
     """
     from . import cuda
-    vector = vector_at(address, n, dtype, cuda.device(index), owner)
-    if stream is None or not n:
-        return vector
-    gpu = cast("Cuda", vector.device.gpu)
-    with gpu.current():
-        return replace(vector, ready=cuda.CudaEvent(gpu, stream))
-
-
-def vector_at(address: int, n: int, dtype: DTypeLike, on: Device, owner: object) -> DeviceVector:
-    """Return memory of a GPU as a vector; replaced in tests.
-
-    Args:
-        address: Of the first of `n` elements; 0 where there are none.
-        dtype: Of NumPy's, or bfloat16 of ml_dtypes.
-        on: The GPU.
-        owner: Keeps the memory alive; a tensor, where the GPU is PyTorch's.
-
-    Raises:
-        ConfigError: The dtype cannot be sent.
-    """
-    dtype_name(dtype)
-    return DeviceVector(on, address, n, np.dtype(dtype), owner)
+    vector = cuda.device(index).vector_at(address, n, dtype, owner)
+    return vector if stream is None or not n else replace(
+        vector, ready=vector.device.gpu.mark(stream))
 
 
 def is_gpu_tensor(x: "torch.Tensor") -> bool:
-    """Return whether a tensor lies in a GPU's memory; replaced in tests."""
-    return x.device.type in GPU_TYPES
+    """Return whether a tensor lies in a GPU's memory."""
+    return x.device.type in OPENERS
 
 
 def device_of(where: "torch.device") -> Device:
-    """Return one of PyTorch's devices as a GPU: by CuPy if it is NVIDIA's, and CuPy is there."""
-    found = _of_pytorch.get(where)
-    if found is None:
-        found = _of_pytorch[where] = _device_of(where)
-    return found
+    """Return one of PyTorch's devices as a GPU; the same object each time."""
+    if where not in _of_pytorch:
+        _of_pytorch[where] = OPENERS[where.type](where)
+    return _of_pytorch[where]
 
 
 _of_pytorch: "dict[torch.device, Device]" = {}
 
 
-def _device_of(where: "torch.device") -> Device:
-    problem = "by CuPy, and on NVIDIA's GPUs, only"
-    if where.type == "cuda" and sys.modules["torch"].version.hip is None:
-        from . import cuda
-        try:
-            return cuda.device(where.index)
-        except MissingDependencyError as error:
-            problem = str(error)
+def _by_pytorch(where: "torch.device", unshared: str = "by CuPy, and on NVIDIA's GPUs, only",
+                ) -> Device:
     from . import accelerator
-    return accelerator.device(where, problem)
+    return accelerator.device(where, unshared)
+
+
+def _by_cupy(where: "torch.device") -> Device:
+    """Open a GPU by CuPy if it is NVIDIA's, and CuPy is there; else by PyTorch alone."""
+    if sys.modules["torch"].version.hip is not None:
+        return _by_pytorch(where)
+    from . import cuda
+    try:
+        return cuda.device(where.index)
+    except MissingDependencyError as error:
+        return _by_pytorch(where, str(error))
+
+
+# What opens a GPU, by the type of PyTorch's device.
+OPENERS: "dict[str, Callable[[torch.device], Device]]" = {"cuda": _by_cupy, "xpu": _by_pytorch}
 
 
 class UserStream:
@@ -227,7 +213,7 @@ class UserStream:
 
     def vector(self, x: "torch.Tensor") -> DeviceVector:
         """Return a contiguous tensor's elements; they are ready when a `mark` is done."""
-        return vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), self.device(), x)
+        return self.device().vector_at(x.data_ptr(), x.numel(), numpy_dtype(x.dtype), x)
 
     def mark(self) -> Event:
         """Return a mark behind all that is queued on it."""

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from .base import DeviceVector, Event
-from .device import Device
-from .staging import Staging
+from .device import Device, DeviceVector, Event, Staging
 
 if TYPE_CHECKING:
     import torch

@@ -9,17 +9,16 @@ import functools
 import struct
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
 
-from ..errors import ConfigError, MissingDependencyError, TransportError
+from ..errors import ConfigError, MissingDependencyError
 from ..memory.arrays import Array, dtype_name
-from . import kernels, pinning
-from .base import DeviceVector, Event
-from .device import Device
+from . import kernels
+from .device import Device, DeviceVector, Event, Gpu, Mark
 from .kernels import Kernel
 
 # cudaErrorNotReady and cudaHostRegisterPortable of CUDA's runtime, for which CuPy has no names.
@@ -99,8 +98,8 @@ def device(index: int) -> Device:
         return _devices[index]
 
 
-class CudaEvent:
-    """A mark in a stream; see gpu.Event.
+class CudaEvent(Mark):
+    """A mark in a stream.
 
     Args:
         cuda: The GPU; current.
@@ -113,26 +112,21 @@ class CudaEvent:
         self._event = cuda.cupy.cuda.Event(block=False, disable_timing=True)
         cuda.runtime.eventRecord(self._event.ptr, stream)
         self.pointer = self._event.ptr
-        self._done = False
 
-    def __repr__(self) -> str:
-        return "work queued on a GPU"
+    def _query(self) -> bool:
+        runtime = self._cuda.runtime
+        # In a new thread CUDA would open the first GPU otherwise.
+        with self._cuda.current():
+            status = runtime.eventQuery(self.pointer)
+        if status not in (0, _NOT_READY):
+            raise runtime.CUDARuntimeError(status)
+        return bool(status == 0)
 
-    def test(self) -> bool:
-        """Return whether all that was queued before it is done.
 
-        Raises:
-            TransportError: The GPU has failed.
-        """
-        if not self._done:
-            runtime = self._cuda.runtime
-            # In a new thread CUDA would open the first GPU otherwise.
-            with self._cuda.current():
-                status = runtime.eventQuery(self.pointer)
-            if status not in (0, _NOT_READY):
-                raise TransportError(f"the GPU failed: {runtime.CUDARuntimeError(status)}")
-            self._done = status == 0
-        return self._done
+def _pointer_of(event: Event) -> Any:
+    if not isinstance(event, CudaEvent):
+        raise ConfigError(f"{event!r} is no event of CUDA's")
+    return event.pointer
 
 
 class CudaStream:
@@ -169,16 +163,29 @@ class CudaStream:
                                  divides)
         read, written = [[vector.address for vector in vectors] for vectors in (sources, outs)]
         cut = kernels.packing([*read, *written], x.size, x.itemsize)
-        self.launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
-                    packs=cut.packs, divisor=number)
+        self._launch(kernel, cut.work, sources=read, outs=written, n=x.size, head=cut.head,
+                     packs=cut.packs, divisor=number)
 
     def clear(self, x: DeviceVector) -> None:
         """Queue to fill a vector with zeros."""
         with self._cuda.current():
             self._cuda.runtime.memsetAsync(x.address, 0, x.nbytes, self._stream.ptr)
 
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel; see gpu.Stream."""
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue array operations; see gpu.Stream."""
+        cuda = self._cuda
+        with cuda.current(), self._stream:
+            function(cuda.cupy, *[cuda.array(x, x.shape) if isinstance(x, DeviceVector) else x
+                                  for x in arguments])
+
+    def _launch(self, kernel: Kernel, work: int, **values: object) -> None:
+        """Queue a kernel.
+
+        Args:
+            kernel: Its threads share the work in loops.
+            work: The most threads that have work.
+            values: Of its struct.
+        """
         blocks = max(1, min(-(-work // kernels.THREADS), self._cuda.most_blocks))
         with self._cuda.current():
             kernels.built(kernel, self._cuda.cupy.cuda, self._cuda.index)(
@@ -191,9 +198,7 @@ class CudaStream:
 
     def wait(self, event: Event) -> None:
         """Have what is queued from now on wait for an event, of CUDA's."""
-        if not isinstance(event, CudaEvent):
-            raise ConfigError(f"{event!r} is no event of CUDA's")
-        self._cuda.runtime.streamWaitEvent(self._stream.ptr, event.pointer)
+        self._cuda.runtime.streamWaitEvent(self._stream.ptr, _pointer_of(event))
 
     def _copy(self, to: int, source: int, nbytes: int) -> None:
         runtime = self._cuda.runtime
@@ -222,16 +227,13 @@ class _Memory:
         weakref.finalize(self, cuda.free, self.address).atexit = False
 
 
-class Cuda:
+class Cuda(Gpu):
     """One of NVIDIA's GPUs; see gpu.Gpu.
 
     Args:
         index: As CUDA counts those that this process sees.
 
     Attributes:
-        index: That.
-        name: For messages.
-        programmable: True: it takes kernels.
         cupy, runtime: CuPy, and its module for CUDA's runtime.
         most_blocks: Blocks of threads in one launch.
 
@@ -239,8 +241,6 @@ class Cuda:
         MissingDependencyError: There is no CuPy or no GPU.
         ConfigError: There is no GPU of this index.
     """
-
-    programmable = True
 
     def __init__(self, index: int) -> None:
         self.cupy = cupy()
@@ -273,20 +273,18 @@ class Cuda:
         return CudaStream(self)
 
     def mark(self, stream: Any = None) -> CudaEvent:
-        """Return a mark on a stream of PyTorch's; by default on CuPy's current one."""
+        """Return a mark on a stream of PyTorch's, or at a pointer; by default on CuPy's current."""
         with self.current():
             if stream is None:
-                return CudaEvent(self, self.cupy.cuda.get_current_stream(self.index).ptr)
-            return CudaEvent(self, stream.cuda_stream)
+                stream = self.cupy.cuda.get_current_stream(self.index).ptr
+            return CudaEvent(self, getattr(stream, "cuda_stream", stream))
 
     def follow(self, event: Event) -> None:
         """Make work that CuPy queues from now on, on its current stream, wait for an event."""
-        if not isinstance(event, CudaEvent):
-            raise ConfigError(f"{event!r} is no event of CUDA's")
         # The default stream is the current device's.
         with self.current():
             stream = self.cupy.cuda.get_current_stream(self.index)
-            self.runtime.streamWaitEvent(stream.ptr, event.pointer)
+            self.runtime.streamWaitEvent(stream.ptr, _pointer_of(event))
 
     def array(self, x: DeviceVector, shape: Sequence[int]) -> Any:
         """Return a CuPy array of this shape that shares a vector's memory.
@@ -332,10 +330,6 @@ class Cuda:
             # CuPy's pool would lend it out again while a copy is under way.
             memory = pinned_memory.PinnedMemory(max(nbytes, 1), self.runtime.hostAllocPortable)
         return np.frombuffer(pinned_memory.PinnedMemoryPointer(memory, 0), np.uint8, nbytes)
-
-    def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
-        pinning.pin(memory, self.name, self._register, self._unregister)
 
     def _register(self, address: int, nbytes: int) -> tuple[int, str]:
         try:

@@ -1,23 +1,333 @@
-"""Copies and combines vectors on a GPU, in the right order."""
+"""GPUs: their vectors and streams, and what copies and combines vectors in the right order."""
 
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, cast
 
 import numpy as np
+from numpy.typing import DTypeLike
 
-from ..memory.arrays import Array
+from ..errors import ConfigError, TransportError
+from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.scratch import Scratch
-from .base import DeviceVector, Event, Gpu, Stream
-from .kernels import Kernel
-from .staging import Staging
+from . import pinning
 
+# Between two tests of an event that a caller waits for.
+_PAUSE_S = 20e-6
 # Idle scratch vectors, of few lengths: enough for all operations under way. Giving one back to
 # CUDA would wait for all queued work.
 _MOST_IDLE = 64
 _UNIT_BYTES = 2 << 20
+# Idle memory beyond both is freed, the oldest first: pinning a page again costs ten times as much
+# as copying it, but pinned memory is lost to all other programs.
+_KEEP, _KEEP_BYTES = 16, 256 << 20
+# How many slots, the oldest, are tested for whether the GPU has done with them.
+_LOOKS = 4
+
+
+class Event(Protocol):
+    """A mark in a GPU's stream; schedules may yield it as a request."""
+
+    def test(self) -> bool:
+        """Return whether all work queued before it is done; once True, always True."""
+
+
+class Stream(Protocol):
+    """A queue of a GPU's work, done in order, asynchronously, and concurrently with other streams.
+
+    Host memory is read and written when a copy is done, not when it is queued.
+    """
+
+    def download(self, x: "DeviceVector", out: Array) -> None:
+        """Queue a copy to pinned host memory."""
+
+    def upload(self, x: Array, out: "DeviceVector") -> None:
+        """Queue a copy from pinned host memory."""
+
+    def combine(self, op: str, sources: "Sequence[DeviceVector]", divisor: float,
+                outs: "Sequence[DeviceVector]") -> None:
+        """Queue to combine vectors elementwise, divide, and store the result several times.
+
+        Args:
+            op: As in Reduction; 16-bit sums and products are made in float32.
+            sources: At least one, of one dtype and length.
+            divisor: 1 for none.
+            outs: At least one; each may be one of the sources.
+        """
+
+    def clear(self, x: "DeviceVector") -> None:
+        """Queue to fill a vector with zeros."""
+
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue array operations; only where the GPU is programmable.
+
+        Args:
+            function: Called at once, with CuPy, whose operations are queued, and the arguments.
+            arguments: Vectors become CuPy arrays of the same memory; all others stay as they are.
+        """
+
+    def record(self) -> Event:
+        """Return a mark behind all queued work."""
+
+    def wait(self, event: Event) -> None:
+        """Make work that is queued from now on wait for an event of any stream of this GPU."""
+
+
+class Mark(ABC):
+    """An event of a package's; see Event."""
+
+    _done = False
+
+    def __repr__(self) -> str:
+        return "work queued on a GPU"
+
+    def test(self) -> bool:
+        """Return whether all that was queued before it is done.
+
+        Raises:
+            TransportError: The GPU has failed.
+        """
+        if not self._done:
+            try:
+                self._done = self._query()
+            except RuntimeError as error:
+                raise TransportError(f"the GPU failed: {error}") from error
+        return self._done
+
+    @abstractmethod
+    def _query(self) -> bool:
+        """Ask the package; raises RuntimeError if the GPU has failed."""
+
+
+class Gpu(ABC):
+    """A GPU, by CuPy or by PyTorch.
+
+    Attributes:
+        index: Its number among those that this process sees.
+        name: For messages.
+        programmable: Its streams take array operations.
+        unshared: Why processes cannot share its memory, for messages.
+    """
+
+    index: int
+    name: str
+    programmable = True
+    unshared = ""
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """Return a new stream."""
+
+    @abstractmethod
+    def allocate(self, nbytes: int, device: "Device") -> "DeviceVector":
+        """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
+
+        Raises:
+            MemoryError: Too little is left.
+        """
+
+    @abstractmethod
+    def pinned(self, nbytes: int) -> Array:
+        """Return page-locked host memory, as bytes."""
+
+    def pin(self, memory: Array) -> None:
+        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
+        pinning.pin(memory, self.name, self._register, self._unregister)
+
+    @abstractmethod
+    def _register(self, address: int, nbytes: int) -> tuple[int, str]:
+        """Lock pages; return CUDA's status, and a text of it."""
+
+    @abstractmethod
+    def _unregister(self, address: int) -> None:
+        """Unlock pages."""
+
+    def export(self, x: "DeviceVector") -> tuple[int, ...]:
+        """Return eight numbers by which processes of this node open memory from `allocate`.
+
+        Raises:
+            OSError: It cannot be shared.
+        """
+        raise OSError(self.unshared)
+
+    def open(self, handle: Sequence[int], nbytes: int, device: "Device") -> "DeviceVector":
+        """Return the memory that another process has exported, as bytes.
+
+        Raises:
+            OSError: It cannot be reached from this GPU.
+        """
+        raise OSError(self.unshared)
+
+    def close(self, x: "DeviceVector") -> None:
+        """Close memory from `open`, before the process that exported it frees it."""
+
+    @abstractmethod
+    def mark(self, stream: Any = None) -> Event:
+        """Return a mark on a user's stream.
+
+        Args:
+            stream: PyTorch's, or CUDA's pointer to it; by default the current one of its package.
+        """
+
+    @abstractmethod
+    def follow(self, event: Event) -> None:
+        """Make work that the user's package queues from now on wait for an event."""
+
+    @abstractmethod
+    def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
+        """Return a vector as a CuPy array, or a tensor of PyTorch, of the same memory.
+
+        Args:
+            x: The caller has waited for it.
+        """
+
+    @abstractmethod
+    def is_finite(self, x: Any) -> bool:
+        """Return whether such an array is finite, when the work queued on it is done."""
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceVector:
+    """A contiguous vector in a GPU's memory; schedules cut it as they do a NumPy vector.
+
+    Only `Device`, and MPI where it can, touch its elements.
+
+    Attributes:
+        device: Copies and combines it.
+        address: Of its first element.
+        size: Number of elements.
+        dtype: Of NumPy, or bfloat16 of ml_dtypes.
+        owner: Keeps the memory alive.
+        ready: Event of the last write; None where the vector is ready now.
+    """
+
+    device: "Device"
+    address: int
+    size: int
+    dtype: np.dtype[Any]
+    owner: object = None
+    ready: Event | None = None
+
+    def __post_init__(self) -> None:
+        if dtype_name(self.dtype) in ("longdouble", "clongdouble"):
+            raise ConfigError(f"a GPU has no {self.dtype.name}; use float64 or complex128")
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> "DeviceVector":
+        start, stop, _ = part.indices(self.size)
+        return replace(self, address=self.address + start * self.itemsize,
+                       size=max(stop - start, 0))
+
+    @property
+    def shape(self) -> tuple[int]:
+        """As of a NumPy array."""
+        return (self.size,)
+
+    @property
+    def base(self) -> object:
+        """The owner of the memory, as of a NumPy array."""
+        return self.owner
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    def view(self, dtype: DTypeLike) -> "DeviceVector":
+        """Return the same bytes as elements of another dtype."""
+        new = np.dtype(dtype)
+        return replace(self, dtype=new, size=self.nbytes // new.itemsize)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """For mpi4py, which sends bytes that are ready."""
+        return {"shape": (self.size,), "typestr": self.dtype.str, "version": 3, "strides": None,
+                "data": (self.address if self.size else 0, False), "stream": None}
+
+
+def address_of(x: Any) -> int:
+    """Return the address of a vector's first element; none is both of a GPU and of the host."""
+    return x.address if isinstance(x, DeviceVector) else data_address(x)
+
+
+def await_event(event: Event) -> None:
+    """Return when the work queued before an event is done."""
+    while not event.test():
+        time.sleep(_PAUSE_S)
+
+
+_Slot = tuple[Array, Event | None]
+
+
+class Staging:
+    """Pinned host memory, lent for one copy at a time; any thread may call.
+
+    Args:
+        gpu: Whose copies it is for.
+    """
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        # In the order in which they were given back.
+        self._idle: list[_Slot] = []
+        self._idle_bytes = 0
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Array:
+        """Return memory of at least `nbytes`, which nothing uses."""
+        # Few lengths, so that slots of one operation fit the next.
+        size = 1 << max(nbytes - 1, 4095).bit_length()
+        busy: list[_Slot] = []
+        while len(busy) < _LOOKS and (found := self._removed(size)) is not None:
+            if _is_free(found):
+                break
+            busy.append(found)
+        else:
+            found = None
+        for slot in busy:
+            self._add(slot)
+        return self._gpu.pinned(size) if found is None else found[0]
+
+    def give(self, slot: Array, until: Event | None = None) -> None:
+        """Take memory back; a copy may use it until an event."""
+        self._add((slot, until))
+        for _ in range(_LOOKS):
+            if len(self._idle) <= _KEEP or self._idle_bytes <= _KEEP_BYTES:
+                break
+            oldest = self._removed()
+            if oldest is not None and not _is_free(oldest):
+                self._add(oldest)
+
+    def _add(self, slot: _Slot) -> None:
+        with self._lock:
+            self._idle.append(slot)
+            self._idle_bytes += slot[0].size
+
+    def _removed(self, size: int | None = None) -> _Slot | None:
+        """Remove the oldest slot, of a size if one is given, and return it; None if none is."""
+        with self._lock:
+            for index, (slot, _) in enumerate(self._idle):
+                if size is None or slot.size == size:
+                    self._idle_bytes -= slot.size
+                    return self._idle.pop(index)
+        return None
+
+
+def _is_free(slot: _Slot) -> bool:
+    """Return whether no copy uses a slot; not under the lock, since it calls CUDA."""
+    until = slot[1]
+    return until is None or until.test()
 
 
 class _Queue:
@@ -92,6 +402,19 @@ class Device:
         """Return new memory on the GPU, as bytes of undefined content."""
         return self.gpu.allocate(nbytes, self)
 
+    def vector_at(self, address: int, n: int, dtype: DTypeLike, owner: object) -> DeviceVector:
+        """Return memory of the GPU that is not mpiring's as a vector.
+
+        Args:
+            address: Of the first of `n` elements; 0 where there are none.
+            dtype: Of NumPy's, or bfloat16 of ml_dtypes.
+            owner: Keeps the memory alive; a tensor, if the GPU is PyTorch's.
+
+        Raises:
+            ConfigError: The dtype cannot be sent.
+        """
+        return DeviceVector(self, address, n, np.dtype(dtype), owner)
+
     def to_host(self, x: DeviceVector, out: Array) -> Event:
         """Queue a copy to pinned host memory; return its event."""
         with self._lock:
@@ -126,10 +449,11 @@ class Device:
             with self._at_work() as stream:
                 stream.clear(x)
 
-    def launch(self, kernel: Kernel, work: int, **values: object) -> None:
-        """Queue a kernel; see Stream.launch."""
-        with self._at_work() as stream:
-            stream.launch(kernel, work, **values)
+    def compute(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Queue array operations, unless the first argument is empty; see Stream.compute."""
+        if arguments[0].size:
+            with self._at_work() as stream:
+                stream.compute(function, *arguments)
 
     @contextmanager
     def _at_work(self) -> Iterator[Stream]:

@@ -1,4 +1,4 @@
-"""Writes the CUDA C++ that combines and converts vectors: a kernel per op, dtype and count.
+"""Writes the CUDA C++ that combines vectors: a kernel per op, dtype and count.
 
 Sums and products are made in the order of the sources, and never contracted (`OPTIONS`), so that
 results have the bits of the host's `Reduction`. Three things may differ: the payload of a NaN; the
@@ -50,7 +50,7 @@ __device__ inline unsigned short narrowed(float x) {
     return (unsigned short)(bits + 0x7fffu + (bits >> 16 & 1u) >> 16);
 }
 """
-SIXTEEN = {"float16": _HALVES, "bfloat16": _BFLOATS}
+_SIXTEEN = {"float16": _HALVES, "bfloat16": _BFLOATS}
 _PLAIN = """
 __device__ inline W widened(T x) { return (W)x; }
 __device__ inline T narrowed(W x) { return (T)x; }
@@ -100,16 +100,6 @@ extern "C" __global__ void __launch_bounds__(%(threads)d)
         #pragma unroll %(unrolled)d
         for (int k = 0; k < Q; ++k) job.to[k][i] = done;
     }
-}
-"""
-_CONVERT = """
-struct Job { const T *from; U *to; long long n; float factor; };
-
-extern "C" __global__ void __launch_bounds__(%(threads)d) %(name)s(const Job job) {
-    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    const long long step = (long long)gridDim.x * blockDim.x;
-    for (long long i = first; i < job.n; i += step)
-        job.to[i] = converted(job.from[i], job.factor);
 }
 """
 # Without it, parameters that are indexed dynamically are copied to each thread's own memory.
@@ -238,33 +228,11 @@ def combine(op: str, dtype: np.dtype[Any], sources: int, outs: int, divides: str
                   + _divided(of, divides) + body, parameters)
 
 
-@functools.lru_cache(maxsize=64)
-def convert(source: np.dtype[Any], out: np.dtype[Any]) -> Kernel:
-    """Return the kernel that converts a floating vector to another dtype, times a factor.
-
-    Args:
-        source, out: At least one is float32.
-    """
-    names = [dtype_name(dtype) for dtype in (source, out)]
-    kinds = {"float64": "double", "float32": "float", "float16": "unsigned short",
-             "bfloat16": "unsigned short"}
-    narrow = [name for name in names if name in SIXTEEN]
-    value = "widened(x) * by" if names[0] in narrow else "x * by"
-    value = f"narrowed({value})" if names[1] in narrow else f"(U)({value})"
-    constants = (f"typedef {kinds[names[0]]} T;\ntypedef {kinds[names[1]]} U;\n"
-                 f"{''.join(SIXTEEN[name] for name in narrow)}"
-                 f"__device__ inline U converted(T x, float by) {{ return {value}; }}\n")
-    name = f"mpiring_{names[0]}_as_{names[1]}"
-    return Kernel(name, constants + _CONVERT % {"name": name, "threads": THREADS},
-                  np.dtype([("source", "u8"), ("out", "u8"), ("n", "i8"), ("factor", "f4")],
-                           align=True))
-
-
 def _types(op: str, dtype: np.dtype[Any]) -> str:
     """Return the types T and W, and the conversions between them."""
     of, size = dtype_name(dtype), dtype.itemsize
     if of in SIXTEEN_BIT:
-        return f"typedef unsigned short T;\ntypedef float W;\n{SIXTEEN[of]}"
+        return f"typedef unsigned short T;\ntypedef float W;\n{_SIXTEEN[of]}"
     if of in COMPLEX:
         part = "float" if size == 8 else "double"
         return f"struct T {{ {part} re, im; }};\ntypedef T W;\n{_PLAIN}"

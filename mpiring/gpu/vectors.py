@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..memory import sixteen
-from ..memory.arrays import Array
+from ..memory.arrays import Array, dtype_name
 from ..memory.reduction import quietly
-from . import kernels
-from .base import DeviceVector, await_event
-from .device import Device
+from .device import Device, DeviceVector, await_event
 
 
 def copy_to(out: Any, x: Any) -> None:
@@ -109,9 +107,9 @@ def divide(x: Any, divisor: float) -> None:
 def multiply(x: Any, factor: float) -> None:
     """Multiply a vector of float32, in place, without warnings."""
     if isinstance(x, DeviceVector):
-        _convert_on_device(x, x, factor)
+        x.device.compute(_multiply, x, factor)
     else:
-        quietly(np.multiply, x, x.dtype.type(factor), x)
+        quietly(_multiply, np, x, factor)
 
 
 def convert(out: Any, x: Any) -> None:
@@ -122,21 +120,24 @@ def convert(out: Any, x: Any) -> None:
         x: Of the same length; one of the two is float32.
     """
     if isinstance(x, DeviceVector):
-        _convert_on_device(out, x, 1)
+        x.device.compute(_convert, bits_of(out), bits_of(x))
     else:
-        quietly(_convert, out, x)
+        quietly(_convert, np, out, x)
 
 
-def _convert_on_device(out: DeviceVector, x: DeviceVector, factor: float) -> None:
-    if x.size:
-        x.device.launch(kernels.convert(x.dtype, out.dtype), x.size,
-                        source=x.address, out=out.address, n=x.size, factor=factor)
+def bits_of(x: DeviceVector) -> DeviceVector:
+    """Return a vector, or uint16 of the same bits instead of bfloat16: CuPy has it since 14."""
+    return x.view(np.uint16) if dtype_name(x.dtype) == "bfloat16" else x
 
 
-def _convert(out: Array, x: Array) -> None:
+def _multiply(xp: Any, x: Any, factor: float) -> None:
+    xp.multiply(x, x.dtype.type(factor), out=x)
+
+
+def _convert(xp: Any, out: Any, x: Any) -> None:
     if x.dtype.itemsize == 2:
-        sixteen.widen(x, out)
+        sixteen.widen(x, out, xp)
     elif out.dtype.itemsize == 2:
-        sixteen.narrow(x, out)
+        sixteen.narrow(x, out, xp)
     else:
         out[...] = x

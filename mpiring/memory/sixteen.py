@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from . import compiled
 from .arrays import Array, dtype_name
@@ -16,8 +16,6 @@ from .arrays import Array, dtype_name
 # Elements in a block: the two scratch blocks of a sum, 4 bytes per element, stay in the level-2
 # cache; shorter blocks cost more calls. Measured.
 BLOCK = 32 << 10
-
-Wide = NDArray[np.float32]
 
 
 class _Scratch(threading.local):
@@ -35,21 +33,22 @@ def combiner(dtype: DTypeLike) -> compiled.Combine16:
     return compiled.combiner(dtype_name(dtype)) or combine
 
 
-def widen(x: Array, out: Wide) -> None:
+def widen(x: Any, out: Any, xp: Any = np) -> None:
     """Convert a float16 or bfloat16 vector to float32, exactly.
 
     Args:
         x: Shape (n,), contiguous. uint16 stands for the bits of bfloat16.
         out: Shape (n,), overwritten.
+        xp: NumPy or CuPy; the vectors are its own.
     """
     if x.dtype == np.uint16:
-        np.left_shift(x, 16, out=out.view(np.uint32), dtype=np.uint32)
+        xp.left_shift(x, 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         with np.errstate(all="ignore"):
-            np.copyto(out, x)
+            out[...] = x
 
 
-def narrow(x: Wide, out: Array) -> None:
+def narrow(x: Any, out: Any, xp: Any = np) -> None:
     """Round a float32 vector to float16 or bfloat16: to nearest, ties to even.
 
     What is too large becomes Inf; NaN stays NaN.
@@ -57,22 +56,25 @@ def narrow(x: Wide, out: Array) -> None:
     Args:
         x: Shape (n,), contiguous.
         out: Shape (n,), overwritten. uint16 stands for the bits of bfloat16.
+        xp: NumPy or CuPy; the vectors are its own.
     """
+    # A GPU takes longer for many short operations.
+    step = BLOCK if xp is np else max(x.size, 1)
     with np.errstate(all="ignore"):
-        for start in range(0, x.size, BLOCK):
-            block = x[start:start + BLOCK]
+        for start in range(0, x.size, step):
+            block = x[start:start + step]
             if out.dtype == np.uint16:
-                block = _bfloat_bits(block)
+                block = _bfloat_bits(block, xp)
             elif out.dtype == np.float16:
                 # Makes a signalling NaN quiet, as processors do in their own conversion.
                 block = block * np.float32(1)
-            np.copyto(out[start:start + BLOCK], block, casting="unsafe")
+            out[start:start + step] = block
 
 
-def _bfloat_bits(x: Wide) -> Array:
+def _bfloat_bits(x: Any, xp: Any) -> Any:
     bits = x.view(np.uint32)
     # A carry would turn NaN into Inf or zero.
-    return np.where(np.isnan(x), bits >> 16 | 0x40, bits + (bits >> 16 & 1) + 0x7fff >> 16)
+    return xp.where(xp.isnan(x), bits >> 16 | 0x40, bits + (bits >> 16 & 1) + 0x7fff >> 16)
 
 
 def combine(

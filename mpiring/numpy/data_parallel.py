@@ -21,7 +21,7 @@ from ..memory.reduction import quietly
 from ..memory.tensors import is_tensor
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from ..reducers.by_name import Wish
+from ..reducers.reducer import ReducerSpec
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.replicas import Replicas, Replicated, replicated_in
@@ -75,7 +75,7 @@ class DataParallel:
     """
 
     def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
-                 bucket_bytes: int | None = None, reducer: Wish = None,
+                 bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         refuse_other_than_communicators(comm)
         fusion = Fusion(bucket_bytes, reducer, deterministic, order)

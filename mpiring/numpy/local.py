@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from ..buckets.bucket import refuse_changed
 from ..communicator import Communicator
 from ..gpu.arrays import vector_of
-from ..gpu.base import await_event
+from ..gpu.device import await_event
 from ..memory.arrays import SIXTEEN_BIT, dtype_name, is_finite
 from ..optim import outer
 from ..optim.fragments import LocalWeights

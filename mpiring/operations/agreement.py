@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError
-from ..gpu.base import DeviceVector, address_of
+from ..gpu.device import DeviceVector, address_of
 from ..memory.arrays import dtype_name
 from ..memory.reduction import OPS
 from ..transport.base import HEADER_BYTES, Channel, Node, Schedule, T

@@ -16,8 +16,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..gpu.base import DeviceVector
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector
 from ..transport.base import Node, Schedule
 from .windows import Windows
 

@@ -8,8 +8,7 @@ import numpy as np
 
 from ..config import Config
 from ..errors import TransportError
-from ..gpu.base import DeviceVector, Event
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector, Event
 from ..launch.gpu_aware import takes_pointers
 from ..launch.start import load_mpi
 from ..memory.arrays import Array

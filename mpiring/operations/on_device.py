@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..collectives.operation import Tuning
-from ..gpu.base import DeviceVector, Event
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector, Event
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Node, Request, Schedule, T

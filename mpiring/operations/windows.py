@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..collectives.operation import NOWHERE
-from ..gpu.base import address_of
+from ..gpu.device import address_of
 from ..memory import window
 from ..memory.arrays import Array, slice_of
 from ..transport.base import Node, Schedule, T
@@ -30,7 +30,7 @@ def _say_problem(rank: int, problem: str) -> None:
                  "collectives must copy", rank, problem)
 
 
-class Sharers(Protocol):
+class NodeGroup(Protocol):
     """The ranks of a node, as far as `mapped` needs them; see transport.base.Node."""
 
     rank: int
@@ -41,7 +41,7 @@ class Sharers(Protocol):
         """Return, per rank of the node, the numbers that each has passed."""
 
 
-def mapped(node: Sharers, nbytes: int, *,
+def mapped(node: NodeGroup, nbytes: int, *,
            private_in_forks: bool = True) -> Schedule[Sequence[Array] | None]:
     """Return, per rank of the node, `nbytes` bytes of zeros that all share.
 
@@ -60,7 +60,7 @@ def mapped(node: Sharers, nbytes: int, *,
     return segments
 
 
-def mapped_once(node: Sharers, nbytes: int) -> Schedule[tuple[Array | None, str]]:
+def mapped_once(node: NodeGroup, nbytes: int) -> Schedule[tuple[Array | None, str]]:
     """Return `nbytes` bytes of zeros that lie once in the node's memory: the same for all ranks.
 
     Returns:
@@ -71,7 +71,7 @@ def mapped_once(node: Sharers, nbytes: int) -> Schedule[tuple[Array | None, str]
     return _mapped(node, nbytes, window.whole)
 
 
-def _mapped(node: Sharers, nbytes: int, layout: Callable[[int, int, int, int], T],
+def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int], T],
             ) -> Schedule[tuple[T | None, str]]:
     """Map a new file in all ranks of a node; return how `layout` cuts it, and this rank's problem.
 

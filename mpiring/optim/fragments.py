@@ -10,11 +10,9 @@ from typing import Any, Protocol
 from ..buckets.bucket import TensorSpec
 from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
-from ..gpu.base import DeviceVector, Event, await_event
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..record.statistics import Statistics
-from ..reducers.by_name import Wish
-from ..reducers.reducer import Reducer
+from ..reducers.reducer import Reducer, ReducerSpec
 from ..text import first_few
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
@@ -34,7 +32,7 @@ class OuterSettings:
     fragments: int = 1
     delay: int = 0
     alpha: float | None = 0.0
-    reducer: Wish = None
+    reducer: ReducerSpec = None
     sharded: bool = False
     bucket_bytes: int = 25 << 20
 

@@ -1,42 +1,21 @@
 """Norms of tensors that are cut over ranks: sums of squares in float64, in one allreduce."""
 
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 
 from ..communicator import Communicator
-from ..gpu import kernels, vectors
-from ..gpu.base import DeviceVector
-from ..gpu.device import Device
+from ..gpu import vectors
+from ..gpu.device import Device, DeviceVector
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
 from .parts import Part
 from .update import BLOCK
 
-# How many threads of a GPU add up elements, each every so-manieth of them, one step after the
-# other: in an order that does not depend on the GPU.
-_LANES = (1 << 16, 256, 1)
-
-_SUM = """
-typedef %(kind)s T;
-struct Job { const T *x; double *out; long long n, lanes; };
-
-extern "C" __global__ void __launch_bounds__(%(threads)d) %(name)s(const Job job) {
-    const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    for (long long lane = thread; lane < job.lanes; lane += (long long)gridDim.x * blockDim.x) {
-        double total = 0;
-        for (long long i = lane; i < job.n; i += job.lanes) {
-            const double y = job.x[i];
-            total += %(term)s;
-        }
-        job.out[lane] = total;
-    }
-}
-"""
+# Numbers that a GPU squares at a time: they take 8 bytes each.
+_GPU_BLOCK = 1 << 22
 
 
 def norms(comm: Communicator, parts: Sequence[Part], names: Sequence[str], kinds: Sequence[str],
@@ -79,7 +58,7 @@ def add_squares(x: Any, total: Any) -> None:
         total: Shape (1,), float64.
     """
     if isinstance(x, DeviceVector):
-        _add_on_device(x, total)
+        x.device.compute(_queue_squares, x, total)
     else:
         quietly(_add_squares, x, total)
 
@@ -90,26 +69,7 @@ def _add_squares(x: Array, total: Array) -> None:
         total += np.dot(block, block)
 
 
-def _add_on_device(x: DeviceVector, total: DeviceVector) -> None:
-    if not x.size:
-        return
-    device = x.device
-    with ExitStack() as stack:
-        one, other = (stack.enter_context(device.scratch.borrow(lanes, np.float64))
-                      for lanes in _LANES[:2])
-        outs: list[Any] = [one, other, total]
-        terms: Any = x
-        for lanes, out in zip(_LANES, outs):
-            device.launch(kernel(terms.dtype, squares=terms is x), lanes, x=terms.address,
-                          out=out.address, n=terms.size, lanes=lanes)
-            terms = out
-
-
-@functools.lru_cache(maxsize=None)
-def kernel(dtype: "np.dtype[Any]", *, squares: bool) -> kernels.Kernel:
-    """Return the kernel that adds up elements, or their squares, of each of `lanes` lanes."""
-    name = f"mpiring_sums_of_{dtype.name}{'_squares' if squares else ''}"
-    return kernels.Kernel(name, _SUM % {
-        "kind": {4: "float", 8: "double"}[dtype.itemsize], "name": name,
-        "threads": kernels.THREADS, "term": "y * y" if squares else "y"},
-        np.dtype([("x", "u8"), ("out", "u8"), ("n", "i8"), ("lanes", "i8")], align=True))
+def _queue_squares(xp: Any, x: Any, total: Any) -> None:
+    # Not by `dot`, which takes cuBLAS.
+    for start in range(0, x.size, _GPU_BLOCK):
+        total += xp.square(x[start:start + _GPU_BLOCK], dtype=np.float64).sum()

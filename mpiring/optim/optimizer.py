@@ -12,7 +12,7 @@ from ..communicator import Communicator
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..engine.handle import Handle
-from ..gpu.base import await_event
+from ..gpu.device import await_event
 from ..memory.arrays import dtype_name
 from ..memory.pytrees import mapped
 from ..sharding.sliced import Sliced

@@ -20,7 +20,7 @@ from ..memory.pytrees import mapped
 from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from ..reducers.by_name import Wish, reducers_of
+from ..reducers.reducer import ReducerSpec, reducers_of
 from . import state
 from .fragments import Fragment, LocalWeights, OuterSettings, cut
 from .settings import Scheduled, at, settings_of
@@ -432,7 +432,7 @@ class PeriodicAveraging(Outer):
     """
 
     def __init__(self, model: Any, comm: Communicator, *, every: int, start: int = 0,
-                 reducer: Wish = None, sharded: bool = False,
+                 reducer: ReducerSpec = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
         super().__init__(model, comm, OuterSettings(
             every, start, reducer=reducer, sharded=sharded, bucket_bytes=bucket_bytes))
@@ -465,7 +465,7 @@ class StreamingDiLoCo(Outer):
 
     def __init__(self, model: Any, comm: Communicator, *, every: int, lr: Scheduled = 0.7,
                  momentum: Scheduled = 0.9, fragments: int = 1, delay: int = 0,
-                 alpha: float | None = None, reducer: Wish = None, sharded: bool = False,
+                 alpha: float | None = None, reducer: ReducerSpec = None, sharded: bool = False,
                  bucket_bytes: int = 25 << 20) -> None:
         super().__init__(model, comm, OuterSettings(
             every, 0, lr, momentum, fragments, delay, alpha, reducer, sharded, bucket_bytes))

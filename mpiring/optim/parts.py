@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu import vectors
-from ..gpu.base import DeviceVector
+from ..gpu.device import DeviceVector
 from ..training.slices import Piece
 from . import masters
 from .settings import Settings

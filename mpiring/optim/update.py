@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..gpu import kernels
-from ..gpu.base import DeviceVector
+from ..gpu.device import DeviceVector
 from ..memory import compiled
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
@@ -16,24 +15,6 @@ from ..memory.reduction import quietly
 # Elements that NumPy updates at a time: with all intermediate results, they stay in the level-2
 # cache.
 BLOCK = 16 << 10
-
-_KERNEL = """
-typedef %(kind)s T;
-__device__ inline T root_of(T x) { return %(sqrt)s(x); }
-#define sqrt root_of
-struct Job { %(pointers)s long long n; %(numbers)s };
-
-extern "C" __global__ void __launch_bounds__(%(threads)d) %(name)s(const Job job) {
-    %(constants)s
-    const long long thread = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    for (long long i = thread; i < job.n; i += (long long)gridDim.x * blockDim.x) {
-        %(load)s
-        %(text)s
-        %(store)s
-    }
-}
-#undef sqrt
-"""
 
 
 class Update:
@@ -73,10 +54,7 @@ class Update:
         xs, values = [vectors[x] for x in self.vectors], [numbers[x] for x in self.numbers]
         n, dtype = xs[0].size, xs[0].dtype
         if isinstance(xs[0], DeviceVector):
-            if n:
-                xs[0].device.launch(
-                    self.kernel(dtype), n, n=n, **dict(zip(self.numbers, values)),
-                    **{f"at_{name}": x.address for name, x in zip(self.vectors, xs)})
+            xs[0].device.compute(self._queue, *xs, *map(float, values))
             return
         loop = self._loop(dtype.name)
         if loop is not None:
@@ -114,21 +92,24 @@ class Update:
         return compiled.loop(f"updates of {dtype} by {self.name}", self._of_pointers(dtype),
                              " ".join(signature))
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  # updates are constants of modules
-    def kernel(self, dtype: "np.dtype[Any]") -> kernels.Kernel:
-        """Return the kernel that does it on a GPU."""
-        kind, root = {4: ("float", "sqrtf"), 8: ("double", "sqrt")}[dtype.itemsize]
-        name = f"mpiring_{self.name}_{kind}"
-        return kernels.Kernel(name, _KERNEL % {
-            "kind": kind, "sqrt": root, "name": name, "threads": kernels.THREADS,
-            "pointers": " ".join(f"T *at_{x};" for x in self.vectors),
-            "numbers": " ".join(f"T {x};" for x in self.numbers),
-            "constants": " ".join(f"const T {x} = job.{x};" for x in self.numbers),
-            "load": " ".join(f"T {x} = job.at_{x}[i];" for x in self.vectors),
-            "text": "\n        ".join(f"{line};" for line in self._lines),
-            "store": " ".join(f"job.at_{x}[i] = {x};" for x in self.stored),
-        }, np.dtype([*((f"at_{x}", "u8") for x in self.vectors), ("n", "i8"),
-                     *((x, dtype) for x in self.numbers)], align=True))
+    def _queue(self, xp: Any, *arguments: Any) -> None:
+        """Queue the update of CuPy arrays, given the vectors and then the numbers."""
+        of = dict(zip([*self.vectors, *self.numbers], arguments))
+        read = [x for x in of if x not in self.stored]
+        self._kernel(xp)(*[of[name] for name in (*read, *self.stored)])
+
+    @functools.cache  # noqa: B019  # updates are constants of modules
+    def _kernel(self, xp: Any) -> Callable[..., None]:
+        """Return the text as one kernel of CuPy's."""
+        read = [x for x in self.vectors if x not in self.stored] + self.numbers
+        # What is only read is constant, but for `g`.
+        inputs = ", ".join(f"T {'at_g' if x == 'g' else x}" for x in read)
+        first = ["T g = at_g"] if "g" in read else []
+        return xp.ElementwiseKernel(  # type: ignore[no-any-return]
+            inputs, ", ".join(f"T {x}" for x in self.stored),
+            "".join(f"{line};\n" for line in (*first, *self._lines)), f"mpiring_{self.name}",
+            # Products and sums would be contracted.
+            options=("--fmad=false",))
 
 
 def _made(arguments: Sequence[str], lines: Sequence[str]) -> Callable[..., Any]:

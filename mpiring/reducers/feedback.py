@@ -7,8 +7,7 @@ from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..transport.base import Schedule
-from .compressor import Compressor
-from .exchange import SliceExchange
+from .compressor import Compressor, SliceExchange
 
 Between = Callable[[SliceExchange, Wide, Wide | None], Schedule[bool]]
 

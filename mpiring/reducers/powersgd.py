@@ -17,8 +17,7 @@ from ..memory.arrays import is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import two_phase
-from .compressor import Compressor
-from .exchange import SliceExchange
+from .compressor import Compressor, SliceExchange
 from .feedback import with_feedback
 
 # Rows of a matrix that are decompressed at a time: their values stay in the cache.

@@ -1,12 +1,14 @@
-"""What a Reducer is: the seam between what is sent and when; and the plain mean."""
+"""What a Reducer is, the seam between what is sent and when; the plain mean; whose is which."""
 
-from collections.abc import Generator
+import fnmatch
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, Protocol
 
 from ..buckets.bucket import Bucket
 from ..errors import ConfigError
 from ..operations.operation import Collectives
 from ..transport.base import Schedule
+from .compressor import Compressor
 
 
 class Reducer(Protocol):
@@ -42,6 +44,60 @@ class Mean:
         """Return the schedule of a reduce-scatter of the bucket; see `scatter_of`."""
         return collectives.reduce_scatter(
             bucket.vector, op="mean", bounds=bucket.bounds(collectives.size))
+
+
+# One for all gradients, one for each name or pattern, or None for plain means.
+ReducerSpec = Reducer | Mapping[str, Reducer] | None
+
+
+def reducers_of(names: Iterable[str], spec: ReducerSpec) -> dict[str, Reducer]:
+    """Return each gradient's Reducer.
+
+    Args:
+        names: Of all gradients.
+        spec: One for all, None for plain means, or a mapping, in which the exact name counts,
+            or else the first pattern (as of files: `*`, `?`, `[a-c]`) that fits; without any, the
+            mean is plain.
+
+    Raises:
+        ConfigError: It is none of these, or a pattern fits no name.
+    """
+    names, plain = list(names), Mean()
+    if spec is None:
+        return dict.fromkeys(names, plain)
+    if not isinstance(spec, Mapping):
+        _refuse_other_than_reducers(spec)
+        return dict.fromkeys(names, spec)
+    known = set(names)
+    for pattern, reducer in spec.items():
+        _refuse_other_than_reducers(reducer)
+        if not isinstance(pattern, str):
+            raise ConfigError(f"reducer[{pattern!r}]: expected the name of a parameter, or a "
+                              f"pattern, as 'layer1*'")
+        if pattern not in known and not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(
+                f"reducer[{pattern!r}]: no parameter has such a name; there are {', '.join(names)}")
+
+    def of(name: str) -> Reducer:
+        if name in spec:
+            return spec[name]
+        return next((reducer for pattern, reducer in spec.items()
+                     if fnmatch.fnmatchcase(name, pattern)), plain)
+
+    return {name: of(name) for name in names}
+
+
+def _refuse_other_than_reducers(reducer: object) -> None:
+    if isinstance(reducer, type) or not callable(getattr(reducer, "reduce", None)):
+        raise ConfigError(
+            f"reducer={reducer!r}: expected a Reducer, such as mpiring.reducers.PowerSGD(rank=2), "
+            f"or a mapping from names or patterns to Reducers")
+
+
+def compressors(reducers: Iterable[Reducer]) -> list[Compressor]:
+    """Return those that compress, each once, in their order."""
+    different = {id(reducer): reducer for reducer in reducers}
+    return [reducer for reducer in different.values() if isinstance(reducer, Compressor)]
 
 
 def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:

@@ -11,8 +11,7 @@ from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import two_phase
 from .codecs import largest
-from .compressor import Compressor
-from .exchange import SliceExchange
+from .compressor import Compressor, SliceExchange
 
 # The densities of the paper's warm-up, an epoch each: 1 - 75, 93.75, 98.4375, 99.6 %.
 WARMUP_DENSITIES = (0.25, 0.0625, 0.015625, 0.004)

@@ -7,53 +7,20 @@ and by the one that adds its chunk. What a rank contributes to its own chunk is 
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from ..sharding.state import Wide
 from ..collectives import direct, ring
 from ..gpu import vectors
-from ..gpu.device import Device
 from ..memory.arrays import Array, bounds_of, cut
 from ..memory.reduction import reduction
 from ..transport.base import Request, Schedule, together
-from .codecs import kernels
 from .codecs.base import Codec
-from .compressor import Compressor
-from .exchange import SliceExchange
+from .compressor import SliceExchange
 
 # Strips under way at once, each in a lane of its own; and lengths of their messages: long enough
 # to be worth their latency, short enough that MPI sends both ways at once.
 _IN_FLIGHT = 3
 _LONGEST_BYTES, _SHORTEST_BYTES = 256 << 10, 16 << 10
 _IN_ALL_BYTES = 4 << 20
-
-
-class Encoding(Compressor):
-    """A Compressor whose messages are encoded.
-
-    Args:
-        codec: Encodes them.
-    """
-
-    on_gpus = True
-
-    def __init__(self, codec: Codec) -> None:
-        super().__init__()
-        self._codec = codec
-
-    def prepare(self, device: Device | None) -> None:
-        """Encode and decode one number, so that what is compiled is compiled now."""
-        x = vectors.zeros(1, np.float32, device)
-        codec = kernels.at(self._codec, x)
-        payload = vectors.zeros(codec.payload_size(1), np.uint8, device)
-        for lost in (None, x):
-            codec.encode(x, payload, lost, 0)
-        for adds in (False, True):
-            codec.decode(payload, x, adds=adds)
-
-    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
-        """Return the schedule that replaces a slice by its mean over nodes."""
-        return average(exchange, self._codec, x, lost)
 
 
 def average(exchange: SliceExchange, codec: Codec, x: Wide,
@@ -72,7 +39,7 @@ def average(exchange: SliceExchange, codec: Codec, x: Wide,
 
     Source: the two phases are those of Tang et al., ICML 2021 (1-bit Adam), figure 3.
     """
-    codec, p = kernels.at(codec, x), exchange.net.size
+    p = exchange.net.size
     message_bytes = max(min(_LONGEST_BYTES, _IN_ALL_BYTES // p), _SHORTEST_BYTES)
     count = max(1, -(-codec.payload_size(x.size) // (p * message_bytes)))
     bounds = bounds_of(x.size, count, codec.alignment)

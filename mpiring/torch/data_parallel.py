@@ -20,7 +20,7 @@ from ..launch.heap import keep_freed_memory
 from ..memory.tensors import numpy_dtype
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from ..reducers.by_name import Wish
+from ..reducers.reducer import ReducerSpec
 from ..text import ranks_text
 from ..training.replicas import Replicas, Replicated, replicated_in
 from ..training.weighing import Weighing
@@ -266,7 +266,7 @@ class DataParallel(Wrapper):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator, *,
-                 bucket_bytes: int | None = None, reducer: Wish = None,
+                 bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  find_unused_parameters: bool = False, broadcast_buffers: bool = True,
                  deterministic: bool = False, defer_wait: bool = False,
                  order: Sequence[str] | None = None) -> None:

@@ -9,8 +9,7 @@ import torch
 
 from ..communicator import Communicator
 from ..gpu import accelerator, arrays
-from ..gpu.base import Event
-from ..gpu.device import Device
+from ..gpu.device import Device, Event
 from ..gpus import take_turns
 from ..memory.tensors import GPU_TYPES
 

@@ -9,7 +9,7 @@ from ..buckets.bucket import TensorSpec, refuse_changed
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu.arrays import vector_of
-from ..gpu.base import await_event
+from ..gpu.device import await_event
 from ..memory.tensors import array_of, numpy_dtype
 from ..operations.consistency import same_on_all
 from ..optim import outer

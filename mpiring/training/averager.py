@@ -16,13 +16,12 @@ from ..communicator import Communicator
 from ..engine.group import Build
 from ..engine.handle import Handle
 from ..errors import ConfigError, GradientError
-from ..gpu.base import Event
-from ..gpu.device import Device
+from ..gpu.device import Device, Event
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..record.flight import Flight
 from ..record.statistics import Statistics
-from ..reducers.exchange import Cost
+from ..reducers.compressor import Cost
 from ..text import first_few
 from ..transport.base import Schedule, T
 from .fused import FusedTensors, Fusion, Placement

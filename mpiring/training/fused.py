@@ -13,14 +13,12 @@ from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
 from ..communicator import Communicator
 from ..engine.group import Build
 from ..errors import ConfigError, GradientError
-from ..gpu.base import DeviceVector, Event, await_event
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..reducers.by_name import Wish, compressors, reducers_of
+from ..reducers.reducer import Reducer, ReducerSpec, compressors, reduce_of, reducers_of, scatter_of
 from ..reducers.compressor import Compressor
-from ..reducers.reducer import Reducer, reduce_of, scatter_of
 from ..transport.base import Schedule
 
 
@@ -37,7 +35,7 @@ class Fusion:
     """
 
     bucket_bytes: int | None = None
-    reducer: Wish = None
+    reducer: ReducerSpec = None
     deterministic: bool = False
     order: Sequence[str] | None = None
 

@@ -9,8 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..gpu.base import DeviceVector, Event
-from ..gpu.device import Device
+from ..gpu.device import Device, DeviceVector, Event
 from .base import Array, Channel, Request
 
 
@@ -48,17 +47,12 @@ class DeviceChannel:
     def isend(self, array: Array, dest: int) -> Request:
         """Start sending the bytes of a vector, in any memory; it must not change meanwhile."""
         x: Any = array
-        if not isinstance(x, DeviceVector):
-            return self._queued(self._sends, None, lambda: self._net.isend(array, dest))
-        if self._direct:
-            return self._queued(self._sends, self._device.event(),
-                                lambda: self._net.isend(array, dest))
-        staging = self._device.staging
-        slot = staging.take(x.nbytes)
-        host = slot[:x.nbytes]
-        copied = self._device.to_host(x, host)
-        return self._queued(self._sends, copied, lambda: self._net.isend(host, dest),
-                            lambda: staging.give(slot))
+        if not self._stages(x):
+            return self._queued(self._sends, self._used(x), lambda: self._net.isend(array, dest))
+        slot, host = self._slot(x)
+        return self._queued(self._sends, self._device.to_host(x, host),
+                            lambda: self._net.isend(host, dest),
+                            lambda: self._device.staging.give(slot))
 
     def irecv(self, array: Array, source: int) -> Request:
         """Start receiving a vector, in any memory.
@@ -66,17 +60,26 @@ class DeviceChannel:
         Once complete, what is queued on the device finds it there.
         """
         x: Any = array
-        if not isinstance(x, DeviceVector):
-            return self._queued(self._receives, None, lambda: self._net.irecv(array, source))
-        if self._direct:
+        if not self._stages(x):
             # Something that is queued may read what was there before.
-            return self._queued(self._receives, self._device.event(),
-                                lambda: self._net.irecv(array, source))
-        staging = self._device.staging
-        slot = staging.take(x.nbytes)
-        host = slot[:x.nbytes]
-        return self._queued(self._receives, None, lambda: self._net.irecv(host, source),
-                            lambda: staging.give(slot, self._device.to_device(host, x)))
+            return self._queued(
+                self._receives, self._used(x), lambda: self._net.irecv(array, source))
+        slot, host = self._slot(x)
+        return self._queued(
+            self._receives, None, lambda: self._net.irecv(host, source),
+            lambda: self._device.staging.give(slot, self._device.to_device(host, x)))
+
+    def _stages(self, x: Any) -> bool:
+        return isinstance(x, DeviceVector) and not self._direct
+
+    def _used(self, x: Any) -> Event | None:
+        """Return when all that is queued on a vector is done; None for one in host memory."""
+        return self._device.event() if isinstance(x, DeviceVector) else None
+
+    def _slot(self, x: DeviceVector) -> tuple[Array, Array]:
+        """Return a slot of pinned memory, and the part of it that a vector takes."""
+        slot = self._device.staging.take(x.nbytes)
+        return slot, slot[:x.nbytes]
 
     def _queued(self, queue: "deque[DeviceMessage]", ready: Event | None,
                 post: Callable[[], Request],

@@ -20,7 +20,7 @@ from launching import PROGRAMS, ROOT, SOON_S, environment, finish, needed
 from mpiring import ConfigError, MissingDependencyError
 from mpiring.data import background, prefetch
 from mpiring.data.prefetched import Prefetched
-from mpiring.gpu import carriers
+from mpiring.gpu import carriers, cuda
 
 Pair = collections.namedtuple("Pair", "images labels")
 
@@ -306,7 +306,7 @@ def test_what_cannot_work_is_told(monkeypatch, gpu):
     def missing():
         raise MissingDependencyError("no CuPy")
 
-    monkeypatch.setattr(gpu, "cupy", missing)
+    monkeypatch.setattr(cuda, "cupy", missing)
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(MissingDependencyError, match="no CuPy"):
         prefetch([], "cuda")

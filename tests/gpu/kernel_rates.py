@@ -1,4 +1,4 @@
-"""Measures how near the kernels come to the rate of a copy on the GPU; prints JSON.
+"""Measures how near sums come to the rate of a copy on the GPU; prints JSON.
 
     python tests/gpu/kernel_rates.py
 """
@@ -8,16 +8,11 @@ import statistics
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
-from gpu_memory import GpuMemory  # noqa: E402
 
-from mpiring.reducers.codecs import kernels  # noqa: E402
-from mpiring.reducers.codecs.blocks import EightBit  # noqa: E402
-from mpiring.reducers.codecs.halves import Halves  # noqa: E402
-from mpiring.reducers.codecs.signs import Sign  # noqa: E402
 from mpiring.gpu import cuda  # noqa: E402
 
 # Far more than a GPU's cache.
@@ -50,31 +45,13 @@ def combining(stream, device):
                                  (p + q) * xs[0].nbytes)
 
 
-def coding(stream, device):
-    """Yield names and rates of the codecs, on numbers that are not all alike."""
-    n = NBYTES // 4
-    x = GpuMemory(device, stream).put(np.random.default_rng(0).standard_normal(n, np.float32))
-    lost = device.allocate(4 * n).view(np.float32)
-    for codec in (EightBit(512), Sign(1024), Sign(8192), Halves("float16"), Halves("bfloat16")):
-        payload = device.allocate(codec.payload_size(n))
-        for rest, what in ((None, "encode"), (lost, "encode, and what is lost")):
-            moved = x.nbytes * (1 if rest is None else 2) + payload.nbytes
-            yield f"{codec}: {what}", rate(
-                stream, lambda: kernels.OnDevice(codec, stream).encode(x, payload, rest, 1), moved)
-        for adds in (False, True):
-            moved = x.nbytes * (2 if adds else 1) + payload.nbytes
-            yield f"{codec}: {'add' if adds else 'decode'}", rate(
-                stream, lambda: kernels.OnDevice(codec, stream).decode(
-                    payload, lost, adds=adds), moved)
-
-
 def main():
     device = cuda.device(0)
     stream = device.gpu.stream()
     a, b = (device.allocate(NBYTES) for _ in range(2))
     bound = rate(stream, lambda: stream.combine("sum", [a], 1, [b]), 2 * NBYTES)
     found = {name: {"GB/s": round(speed, 1), "of a copy": round(speed / bound, 3)}
-             for part in (combining, coding) for name, speed in part(stream, device)}
+             for name, speed in combining(stream, device)}
     print(json.dumps({"gpu": repr(device), "versions": cuda.versions(),
                       "copy GB/s": round(bound, 1), "kernels": found}, indent=1))
 

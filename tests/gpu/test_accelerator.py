@@ -9,7 +9,8 @@ from launching import needed
 
 from mpiring import ConfigError, MissingDependencyError, TransportError
 from mpiring.gpu import arrays, cuda
-from mpiring.gpu.base import await_event
+from mpiring.gpu.device import await_event
+from mpiring.gpu.vectors import multiply
 from mpiring.memory.reduction import OPS, reduction
 
 N = 301
@@ -147,9 +148,8 @@ def test_what_takes_cupy_says_so(device):
         device.gpu.export(device.allocate(4))
     with pytest.raises(OSError, match="by CuPy, and on NVIDIA's GPUs, only"):
         device.gpu.open((0,) * 8, 4, device)
-    from mpiring.gpu import kernels
-    with pytest.raises(MissingDependencyError, match="mpiring_float32_as_float16 needs CuPy"):
-        device.launch(kernels.convert(np.dtype("float32"), np.dtype("float16")), 1)
+    with pytest.raises(MissingDependencyError, match="_multiply needs CuPy: pip install cupy"):
+        multiply(device.allocate(4).view(np.float32), 2)
     with pytest.raises(ConfigError, match="no event of PyTorch's"):
         device.gpu.follow(object())
 

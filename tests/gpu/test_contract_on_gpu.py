@@ -10,9 +10,8 @@ from gpu_memory import GpuMemory
 
 from mpiring.gpu import cuda
 from mpiring.gpu.arrays import vector_of
-from mpiring.gpu.base import DeviceVector
+from mpiring.gpu.device import Device, DeviceVector
 from mpiring.gpu.cuda import Cuda, CudaStream
-from mpiring.gpu.device import Device
 from mpiring.gpu.vectors import copy_to
 from mpiring.operations.exports import Exports
 from mpiring.operations.on_device import SLOT_BYTES, GpuContext, in_context
@@ -138,6 +137,6 @@ def test_broadcast(cupy):
 
 
 def test_the_memory_of_tests_keeps_what_is_put(device):
-    memory = GpuMemory(device, device.gpu.stream())
+    memory = GpuMemory(device)
     x = np.arange(100.0)
     assert (memory.get(memory.put(x, 8)) == x).all()

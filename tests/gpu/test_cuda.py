@@ -88,6 +88,21 @@ class FakeArray:
         self.flags = SimpleNamespace(c_contiguous=dense, f_contiguous=False)
 
 
+class FakeStream:
+    """As CuPy's: in use on a thread in a `with` block."""
+
+    used = []
+
+    def __init__(self, ptr):
+        self.ptr = ptr
+
+    def __enter__(self):
+        self.used.append(self.ptr)
+
+    def __exit__(self, *error):
+        self.used.pop()
+
+
 class FakeModule:
     """As CuPy's: what it has been given to load, and the launches of what is in it."""
 
@@ -123,7 +138,9 @@ def _fake():
             driver=SimpleNamespace(ctxGetCurrent=lambda: runtime.context),
             compiler=SimpleNamespace(compile_using_nvrtc=compiled),
             function=SimpleNamespace(Module=lambda: FakeModule(runtime)),
-            Stream=lambda non_blocking: SimpleNamespace(ptr=next(pointers)),
+            Stream=lambda non_blocking: FakeStream(next(pointers)),
+            UnownedMemory=lambda address, nbytes, owner, index: (address, nbytes, index),
+            MemoryPointer=lambda memory, offset: memory,
             Event=lambda block, disable_timing: SimpleNamespace(ptr=next(pointers)),
             get_current_stream=lambda index: SimpleNamespace(ptr=7)))
 
@@ -230,6 +247,20 @@ def test_a_kernel_is_compiled_once_for_each_gpu_and_keeps_subnormal_numbers(runt
     launches = [call for call in runtime.calls if call[0] == "launch"]
     assert [call[1] for call in launches] == [0, 0, 1]
     assert {call[2] for call in launches} == {"mpiring_sum_float32_2_to_1_none"}
+
+
+def test_array_operations_are_queued_on_the_stream_for_work(cupy, monkeypatch):
+    monkeypatch.setattr(cupy, "ndarray", lambda shape, dtype, pointer: (shape, dtype, pointer))
+    device, seen = cuda.device(1), []
+    x = device.allocate(12).view(np.float32)
+
+    def function(*arguments):
+        seen.append((*arguments, cupy.cuda.runtime.current, *FakeStream.used))
+
+    device.compute(function, x, 3, None)
+    device.compute(function, x[:0])
+    array = ((3,), np.float32, (1 << 21, 12, 1))
+    assert seen == [(cupy, array, 3, None, 1, device._work.changes()._stream.ptr)]
 
 
 def test_events_end_once_and_tell_of_failures(runtime):
@@ -359,6 +390,6 @@ def test_read_only_arrays_may_be_sent(cupy):
 def test_an_older_cupy_has_no_bfloat16(cupy):
     import ml_dtypes
     cupy.__version__ = "13.6.0"
-    x = arrays.vector_at(0x3000, 4, ml_dtypes.bfloat16, cuda.device(0), None)
+    x = cuda.device(0).vector_at(0x3000, 4, ml_dtypes.bfloat16, None)
     with pytest.raises(ConfigError, match="13.6.0 has no bfloat16"):
         x.device.gpu.array(x, (4,))

@@ -1,16 +1,16 @@
 """Tests vectors on a GPU, and what is lent to copies; the order of work is in test_on_device.py."""
 
+import kernel_cases as cases
 import ml_dtypes
 import numpy as np
 import pytest
 import simulated_gpu
+from gpu_memory import GpuMemory
 from simulated_gpu import SimulatedGpu, content, installed
 
 from mpiring import ConfigError
 from mpiring.gpu.arrays import device_named, is_on_gpu, vector_of
-from mpiring.gpu.base import DeviceVector, await_event
-from mpiring.gpu.device import Device
-from mpiring.gpu.staging import Staging
+from mpiring.gpu.device import Device, DeviceVector, Staging, await_event
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of, pieces_of
 
@@ -56,6 +56,11 @@ def test_copies_of_all_kinds(device):
     plain = np.empty(1000)
     copy_to(plain, x)
     assert np.array_equal(plain, x)
+
+
+@pytest.mark.parametrize("names", cases.CONVERSIONS, ids=" to ".join)
+def test_conversions_have_the_bits_of_the_host(device, names):
+    cases.check_convert(GpuMemory(device), names)
 
 
 def test_scratch_memory_has_few_lengths(device, monkeypatch):
@@ -124,7 +129,7 @@ class Plain:
 
 
 def test_few_slots_are_looked_at_and_idle_ones_are_freed(monkeypatch):
-    monkeypatch.setattr("mpiring.gpu.staging._KEEP_BYTES", 1 << 20)
+    monkeypatch.setattr("mpiring.gpu.device._KEEP_BYTES", 1 << 20)
     staging = Staging(Plain())
     copies = [Copy(staging, False) for _ in range(100)]
     for slot, copy in zip([staging.take(5000) for _ in copies], copies):
@@ -146,8 +151,8 @@ def test_few_slots_are_looked_at_and_idle_ones_are_freed(monkeypatch):
 
 
 def test_memory_that_a_copy_uses_is_not_freed(monkeypatch):
-    monkeypatch.setattr("mpiring.gpu.staging._KEEP_BYTES", 0)
-    monkeypatch.setattr("mpiring.gpu.staging._KEEP", 2)
+    monkeypatch.setattr("mpiring.gpu.device._KEEP_BYTES", 0)
+    monkeypatch.setattr("mpiring.gpu.device._KEEP", 2)
     staging = Staging(Plain())
     slots = [staging.take(5000) for _ in range(20)]
     copies = [Copy(staging, False) for _ in slots]
@@ -166,9 +171,9 @@ def test_memory_that_a_copy_uses_is_not_freed(monkeypatch):
 
 
 def test_a_device_has_a_name(monkeypatch, device):
-    module = installed(monkeypatch)
+    simulated = installed(monkeypatch)
     assert device_named(device, 0) is device
-    assert device_named("cuda", 5) is device_named("cuda:0", 0) is module.device(0)
+    assert device_named("cuda", 5) is device_named("cuda:0", 0) is simulated
     for wish in ("gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0"):
         with pytest.raises(ConfigError, match="expected cpu, cuda"):
             device_named(wish, 0)

@@ -3,7 +3,6 @@
 from types import SimpleNamespace
 
 import contract
-import host_kernels
 import numpy as np
 import pytest
 import simulated_gpu
@@ -14,10 +13,6 @@ from mpiring import ConfigError, MissingDependencyError, ReplicaError, reducers
 from mpiring.gpu.arrays import vector_of
 from mpiring.gpus import cupy_for
 from mpiring.numpy import DataParallel
-from mpiring.reducers.codecs import kernels
-from mpiring.reducers.codecs.blocks import EightBit
-from mpiring.reducers.codecs.halves import Halves
-from mpiring.reducers.codecs.signs import Sign
 
 pytestmark = pytest.mark.mpi
 
@@ -143,24 +138,14 @@ def apart():
         yield communicator
 
 
-@pytest.fixture(scope="module")
-def compiled_kernels(apart):
-    """The kernels of simulated GPUs."""
-    host_kernels.compile_together([
-        make(codec, flag) for codec in (Halves("float16"), EightBit(512), Sign(256))
-        for make in (kernels.encoder, kernels.decoder) for flag in (False, True)], apart)
-
-
 @pytest.mark.parametrize(("nodes", "reducer"), [
     # On one node nothing is compressed.
     ("one", "mean"), ("one", "some"), *(("each", reducer) for reducer in REDUCERS)])
-def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes, request):
+def test_training_is_that_on_the_host(comm, apart, gpu, reducer, nodes):
     if nodes == "each":
-        if comm.size > 2 and isinstance(gpu, simulated_gpu.Installed):
+        if comm.size > 2 and isinstance(gpu, simulated_gpu.SimulatedDevice):
             pytest.skip(reason="takes long; see tests/reducers/test_on_gpus.py")
         comm = apart
-        if isinstance(gpu, simulated_gpu.Installed):
-            request.getfixturevalue("compiled_kernels")
     host = trained(comm, lambda x: x, lambda x: x, REDUCERS[reducer]())
     on_gpu = trained(comm, gpu.put, lambda x: x.get(), REDUCERS[reducer]())
     for x, y in zip(host, on_gpu, strict=True):

@@ -10,8 +10,7 @@ from schedules import sent
 from simulated_gpu import Later, SimulatedGpu, content
 
 from mpiring.collectives.operation import Tuning
-from mpiring.gpu.base import DeviceVector
-from mpiring.gpu.device import Device
+from mpiring.gpu.device import Device, DeviceVector
 from mpiring.gpu.vectors import copy_to
 from mpiring.memory.arrays import chunks_of
 from mpiring.operations.exports import Exports

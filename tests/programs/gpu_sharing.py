@@ -14,7 +14,7 @@ from mpiring.gpu import cuda  # noqa: E402
 
 comm = MPI.COMM_WORLD
 device = cuda.device(0)
-memory = GpuMemory(device, device.gpu.stream())
+memory = GpuMemory(device)
 n = 1 << 20
 for attempt in range(3):
     # A small allocation besides: what is opened must be its own, not its neighbour's.

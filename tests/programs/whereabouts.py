@@ -39,8 +39,7 @@ def _simulate():
         simulated_accelerator.install(patch)
         return
     gpu = simulated_gpu.installed(patch)
-    patch.setattr(arrays, "is_gpu_tensor", lambda x: True)
-    patch.setattr(arrays, "device_of", gpu.device)
+    patch.setitem(arrays.OPENERS, "cpu", lambda where: gpu)
     patch.setattr(tensors, "shared_with", lambda x: tensors.tensor_of(x.inside))
     patch.setattr(torch.cpu, "current_stream", lambda where: nullcontext())
     patch.setattr(torch, "Stream", lambda where: nullcontext())

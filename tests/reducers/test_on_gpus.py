@@ -1,6 +1,5 @@
 """Holds the Reducers that work on GPUs to what they do on the host, on simulated GPUs."""
 
-import host_kernels
 import ml_dtypes
 import numpy as np
 import pytest
@@ -8,10 +7,6 @@ import simulated_gpu
 from reducing import SHAPES, Model, ModelOnGpus, count
 
 from mpiring.buckets.bucket import TensorSpec
-from mpiring.reducers.codecs import kernels
-from mpiring.reducers.codecs.blocks import EightBit
-from mpiring.reducers.codecs.halves import Halves
-from mpiring.reducers.codecs.signs import Sign
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit
 
 MAKERS = {
@@ -23,14 +18,6 @@ MAKERS = {
 }
 FEEDING_BACK = [name for name, make in MAKERS.items() if make().feeds_back]
 CLUSTERS = {"one node": [0, 0], "apart": [0, 1, 2], "uneven": [0, 0, 1, 1, 1]}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled():
-    host_kernels.compile_together([
-        make(codec, flag)
-        for codec in (EightBit(64), Sign(64), Halves("float16"), Halves("bfloat16"))
-        for make in (kernels.encoder, kernels.decoder) for flag in (False, True)])
 
 
 @pytest.fixture(autouse=True)

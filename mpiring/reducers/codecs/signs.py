@@ -1,28 +1,27 @@
 """Encodes blocks of float32 as one scale, the mean magnitude, and one bit per element."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ...arguments import whole_number
 from ...errors import ConfigError
 from ...memory import compiled
-from ...memory.arrays import Array
-from ...memory.reduction import quietly
-from .base import InBlocks
+from .base import BlockCodec
 
 # Sums of magnitudes are made in so many lanes, in the order of the elements, and these summed by
 # halves: an order in which NumPy and a processor's vectors are both fast. It is also a word's.
 _LANES = 32
 _NAN = np.float32(np.nan)
 
-_ENCODE = "float32* float32* uint32* float32* intp intp bool float32*"
+_ENCODE = "float32* float32* uint32* float32* intp intp float32* bool"
 _DECODE = "float32* uint32* float32* intp intp bool"
 
 
 @dataclass(frozen=True)
-class Sign(InBlocks):
+class Sign(BlockCodec):
     """The sign of each element, times the mean of |x| in its block.
 
     A block with Inf or NaN, or whose sum of |x| overflows, becomes Inf or NaN as a whole.
@@ -42,43 +41,41 @@ class Sign(InBlocks):
         """Return 4 bytes for each block of `n` elements, and 4 for each 32 elements."""
         return 4 * -(-n // self.block) + 4 * -(-n // _LANES)
 
-    def encode(self, x: Array, payload: Array, lost: Array | None, key: int) -> None:
-        """See `Codec.encode`; nothing is random."""
-        scales, signs = self._fields(payload, x.size)
-        loop = compiled.loop("signs", _encode_loop, _ENCODE)
-        if loop is None:
-            quietly(self._encode_by_numpy, x, scales, signs, lost)
-        else:
-            lanes = np.empty(_LANES, np.float32)
-            loop(x, scales, signs, lost, x.size, self.block, lost is not None, lanes)
-
-    def _encode_by_numpy(self, x: Array, scales: Array, signs: Array,
-                         lost: Array | None) -> None:
-        rows = self._rows(np.abs(x))
-        lanes = np.add.reduce(rows.reshape(len(rows), self.block // _LANES, _LANES), axis=1)
-        half = _LANES
-        while half > 1:
-            half //= 2
-            lanes = lanes[:, :half] + lanes[:, half:]
-        starts = np.arange(0, x.size, self.block)
-        np.divide(lanes[:, 0], np.minimum(x.size - starts, self.block).astype(np.float32),
-                  out=scales)
-        scales[np.isnan(scales)] = _NAN
-        bits = np.packbits(np.signbit(x), bitorder="little")
-        signs[:bits.size], signs[bits.size:] = bits, 0
-        if lost is not None:
-            np.subtract(x, self._decoded(scales, signs, x.size), out=lost)
+    def _encode_loop(self) -> Callable[..., None] | None:
+        return compiled.loop("signs", _encode_loop, _ENCODE)
 
     def _decode_loop(self) -> Callable[..., None] | None:
         return compiled.loop("sums of signs", _decode_loop, _DECODE)
 
-    def _decoded(self, scales: Array, codes: Array, n: int) -> Array:
-        signs = 1 - 2 * np.unpackbits(codes, count=n, bitorder="little").view(np.int8)
-        return signs * self._spread(scales, n)
+    def _loop_numbers(self, key: int | None) -> Sequence[Any]:
+        # To encode, also scratch memory.
+        return (self.block,) if key is None else (self.block, np.empty(_LANES, np.float32))
+
+    def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
+        scales, signs = fields
+        rows = self._rows(xp, xp.abs(x)).reshape(-1, self.block // _LANES, _LANES)
+        # Not by `sum`, whose order is the package's.
+        lanes = rows[:, 0]
+        for i in range(1, rows.shape[1]):
+            lanes += rows[:, i]
+        half = _LANES
+        while half > 1:
+            half //= 2
+            lanes = lanes[:, :half] + lanes[:, half:]
+        counts = xp.minimum(x.size - xp.arange(0, x.size, self.block), self.block)
+        xp.divide(lanes[:, 0], counts.astype(np.float32), out=scales)
+        scales[xp.isnan(scales)] = _NAN
+        bits = xp.packbits(xp.signbit(x), bitorder="little")
+        signs[:bits.size], signs[bits.size:] = bits, 0
+
+    def _read(self, xp: Any, fields: Sequence[Any], out: Any) -> None:
+        scales, codes = fields
+        signs = 1 - 2 * xp.unpackbits(codes, bitorder="little")[:out.size].view(np.int8)
+        xp.multiply(signs, self._spread(xp, scales, out.size), out=out)
 
 
-def _encode_loop(x, scales, words, lost, n, block, loses, lanes):  # type: ignore[no-untyped-def]
-    """Encode, as numba compiles it: the bits of `_encode_by_numpy`."""
+def _encode_loop(x, scales, words, lost, n, block, lanes, loses):  # type: ignore[no-untyped-def]
+    """Encode, as numba compiles it: the bits of `Sign._write`."""
     for number in range(-(-n // block)):
         start = number * block
         end = min(start + block, n)

@@ -7,8 +7,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...gpu.arrays import device_named, vector_of
-from ...gpu.base import DeviceVector
-from ...gpu.device import Device
+from ...gpu.device import Device, DeviceVector
 from ...gpus import cupy_for
 from . import peers
 from .contenders import (

@@ -10,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from ...gpu.base import Event
+from ...gpu.device import Event
 from .world import World
 
 # Calls per case and round, at least and at most.

@@ -13,11 +13,11 @@ from mpiring import ConfigError
 from mpiring.memory import compiled, machine
 from mpiring.reducers.codecs.base import Codec
 from mpiring.reducers.codecs.blocks import EightBit
-from mpiring.reducers.codecs.halves import Halves
+from mpiring.reducers.codecs.halves import SixteenBit
 from mpiring.reducers.codecs.signs import Sign
 
 CODECS: list[Codec] = [
-    Halves("float16"), Halves("bfloat16"), EightBit(1), EightBit(100), EightBit(256),
+    SixteenBit("float16"), SixteenBit("bfloat16"), EightBit(1), EightBit(100), EightBit(256),
     EightBit(50_001), Sign(32), Sign(96), Sign(512), Sign(99_968)]
 IN_BLOCKS = [codec for codec in CODECS if codec.alignment > 1]
 LARGEST = float(np.finfo("float32").max)
@@ -118,7 +118,7 @@ def test_lost_and_decoded_make_the_input(codec, by):
 def test_decoded_is_near(codec, by):
     x = normal(5000)
     error = np.abs(decoded(codec, encoded(codec, x), x.size) - x)
-    if isinstance(codec, Halves):
+    if isinstance(codec, SixteenBit):
         assert (error <= np.abs(x) * 2.0**(-11 if codec.dtype == "float16" else -8) + 1e-7).all()
     else:
         starts = np.arange(0, x.size, codec.alignment)
@@ -243,7 +243,7 @@ def test_a_payload_of_another_length_is_refused(codec):
             call()
 
 
-@pytest.mark.parametrize(("make", "value"), [(Halves, "float32"), (EightBit, 0), (Sign, 33)])
+@pytest.mark.parametrize(("make", "value"), [(SixteenBit, "float32"), (EightBit, 0), (Sign, 33)])
 def test_wrong_settings(make, value):
     with pytest.raises(ConfigError, match="expected"):
         make(value)
@@ -269,7 +269,7 @@ def test_halves_round_as_numpy_and_ml_dtypes_do(dtype, by):
     for x in odd_inputs():
         with np.errstate(all="ignore"):
             want = x.astype(np.dtype(dtype)).astype("float32")
-        codec = Halves(dtype)
+        codec = SixteenBit(dtype)
         assert same(decoded(codec, encoded(codec, x), x.size), want)
 
 
@@ -318,7 +318,7 @@ def test_signs_are_the_mean_magnitude(by):
     assert payload.tolist() == [0, 0, 0, 0x40, 0b0110, 0, 0, 0]
 
 
-@pytest.mark.parametrize("codec", [Halves("bfloat16"), EightBit(64), Sign(64)], ids=repr)
+@pytest.mark.parametrize("codec", [SixteenBit("bfloat16"), EightBit(64), Sign(64)], ids=repr)
 def test_without_numba_numpy_encodes_and_the_log_says_so_once(codec, monkeypatch, caplog):
     caplog.set_level("INFO", "mpiring")
     monkeypatch.setattr(machine, "_codes", {})

@@ -3,6 +3,7 @@
 import simulated_gpu
 
 from mpiring import MissingDependencyError
+from mpiring.gpu import cuda
 from mpiring.tools.doctor.examine import usable
 from mpiring.tools.doctor.facts import Gpus
 
@@ -22,8 +23,7 @@ def test_what_is_missing_is_told(monkeypatch):
     def missing():
         raise MissingDependencyError("a GPU's memory needs\n CuPy")
 
-    gpu = simulated_gpu.installed(monkeypatch)
-    monkeypatch.setattr(gpu, "cupy", missing)
+    monkeypatch.setattr(cuda, "cupy", missing)
     assert usable(NODE, 0).problem == "a GPU's memory needs CuPy" and usable(NODE, 0).own == ""
     for other in Gpus(), Gpus(kind="AMD", count=1):
         assert usable(other, 0) is other

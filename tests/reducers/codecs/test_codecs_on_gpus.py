@@ -1,0 +1,41 @@
+"""Holds the codecs' array operations, on a simulated GPU, to the bits of the host's loops."""
+
+import kernel_cases as cases
+import numpy as np
+import pytest
+from gpu_memory import GpuMemory
+from simulated_gpu import SimulatedGpu
+
+from mpiring.errors import ConfigError
+from mpiring.gpu.device import Device
+from mpiring.reducers.codecs.blocks import EightBit
+
+OFFSETS = pytest.mark.parametrize("offset", [0, 4])
+
+
+@pytest.fixture
+def memory():
+    return GpuMemory(Device(SimulatedGpu()))
+
+
+@pytest.mark.parametrize("codec", cases.CODECS, ids=repr)
+@pytest.mark.parametrize("n", cases.CODED_LENGTHS)
+@pytest.mark.parametrize("kind", cases.KINDS)
+@OFFSETS
+def test_payloads_have_the_bits_of_the_host(memory, codec, n, kind, offset):
+    cases.check_encode(memory, codec, n, kind, offset)
+
+
+@pytest.mark.parametrize("codec", cases.CODECS, ids=repr)
+@pytest.mark.parametrize("n", cases.CODED_LENGTHS)
+@OFFSETS
+def test_what_is_decoded_has_the_bits_of_the_host(memory, codec, n, offset):
+    cases.check_decode(memory, codec, n, offset)
+
+
+def test_wrong_payloads_are_refused_and_empty_ones_are_nothing(memory):
+    codec, x = EightBit(512), memory.put(np.zeros(8, np.float32))
+    with pytest.raises(ConfigError, match="a payload of 3 bytes for 8 elements"):
+        codec.encode(x, memory.put(np.zeros(3, np.uint8)), None, 0)
+    codec.encode(x[:0], memory.put(np.zeros(0, np.uint8)), None, 0)
+    assert codec.is_finite(memory.put(np.zeros(12, np.uint8)), 8)
