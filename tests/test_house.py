@@ -23,6 +23,7 @@ LAYERS = [
     ["config", "memory"],
     ["gpu", "progress"],
     ["launch", "transport", "buckets"],
+    ["sharding"],
     ["collectives", "simulated"],
     ["operations"],
     ["record"],
@@ -99,6 +100,17 @@ def test_imports_go_down_only():
         upward += [f"{name_of(path)} imports {other}" for other in rooms
                    if layer_of(other) > layer_of(room)]
     assert not upward
+
+
+def test_one_file_knows_the_insides_of_pytorch():
+    inside = re.compile(r"\b(torch|dist|nn|Variable)(\.\w+)*\._[a-z]\w*"
+                        r"|^from torch.* import (.*\W)?_\w"
+                        r"|(?<!self)\._(parameters|buffers|modules|version|values|nnz|indices|"
+                        r"execution_engine|compiled_call_impl|orig_mod|optimizer_\w+_hooks)\b")
+    assert not [f"{name_of(path)}:{number}: {line.strip()}" for path in FILES
+                if room_of(path) == "torch" and path.name != "private.py"
+                for number, line in enumerate(path.read_text().splitlines(), 1)
+                if inside.search(line)]
 
 
 def test_no_tool_imports_another():

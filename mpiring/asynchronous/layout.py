@@ -6,71 +6,60 @@ from typing import Any
 import numpy as np
 
 from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, refuse_changed
-from ..buckets.state import Segment, segments_in
+from ..sharding.state import TensorRange, ranges_in
 from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError
-from ..memory.arrays import COMPLEX, FLOATING, Array, aligned_bounds, cut, dtype_name
+from ..memory.arrays import COMPLEX, FLOATING, Array, cut, dtype_name
 from ..memory.tensors import array_of, is_tensor
 from ..operations.consistency import same_on_all
 from ..training.fused import Views
 
 
-class Layout:
-    """Where tensors lie in flat vectors, and which slices of these belong to which rank.
+class FlatModel:
+    """Memory for the tensors of a model: a vector for each dtype, cut into one slice per rank.
 
     Args:
         tensors: In order.
         size: Number of ranks.
+        holder: What the user calls `views`.
 
     Attributes:
         tensors: By name.
-        plans: Of the vectors, one for each dtype.
-        bounds: The offsets that cut each vector into slices, which start on cache lines.
-    """
-
-    def __init__(self, tensors: Sequence[TensorSpec], size: int) -> None:
-        self.tensors = {tensor.name: tensor for tensor in tensors}
-        dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-        self.plans = [BucketPlan(tuple(tensor for tensor in tensors if tensor.dtype == dtype))
-                      for dtype in dtypes]
-        self.bounds = [aligned_bounds(plan.size, plan.dtype.itemsize, size) for plan in self.plans]
-        self._size = size
-
-    def segments(self, rank: int) -> dict[str, Segment]:
-        """Return the ranges of tensors that are in a rank's slices, by name."""
-        return {segment.name: segment for plan, bounds in zip(self.plans, self.bounds)
-                for segment in segments_in(plan, bounds[rank], bounds[rank + 1])}
-
-    def part(self, rank: int) -> list[BucketPlan]:
-        """Return the plans of a rank's slices: of the same tensors, each cut, perhaps to nothing.
-
-        A slice has the same elements at the same offsets as such a vector.
-        """
-        segments = self.segments(rank)
-        return [BucketPlan(tuple(
-            TensorSpec(name, (segments[name].size if name in segments else 0,), plan.dtype)
-            for name in (tensor.name for tensor in plan.tensors))) for plan in self.plans]
-
-
-class Vectors:
-    """Memory for all vectors of a layout.
-
-    Attributes:
         flats: The vectors, zeros at first.
+        bounds: The offsets that cut each vector into slices, which start on cache lines.
         views: The tensors in them, by name.
         slices: Of all vectors, by rank.
     """
 
-    def __init__(self, layout: Layout, holder: str) -> None:
-        buckets = memory(layout.plans)
-        self.flats = [bucket.flat for bucket in buckets]
-        self.views = Views({name: view for bucket in buckets
+    def __init__(self, tensors: Sequence[TensorSpec], size: int, holder: str) -> None:
+        self.tensors = {tensor.name: tensor for tensor in tensors}
+        dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
+        self._buckets = private_buckets([
+            BucketPlan(tuple(tensor for tensor in tensors if tensor.dtype == dtype))
+            for dtype in dtypes])
+        self.flats = [bucket.flat for bucket in self._buckets]
+        self.bounds = [bucket.bounds(size) for bucket in self._buckets]
+        self.views = Views({name: view for bucket in self._buckets
                             for name, view in bucket.views.items()}, holder)
-        self.slices = list(zip(*(cut(flat, bounds)
-                                 for flat, bounds in zip(self.flats, layout.bounds))))
+        self.slices = list(zip(*map(cut, self.flats, self.bounds)))
+
+    def ranges(self, rank: int) -> dict[str, TensorRange]:
+        """Return the ranges of tensors that are in a rank's slices, by name."""
+        return {part.name: part for bucket, bounds in zip(self._buckets, self.bounds)
+                for part in ranges_in(bucket.plan, bounds[rank], bounds[rank + 1])}
+
+    def plans_of(self, rank: int) -> list[BucketPlan]:
+        """Return the plans of a rank's slices: of the same tensors, each cut, perhaps to nothing.
+
+        A slice has the same elements at the same offsets as such a vector.
+        """
+        ranges = self.ranges(rank)
+        return [BucketPlan(tuple(
+            TensorSpec(name, (ranges[name].size if name in ranges else 0,), bucket.plan.dtype)
+            for name in bucket.views)) for bucket in self._buckets]
 
 
-def memory(plans: Sequence[BucketPlan]) -> list[Bucket]:
+def private_buckets(plans: Sequence[BucketPlan]) -> list[Bucket]:
     """Return buckets in this process's own memory."""
     return [Bucket(i, plan, np.empty) for i, plan in enumerate(plans)]
 

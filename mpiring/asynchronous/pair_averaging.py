@@ -1,10 +1,7 @@
 """Averages the weights of ranks in random pairs while all of them compute."""
 
 import logging
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import TracebackType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +14,93 @@ from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
-from .layout import Layout, ModelArrays, Vectors
-from .pairs import Exchanges, partner
+from ..transport.base import Channel, Request, Schedule
+from .background import BackgroundTraining
+from .layout import FlatModel, ModelArrays
+
+_SNAPSHOT, _END = range(2)
+
+
+def partner(seed: int, number: int, rank: int, size: int) -> int | None:
+    """Return a rank's partner in a round: a random perfect matching; one rests if `size` is odd."""
+    order = np.random.default_rng([seed, number]).permutation(size).tolist()
+    other: int = order.index(rank) ^ 1
+    return order[other] if other < size else None
+
+
+class Exchanges:
+    """A rank's exchanges of snapshots.
+
+    Attributes:
+        training: The other ranks that have not said that they have ended.
+        bytes_sent: To other ranks.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._others = [other for other in range(size) if other != rank]
+        self.training = set(self._others)
+        self.bytes_sent = 0
+
+    def exchange(self, net: Channel, other: int, mine: Sequence[Array],
+                 theirs: Sequence[Array]) -> Schedule[None]:
+        """Send a snapshot to a partner, and receive its own.
+
+        Args:
+            mine: Not to be changed until complete.
+            theirs: Overwritten.
+        """
+        leaving = self._send(net, other, mine)
+        while (yield from _hear(net, other)) == _END:
+            self.training.discard(other)
+        yield [*leaving, *(net.irecv(x, other) for x in theirs)]
+
+    def answer(self, net: Channel, number: int, partner_of: Callable[[int], int | None],
+               snapshot: Callable[[], Sequence[Array]], theirs: Sequence[Array],
+               take: Callable[[], None]) -> Schedule[int]:
+        """Say that this rank has ended; answer the others until all have.
+
+        Args:
+            number: The first round that this rank has not begun.
+            partner_of: Returns this rank's partner in a round.
+            snapshot: Returns this rank's weights; left alone until the next call.
+            theirs: Overwritten by a partner's.
+            take: Called when these are there.
+
+        Returns:
+            The first round that nobody among these ranks' partners has begun.
+        """
+        end = np.array([_END])
+        leaving = [net.isend(end, other) for other in self._others]
+        while self.training:
+            other = partner_of(number)
+            if other in self.training:
+                if (yield from _hear(net, other)) == _END:
+                    self.training.discard(other)
+                else:
+                    sent = self._send(net, other, snapshot())
+                    yield [*sent, *(net.irecv(x, other) for x in theirs)]
+                    take()
+            number += 1
+        yield leaving
+        self.training.update(self._others)
+        return number
+
+    def _send(self, net: Channel, other: int, snapshot: Sequence[Array]) -> list[Request]:
+        self.bytes_sent += sum(x.nbytes for x in snapshot)
+        return [net.isend(x, other) for x in (np.array([_SNAPSHOT]), *snapshot)]
+
+
+def _hear(net: Channel, other: int) -> Schedule[int]:
+    """Return what a rank says next."""
+    note = np.empty(1, np.int64)
+    yield (net.irecv(note, other),)
+    return int(note[0])
+
 
 _log = logging.getLogger("mpiring")
 
 
-class PairAveraging:
+class PairAveraging(BackgroundTraining):
     """Weights that random pairs of ranks average, in the background, instead of all in each step.
 
         with PairAveraging(model, comm, seed=1) as pairs:
@@ -70,19 +147,15 @@ class PairAveraging:
         self._model = ModelArrays(model, comm, "PairAveraging")
         # As of the last call.
         self._params, self.rounds = self._model.now(), 0
-        layout = Layout(self._model.tensors, 1)
-        self._mine, self._theirs = (Vectors(layout, name) for name in ("mine", "theirs"))
+        self._snapshot, self._partners = (FlatModel(self._model.tensors, 1, name)
+                                          for name in ("snapshot", "partner's snapshot"))
         self._exchanges = Exchanges(comm.rank, comm.size)
         self._exchange: tuple[Message[None], int] | None = None
         self._age = 0
-        self._calls, self._waited_s, self._under_way_s = 0, 0.0, 0.0
-        for flat in self._snapshot():
+        for flat in self._copied():
             comm.broadcast(flat, root=0)
         self._restore()
-        self.closed = False
-        # Closed when the program ends: a rank that has not called what others wait in is noticed.
-        self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
-        self._messages = self._comm.messages()
+        super().__init__(comm)
 
     def step(self) -> None:
         """Take what a partner has sent, and begin the next round; after each optimizer.step().
@@ -121,16 +194,14 @@ class PairAveraging:
         self._complete()
         handle = self._messages.submit(
             Call("answer", "partners in pair averaging"), lambda net: self._exchanges.answer(
-                net, self.rounds, self._partner, self._snapshot, self._theirs.flats,
+                net, self.rounds, self._partner, self._copied, self._partners.flats,
                 lambda: self._take(None)))
         with self._waiting():
-            # Others may train for hours; who stalls is reported.
-            self._comm.run(Call("agree", "in pair averaging"),
-                           lambda collectives: collectives.barrier(), patient=True)
+            self._meet(Call("agree", "in pair averaging"))
             last = np.array([handle.wait()])
         self._comm.allreduce(last, op="max")
         self.rounds = int(last[0])
-        for flat in self._snapshot():
+        for flat in self._copied():
             self._comm.allreduce(flat, op="mean")
         self._restore()
 
@@ -144,20 +215,10 @@ class PairAveraging:
             self.closed = True
             self._comm.close()
 
-    def __enter__(self) -> "PairAveraging":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        # After an exception the other ranks do not agree: let it end the job.
-        if error is None:
-            self.close()
-
     @property
     def statistics(self) -> Statistics:
         """Costs of this rank's exchanges so far."""
-        return Statistics(self._calls, self._exchanges.bytes_sent, self._under_way_s,
-                          self._waited_s)
+        return self._costs(self._exchanges.bytes_sent)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what goes with weights that are saved after `agree()`.
@@ -203,11 +264,11 @@ class PairAveraging:
         other = self._partner(self.rounds)
         self.rounds += 1
         if other is not None:
-            mine = self._snapshot()
+            mine = self._copied()
             self._exchange = self._messages.submit(
                 Call("exchange", f"with rank {other} in round {self.rounds - 1}",
                      nbytes=sum(x.nbytes for x in mine)),
-                lambda net: self._exchanges.exchange(net, other, mine, self._theirs.flats),
+                lambda net: self._exchanges.exchange(net, other, mine, self._partners.flats),
                 other), other
             self._age = 0
             self._calls += 1
@@ -218,36 +279,28 @@ class PairAveraging:
             handle, other = self._exchange
             with self._waiting():
                 handle.wait()
-            self._under_way_s += handle.flight.ended_s - handle.flight.called_s
+            self._in_flight_s += handle.flight.ended_s - handle.flight.called_s
             self._exchange = None
             self._take(other)
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began_s = time.monotonic()
-        try:
-            yield
-        finally:
-            self._waited_s += time.monotonic() - began_s
-
-    def _snapshot(self) -> list[Array]:
+    def _copied(self) -> list[Array]:
         for name, x in self._params.items():
-            self._mine.views[name][...] = x
-        return self._mine.flats
+            self._snapshot.views[name][...] = x
+        return self._snapshot.flats
 
     def _restore(self) -> None:
         for name, x in self._params.items():
-            x[...] = self._mine.views[name]
+            x[...] = self._snapshot.views[name]
 
     def _take(self, other: int | None) -> None:
         """Add half of the difference of two snapshots to the weights."""
-        for mine, theirs in zip(self._mine.flats, self._theirs.flats):
+        for mine, theirs in zip(self._snapshot.flats, self._partners.flats):
             np.subtract(theirs, mine, out=theirs)
             np.multiply(theirs, theirs.dtype.type(0.5), out=theirs)
-        if not all(is_finite(x) for x in self._theirs.flats):
+        if not all(is_finite(x) for x in self._partners.flats):
             # The partner finds the same.
             _log.warning("rank %d: round %d with rank %s is left out: a snapshot of theirs holds "
                          "NaN or Inf", self._comm.rank, self.rounds - 1, other)
             return
         for name, x in self._params.items():
-            x += self._theirs.views[name]
+            x += self._partners.views[name]

@@ -1,11 +1,9 @@
 """A parameter server whose slices all ranks own: nobody waits, or not for long."""
 
-import functools
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 from ..arguments import truth, whole_number
@@ -16,22 +14,21 @@ from ..errors import ClosedError, ConfigError, StallError
 from ..memory.arrays import Array, is_finite
 from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
-from ..operations.operation import Collectives
 from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
 from ..transport.base import Schedule
-from .layout import Layout, ModelArrays, Vectors, arrays_of
-from .owner import Owner, Until
+from .background import BackgroundTraining
+from .clocks import Condition, SliceOwner, SliceWorker
+from .layout import FlatModel, ModelArrays, arrays_of
 from .store import SliceStore, refuse_other_than_makers
-from .worker import Worker
 
 _log = logging.getLogger("mpiring")
 # A warning names so many tensors.
 _NAMES = 4
 
 
-class ParameterServer:
+class ParameterServer(BackgroundTraining):
     """A model whose weights are updated by all ranks, each at its own pace.
 
         with ParameterServer(params, comm, optimizer=partial(SGD, lr=0.1)) as server:
@@ -51,7 +48,7 @@ class ParameterServer:
     since the rank last pulled. `lr` and `momentum` that are functions get the number of updates:
     one per clock, or one per push.
 
-    Sources: Ho et al., NIPS 2013; Zhang et al., IJCAI 2016. See Owner.
+    Sources: Ho et al., NIPS 2013; Zhang et al., IJCAI 2016. See SliceOwner.
 
     Args:
         params: The model, by name: NumPy arrays or PyTorch's tensors in host memory, float16,
@@ -90,20 +87,16 @@ class ParameterServer:
         self._model = ModelArrays(params, comm, "ParameterServer")
         self.params = dict(self._model.now())
         self.clock = self.refused = 0
-        self._layout = Layout(self._model.tensors, comm.size)
-        self._gradients, self._weights = (Vectors(self._layout, name)
+        self._gradients, self._weights = (FlatModel(self._model.tensors, comm.size, name)
                                           for name in ("grads", "weights"))
         self.grads = self._gradients.views
-        self._store = SliceStore(self._layout, comm, optimizer)
-        self._owner = Owner(comm.size, staleness, self._store, damped=damped)
-        self._worker = Worker()
+        self._store = SliceStore(self._weights, comm, optimizer)
+        self._owner = SliceOwner(comm.size, staleness, self._store, damped=damped)
+        self._worker = SliceWorker()
         self._pushed: Message[None] | None = None
-        self._served, self._finished, self.closed = False, False, False
-        self._calls, self._waited_s, self._under_way_s = 0, 0.0, 0.0
-        # Last: what is wrong is found before a communicator is made that has to be closed. That
-        # happens when the program ends: a rank that has not called what others wait in is noticed.
-        self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
-        self._messages = self._comm.messages()
+        self._finished = False
+        # Last: what is wrong is found before a communicator is made that has to be closed.
+        super().__init__(comm)
         self._begin()
 
     def _begin(self) -> None:
@@ -172,7 +165,7 @@ class ParameterServer:
             Call("pull", f"at clock {self.clock}", nbytes=self._nbytes),
             lambda net: self._worker.pull(net, self.clock, self._weights.slices))
         self._await(handle)
-        self._under_way_s += handle.flight.ended_s - handle.flight.called_s
+        self._in_flight_s += handle.flight.ended_s - handle.flight.called_s
         self._await_push()
         self._write()
         return self.params
@@ -195,8 +188,7 @@ class ParameterServer:
 
         Of the bytes that it has sent, some are weights for others.
         """
-        return Statistics(self._calls, self._worker.bytes_sent + self._owner.bytes_sent,
-                          self._under_way_s, self._waited_s)
+        return self._costs(self._worker.bytes_sent + self._owner.bytes_sent)
 
     # The end
 
@@ -224,23 +216,12 @@ class ParameterServer:
         if self.closed:
             return
         self.finish()
-        # Others may train for hours.
-        self._comm.run(Call("finish", "a ParameterServer"),
-                       lambda collectives: collectives.barrier(), patient=True)
+        self._meet(Call("finish", "a ParameterServer"))
         self._await(self._serving)
         self._await_push()
         self._gather()
         self.closed = True
         self._comm.close()
-
-    def __enter__(self) -> "ParameterServer":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        # After an exception the other ranks do not close: let it end the job.
-        if error is None:
-            self.close()
 
     # The state
 
@@ -293,15 +274,15 @@ class ParameterServer:
         if self.closed:
             raise ClosedError(f"rank {self._comm.rank}: this ParameterServer is closed; ask for "
                               f"its state before")
-        found = self._comm.allgather_object((self.clock, self._finished))
-        clocks = [clock for clock, _ in found]
-        if self.staleness == 0 and len({clock for clock, finished in found if not finished}) > 1:
+        ranks = self._comm.allgather_object((self.clock, self._finished))
+        clocks = [clock for clock, _ in ranks]
+        if self.staleness == 0 and len({clock for clock, finished in ranks if not finished}) > 1:
             raise ConfigError(
                 f"rank {self._comm.rank}: ranks have pushed {clocks} times: with staleness=0, "
                 f"pushes of a clock are applied together; ask for the state after the same step")
         self._await(self._messages.submit(Call("settle", f"at clocks {clocks}"), lambda net: _until(
             lambda: self._owner.clocks == clocks, f"the pushes {clocks}")))
-        yield [rank for rank, (_, finished) in enumerate(found) if finished]
+        yield [rank for rank, (_, finished) in enumerate(ranks) if finished]
         self._comm.barrier()
 
     # Details
@@ -339,9 +320,9 @@ class ParameterServer:
         """Write the weights that all owners have into `params`, while nobody pushes."""
         for own, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
             x[...] = own
-        for flat, bounds in zip(self._weights.flats, self._layout.bounds):
-            self._comm.run(Call("allgather", "weights"),
-                           functools.partial(_allgather, x=flat, bounds=bounds))
+        for flat, bounds in zip(self._weights.flats, self._weights.bounds):
+            self._comm.run(Call("allgather", "weights"), operator.methodcaller(
+                "allgather", flat, bounds=bounds))
         self._write()
 
     def _await_push(self) -> None:
@@ -350,13 +331,11 @@ class ParameterServer:
             self._pushed = None
 
     def _await(self, handle: Handle[Any]) -> None:
-        began_s = time.monotonic()
         try:
-            handle.wait()
+            with self._waiting():
+                handle.wait()
         except StallError as error:
             raise StallError("\n".join([*self._late(), str(error)])) from None
-        finally:
-            self._waited_s += time.monotonic() - began_s
 
     def _late(self) -> list[str]:
         """Return lines about ranks that keep this one waiting."""
@@ -368,9 +347,5 @@ class ParameterServer:
             for rank in behind), *[f"  no weights from {ranks_text(silent)}"] * bool(silent)]
 
 
-def _allgather(collectives: Collectives, x: Array, bounds: Sequence[int]) -> Schedule[None]:
-    yield from collectives.allgather(x, bounds=bounds)
-
-
 def _until(happened: Callable[[], bool], text: str) -> Schedule[None]:
-    yield (Until(happened, text),)
+    yield (Condition(happened, text),)

@@ -10,11 +10,11 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.reduction import Reduction
-from ..memory.sliced import Sliced
+from ..sharding.sliced import slices_of
 from ..operations.consistency import same_on_all
 from ..optim import state
 from ..optim.optimizer import Optimizer, TrainedModel
-from .layout import Layout, memory
+from .layout import FlatModel, private_buckets
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
 # The name of the weights among the vectors of a state.
@@ -34,10 +34,10 @@ class _Gradients:
                         for tensor in bucket.plan.tensors}
 
     def refuse_claim(self, *, scatters: bool) -> None:
-        """Agree: nobody else knows it."""
+        """Accept: nobody else updates it."""
 
     def claim(self, optimizer: object, *, scatters: bool) -> None:
-        """Agree: nobody else knows it."""
+        """Accept: nobody else updates it."""
 
     def bounds(self, bucket: Bucket) -> list[int]:
         """Return that all of it is this rank's."""
@@ -68,7 +68,7 @@ class SliceStore:
     """A rank's slice of a model: weights, and an optimiser with its state.
 
     Args:
-        layout: Of the model.
+        model: All of it.
         comm: The ranks.
         optimizer: Makes the optimiser, given a model.
 
@@ -83,15 +83,14 @@ class SliceStore:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, layout: Layout, comm: Communicator,
+    def __init__(self, model: FlatModel, comm: Communicator,
                  optimizer: Callable[[TrainedModel], Optimizer]) -> None:
-        self._layout, self._comm = layout, comm
-        self._segments = layout.segments(comm.rank)
-        plans = layout.part(comm.rank)
-        weights, self._gradients = memory(plans), memory(plans)
+        self._tensors, self._comm = model.tensors, comm
+        self._ranges = model.ranges(comm.rank)
+        weights, self._gradients = (private_buckets(model.plans_of(comm.rank)) for _ in range(2))
         self.weights = [bucket.flat for bucket in weights]
-        self._model = _Slice(comm, weights, _Gradients(self._gradients))
-        self.optimizer = _made(optimizer, self._model, comm.rank)
+        self._slice = _Slice(comm, weights, _Gradients(self._gradients))
+        self.optimizer = _made(optimizer, self._slice, comm.rank)
         # The first update lays state out, a collective operation, and compiles, for seconds, while
         # nobody would be served. Zeros stay zeros.
         self.update([self.weights] * min(comm.size, 2), 1.0)
@@ -109,9 +108,13 @@ class SliceStore:
         Collective: no.
         """
         its = self._saved()
-        return {**its, "tensors": {name: {vector: self._range(name, x)
-                                          for vector, x in vectors.items()}
-                                   for name, vectors in its["tensors"].items()}}
+        tensors = its["tensors"]
+        return {**its, "tensors": slices_of(
+            {name: tensor.shape for name, tensor in self._tensors.items()},
+            {name: {vector: x.dtype for vector, x in vectors.items()}
+             for name, vectors in tensors.items()},
+            ((name, vector, part.offset, x) for name, part in self._ranges.items()
+             for vector, x in tensors[name].items()))}
 
     def whole(self) -> dict[str, Any]:
         """Return a copy of weights and state of the whole model, on all ranks.
@@ -133,36 +136,24 @@ class SliceStore:
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
             mine["steps"], leaves = state.checked(
-                saved, mine["optimizer"], self._layout.tensors, {
+                saved, mine["optimizer"], self._tensors, {
                     name: {vector: x.dtype for vector, x in vectors.items()}
                     for name, vectors in mine["tensors"].items()})
-            mine["tensors"] = {name: {vector: self._read(name, leaf)
-                                      for vector, leaf in vectors.items()}
-                               for name, vectors in leaves.items()}
+            mine["tensors"] = {
+                name: {vector: leaf.read(*self._ranges[name].ends) if name in self._ranges else
+                       np.empty(0, leaf.dtype) for vector, leaf in vectors.items()}
+                for name, vectors in leaves.items()}
             same.update(saved)
         self.optimizer.load_alone(mine)
         for name, vectors in mine["tensors"].items():
-            self._model.vector(name)[...] = vectors[_WEIGHTS]
+            self._slice.vector(name)[...] = vectors[_WEIGHTS]
 
     def _saved(self) -> dict[str, Any]:
         """Return a copy of the optimiser's state, in which the weights are one more vector."""
         its = self.optimizer.state_dict()
         for name, vectors in its["tensors"].items():
-            vectors[_WEIGHTS] = self._model.vector(name).copy()
+            vectors[_WEIGHTS] = self._slice.vector(name).copy()
         return its
-
-    def _range(self, name: str, x: Array) -> Sliced:
-        """Return the elements that are here as a range of a tensor."""
-        segment = self._segments.get(name)
-        return Sliced(self._layout.tensors[name].shape, {} if segment is None else {
-            (segment.offset, segment.offset + segment.size): x}, x.dtype)
-
-    def _read(self, name: str, leaf: Sliced) -> Array:
-        """Return the elements of a tensor that are here."""
-        if name not in self._segments:
-            return np.empty(0, leaf.dtype)
-        segment = self._segments[name]
-        return leaf.read(segment.offset, segment.offset + segment.size)
 
 
 def refuse_other_than_makers(optimizer: Any) -> None:

@@ -13,7 +13,7 @@ from ..errors import ConfigError, MissingDependencyError
 from ..gpu.arrays import gpu_named
 from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier
 from ..memory.arrays import dtype_name
-from ..memory.nests import mapped
+from ..memory.pytrees import mapped
 from ..memory.tensors import is_tensor
 from .background import BackgroundIterator
 

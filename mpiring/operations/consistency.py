@@ -8,8 +8,8 @@ import numpy as np
 
 from ..errors import ConfigError, MpiringError
 from ..memory.digest import bytes_of, digest
-from ..memory.nests import leaves
-from ..memory.sliced import Sliced
+from ..memory.pytrees import leaves
+from ..sharding.sliced import Sliced
 from ..memory.tensors import array_of, is_tensor
 
 

@@ -14,8 +14,8 @@ from ..gpu import vectors
 from ..engine.handle import Handle
 from ..gpu.device import await_event
 from ..memory.arrays import dtype_name
-from ..memory.nests import mapped
-from ..memory.sliced import Sliced
+from ..memory.pytrees import mapped
+from ..sharding.sliced import Sliced
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..training.averager import Averager

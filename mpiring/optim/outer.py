@@ -16,8 +16,8 @@ from ..arguments import number, refuse_other_state, truth, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
-from ..memory.nests import mapped
-from ..memory.sliced import Sliced, whole
+from ..memory.pytrees import mapped
+from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec, reducers_of

@@ -1,5 +1,6 @@
 """State of an optimiser by tensor: whole, or this rank's ranges; read for any number of ranks."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,10 @@ from ..communicator import Communicator
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..memory.arrays import Array
-from ..memory.sliced import Sliced
+from ..operations.agreement import Call
+from ..sharding.sliced import Leaves, Sliced, gather, slices_of
 from ..training.slices import Piece
 from .parts import Part
-
-# By tensor and by the vector's name.
-Leaves = dict[str, dict[str, Any]]
 
 
 class Present(Mapping[str, Mapping[str, Any]]):
@@ -54,17 +53,15 @@ def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
         dtypes: Of each tensor's vectors, by name.
         share: Rank and number of ranks that have the same parts: each saves its share of them.
     """
-    here: dict[str, dict[str, dict[tuple[int, int], Array]]] = {
-        name: {vector: {} for vector in its} for name, its in dtypes.items()}
-    for part in parts:
+    def pieces() -> Iterator[tuple[str, str, int, Array]]:
         rank, size = share
-        start, stop = rank * part.size // size, (rank + 1) * part.size // size
-        first = part.piece.offset
-        for vector, dtype in dtypes[part.name].items():
-            x = vectors.on_host(part.piece.vector(vector, dtype)[start:stop])
-            here[part.name][vector][first + start, first + stop] = x
-    return {name: {vector: Sliced(tensors[name].shape, pieces, dtypes[name][vector])
-                   for vector, pieces in its.items()} for name, its in here.items()}
+        for part in parts:
+            start, stop = rank * part.size // size, (rank + 1) * part.size // size
+            for vector, dtype in dtypes[part.name].items():
+                x = vectors.on_host(part.piece.vector(vector, dtype)[start:stop])
+                yield part.name, vector, part.piece.offset + start, x
+
+    return slices_of({name: tensor.shape for name, tensor in tensors.items()}, dtypes, pieces())
 
 
 @dataclass(frozen=True)
@@ -144,20 +141,12 @@ def leaf_of(x: Any, what: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -
     return leaf
 
 
-def gathered(comm: Communicator, mine: Leaves) -> Leaves:
-    """Return whole tensors from the ranges of all ranks, tensor by tensor.
+def gathered(comm: Communicator, leaves: Leaves) -> Leaves:
+    """Return whole tensors from the ranges of all ranks.
 
     Collective: yes. Blocking: yes.
     """
-    return {name: {vector: _whole(comm, leaf) for vector, leaf in its.items()}
-            for name, its in mine.items()}
-
-
-def _whole(comm: Communicator, mine: Sliced) -> Array:
-    found = np.zeros(mine.size, mine.dtype)
-    for (start, stop), piece in mine.pieces.items():
-        found[start:stop] = piece
-    # Elements are of one rank: bits add to zeros.
-    bits = found.view(f"u{found.itemsize}")
-    comm.allreduce(bits, op="bor")
-    return found.reshape(mine.shape)
+    slices = [leaf for its in leaves.values() for leaf in its.values()]
+    whole = iter(comm.run(Call("gather", f"state in {len(slices)} vectors"),
+                          functools.partial(gather, slices=slices)))
+    return {name: {vector: next(whole) for vector in its} for name, its in leaves.items()}

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 
 from ..arguments import refuse_other_state
 from ..buckets.bucket import Bucket
-from ..buckets.state import BucketState, BucketStates, SliceState, Wide
+from ..sharding.state import BucketState, BucketStates, SliceState, Wide
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
@@ -260,7 +260,7 @@ class Compressor(ABC):
 
     def settle(self, taken: bool) -> None:
         """End a step; if it was not taken on all ranks, the state does not change."""
-        self._states.settle(taken)
+        self._states.commit_step(taken)
 
     def rescale(self, factor: float) -> None:
         """Multiply the state, because the scale of the loss has changed.

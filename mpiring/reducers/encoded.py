@@ -3,7 +3,7 @@
 import numpy as np
 
 from ..arguments import whole_number
-from ..buckets.state import Wide
+from ..sharding.state import Wide
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..transport.base import Schedule

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..buckets.state import Wide
+from ..sharding.state import Wide
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device

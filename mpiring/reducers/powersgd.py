@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..arguments import number, whole_number
-from ..buckets.state import SliceState, Segment, Wide
+from ..sharding.state import SliceState, TensorRange, Wide
 from ..errors import ConfigError
 from ..gpu.device import Device
 from ..memory.arrays import is_finite
@@ -90,18 +90,18 @@ class PowerSGD(Compressor):
         residual = np.empty_like(x) if lost is None else lost
         residual[...] = 0
         with exchange.encoding():
-            segments = exchange.state.segments
-            matrices = [self._matrix(exchange.state, segment, x)
-                        for segment in segments if self._rank_of(segment)]
-            others = [segment for segment in segments if not self._rank_of(segment)]
+            ranges = exchange.state.ranges
+            matrices = [self._matrix(exchange.state, part, x)
+                        for part in ranges if self._rank_of(part)]
+            others = [part for part in ranges if not self._rank_of(part)]
             # 1. P ← M Q, and its mean.
             first = _packed([*(_product(matrix.q, matrix.m.T) for matrix in matrices),
-                             *(x[segment.start:segment.stop] for segment in others)])
+                             *(x[part.start:part.stop] for part in others)])
         first_lost = yield from self._average(exchange, first)
         with exchange.encoding():
             finite = is_finite(first)
             shapes = [matrix.p_shape for matrix in matrices]
-            sizes = [segment.size for segment in others]
+            sizes = [part.size for part in others]
             ps, means = _unpacked(first, shapes, sizes)
             losses = _unpacked(first_lost, shapes, sizes)[1]
             # 2. P ← orthonormal columns.
@@ -114,10 +114,10 @@ class PowerSGD(Compressor):
             qs = _unpacked(second, [matrix.q.shape for matrix in matrices], [])[0]
             for matrix, p, q in zip(matrices, ps, qs):
                 _replace(matrix, p, q, residual)
-                self._start_from(exchange, matrix.segment.name, q)
-            for segment, mean, loss in zip(others, means, losses):
-                x[segment.start:segment.stop] = mean
-                residual[segment.start:segment.stop] = loss
+                self._start_from(exchange, matrix.part.name, q)
+            for part, mean, loss in zip(others, means, losses):
+                x[part.start:part.stop] = mean
+                residual[part.start:part.stop] = loss
         return finite
 
     def _average(self, exchange: SliceExchange, x: Wide) -> Schedule[Wide]:
@@ -129,18 +129,18 @@ class PowerSGD(Compressor):
             yield from self.reducer.between(exchange, x, lost)
         return lost
 
-    def _rank_of(self, segment: Segment) -> int:
+    def _rank_of(self, part: TensorRange) -> int:
         """Return the rank with which a tensor is compressed; 0 if it travels as it is."""
-        if len(segment.shape) < 2:
+        if len(part.shape) < 2:
             return 0
-        n, m = segment.shape[0], math.prod(segment.shape[1:])
+        n, m = part.shape[0], math.prod(part.shape[1:])
         r = min(self.rank, n, m)
         return r if r * (n + m) * self.min_compression <= n * m else 0
 
-    def _matrix(self, state: SliceState, segment: Segment, x: Wide) -> "_Matrix":
-        matrix = x[segment.start:segment.stop].reshape(segment.shape[0], -1)
-        return _Matrix(segment, matrix, state.array("Q", segment.name, lambda: self._random(
-            segment.name, self._rank_of(segment), matrix.shape[1])))
+    def _matrix(self, state: SliceState, part: TensorRange, x: Wide) -> "_Matrix":
+        matrix = x[part.start:part.stop].reshape(part.shape[0], -1)
+        return _Matrix(part, matrix, state.array("Q", part.name, lambda: self._random(
+            part.name, self._rank_of(part), matrix.shape[1])))
 
     def _random(self, name: str, r: int, m: int) -> Wide:
         """Return the first Q of a tensor, transposed; the same on all nodes."""
@@ -161,7 +161,7 @@ class PowerSGD(Compressor):
 class _Matrix:
     """A gradient as a matrix, and the transposed Q that its iteration starts from."""
 
-    segment: Segment
+    part: TensorRange
     m: Wide
     q: Wide
 
@@ -180,7 +180,7 @@ def _product(a: Wide, b: Wide) -> Wide:
 def _replace(matrix: _Matrix, p: Wide, q: Wide, residual: Wide) -> None:
     """Replace a matrix by P Qᵀ; what that lacks goes to the residual."""
     n, m = matrix.m.shape
-    loss = residual[matrix.segment.start:matrix.segment.stop].reshape(n, m)
+    loss = residual[matrix.part.start:matrix.part.stop].reshape(n, m)
     rows = max(1, _BLOCK_BYTES // (4 * m))
     for start in range(0, n, rows):
         block = matrix.m[start:start + rows]

@@ -4,7 +4,7 @@ import math
 import numpy as np
 
 from ..arguments import number, whole_number
-from ..buckets.state import Wide
+from ..sharding.state import Wide
 from ..collectives import ring
 from ..memory.arrays import Array, is_finite
 from ..memory.reduction import quietly
@@ -115,8 +115,8 @@ class TopK(Compressor):
         state = exchange.state
         if self.clip_norm is not None:
             limit = self.clip_norm / math.sqrt(exchange.net.size)
-            for segment in state.segments:
-                quietly(_clip, x[segment.start:segment.stop], limit)
+            for part in state.ranges:
+                quietly(_clip, x[part.start:part.stop], limit)
         addend = x
         if self.momentum:
             addend = state.vector("momentum")
@@ -132,12 +132,12 @@ class TopK(Compressor):
         """Return the indices of what is to be sent, ascending, and whether all is finite."""
         density = self.density_at(exchange.step)
         found, finite = [np.empty(0, np.int64)], True
-        for i, segment in enumerate(exchange.state.segments):
+        for i, part in enumerate(exchange.state.ranges):
             # At least one number, at most all.
-            k = min(segment.size, max(1, math.ceil(segment.size * density)))
+            k = min(part.size, max(1, math.ceil(part.size * density)))
             indices, is_finite_here = largest.select_largest(
-                gathered[segment.start:segment.stop], k, exchange.key(i))
-            found.append(indices + segment.start)
+                gathered[part.start:part.stop], k, exchange.key(i))
+            found.append(indices + part.start)
             finite &= is_finite_here
         return np.concatenate(found), finite
 

@@ -7,7 +7,7 @@ and by the one that adds its chunk. What a rank contributes to its own chunk is 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..buckets.state import Wide
+from ..sharding.state import Wide
 from ..collectives import direct, ring
 from ..gpu import vectors
 from ..memory.arrays import Array, bounds_of, cut

@@ -1,6 +1,6 @@
 """Checkpoints, and stopping in time: what a training needs where jobs and machines fail."""
 
-from ..memory.sliced import Sliced, whole
+from ..sharding.sliced import Sliced, whole
 from .checkpoint import Checkpoints
 from .consolidated import load_file
 from .random_state import random_state, set_random_state

@@ -9,7 +9,7 @@ from ..arguments import path
 from ..errors import CheckpointError
 from .checkpoint_file import read_plain, write_plain
 from .reader import Reader, Saved
-from .slices import Slices
+from .slices import SlicedTensors
 from .stored import STORED_KINDS
 from .tree import Arrays, DeviceArrays, Kind, Scalars, outline, rebuild
 
@@ -49,7 +49,7 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder of checkpoints")
-    kinds = [kind for kind in STORED_KINDS if kind.name != Slices.name]
+    kinds = [kind for kind in STORED_KINDS if kind.name != SlicedTensors.name]
     saved = Reader(folder, _Alone(), kinds, None, set()).newest(step)
     if saved is None:
         raise CheckpointError(f"{folder} holds no checkpoint" + (
@@ -57,7 +57,7 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
     tree = {"step": saved.step, "size": saved.size, "replicated": saved.replicated,
             "sharded": saved.sharded}
     try:
-        write_plain(out, outline(tree, [*kinds, Slices()], "checkpoint"))
+        write_plain(out, outline(tree, [*kinds, SlicedTensors()], "checkpoint"))
     except OSError as exc:
         raise CheckpointError(f"{out} cannot be written: {exc.strerror or exc}") from exc
     return saved
@@ -66,7 +66,7 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
 class _Whole:
     """Tensors that were cut into slices, as whole arrays of another kind."""
 
-    name = Slices.name
+    name = SlicedTensors.name
 
     def __init__(self, kind: Kind) -> None:
         self.describe, self.copy, self.build = kind.describe, kind.copy, kind.build

@@ -9,11 +9,11 @@ from typing import Any
 from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError
-from ..memory.nests import leaves
-from ..memory.sliced import Range, Sliced
+from ..memory.pytrees import leaves
+from ..sharding.sliced import Range, Sliced
 from .folder import where
 from .publisher import SHARDED, slices_name, written_name
-from .slices import Entry, Slices, entries, outline_of_pieces, ranges_of, taken_apart
+from .slices import Entry, SlicedTensors, entries, outline_of_pieces, ranges_of, split_slices
 from .stored import STORED_KINDS
 from .tree import Kind, Outline, outline, rebuild
 
@@ -66,12 +66,13 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     try:
         # JSON has no integers of NumPy.
         step = int(whole_number("step", step, 0))
-        elsewhere = (*kinds, Slices(refused=True))
+        elsewhere = (*kinds, SlicedTensors(refused=True))
         found[written_name(None)] = outline(replicated, elsewhere, "replicated")
         if own is not None:
             found[written_name(comm.rank)] = outline(own, elsewhere, "own")
         if sharded is not None:
-            found[SHARDED], slices = taken_apart(outline(sharded, (*kinds, Slices()), "sharded"))
+            found[SHARDED], slices = split_slices(
+                outline(sharded, (*kinds, SlicedTensors()), "sharded"))
         answer = _Answer("", step, own is not None, ranges_of(slices), _digest(found))
     except ConfigError as exc:
         answer = _Answer(f"{where(comm)}: {exc}")

@@ -15,7 +15,7 @@ from .checkpoint_file import Content, Layout, name_of, read, verify
 from .folder import candidates, step_of
 from .manifest import read_manifest
 from .publisher import SHARDED, written_name
-from .slices import File, Mapped, Slices, files_of, refuse_gaps
+from .slices import File, MappedSlices, SlicedTensors, files_of, refuse_gaps
 from .tree import Kind, rebuild
 
 _log = logging.getLogger("mpiring")
@@ -79,7 +79,7 @@ class Reader:
 
     def __init__(self, folder: Path, comm: Ranks, kinds: Sequence[Kind], seed: int | None,
                  refused: set[str]) -> None:
-        self._folder, self._comm, self._kinds = folder, comm, (*kinds, Slices())
+        self._folder, self._comm, self._kinds = folder, comm, (*kinds, SlicedTensors())
         self._seed, self._refused = seed, refused
 
     def newest(self, step: int | None = None) -> Saved | None:
@@ -143,7 +143,7 @@ class Reader:
         return saved
 
     def _opened(self, path: Path, wanted: Mapping[str, File], slices: Mapping[int, File],
-                ) -> tuple[dict[str, Content], Mapped, dict[int, Layout]]:
+                ) -> tuple[dict[str, Content], MappedSlices, dict[int, Layout]]:
         """Read and check the files of a checkpoint; each of `slices` is checked by one rank.
 
         Args:
@@ -160,7 +160,7 @@ class Reader:
         problem = ""
         try:
             found = {name: read(path / file, nbytes) for name, (file, nbytes) in wanted.items()}
-            mapped = Mapped(path, slices)
+            mapped = MappedSlices(path, slices)
             for rank in list(slices)[self._comm.rank::self._comm.size]:
                 mine[rank] = verify(path / slices[rank][0], slices[rank][1])
         except CheckpointError as exc:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CheckpointError, ConfigError
 from ..memory.arrays import dtype_name, dtype_named
-from ..memory.sliced import Range, Sliced
+from ..sharding.sliced import Range, Sliced
 from .checkpoint_file import Layout, map_file
 from .publisher import slices_name
 from .tree import Arrays, Bytes, Leaf, Outline
@@ -19,7 +19,7 @@ File = tuple[str, int]
 _BLOCK_BYTES = 32 << 20
 
 
-class Slices:
+class SlicedTensors:
     """Tensors of which ranges are here: a kind of arrays in a tree.
 
     Args:
@@ -53,7 +53,7 @@ class Slices:
         return Sliced(shape, {ends: x.view(known) for ends, x in data.items()}, known)
 
 
-def taken_apart(found: Outline) -> tuple[Outline, dict[str, Sliced]]:
+def split_slices(found: Outline) -> tuple[Outline, dict[str, Sliced]]:
     """Return the outline of a tree without its Sliced leaves, and these by name."""
     slices = {name: leaf.value for name, leaf in found.leaves.items()
               if isinstance(leaf.value, Sliced)}
@@ -165,7 +165,7 @@ def files_of(found: Mapping[str, Entry], files: Mapping[str, File]) -> dict[int,
     return {rank: files[slices_name(rank)] for rank in ranks}
 
 
-class Mapped:
+class MappedSlices:
     """The files with the pieces of all ranks, mapped into memory and read when they are looked at.
 
     Args:

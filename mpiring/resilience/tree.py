@@ -15,7 +15,7 @@ from ..errors import CheckpointError, ConfigError, MissingDependencyError
 from ..files import parsed
 from ..gpu.arrays import is_on_gpu
 from ..memory.arrays import dtype_name
-from ..memory.nests import Path
+from ..memory.pytrees import Path
 
 Bytes = NDArray[np.uint8]
 

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.autograd import Variable
 from torch.nn import Parameter
 
 from ..buckets.bucket import TensorSpec
@@ -19,11 +18,11 @@ from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
 from .devices import gpu_of, marker_of, selector_of
-from .passes import adds_to_gradients, leaves_behind
+from .private import adds_to_gradients, call_after_backward, current_pass, leaves_behind
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
 from .threads import fill_only_node
-from .withheld import withheld
+from .placeholders import placeholder
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Settings(Fusion):
     deferred: bool = False
 
 
-class Owner(Protocol):
+class GradientOwner(Protocol):
     """Takes the means in this rank's slices, instead of the parameters; see `Sharded`.
 
     Attributes:
@@ -76,7 +75,7 @@ class Averaging:
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
         under_way: Whether gradients have not arrived yet.
-        stand_ins: By name, the parameters' gradients where an owner has the means.
+        placeholders: By name, the parameters' gradients where an owner has the means.
         comm: The ranks.
         gradients: The averager of the dense ones, with the statistics of all.
 
@@ -114,8 +113,8 @@ class Averaging:
         self._views: dict[str, torch.Tensor] = {}
         for name in self._dense:
             self._move(name)
-        self._owner: Owner | None = None
-        self.stand_ins: dict[str, torch.Tensor] = {}
+        self._owner: GradientOwner | None = None
+        self.placeholders: dict[str, torch.Tensor] = {}
         # Python's garbage collector does not find cycles through a parameter's hooks.
         reference = weakref.ref(self)
         self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
@@ -133,7 +132,7 @@ class Averaging:
         return any(p in self._trained for group in optimizer.param_groups
                    for p in group["params"])
 
-    def give_to(self, owner: Owner) -> None:
+    def give_to(self, owner: GradientOwner) -> None:
         """Give the means to an owner from now on, as far as they are in this rank's slices.
 
         Raises:
@@ -146,7 +145,7 @@ class Averaging:
                 f"and cannot be cut into slices; use sparse=False with a Sharded optimizer")
         self.gradients.scatter()
         self._owner = owner
-        self.stand_ins = {name: withheld(p) for name, p in self._dense.items()}
+        self.placeholders = {name: placeholder(p) for name, p in self._dense.items()}
 
     def close(self) -> None:
         """Detach from the parameters; their gradients stay as they are."""
@@ -160,7 +159,7 @@ class Averaging:
         Its end must be found, also if it reaches no parameter; not the end of a pass inside it,
         as of reentrant checkpointing.
         """
-        if torch._C._current_graph_task_id() < 0:
+        if current_pass() < 0:
             # A pass that raised has not reached its end.
             self._pass = -1
         for output in tensors_in(outputs):
@@ -216,8 +215,8 @@ class Averaging:
             self.wait()
             if self._owner is not None:
                 self._owner.begin()
-            self._pass = torch._C._current_graph_task_id()
-            Variable._execution_engine.queue_callback(self._end)
+            self._pass = current_pass()
+            call_after_backward(self._end)
 
     def _accumulated(self, name: str, p: Parameter) -> None:
         """Put a complete gradient into its bucket, which is sent when it is full."""
@@ -285,8 +284,8 @@ class Averaging:
             self._contribute_unreached(missing)
         self.under_way = True
         if self._owner is not None:
-            for name, stand_in in self.stand_ins.items():
-                self._dense[name].grad = stand_in
+            for name, x in self.placeholders.items():
+                self._dense[name].grad = x
             self.wait()
             return
         self._note_reached()

@@ -9,8 +9,8 @@ import torch
 from .. import resilience
 from ..arguments import refuse_other_state
 from ..errors import ConfigError
-from ..memory.nests import mapped
-from ..memory.sliced import Sliced
+from ..memory.pytrees import mapped
+from ..sharding.sliced import Sliced
 from ..memory.tensors import GPU_TYPES
 from ..resilience.consolidated import load_as
 from ..resilience.tree import Bytes

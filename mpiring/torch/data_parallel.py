@@ -2,34 +2,206 @@
 
 import functools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..arguments import truth
 from ..communicator import Communicator, refuse_other_than_communicators
-from ..errors import BufferMismatchError, ConfigError
+from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..launch.heap import keep_freed_memory
-from ..record.statistics import Statistics
 from ..memory.tensors import numpy_dtype
 from ..operations.consistency import same_on_all
+from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec
-from ..training.replicas import Replicas
+from ..text import ranks_text
+from ..training.replicas import Replicas, Replicated, replicated_in
 from ..training.weighing import Weighing
-from .averaging import Averaging, Owner, Settings
+from .averaging import Averaging, GradientOwner, Settings
 from .devices import DEVICE_TYPES, described
 from .guarded import without_waiting
-from .join import Uneven
-from .optimizers import follow_steps, replicated_parts
 from .sparse import sparse_parameters
 from .states import SAME_MODEL, copy_from
 from .tensors import tensors_in
 from .threads import share_cores
-from .wrapper import Wrapper
+from .vectors import TensorBuffers
+
+
+class Wrapper(nn.Module):
+    """A module around another one, which is asked for what the wrapper does not have.
+
+    Args:
+        module: The bare module.
+
+    Attributes:
+        module: The same.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, under the names that the bare module has."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ConfigError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds MPI's memory; save "
+            f"model.state_dict(), or pickle model.module")
+
+
+class Follower(Protocol):
+    """An object with something to do before optimizers take a step."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Prepare for the step of an optimizer, of whatever parameters."""
+
+
+def follow_steps(follower: Follower) -> None:
+    """Call `before_step` of an object before each step of any optimizer, while it lives."""
+    reference = weakref.ref(follower)
+
+    def hook(optimizer: Optimizer, *_: object) -> None:
+        living = reference()
+        if living is not None:
+            living.before_step(optimizer)
+
+    # For good: a hook that is removed while others run breaks PyTorch's loop over them.
+    register_optimizer_step_pre_hook(hook)
+
+
+def replicated_parts(module: torch.nn.Module, stepped: Iterable[Optimizer],
+                     watched: Mapping[str, Any]) -> Iterator[Replicated]:
+    """Yield what should be equal on all ranks: parameters, optimizers' state, watched tensors.
+
+    Args:
+        module: Its parameters; for each, the state in the optimizer that updated it last.
+        stepped: Optimizers in the order of their last steps.
+        watched: Nests of tensors by name.
+    """
+    seen: set[int] = set()
+
+    def leaf(name: str, x: Any) -> Replicated | None:
+        if not isinstance(x, torch.Tensor) or id(x) in seen:
+            return None
+        if x.device.type not in DEVICE_TYPES or x.layout is not torch.strided:
+            return None
+        seen.add(id(x))
+        return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x, written=False),
+                          functools.partial(_write, x))
+
+    names = {p: name for name, p in module.named_parameters()}
+    for p, name in names.items():
+        yield from replicated_in(p, name, leaf)
+    latest = {p: optimizer for optimizer in stepped for group in optimizer.param_groups
+              for p in group["params"] if p in names}
+    for p, optimizer in latest.items():
+        if p in optimizer.state:
+            yield from replicated_in(
+                optimizer.state[p], f"{type(optimizer).__name__}[{names[p]!r}]", leaf)
+    for optimizer in dict.fromkeys(latest.values()):
+        for group in optimizer.param_groups:
+            first = next((p for p in group["params"] if latest.get(p) is optimizer), None)
+            if first is not None:
+                # Only the settings of the group.
+                seen.update(map(id, group["params"]))
+                yield from replicated_in(
+                    group, f"{type(optimizer).__name__}[{names[first]!r}, ...]", leaf)
+    for name, nest in watched.items():
+        yield from replicated_in(nest, name, leaf)
+
+
+def _write(tensor: torch.Tensor, raw: Any) -> None:
+    # `data`, since no user has written here, which NodeWeights would take it for.
+    tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))
+
+
+# What a rank counts in a step.
+_NO_BATCH, _SAMPLES, _TOKENS = range(3)
+
+
+class Uneven:
+    """Which ranks still have batches, and how much their gradients weigh.
+
+    Args:
+        comm: The ranks.
+        weighing: Told in each step how much this rank's gradients weigh. Where it was told their
+            tokens, these count; else samples do.
+
+    Attributes:
+        root: The lowest rank that had a batch in the last step.
+    """
+
+    def __init__(self, comm: Communicator, weighing: Weighing) -> None:
+        self.root = 0
+        self._comm, self._weighing = comm, weighing
+        self._samples = 0
+
+    def arrive(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, syncs: bool) -> None:
+        """Begin a step with a batch.
+
+        Args:
+            args, kwargs: Of the model; dimension 0 of the first tensor counts samples.
+            syncs: Whether gradients are averaged in this step, not only accumulated.
+
+        Raises:
+            GradientError: Some ranks gave tokens, and others did not.
+
+        Collective: yes, if `syncs`. Blocking: yes.
+        """
+        first = next(tensors_in((args, kwargs)), None)
+        self._samples += 1 if first is None or first.dim() == 0 else len(first)
+        if syncs:
+            tokens = self._weighing.tokens
+            self._count(_SAMPLES if tokens is None else _TOKENS,
+                        self._samples if tokens is None else tokens)
+            self._samples = 0
+
+    def others_continue(self) -> bool:
+        """Return whether another rank still has a batch; begin a step with nothing.
+
+        Raises:
+            GradientError: Some ranks gave tokens, and others did not.
+
+        Collective: yes. Blocking: yes.
+        """
+        root = self.root
+        self._count(_NO_BATCH, 0)
+        if self.root == self._comm.size:
+            self.root = root
+            return False
+        return True
+
+    def _count(self, unit: int, mine: float) -> None:
+        """Weigh this rank by its share in what all ranks count, and set `root`."""
+        # The unit of each rank, and the sum of what they count: exact below 2**53.
+        counts = np.zeros(self._comm.size + 1)
+        counts[self._comm.rank], counts[-1] = unit, mine
+        self._comm.allreduce(counts)
+        weighed, others = (np.flatnonzero(counts[:-1] == each) for each in (_TOKENS, _SAMPLES))
+        if weighed.size and others.size:
+            with_tokens, without = (ranks_text(ranks.tolist()) for ranks in (weighed, others))
+            raise GradientError(
+                f"rank {self._comm.rank}: in join(), {with_tokens} called weigh(tokens) for this "
+                f"step, but {without} did not; call it before the model, on all ranks that have a "
+                f"batch, or on none")
+        active = np.flatnonzero(counts[:-1])
+        self.root = int(active[0]) if active.size else self._comm.size
+        self._weighing.use(mine, counts[-1])
 
 
 class DataParallel(Wrapper):
@@ -125,7 +297,7 @@ class DataParallel(Wrapper):
         self._averaging: Averaging | None = None
         self._trained: list[tuple[str, int, torch.dtype, torch.device]] | None = None
         self._syncs = True
-        self._owner: Owner | None = None
+        self._owner: GradientOwner | None = None
         self._uneven: Uneven | None = None
         share_cores(comm)
         keep_freed_memory()
@@ -336,7 +508,7 @@ class DataParallel(Wrapper):
         if averaging.gradients.nonfinite.unreported and not getattr(optimizer, "found_inf", None):
             averaging.gradients.nonfinite.report()
 
-    def give_gradients_to(self, owner: Owner | None) -> Averaging:
+    def give_gradients_to(self, owner: GradientOwner | None) -> Averaging:
         """Give the means to an optimizer of slices, or again to the parameters; for `Sharded`.
 
         Returns:

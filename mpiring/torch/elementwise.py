@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from ..errors import ConfigError
-from ..memory.nests import leaves
+from ..memory.pytrees import leaves
 
 _REASONS = {
     "LBFGS": "it takes the gradients of all parameters as one vector",

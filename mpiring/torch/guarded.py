@@ -5,18 +5,17 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn import Parameter
 
-from .weights import WeightBuckets
+from .private import is_compiled, parameters_of, set_parameters
+from .weights import Uncopied, WeightBuckets
 
 
 class Guarded(dict[str, Any]):
-    """The parameters of a module by name (its `_parameters`), which wait before they are read.
+    """The parameters of a module by name, which wait before they are read.
 
-    PyTorch reads them here for `module.weight`, `parameters()`, `state_dict()`, `to(...)` and
-    `load_state_dict(...)`, whoever calls these.
+    PyTorch reads them here; see `private.parameters_of`.
 
     Args:
         parameters: As they were.
@@ -51,28 +50,6 @@ class Guarded(dict[str, Any]):
         return dict, (dict(super().items()),)
 
 
-class Uncopied:
-    """A hook of a module that does nothing in copies and pickles of the module.
-
-    Args:
-        call: The hook.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Call the hook."""
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (_nothing,)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, in the place of a hook."""
-
-
 class Guard:
     """Guards the weights of a module while they are under way.
 
@@ -95,7 +72,7 @@ class Guard:
         self._guarded: list[nn.Module] = []
         self._hooks: list[Any] = []
         reference = weakref.ref(weights)
-        compiled = {part for root in module.modules() if _is_compiled(root)
+        compiled = {part for root in module.modules() if is_compiled(root)
                     for part in root.modules()}
         for part in module.modules():
             mine = {buckets[p] for p in part.parameters(recurse=False) if p in buckets}
@@ -108,18 +85,13 @@ class Guard:
         self._end.atexit = False
 
     def _add(self, part: nn.Module, wait: Callable[..., None]) -> None:
-        part._parameters = Guarded(part._parameters, wait)
+        set_parameters(part, Guarded(parameters_of(part), wait))
         self._guarded.append(part)
         self._hooks.append(part.register_forward_pre_hook(wait, prepend=True))
 
     def remove(self) -> None:
         """Leave the module as it was."""
         self._end()
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return (isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
-            or module._compiled_call_impl is not None)
 
 
 def _wait(reference: "weakref.ref[WeightBuckets]", indices: Sequence[int], *_: object) -> None:
@@ -133,14 +105,14 @@ def _remove(hooks: Sequence[Any], guarded: Sequence[nn.Module]) -> None:
     for hook in hooks:
         hook.remove()
     for part in guarded:
-        part._parameters = dict(part._parameters)
+        set_parameters(part, dict(parameters_of(part)))
 
 
 def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
     """Yield what `named_parameters` does; they may be incomplete, to look at their values."""
     seen = set()
     for prefix, part in module.named_modules():
-        mine = part._parameters
+        mine = parameters_of(part)
         # Those of TorchScript are no dict.
         for name, p in dict.items(mine) if isinstance(mine, dict) else mine.items():
             if p is not None and p not in seen:

@@ -21,11 +21,10 @@ from ..transport.base import Schedule
 from . import sparse
 from .devices import DEVICE_TYPES
 from .groups import monitored_barrier, open_group
-from .ops import op_of
 from .threads import fill_cores, own_share
 from .vectors import (
-    Loan, by_splits, check_alike, check_count, check_multiple, described, in_turn,
-    only, rows_of, with_own,
+    TensorBuffers, by_splits, check_alike, check_count, check_multiple, described, in_turn,
+    only, op_of, rows_of,
 )
 from .works import DONE, Coalesced, Work, in_callback
 
@@ -132,22 +131,23 @@ class ProcessGroup(dist.ProcessGroup):
 
     # Submitting
 
-    def _submit(self, kind: str, detail: str, opts: Any, loan: Loan, value: Any,
+    def _submit(self, kind: str, detail: str, opts: Any, buffers: TensorBuffers, value: Any,
                 build: Callable[[Collectives], Schedule[Any]],
                 timeout_s: float | None = None) -> Work:
         group, handle = self._group, DONE
         if in_callback():
             # Collective, since callbacks run in the order of the operations on every rank.
             group = self._beside = self._beside or group.beside()
-        call = _call(kind, detail if loan.stream is None else f"{detail} on a GPU", loan.nbytes)
+        where = "" if buffers.stream is None else " on a GPU"
+        call = _call(kind, detail + where, buffers.nbytes)
         if group is self._beside or timeout_s or getattr(opts, "asyncOp", True):
-            handle = group.submit(call, loan.build(group, build))
+            handle = group.submit(call, buffers.build(group, build))
         else:
-            group.run(call, loan.build(group, build))
+            group.run(call, buffers.build(group, build))
         return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
-                               rests=loan.stream is None and self._hides_nothing()))
+                               rests=buffers.stream is None and self._fills_node()))
 
-    def _hides_nothing(self) -> bool:
+    def _fills_node(self) -> bool:
         """Return whether operations in host memory only take the cores that backward computes on.
 
         Then, with two ranks on two cores, the thread cost a step as much again as the reductions.
@@ -164,13 +164,27 @@ class ProcessGroup(dist.ProcessGroup):
             raise ConfigError(f"rank {self.rank()}: {name}={rank} is no rank of this group; "
                               f"expected 0 to {self.size() - 1}")
 
+    def _chunks(self, tensors: torch.Tensor | Tensors, model: torch.Tensor, what: str,
+                lend: Callable[[torch.Tensor], Array]) -> list[Array]:
+        """Return a vector per rank: parts of one tensor, or a list of tensors, like `model`."""
+        if isinstance(tensors, torch.Tensor):
+            check_multiple(tensors, model, self.size(), what)
+            return chunks_of(lend(tensors), self.size())
+        check_count(tensors, self.size(), what)
+        check_alike(tensors, model, what)
+        return [lend(tensor) for tensor in tensors]
+
     # Reductions
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine a tensor over all ranks, in place."""
-        if only(tensors).layout is not torch.strided:
-            return self._sparse_allreduce(tensors, opts)
-        return self._allreduce("all_reduce", tensors, opts or dist.AllreduceOptions())
+        tensor, opts = only(tensors), opts or dist.AllreduceOptions()
+        if tensor.layout is torch.strided:
+            return self._allreduce("all_reduce", tensors, opts)
+        op = op_of(opts.reduceOp, tensor.dtype)
+        return self._submit(
+            "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", opts,
+            TensorBuffers(), list(tensors), sparse.allreduce(tensor, op))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine several tensors over all ranks, in place, as one operation."""
@@ -178,53 +192,33 @@ class ProcessGroup(dist.ProcessGroup):
         return self._allreduce("all_reduce_coalesced", tensors, opts)
 
     def _allreduce(self, kind: str, tensors: Tensors, opts: Any) -> Work:
-        loan, vectors, names = Loan(), [], []
+        buffers, vectors, names = TensorBuffers(), [], []
         for tensor in tensors:
             op = op_of(opts.reduceOp, tensor.dtype)
-            vectors.append((loan.numbers(tensor, written=True, factor=op.factor,
-                                         divisor=op.divisor(self.size())), op.combine))
+            vectors.append((buffers.numbers(tensor, written=True, factor=op.factor,
+                                            divisor=op.divisor(self.size())), op.combine))
             names.append(op.name)
         detail = f"{names} of " + ", ".join(map(described, tensors))
-        return self._submit(kind, detail, opts, loan, list(tensors), lambda collectives: in_turn(
+        return self._submit(kind, detail, opts, buffers, list(tensors), lambda collectives: in_turn(
             (), [collectives.allreduce(x, op=combine) for x, combine in vectors]))
-
-    def _sparse_allreduce(self, tensors: Tensors, opts: Any) -> Work:
-        tensor, op = only(tensors), op_of(opts.reduceOp, only(tensors).dtype)
-        return self._submit(
-            "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", opts, Loan(),
-            list(tensors), sparse.allreduce(tensor, op))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Combine a tensor over all ranks into that of the root; others keep theirs."""
         tensor, root = only(tensors), opts.rootRank
         self._check_peer(root, "root")
-        op, loan, is_root = op_of(opts.reduceOp, tensor.dtype), Loan(), self.rank() == root
-        x = loan.numbers(tensor, written=is_root, factor=op.factor,
-                         divisor=op.divisor(self.size()) if is_root else None)
+        op, buffers, is_root = op_of(opts.reduceOp, tensor.dtype), TensorBuffers(), (
+            self.rank() == root)
+        x = buffers.numbers(tensor, written=is_root, factor=op.factor,
+                            divisor=op.divisor(self.size()) if is_root else None)
         return self._submit(
-            "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, loan, list(tensors),
-            lambda collectives: collectives.reduce(x, root, op=op.combine))
+            "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, buffers,
+            list(tensors), lambda collectives: collectives.reduce(x, root, op=op.combine))
 
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None,
     ) -> Work:
         """Combine tensor r of a list over all ranks, into the output of rank r."""
-        output = only(outputs)
-        if len(inputs) != 1:
-            raise ConfigError(f"{len(inputs)} lists of tensors: expected one")
-        check_count(inputs[0], self.size(), "input")
-        check_alike(inputs[0], output, "input")
-        opts, loan = opts or dist.ReduceScatterOptions(), Loan()
-        op = op_of(opts.reduceOp, output.dtype)
-        contributions = [
-            loan.numbers(tensor, written=False, factor=op.factor) for tensor in inputs[0]]
-        own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
-        chunks = with_own(contributions, self.rank(), own)
-        return self._submit(
-            "reduce_scatter", f"{op.name} of {described(output)}", opts, loan, list(outputs),
-            lambda collectives: in_turn(
-                [(own, contributions[self.rank()])],
-                [collectives.reduce_scatter_chunks(chunks, op=op.combine)]))
+        return self._reduce_scatter("reduce_scatter", [only(outputs)], inputs, opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
@@ -238,38 +232,38 @@ class ProcessGroup(dist.ProcessGroup):
         """Combine several tensors over all ranks; rank r gets their r-th parts."""
         return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
-    def _reduce_scatter(self, kind: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
+    def _reduce_scatter(self, kind: str, outputs: Tensors,
+                        inputs: Sequence[torch.Tensor | Tensors], opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        opts, loan = opts or dist.ReduceScatterOptions(), Loan()
+        opts, buffers, rank = opts or dist.ReduceScatterOptions(), TensorBuffers(), self.rank()
         rows, copies, names = [], [], []
         for output, input in zip(outputs, inputs):
-            check_multiple(input, output, self.size(), "input")
             op = op_of(opts.reduceOp, output.dtype)
-            contributions = chunks_of(
-                loan.numbers(input, written=False, factor=op.factor), self.size())
-            own = loan.numbers(output, written=True, divisor=op.divisor(self.size()))
-            copies.append((own, contributions[self.rank()]))
-            rows.append((with_own(contributions, self.rank(), own), op.combine))
+            chunks = self._chunks(input, output, "input", functools.partial(
+                buffers.numbers, written=False, factor=op.factor))
+            result = buffers.numbers(output, written=True, divisor=op.divisor(self.size()))
+            copies.append((result, chunks[rank]))
+            # The result goes to the place of this rank's own contribution.
+            rows.append(([*chunks[:rank], result, *chunks[rank + 1:]], op.combine))
             names.append(op.name)
-        detail = f"{names} of " + ", ".join(map(described, inputs))
-        return self._submit(kind, detail, opts, loan, list(outputs), lambda collectives: in_turn(
+        detail = f"{names} of " + ", ".join(map(described, outputs))
+        return self._submit(kind, detail, opts, buffers, list(outputs), lambda collectives: in_turn(
             copies, [collectives.reduce_scatter_chunks(x, op=combine) for x, combine in rows]))
 
     # Copies
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """Copy the root's tensor to all ranks."""
-        tensor, root = only(tensors), opts.rootRank
+        tensor, root, buffers = only(tensors), opts.rootRank, TensorBuffers()
         self._check_peer(root, "root")
-        loan = Loan()
-        x = loan.raw(tensor, written=self.rank() != root)
+        x = buffers.raw(tensor, written=self.rank() != root)
         return self._submit(
-            "broadcast", f"of {described(tensor)} from root {root}", opts, loan, list(tensors),
+            "broadcast", f"of {described(tensor)} from root {root}", opts, buffers, list(tensors),
             lambda collectives: collectives.broadcast(x, root))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy every rank's tensor to a list of tensors on all ranks."""
-        return self._allgather_lists("all_gather", outputs, [only(inputs)], opts)
+        return self._allgather("all_gather", outputs, [only(inputs)], opts, [*map(list, outputs)])
 
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None,
@@ -277,109 +271,97 @@ class ProcessGroup(dist.ProcessGroup):
         """Copy every rank's tensors: list r of the output takes those of rank r."""
         check_count(outputs, self.size(), "lists of output")
         by_input = list(zip(*outputs, strict=True))
-        return self._allgather_lists("all_gather_coalesced", by_input, inputs, opts, outputs)
-
-    def _allgather_lists(self, kind: str, outputs: Sequence[Tensors], inputs: Tensors, opts: Any,
-                         value: Any = None) -> Work:
-        check_count(inputs, len(outputs), "input")
-        loan, rows = Loan(), []
-        for targets, input in zip(outputs, inputs):
-            check_count(targets, self.size(), "output")
-            check_alike(targets, input, "output")
-            mine = loan.raw(input, written=False)
-            rows.append((mine, [loan.raw(target, written=True) for target in targets]))
-        value = value or [*map(list, outputs)]
-        return self._gather_all(kind, inputs, opts, loan, value, rows)
+        return self._allgather("all_gather_coalesced", by_input, inputs, opts, outputs)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
     ) -> Work:
         """Copy every rank's tensor to a part of one tensor on all ranks."""
-        return self._allgather("all_gather_single", [output], [input], opts)
+        return self._allgather("all_gather_single", [output], [input], opts, [output])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None,
     ) -> Work:
         """Copy several tensors of every rank, each to parts of one tensor on all ranks."""
-        return self._allgather("all_gather_single_coalesced", outputs, inputs, opts)
+        return self._allgather(
+            "all_gather_single_coalesced", outputs, inputs, opts, list(outputs))
 
-    def _allgather(self, kind: str, outputs: Tensors, inputs: Tensors, opts: Any) -> Work:
+    def _allgather(self, kind: str, outputs: Sequence[torch.Tensor | Tensors], inputs: Tensors,
+                   opts: Any, value: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        loan, rows = Loan(), []
+        buffers, rows, copies = TensorBuffers(), [], []
         for output, input in zip(outputs, inputs):
-            check_multiple(output, input, self.size(), "output")
-            mine = loan.raw(input, written=False)
-            rows.append((mine, chunks_of(loan.raw(output, written=True), self.size())))
-        return self._gather_all(kind, inputs, opts, loan, list(outputs), rows)
-
-    def _gather_all(self, kind: str, inputs: Tensors, opts: Any, loan: Loan, value: Any,
-                    rows: Sequence[tuple[Array, Sequence[Array]]]) -> Work:
-        copies = [(chunks[self.rank()], mine) for mine, chunks in rows]
+            x = buffers.raw(input, written=False)
+            chunks = self._chunks(
+                output, input, "output", functools.partial(buffers.raw, written=True))
+            rows.append(chunks)
+            copies.append((chunks[self.rank()], x))
         detail = "of " + ", ".join(map(described, inputs))
-        return self._submit(kind, detail, opts, loan, value, lambda collectives: in_turn(
-            copies, [collectives.allgather_chunks(chunks) for _, chunks in rows]))
+        return self._submit(kind, detail, opts, buffers, value, lambda collectives: in_turn(
+            copies, [collectives.allgather_chunks(chunks) for chunks in rows]))
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy every rank's tensor to a list of tensors on the root."""
-        input, root, loan = only(inputs), opts.rootRank, Loan()
-        self._check_peer(root, "root")
-        targets = outputs[0] if outputs else ()
-        if self.rank() == root:
-            check_count(targets, self.size(), "output")
-            check_alike(targets, input, "output")
-        elif targets:
-            raise ConfigError("output tensors on another rank than the root of a gather")
-        mine = loan.raw(input, written=False)
-        chunks = [loan.raw(target, written=True) for target in targets]
+        input, root, buffers = only(inputs), opts.rootRank, TensorBuffers()
+        targets = self._of_root("gather", outputs, input, root, "output")
+        x = buffers.raw(input, written=False)
+        chunks = [buffers.raw(target, written=True) for target in targets]
         return self._submit(
-            "gather", f"of {described(input)} to root {root}", opts, loan, [list(targets)],
-            lambda collectives: collectives.gather(mine, chunks, root))
+            "gather", f"of {described(input)} to root {root}", opts, buffers, [list(targets)],
+            lambda collectives: collectives.gather(x, chunks, root))
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy tensor r of the root's list to rank r."""
-        output, root, loan = only(outputs), opts.rootRank, Loan()
-        self._check_peer(root, "root")
-        sources = inputs[0] if inputs else ()
-        if self.rank() == root:
-            check_count(sources, self.size(), "input")
-            check_alike(sources, output, "input")
-        elif sources:
-            raise ConfigError("input tensors on another rank than the root of a scatter")
-        mine = loan.raw(output, written=True)
-        chunks = [loan.raw(source, written=False) for source in sources]
+        output, root, buffers = only(outputs), opts.rootRank, TensorBuffers()
+        sources = self._of_root("scatter", inputs, output, root, "input")
+        x = buffers.raw(output, written=True)
+        chunks = [buffers.raw(source, written=False) for source in sources]
         return self._submit(
-            "scatter", f"of {described(output)} from root {root}", opts, loan, list(outputs),
-            lambda collectives: collectives.scatter(chunks, mine, root))
+            "scatter", f"of {described(output)} from root {root}", opts, buffers, list(outputs),
+            lambda collectives: collectives.scatter(chunks, x, root))
+
+    def _of_root(self, kind: str, lists: Sequence[Tensors], model: torch.Tensor, root: int,
+                 what: str) -> Tensors:
+        """Return the root's list of tensors, one per rank; an empty one on other ranks."""
+        self._check_peer(root, "root")
+        tensors = lists[0] if lists else ()
+        if self.rank() == root:
+            check_count(tensors, self.size(), what)
+            check_alike(tensors, model, what)
+        elif tensors:
+            raise ConfigError(f"{what} tensors on another rank than the root of a {kind}")
+        return tensors
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Send tensor r of a list to rank r; shapes may differ."""
         check_count(outputs, self.size(), "output")
         check_count(inputs, self.size(), "input")
-        loan = Loan()
-        sends = [loan.raw(tensor, written=False) for tensor in inputs]
-        receives = [loan.raw(tensor, written=True) for tensor in outputs]
+        buffers = TensorBuffers()
+        sends = [buffers.raw(tensor, written=False) for tensor in inputs]
+        receives = [buffers.raw(tensor, written=True) for tensor in outputs]
         return self._all_to_all(
-            "all_to_all", inputs[0], opts, loan, list(outputs), sends, receives)
+            "all_to_all", inputs[0], opts, buffers, list(outputs), sends, receives)
 
     def all_to_all_single(
         self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int] = (),
         input_split_sizes: Sequence[int] = (), opts: Any = None,
     ) -> Work:
         """Send part r of a tensor's rows to rank r."""
-        loan, size = Loan(), self.size()
-        sends = by_splits(loan.raw(input, written=False), rows_of(input), input_split_sizes,
+        buffers, size = TensorBuffers(), self.size()
+        sends = by_splits(buffers.raw(input, written=False), rows_of(input), input_split_sizes,
                           size, "input")
-        receives = by_splits(loan.raw(output, written=True), rows_of(output),
+        receives = by_splits(buffers.raw(output, written=True), rows_of(output),
                              output_split_sizes, size, "output")
-        return self._all_to_all("all_to_all_single", input, opts, loan, [output], sends, receives)
+        return self._all_to_all(
+            "all_to_all_single", input, opts, buffers, [output], sends, receives)
 
-    def _all_to_all(self, kind: str, model: torch.Tensor, opts: Any, loan: Loan, value: Any,
-                    sends: Sequence[Array], receives: Sequence[Array]) -> Work:
+    def _all_to_all(self, kind: str, model: torch.Tensor, opts: Any, buffers: TensorBuffers,
+                    value: Any, sends: Sequence[Array], receives: Sequence[Array]) -> Work:
         own = sends[self.rank()], receives[self.rank()]
         if own[0].size != own[1].size:
             raise ConfigError(f"rank {self.rank()} sends {own[0].size} bytes to itself, but "
                               f"receives {own[1].size}")
-        return self._submit(kind, f"of {model.dtype}", opts, loan, value, lambda collectives: (
+        return self._submit(kind, f"of {model.dtype}", opts, buffers, value, lambda collectives: (
             collectives.all_to_all(sends, receives)))
 
     # Messages
@@ -387,7 +369,7 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
         self._check_peer(dest)
-        x = Loan(staged=True).raw(only(tensors), written=False)
+        x = TensorBuffers(staged=True).raw(only(tensors), written=False)
         return self._message(self._messages.isend(x, dest, tag), tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
@@ -397,9 +379,9 @@ class ProcessGroup(dist.ProcessGroup):
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0, source: int | None = None) -> Work:
         """Receive a tensor from whichever rank sends first, or from `source`."""
-        loan = Loan(staged=True)
-        x = loan.raw(only(tensors), written=True)
-        return self._message(self._messages.irecv(x, source, tag, loan.settled), tensors)
+        buffers = TensorBuffers(staged=True)
+        x = buffers.raw(only(tensors), written=True)
+        return self._message(self._messages.irecv(x, source, tag, buffers.settled), tensors)
 
     def _message(self, handle: Any, tensors: Tensors) -> Work:
         timeout_s = self._group.config.stall_timeout_s or None
@@ -412,7 +394,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Complete when every rank has called; a timeout in the options is for this call."""
         limit_s = 0.0 if opts is None else opts.timeout.total_seconds()
         return self._submit(
-            "barrier", "", opts, Loan(), [], lambda collectives: collectives.barrier(),
+            "barrier", "", opts, TensorBuffers(), [], lambda collectives: collectives.barrier(),
             limit_s if limit_s > 0 else None)
 
     def monitored_barrier(self, timeout: timedelta | None = None,

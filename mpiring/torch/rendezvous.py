@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import _rendezvous_handlers, register_rendezvous_handler
+from torch.distributed import register_rendezvous_handler
 
 from ..communicator import Communicator, init, refuse_other_than_communicators
 from ..errors import ConfigError, TransportError
 from ..launch.environment import set_variables
 from ..launch.interfaces import ipv4_addresses
+from .private import rendezvous_handlers
 
 _log = logging.getLogger("mpiring")
 
@@ -111,7 +112,7 @@ def export_environment(comm: Communicator) -> None:
 @functools.cache
 def _watch_others() -> None:
     """From now on, warn of a default process group of another back end by `env://`."""
-    _rendezvous_handlers["env"] = _watched(_rendezvous_handlers["env"])
+    rendezvous_handlers["env"] = _watched(rendezvous_handlers["env"])
 
 
 def _watched(handler: _Handler) -> _Handler:

@@ -1,15 +1,18 @@
 """An optimizer of which each rank runs a slice: of gradients, of state and of weights."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
-from ..arguments import refuse_other_state, truth, whole_number
+from ..arguments import number, refuse_other_state, truth, whole_number
+from ..communicator import Communicator
 from ..errors import ConfigError, GradientError, MpiringError
-from ..operations.consistency import same_on_all
+from ..operations.agreement import Call
+from ..operations.consistency import same_on_all, text_of
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
 from .averaging import Averaging
@@ -17,13 +20,13 @@ from .class_updates import ClassUpdates
 from .data_parallel import DataParallel
 from .elementwise import refuse_whole_tensors
 from .guarded import Guard, without_waiting
-from .node_weights import LoadHooks, NodeWeights
+
 from .param_groups import described, param_groups
-from .shards import Layout
-from .slice_norms import norm_of_slices
+from .private import run_state_hooks
+from .shards import ShardLayout
 from .tensor_updates import TensorUpdates
-from .weights import WeightBuckets
-from .withheld import SliceGradient
+from .weights import LoadHooks, NodeWeights, WeightBuckets
+from .placeholders import SliceGradient
 
 _WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 
@@ -95,7 +98,7 @@ class Sharded(torch.optim.Optimizer):
         averaging = model.give_gradients_to(self)
         self._load_hooks = LoadHooks(model.module) if self.shares_weights else None
         try:
-            layout = self._laid_out(averaging)
+            layout = self._lay_out(averaging)
             with same_on_all(self._comm, "Sharded, its optimizer"):
                 self._updates = updates(optimizer_class, defaults, groups, layout.parameters,
                                         apart=self._overlaps)
@@ -103,7 +106,7 @@ class Sharded(torch.optim.Optimizer):
         except BaseException:
             # Where ranks cannot agree any more, the first error says why.
             with suppress(MpiringError):
-                self._let_go()
+                self._detach()
             raise
         # What hooks, schedulers and GradScaler look at.
         inner = self._updates.optimizer
@@ -120,8 +123,8 @@ class Sharded(torch.optim.Optimizer):
 
         Collective: no.
         """
-        unused = [name for name, stand_in in self._averaging.stand_ins.items()
-                  if self._is_fresh and self._layout.parameters[name].grad is stand_in]
+        unused = [name for name, placeholder in self._averaging.placeholders.items()
+                  if self._is_fresh and self._layout.parameters[name].grad is placeholder]
         if unused and self._averaging.finite:
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
@@ -142,7 +145,7 @@ class Sharded(torch.optim.Optimizer):
         if self._buckets is not averaging.gradients.buckets:
             # Others than these have been copied from rank 0.
             written = self._weights.written() if averaging is self._averaging else []
-            self._updates.follow(self._laid_out(averaging))
+            self._updates.follow(self._lay_out(averaging))
             self._weights.written_before = written
             self.state = self._updates.optimizer.state
         self._give()
@@ -151,7 +154,7 @@ class Sharded(torch.optim.Optimizer):
     def _give(self) -> None:
         """Give the shards their gradients."""
         for shard in self._updates.shards:
-            if not shard.segments:
+            if not shard.ranges:
                 shard.gradient.fill_(0 if self._averaging.finite else math.nan)
             shard.parameter.grad = shard.gradient.as_subclass(SliceGradient)
 
@@ -252,8 +255,8 @@ class Sharded(torch.optim.Optimizer):
             raise GradientError(
                 f"rank {self._comm.rank}: {what} without new gradients: each step takes those of "
                 f"one model(...) and backward(), which step() and zero_grad() drop")
-        changed = [name for name, stand_in in self._averaging.stand_ins.items()
-                   if self._layout.parameters[name].grad is not stand_in]
+        changed = [name for name, placeholder in self._averaging.placeholders.items()
+                   if self._layout.parameters[name].grad is not placeholder]
         if changed:
             raise GradientError(
                 f"rank {self._comm.rank}: {what} after the gradients of {first_few(changed, 5)} "
@@ -335,14 +338,9 @@ class Sharded(torch.optim.Optimizer):
             if root is not None:
                 root = whole_number("root", root, 0, self._comm.size - 1)
             same["root"] = root
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        found = self._updates.state_dict(root)
-        if found is None:
-            return None
-        for after in self._optimizer_state_dict_post_hooks.values():
-            found = after(self, found) or found
-        return found
+        run_state_hooks(self, "state_dict_pre")
+        state = self._updates.state_dict(root)
+        return None if state is None else run_state_hooks(self, "state_dict_post", state)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same nest with copies of this rank's slices, as `mpiring` saves them.
@@ -368,17 +366,14 @@ class Sharded(torch.optim.Optimizer):
         with same_on_all(self._comm, "Sharded.load_state_dict",
                          remedy="load the same state on every rank") as same:
             refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
-            state_dict = dict(state_dict)
-            for before in self._optimizer_load_state_dict_pre_hooks.values():
-                state_dict = before(self, state_dict) or state_dict
+            state_dict = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
             same["state"] = state_dict
             plan = self._planned(state_dict)
         self._updates.use(plan)
         self.state = self._updates.optimizer.state
         if self._is_fresh:
             self._give()
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        run_state_hooks(self, "load_state_dict_post")
 
     def _planned(self, state_dict: Mapping[str, Any]) -> Any:
         try:
@@ -391,7 +386,7 @@ class Sharded(torch.optim.Optimizer):
                 f"({type(error).__name__}: {error}); pass what state_dict() has returned"
             ) from error
 
-    def _laid_out(self, averaging: Averaging) -> Layout:
+    def _lay_out(self, averaging: Averaging) -> ShardLayout:
         """Put the weights into buckets that are cut as those of the gradients are."""
         self._averaging, self._comm = averaging, averaging.comm
         named = dict(self._model.module.named_parameters())
@@ -407,7 +402,7 @@ class Sharded(torch.optim.Optimizer):
             self._guard = Guard(self._model.module, self._weights, {
                 parameters[name]: bucket.index
                 for bucket in self._weights.buckets for name in bucket.views})
-        self._layout = Layout(parameters, self._weights, averaging.gradients, self._comm)
+        self._layout = ShardLayout(parameters, self._weights, averaging.gradients, self._comm)
         return self._layout
 
     def close(self) -> None:
@@ -419,9 +414,9 @@ class Sharded(torch.optim.Optimizer):
         """
         self.synchronize()
         self.zero_grad()
-        self._let_go()
+        self._detach()
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         self._model.give_gradients_to(None)
         if self._guard is not None:
             self._guard.remove()
@@ -456,3 +451,71 @@ def _updates_of(optimizer_class: Any) -> Any:
         return TensorUpdates
     refuse_whole_tensors(optimizer_class)
     return ClassUpdates
+
+
+# Of squares: what is summed at once, in float64.
+_BLOCK = 1 << 18
+# Arguments that are numbers: in range, and in words.
+_NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"),
+                               "max_norm": (lambda x: x >= 0, "a number from 0")}
+
+
+def norm_of_slices(comm: Communicator, gradients: Sequence[torch.Tensor], what: str,
+                   norm_type: float, **more: Any) -> float:
+    """Return the norm of all ranks' slices as one vector.
+
+    Args:
+        comm: The ranks.
+        gradients: This rank's slices; at least one.
+        what: The method that was called.
+        norm_type, more: Its arguments.
+
+    Raises:
+        ConfigError: An argument is out of range, on all ranks.
+        BufferMismatchError: Arguments differ between ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    arguments = {"norm_type": norm_type, **more}
+    call = Call(what, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
+                remedy=f"pass the same to {what} on every rank")
+    total, failure = 0.0, None
+    try:
+        checked = {name: number(name, arguments[name], *_NUMBERS[name])
+                   for name in _NUMBERS if name in arguments}
+        norm_type = checked["norm_type"]
+        total = _norm_of(gradients, norm_type)
+    except ConfigError as error:
+        # Raised when all ranks are known to have passed the same.
+        failure, norm_type = error, 1.0
+    if norm_type == math.inf:
+        largest = np.array([total])
+        comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
+        return float(largest[0])
+    with np.errstate(over="ignore"):
+        total = _sum(comm, call, float(np.float64(total) ** norm_type))
+    if failure is not None:
+        raise failure
+    return total ** (1 / norm_type)
+
+
+def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> float:
+    parts = [torch.linalg.vector_norm(block.abs() if block.is_complex() else block, norm_type,
+                                      dtype=torch.float64)
+             for gradient in gradients for block in gradient.split(_BLOCK)]
+    return float(torch.linalg.vector_norm(torch.stack(parts), norm_type))
+
+
+def _sum(comm: Communicator, call: Call, x: float) -> float:
+    """Return the sum of all ranks' numbers, if they have made the same call.
+
+    An allreduce whose call is always the same is several times as fast as one with a call of its
+    own. So a digest of the call is sent with the number: k and its square, whose sums belong
+    together only if all are equal. They are exact below 8,192 ranks.
+    """
+    key = call.digest % 2**20
+    sums = comm.allreduce(np.array([x, key, key**2], np.float64))
+    if int(sums[2]) * comm.size != int(sums[1])**2:
+        # Raises: it says which rank has called what.
+        comm.run(call, lambda collectives: collectives.barrier())
+    return float(sums[0])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import Parameter
 
-from ..buckets.state import Segment, segments_in
+from ..sharding.state import TensorRange, ranges_in
 from ..communicator import Communicator
 from ..training.averager import Averager
 from .weights import WeightBuckets, flat
@@ -22,7 +22,7 @@ class Shard:
         gradient: Shape (n,); a view of the means of the gradients, once they have arrived.
         bucket: Index of the bucket.
         start: First element of this rank's slice of it.
-        segments: The tensors, by elements of the shard; between them is padding, which is 0. None
+        ranges: The tensors, by elements of the shard; between them is padding, which is 0. None
             in a shard that stands for no weights.
     """
 
@@ -30,11 +30,11 @@ class Shard:
     gradient: torch.Tensor
     bucket: int
     start: int
-    segments: Sequence[Segment]
+    ranges: Sequence[TensorRange]
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ShardLayout:
     """Where weights and gradients lie, until buckets are built anew.
 
     Attributes:
@@ -49,7 +49,7 @@ class Layout:
     comm: Communicator
 
 
-def cut(layout: Layout, group_of: Mapping[str, int], groups: int,
+def cut(layout: ShardLayout, group_of: Mapping[str, int], groups: int,
         kind_of: Callable[[str], Hashable]) -> list[list[Shard]]:
     """Return this rank's shards of all buckets, per group of parameters; in all at least one.
 
@@ -61,25 +61,25 @@ def cut(layout: Layout, group_of: Mapping[str, int], groups: int,
     """
     found: list[list[Shard]] = [[] for _ in range(groups)]
     for shard in _shards(layout, lambda name: (group_of[name], kind_of(name))):
-        found[group_of[shard.segments[0].name]].append(shard)
+        found[group_of[shard.ranges[0].name]].append(shard)
     if not any(found):
         found[0].append(_placeholder(next(iter(layout.parameters.values())).device))
     return found
 
 
-def _shards(layout: Layout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
+def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
     shards = []
     for index, bucket in enumerate(layout.weights.buckets):
         own = layout.weights.own(index)
         gradients = layout.gradients.buckets[index]
-        segments = segments_in(bucket.plan, own.start, own.stop)
-        for _, alike in itertools.groupby(segments, lambda segment: kind_of(segment.name)):
+        ranges = ranges_in(bucket.plan, own.start, own.stop)
+        for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
             run = list(alike)
             first = run[0].start
             here = slice(own.start + first, own.start + run[-1].stop)
             shards.append(Shard(
                 Parameter(flat(bucket, here)), flat(gradients, here), index, first,
-                [Segment(s.name, s.shape, s.start - first, s.stop - first, s.offset)
+                [TensorRange(s.name, s.shape, s.start - first, s.stop - first, s.offset)
                  for s in run]))
     return shards
 

@@ -15,8 +15,8 @@ from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..training.averager import Tally
 from ..transport.base import Schedule
-from .ops import Op, quotient
-from .vectors import Loan
+from .private import values_of
+from .vectors import TensorBuffers, Op, quotient
 
 
 def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[None]]:
@@ -34,8 +34,9 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
                           f"torch.sparse_coo")
     mine = tensor.detach() if op.factor is None else tensor.detach() * op.factor
     mine = mine.coalesce()
-    indices, values, loan = mine.indices().T.contiguous(), mine.values(), Loan(staged=True)
-    raw_indices, raw_values = (loan.raw(x, written=False) for x in (indices, values))
+    indices, values = mine.indices().T.contiguous(), mine.values()
+    buffers = TensorBuffers(staged=True)
+    raw_indices, raw_values = (buffers.raw(x, written=False) for x in (indices, values))
 
     def schedule(collectives: Collectives) -> Schedule[None]:
         all_indices = yield from collectives.allgather_bytes(raw_indices)
@@ -44,7 +45,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
             _joined(all_indices, indices).T, _joined(all_values, values), mine.shape,
             check_invariants=False).coalesce()
         # Not detached: a copy into a detached sparse tensor would not change the user's.
-        yield from loan.copied_back(
+        yield from buffers.copied_back(
             [(tensor, quotient(total, collectives.size) if op.divides else
               total / collectives.size if op.name == "mean" else total)])
 
@@ -121,13 +122,13 @@ class SparseGradients:
         for p, mine, handle in handles:
             handle.wait()
             self.finite = self.finite and _is_finite(mine)
-            if p.grad is not None or mine._nnz():
+            if p.grad is not None or len(values_of(mine)):
                 p.grad = mine
         self.missing = list(self._parameters)
 
 
 def _is_finite(gradient: torch.Tensor) -> bool:
-    return is_finite(array_of(gradient._values().contiguous().cpu()))
+    return is_finite(array_of(values_of(gradient).contiguous().cpu()))
 
 
 def _nothing_like(p: Parameter) -> torch.Tensor:

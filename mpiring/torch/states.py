@@ -9,7 +9,7 @@ from torch import nn
 from ..arguments import whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import BufferMismatchError, ConfigError
-from ..memory.nests import mapped
+from ..memory.pytrees import mapped
 from ..operations.consistency import same_on_all
 from .devices import described
 

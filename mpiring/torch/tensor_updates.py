@@ -13,13 +13,13 @@ from ..optim.optimizer import Optimizer
 from ..optim.settings import ADAPTS
 from ..training.averager import Averager
 from .param_groups import ParamGroup
-from .shards import Layout, Shard, cut
+from .shards import ShardLayout, Shard, cut
 
 
 class _Model:
     """The model, as mpiring.optim sees it."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: ShardLayout) -> None:
         self.comm: Communicator = layout.comm
         self.gradients: Averager = layout.gradients
         self.layout = layout
@@ -56,7 +56,7 @@ class TensorUpdates:
                     f"{optimizer_class.__name__} in a Sharded optimizer updates parameters in host "
                     f"memory, in C order; {name} is on {p.device}, with strides {p.stride()}")
 
-    def begin(self, layout: Layout) -> None:
+    def begin(self, layout: ShardLayout) -> None:
         """Make the optimizer; see ClassUpdates."""
         self._model = _Model(layout)
         self._method: Any = self._class(
@@ -77,7 +77,7 @@ class TensorUpdates:
         for shown, shards in zip(self.optimizer.param_groups, groups):
             shown["params"] = [shard.parameter for shard in shards]
 
-    def follow(self, layout: Layout) -> None:
+    def follow(self, layout: ShardLayout) -> None:
         """Go on where weights and gradients lie now.
 
         Raises:

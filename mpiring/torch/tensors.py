@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..memory.nests import leaves
+from ..memory.pytrees import leaves
 
 
 def tensor_of(array: NDArray[Any]) -> torch.Tensor:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ..engine.handle import Action, Handle
 from ..gpu.arrays import is_gpu_tensor
 from .devices import on_idle_stream
+from .private import call_after_backward
 from .tensors import tensors_in
 
 _NO_TIMEOUT = timedelta(0)
@@ -268,7 +269,7 @@ def _wait_after_backward(handle: OneHandle) -> bool:
     """
     try:
         # In the order of these calls, and so before DistributedDataParallel's own.
-        torch.autograd.Variable._execution_engine.queue_callback(handle.wait)
+        call_after_backward(handle.wait)
     except RuntimeError:
         return False
     return True

@@ -15,7 +15,7 @@ from ..communicator import Communicator
 from ..errors import ReplicaError
 from ..memory.arrays import Array
 from ..memory.digest import digest
-from ..memory.nests import leaves
+from ..memory.pytrees import leaves
 from ..operations.agreement import Call
 from ..text import first_few
 
@@ -173,7 +173,7 @@ def replicated_in(nest: Any, name: str, leaf: Callable[[str, Any], Replicated | 
     """Yield the arrays of a nest, and the numbers in its mappings and lists.
 
     Args:
-        nest: See memory.nests.
+        nest: See memory.pytrees.
         name: Of the nest.
         leaf: Returns what an array is; None for other leaves, and for arrays that were yielded
             before.

@@ -7,7 +7,7 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from ..buckets.bucket import Bucket
-from ..buckets.state import BucketStates, SliceState, Vectors
+from ..sharding.state import BucketStates, SliceState, Vectors
 from ..communicator import Communicator
 from ..engine.handle import Handle
 from ..gpu import vectors as copying
@@ -132,7 +132,7 @@ class ModelSlices:
 
         Collective: no.
         """
-        self.states.settle(True)
+        self.states.commit_step(True)
 
     def _rebuilt(self, collectives: Collectives) -> Schedule[None]:
         def gather(x: Array, bounds: Sequence[int]) -> Schedule[None]:
@@ -152,8 +152,7 @@ class ModelSlices:
         (state,) = states.slices.values()
         gradient = bucket.vector[self._averager.own(bucket)]
         return [
-            Piece(segment.name, segment.shape, segment.offset,
-                  self._weights(segment.name)[segment.offset:segment.offset + segment.size],
-                  gradient[segment.start:segment.stop], state,
-                  slice(segment.start, segment.stop))
-            for segment in state.segments]
+            Piece(part.name, part.shape, part.offset,
+                  self._weights(part.name)[slice(*part.ends)], gradient[part.elements], state,
+                  part.elements)
+            for part in state.ranges]

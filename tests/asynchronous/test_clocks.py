@@ -8,8 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from mpiring.asynchronous.owner import Owner, Until
-from mpiring.asynchronous.worker import Worker
+from mpiring.asynchronous.clocks import Condition, SliceOwner, SliceWorker
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.transport.base import together
 
@@ -43,12 +42,12 @@ class Pause:
 def train(p, steps, staleness, seed, *, reads=True):
     """Run workers of `steps[rank]` steps; return the owners, and per rank what each pull read."""
     network = SimulatedNetwork(p, seed=seed)
-    owners = [Owner(p, staleness, Counts(p), damped=True) for _ in range(p)]
+    owners = [SliceOwner(p, staleness, Counts(p), damped=True) for _ in range(p)]
     dice = random.Random(seed)
     slow = dice.randrange(p)
 
     def worker(net):
-        rank, self, seen = net.rank, Worker(), []
+        rank, self, seen = net.rank, SliceWorker(), []
         own = np.eye(p)[rank]
         gradients = [[own.copy(), np.ones(1, np.float32)] for _ in range(p)]
         weights = [[np.empty(p), np.empty(1, np.float32)] for _ in range(p)]
@@ -140,8 +139,8 @@ def test_workers_that_never_read(staleness):
 
 
 def test_who_is_behind():
-    owner = Owner(4, 2, Counts(4), damped=True)
+    owner = SliceOwner(4, 2, Counts(4), damped=True)
     owner.clocks[:] = [5, 3, 2, 0]
     owner.finished[3] = True
     assert owner.behind(5) == [2] and owner.behind(4) == [] and owner.behind(6) == [1, 2]
-    assert "clock 5 of rank 1" in repr(Until(lambda: False, "clock 5 of rank 1"))
+    assert "clock 5 of rank 1" in repr(Condition(lambda: False, "clock 5 of rank 1"))

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 
-from mpiring.asynchronous.pairs import Exchanges, partner
+from mpiring.asynchronous.pair_averaging import Exchanges, partner
 from mpiring.simulated.network import SimulatedNetwork
 
 

@@ -126,7 +126,7 @@ def test_what_a_rank_updates(comm, scatters):
         averager.scatter()
     weights = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
     slices = ModelSlices(averager, comm, lambda name: weights[name].reshape(-1),
-                    lambda plan: {"sum": "float32"})
+                         lambda plan: {"sum": "float32"})
     total = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(5):
         for name, mean in write(averager, comm, step).items():

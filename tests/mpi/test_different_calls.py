@@ -10,8 +10,8 @@ from differing import SKIPPED, Row, cases, check, rows_of
 
 from mpiring.asynchronous import PairAveraging, ParameterServer
 from mpiring.data import TokenBatches
-from mpiring.memory.nests import mapped
-from mpiring.memory.sliced import Sliced
+from mpiring.memory.pytrees import mapped
+from mpiring.sharding.sliced import Sliced
 from mpiring.numpy import Checkpoints, DataParallel, DiLoCo, LocalSGD, LossScaler
 from mpiring.optim import SGD
 from mpiring.reducers import PowerSGD, TopK

@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpiring
 from mpiring import BufferMismatchError, ClosedError, ConfigError, StallError
 from mpiring.asynchronous import ParameterServer
-from mpiring.memory.sliced import whole
+from mpiring.sharding.sliced import whole
 from mpiring.numpy import DataParallel
 from mpiring.optim import LAMB, LARS, SGD, AdamW
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpiring
 import mpiring.numpy
 import mpiring.optim
-from mpiring.memory.sliced import Sliced
+from mpiring.sharding.sliced import Sliced
 from mpiring.operations.agreement import Call
 from mpiring.reducers import Cast, ErrorFeedback, Int8
 

@@ -11,7 +11,7 @@ from launching import needed
 from threads import on_ranks
 
 from mpiring.errors import BufferMismatchError, ConfigError, ReplicaError
-from mpiring.memory.sliced import Sliced
+from mpiring.sharding.sliced import Sliced
 from mpiring.operations.consistency import same_on_all, text_of
 
 

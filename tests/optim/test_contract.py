@@ -250,7 +250,7 @@ def merged(states):
 
 
 def equal(one, other):
-    from mpiring.memory.sliced import whole
+    from mpiring.sharding.sliced import whole
     one, other = whole(one), whole(other)
     assert (one["steps"], one["optimizer"]) == (other["steps"], other["optimizer"])
     return all(np.array_equal(x, other["tensors"][name][vector])

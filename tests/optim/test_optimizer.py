@@ -10,7 +10,7 @@ import pytest
 from threads import TrainingComm, on_ranks
 
 from mpiring.errors import BufferMismatchError, ConfigError, GradientError
-from mpiring.memory.sliced import Sliced
+from mpiring.sharding.sliced import Sliced
 from mpiring.numpy import DataParallel
 from mpiring.optim import LAMB, LARS, SGD, Adam, AdamW
 

@@ -207,13 +207,13 @@ def merged(states):
 
 
 def flattened(nest):
-    from mpiring.memory.nests import leaves
+    from mpiring.memory.pytrees import leaves
     return list(leaves(nest))
 
 
 def outlined(everybodys, first):
-    from mpiring.memory.nests import mapped
-    from mpiring.memory.sliced import Sliced
+    from mpiring.memory.pytrees import mapped
+    from mpiring.sharding.sliced import Sliced
     rows = iter(zip(*([leaf for _, leaf in its] for its in everybodys)))
 
     def joined(leaf):

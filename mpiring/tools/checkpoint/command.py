@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from ...memory.nests import leaves
-from ...memory.sliced import Sliced
+from ...memory.pytrees import leaves
+from ...sharding.sliced import Sliced
 from ...resilience.consolidated import consolidate
 from ...text import count
 

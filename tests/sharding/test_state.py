@@ -5,7 +5,7 @@ import pytest
 from cluster import run
 
 from mpiring.buckets.bucket import Bucket, TensorSpec, plan
-from mpiring.buckets.state import BucketStates
+from mpiring.sharding.state import BucketStates
 from mpiring.errors import ConfigError
 
 TENSORS = [TensorSpec(name, shape, np.dtype("float32"))
@@ -53,10 +53,10 @@ class Optimizer:
             g = bucket.flat[state.bounds[j]:state.bounds[j + 1]]
             np.add(np.float32(0.5) * mine.vector("m"), g, out=mine.next("m"))
             np.add(0.5 * mine.vector("v", "float64"), g**2, out=mine.next("v"))
-            for name in {segment.name for segment in mine.segments}:
+            for name in {part.name for part in mine.ranges}:
                 calls = mine.array("calls", name, lambda: np.zeros(1))
                 mine.next("calls", name)[:] = calls + 1
-        self.states.settle(counts)
+        self.states.commit_step(counts)
 
 
 def on_ranks(optimizers, method, *arguments):

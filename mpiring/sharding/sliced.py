@@ -1,18 +1,22 @@
-"""A tensor of which ranges are here, such as one rank's slice of an optimiser's state."""
+"""Tensors of which ranges are here, such as one rank's slice of an optimizer's state."""
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from .arrays import Array
-from .nests import mapped
+from ..memory.arrays import Array
+from ..memory.pytrees import mapped
+from ..transport.base import Schedule
 
+# Start and stop.
 Range = tuple[int, int]
+# By tensor, and by the name of a vector that has an element for each of the tensor's.
+Leaves = dict[str, dict[str, Any]]
 
 
 class Sliced:
@@ -155,3 +159,65 @@ def whole(nest: Any) -> Any:
     Collective: no.
     """
     return mapped(nest, lambda leaf: leaf.whole() if isinstance(leaf, Sliced) else leaf)
+
+
+def slices_of(shapes: Mapping[str, Iterable[int]],
+              dtypes: Mapping[str, Mapping[str, "np.dtype[Any]"]],
+              pieces: Iterable[tuple[str, str, int, Array]]) -> Leaves:
+    """Return vectors by tensor and name, of which this rank has some ranges.
+
+    Args:
+        shapes: Shape of each tensor.
+        dtypes: By tensor, the dtypes of its vectors by name; all, also those of other ranks.
+        pieces: Tensor, name of the vector, first element, and elements of what is here.
+    """
+    ranges: dict[str, dict[str, dict[Range, Array]]] = {
+        name: {vector: {} for vector in its} for name, its in dtypes.items()}
+    for name, vector, start, x in pieces:
+        ranges[name][vector][start, start + x.size] = x
+    return {name: {vector: Sliced(shapes[name], x, dtypes[name][vector])
+                   for vector, x in its.items()} for name, its in ranges.items()}
+
+
+class Gathering(Protocol):
+    """The collectives that `gather` needs."""
+
+    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+        """Return the schedule that returns the bytes of all ranks."""
+
+    def allgather(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
+        """Return the schedule that copies every rank's slice of a vector to all."""
+
+
+def gather(collectives: Gathering, slices: Sequence[Sliced], *,
+           keep: bool = True) -> Schedule[list[Array]]:
+    """Return the schedule that returns complete tensors, made of the ranges of all ranks.
+
+    Args:
+        collectives: Of the ranks.
+        slices: The same tensors on all ranks, of which each has at most one range, in the order
+            of ranks.
+        keep: If false, this rank only sends its ranges, and the result is empty.
+
+    Raises:
+        ConfigError: Elements of a tensor are on no rank, or in another order.
+    """
+    ranges = np.array([next(iter(x.pieces), (0, 0)) for x in slices], np.int64).reshape(-1, 2)
+    rows = yield from collectives.allgather_bytes(ranges.reshape(-1).view(np.uint8))
+    tensors = []
+    # Of all ranks, by tensor: starts and stops.
+    for leaf, ends in zip(slices, np.stack([row.view(np.int64).reshape(-1, 2) for row in rows], 1)):
+        bounds = [0]
+        for start, stop in ends.tolist():
+            bounds.append(stop if start == bounds[-1] < stop else bounds[-1])
+        if bounds[-1] != leaf.size:
+            raise ConfigError(f"ranks have the ranges {ends.tolist()} of a tensor of shape "
+                              f"{leaf.shape}; expected all elements, in the order of ranks")
+        x = np.empty(leaf.size, leaf.dtype)
+        for (start, stop), piece in leaf.pieces.items():
+            x[start:stop] = piece
+        if x.size:
+            yield from collectives.allgather(x, bounds=bounds)
+        if keep:
+            tensors.append(x.reshape(leaf.shape))
+    return tensors

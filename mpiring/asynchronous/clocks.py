@@ -1,4 +1,4 @@
-"""Serves one slice of a model to all ranks: applies their pushes, answers their pulls."""
+"""The two sides of a parameter server: a slice's owner, and the workers whose clocks it keeps."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -6,12 +6,14 @@ from typing import Protocol
 import numpy as np
 
 from ..memory.arrays import Array
-from ..transport.base import Channel, Schedule, together
+from ..transport.base import Channel, Request, Schedule, together
 
 # What a worker's note announces, beside its clock; a void push brings no gradient.
 PUSH, VOID, PULL, FINISH = range(4)
 # Lanes of the channel: notes and gradients to owners, weights from them.
 NOTES, GRADIENTS, WEIGHTS = range(3)
+# The vectors of a model, by owner.
+ModelSlices = Sequence[Sequence[Array]]
 
 
 class Store(Protocol):
@@ -30,7 +32,7 @@ class Store(Protocol):
         """
 
 
-class Until:
+class Condition:
     """A request that is complete when something has happened on this rank.
 
     Args:
@@ -45,7 +47,7 @@ class Until:
         return self._text
 
 
-class Owner:
+class SliceOwner:
     """The owner of a slice, whose clocks keep workers within a bound of each other.
 
     A worker's clock is the number of its pushes. Its pull at clock c is answered once every worker
@@ -108,7 +110,7 @@ class Owner:
             yield (net.lane(NOTES).irecv(note, worker),)
             kind, clock = map(int, note)
             if kind == PULL:
-                yield (Until(lambda: not self.behind(clock), f"clock {clock} of rank {worker}"),)
+                yield [Condition(lambda: not self.behind(clock), f"clock {clock} of rank {worker}")]
                 for x, weights in zip(outbox, self.store.weights):
                     x[...] = weights
                 self._pulled[worker] = self.updates
@@ -123,7 +125,8 @@ class Owner:
                     yield [net.lane(GRADIENTS).irecv(x, worker) for x in inbox]
                 self._push(worker, inbox if kind == PUSH else ())
                 # Its gradient stays in the inbox until then.
-                yield (Until(lambda: self.clocks[worker] == clock, f"push {clock} of {worker}"),)
+                yield [Condition(lambda: self.clocks[worker] == clock,
+                                 f"push {clock} of {worker}")]
 
     def _push(self, worker: int, gradient: Sequence[Array]) -> None:
         if self._staleness == 0:
@@ -149,3 +152,65 @@ class Owner:
         if gradients:
             self.store.update(gradients, rate)
             self.updates += 1
+
+
+class SliceWorker:
+    """The side of a worker in what SliceOwner describes.
+
+    Its schedules must be begun in the order of its calls.
+
+    Attributes:
+        unanswered: The owners that have not answered the last pull.
+        bytes_sent: To other ranks.
+    """
+
+    def __init__(self) -> None:
+        self.unanswered: set[int] = set()
+        self.bytes_sent = 0
+
+    def push(self, net: Channel, clock: int, gradients: ModelSlices | None) -> Schedule[None]:
+        """Send a gradient.
+
+        Args:
+            clock: The number of this push, from 1.
+            gradients: Not to be changed until complete; None for a push that is void.
+        """
+        note = np.array([VOID if gradients is None else PUSH, clock])
+        requests: list[Request] = []
+        for owner in _in_turn(net):
+            requests.append(self._send(net, NOTES, note, owner))
+            requests += [self._send(net, GRADIENTS, x, owner)
+                         for x in (gradients[owner] if gradients is not None else ())]
+        yield requests
+
+    def pull(self, net: Channel, clock: int, weights: ModelSlices) -> Schedule[None]:
+        """Fetch weights, once they contain what a worker at this clock has to see.
+
+        Args:
+            clock: The number of pushes so far.
+            weights: Overwritten.
+        """
+        self.unanswered = set(range(net.size))
+        yield from together([self._ask(net, clock, weights[owner], owner)
+                             for owner in _in_turn(net)], net.size)
+
+    def _ask(self, net: Channel, clock: int, weights: Sequence[Array],
+             owner: int) -> Schedule[None]:
+        note = np.array([PULL, clock])
+        yield [self._send(net, NOTES, note, owner),
+               *(net.lane(WEIGHTS).irecv(x, owner) for x in weights)]
+        self.unanswered.discard(owner)
+
+    def finish(self, net: Channel, clock: int) -> Schedule[None]:
+        """Tell all owners that no push or pull will follow."""
+        note = np.array([FINISH, clock])
+        yield [self._send(net, NOTES, note, owner) for owner in _in_turn(net)]
+
+    def _send(self, net: Channel, lane: int, x: Array, owner: int) -> Request:
+        self.bytes_sent += x.nbytes * (owner != net.rank)
+        return net.lane(lane).isend(x, owner)
+
+
+def _in_turn(net: Channel) -> list[int]:
+    """Return all ranks, this one first: not all begin with the same owner."""
+    return [(net.rank + i) % net.size for i in range(net.size)]

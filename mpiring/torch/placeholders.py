@@ -5,9 +5,10 @@ from typing import Any
 import torch
 
 from ..errors import GradientError
+from .private import without_subclasses
 
 
-class Withheld(torch.Tensor):
+class ScatteredGradient(torch.Tensor):
     """Gradient of a parameter whose mean lies in slices, one per rank; see `Sharded`.
 
     Shape, dtype and device can be read. Anything else raises GradientError, where a plain tensor
@@ -22,7 +23,7 @@ class Withheld(torch.Tensor):
         raise _refusal(func)
 
     def __repr__(self, **_: Any) -> str:
-        return f"Withheld({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
+        return f"ScatteredGradient({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
 
 
 # Attributes of PyTorch's tensors are functions of this name.
@@ -42,7 +43,7 @@ class SliceGradient(torch.Tensor):
         """Raise GradientError for norms; results are plain tensors."""
         if getattr(func, "__name__", "") in _NORMS:
             raise _refusal(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return func(*args, **(kwargs or {}))
 
 
@@ -57,7 +58,7 @@ def _refusal(func: Any) -> GradientError:
         f"GradScaler.unscale_(optimizer)")
 
 
-def withheld(p: torch.Tensor) -> torch.Tensor:
+def placeholder(p: torch.Tensor) -> torch.Tensor:
     """Return what stands in for the gradient of `p`: no memory, whatever its shape."""
     nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
-    return nan.expand(p.shape).as_subclass(Withheld)
+    return nan.expand(p.shape).as_subclass(ScatteredGradient)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mpiring.errors import ConfigError
-from mpiring.memory.sliced import Sliced, whole
+from mpiring.sharding.sliced import Sliced, whole
 
 
 def sliced(x, *ranges):

@@ -1,11 +1,11 @@
-"""Tests that nests are walked in order and copied with their types."""
+"""Tests that pytrees are walked in order and copied with their types."""
 
 import collections
 from dataclasses import dataclass
 
 import numpy as np
 
-from mpiring.memory.nests import leaves, mapped
+from mpiring.memory.pytrees import leaves, mapped
 
 Pair = collections.namedtuple("Pair", "first second")
 

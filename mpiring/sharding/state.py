@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from ..buckets.bucket import Bucket, BucketPlan
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.device import Device
 from ..memory.arrays import Array
 from ..transport.base import Schedule
-from .bucket import Bucket, BucketPlan
+from .sliced import Range
 
 Wide = NDArray[np.float32]
 # Returns the dtype of each vector that follows its tensors, by name; the same on all ranks.
@@ -27,7 +28,7 @@ Gather = Callable[[Array, Sequence[int]], Schedule[None]]
 
 
 @dataclass(frozen=True)
-class Segment:
+class TensorRange:
     """A tensor, or a range of it, in a slice of a bucket.
 
     Attributes:
@@ -47,6 +48,16 @@ class Segment:
         """Number of elements."""
         return self.stop - self.start
 
+    @property
+    def elements(self) -> slice:
+        """Elements of the slice."""
+        return slice(self.start, self.stop)
+
+    @property
+    def ends(self) -> Range:
+        """Elements of the flattened tensor: start and stop."""
+        return self.offset, self.offset + self.size
+
 
 @dataclass
 class TensorState:
@@ -60,7 +71,7 @@ class TensorState:
     """
 
     steps: int
-    pieces: dict[tuple[int, int], dict[str, Array]] = field(default_factory=dict)
+    pieces: dict[Range, dict[str, Array]] = field(default_factory=dict)
     arrays: dict[str, Array] = field(default_factory=dict)
 
 
@@ -76,14 +87,14 @@ class SliceState:
         device: The GPU on which vectors lie; None for host memory.
 
     Attributes:
-        segments: The tensors in it, without padding.
+        ranges: The tensors in it, without padding.
         size: Number of elements, padding included.
     """
 
     def __init__(self, plan: BucketPlan, first: int, last: int, device: Device | None) -> None:
-        self.segments = list(segments_in(plan, first, last))
+        self.ranges = list(ranges_in(plan, first, last))
         self.size = last - first
-        self._padded = list(segments_in(plan, first, last, padded=True))
+        self._padded = list(ranges_in(plan, first, last, padded=True))
         self._device = device
         # By name and tensor; a vector's is "".
         self._now: dict[tuple[str, str], Any] = {}
@@ -138,10 +149,9 @@ class SliceState:
     def save(self, tensors: Mapping[str, TensorState]) -> None:
         """Add copies of everything to the state of its tensors."""
         hosts = {name: vectors.on_host(x) for name, x in self.vectors().items()}
-        for segment in self._padded:
-            end = segment.offset + segment.size
-            tensors[segment.name].pieces[segment.offset, end] = {
-                name: x[segment.start:segment.stop].copy() for name, x in hosts.items()}
+        for part in self._padded:
+            tensors[part.name].pieces[part.ends] = {
+                name: x[part.elements].copy() for name, x in hosts.items()}
         for (name, tensor), x in self._now.items():
             if tensor:
                 tensors[tensor].arrays[name] = x.copy()
@@ -154,39 +164,39 @@ class SliceState:
         """
         found: dict[str, Array] = {}
         is_there = np.zeros(self.size, bool)
-        for segment in self._padded:
-            origin, end = segment.start - segment.offset, segment.offset + segment.size
-            pieces = tensors[segment.name].pieces if segment.name in tensors else {}
+        for part in self._padded:
+            origin = part.start - part.offset
+            pieces = tensors[part.name].pieces if part.name in tensors else {}
             for (start, stop), piece in pieces.items():
-                first, last = max(start, segment.offset), min(stop, end)
+                first, last = max(start, part.offset), min(stop, part.ends[1])
                 if first < last:
                     here = slice(origin + first, origin + last)
                     is_there[here] = True
                     for name, x in piece.items():
                         vector = found.setdefault(name, np.zeros(self.size, x.dtype))
                         vector[here] = x[first - start:last - start]
-        for segment in self.segments:
-            if segment.name in tensors and not is_there[segment.start:segment.stop].all():
+        for part in self.ranges:
+            if part.name in tensors and not is_there[part.elements].all():
                 raise ConfigError(
-                    f"the state that was loaded lacks some of the elements {segment.offset} to "
-                    f"{segment.offset + segment.size - 1} of {segment.name}; resume with the same "
+                    f"the state that was loaded lacks some of the elements {part.offset} to "
+                    f"{part.offset + part.size - 1} of {part.name}; resume with the same "
                     f"model, bucket_bytes and ranks per node")
         self._now = {(name, ""): vectors.moved(x, self._device) for name, x in found.items()}
-        for segment in self.segments:
-            if segment.name in tensors:
-                for name, x in tensors[segment.name].arrays.items():
-                    self._now[name, segment.name] = x.copy()
+        for part in self.ranges:
+            if part.name in tensors:
+                for name, x in tensors[part.name].arrays.items():
+                    self._now[name, part.name] = x.copy()
 
 
-def segments_in(plan: BucketPlan, first: int, last: int, *,
-                padded: bool = False) -> Iterator[Segment]:
+def ranges_in(plan: BucketPlan, first: int, last: int, *,
+              padded: bool = False) -> Iterator[TensorRange]:
     """Yield the tensors in elements `first` to `last` of a bucket; `padded`: with what follows."""
     here = 0
     for tensor in plan.tensors:
         size = tensor.padded_size if padded else tensor.size
         start, stop = max(here, first), min(here + size, last)
         if start < stop:
-            yield Segment(tensor.name, tensor.shape, start - first, stop - first, start - here)
+            yield TensorRange(tensor.name, tensor.shape, start - first, stop - first, start - here)
         here += tensor.padded_size
 
 
@@ -210,14 +220,14 @@ class BucketState:
         self.slices = {j: SliceState(bucket.plan, bounds[j], bounds[j + 1], bucket.device)
                        for j in own}
 
-    def settle(self, counts: bool) -> None:
-        """End a step; one that does not count changes nothing."""
+    def commit_step(self, applied: bool) -> None:
+        """End a step; one that was not applied changes nothing."""
         for state in self.slices.values():
-            if counts:
+            if applied:
                 state.commit()
             else:
                 state.drop()
-        self.steps += counts
+        self.steps += applied
 
     def gathered(self, known: Vectors, gather: Gather) -> Schedule[dict[str, TensorState]]:
         """Return the schedule that returns the state of all its tensors, whole, without arrays.
@@ -234,9 +244,8 @@ class BucketState:
             for j, vector in own.items():
                 x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
             yield from gather(x, self.bounds)
-            for segment in segments_in(self.plan, 0, self.plan.size):
-                tensors[segment.name].pieces[0, segment.size][name] = (
-                    x[segment.start:segment.stop].copy())
+            for part in ranges_in(self.plan, 0, self.plan.size):
+                tensors[part.name].pieces[0, part.size][name] = x[part.elements].copy()
         return tensors
 
 
@@ -287,10 +296,10 @@ class BucketStates:
             for name in bucket.views:
                 self._aside.pop(name, None)
 
-    def settle(self, counts: bool) -> None:
-        """End a step; one that does not count changes nothing."""
+    def commit_step(self, applied: bool) -> None:
+        """End a step; one that was not applied changes nothing."""
         for bucket in self._buckets.values():
-            bucket.settle(counts)
+            bucket.commit_step(applied)
 
     def multiply(self, factor: float) -> None:
         """Multiply all vectors."""

@@ -1,0 +1,68 @@
+"""Training whose messages travel in the background: its communicator, its costs, its end."""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TypeVar
+
+from ..communicator import Communicator
+from ..operations.agreement import Call
+from ..record.statistics import Statistics
+
+_T = TypeVar("_T", bound="BackgroundTraining")
+
+
+class BackgroundTraining(ABC):
+    """Training in which ranks exchange single messages while they compute.
+
+    Args:
+        comm: The ranks.
+
+    Attributes:
+        closed: Whether `close` was called.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.closed = False
+        self._calls, self._waited_s, self._in_flight_s = 0, 0.0, 0.0
+        # Closed when the program ends: a rank that has not called what others wait in is noticed.
+        self._comm: Communicator = comm.split(0)  # type: ignore[assignment]
+        self._messages = self._comm.messages()
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the training of all ranks. Collective."""
+
+    def _costs(self, bytes_sent: int) -> Statistics:
+        return Statistics(self._calls, bytes_sent, self._in_flight_s, self._waited_s)
+
+    def __enter__(self: _T) -> _T:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        # After an exception the other ranks do not close: let it end the job.
+        if error is None:
+            self.close()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._waited_s += time.monotonic() - began_s
+
+    def _meet(self, call: Call) -> None:
+        """Return when all ranks have called; others may train for hours, and who stalls is named.
+
+        Raises:
+            BufferMismatchError: A rank has left without the call.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._comm.run(call, lambda collectives: collectives.barrier(), patient=True)

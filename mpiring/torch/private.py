@@ -1,0 +1,128 @@
+"""PyTorch's insides: all that mpiring uses of it that has no public name.
+
+Verified with PyTorch 2.13, and written for 2.10 on. If one of them is gone, an error names it when
+`mpiring.torch` is imported, or the test of its user fails.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping, Set
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+from torch.distributed.rendezvous import _rendezvous_handlers
+
+_AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+
+# The handlers of `init_method`, by the scheme of its URL.
+rendezvous_handlers: MutableMapping[str, Callable[..., Iterator[Any]]] = _rendezvous_handlers
+
+
+# Backward passes
+
+def current_pass() -> int:
+    """Return the number of the backward pass that this thread runs; below 0 for none."""
+    return torch._C._current_graph_task_id()
+
+
+def call_after_backward(callback: Callable[[], Any]) -> None:
+    """Call a function at the end of the backward pass that this thread runs.
+
+    Functions are called in the order of these calls.
+
+    Raises:
+        RuntimeError: No pass runs.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def leaves_behind(node: Any, parameters: Set[torch.Tensor]) -> list[Any]:
+    """Return the leaves from which `adds_to_gradients` can decide, for a pass through `node`.
+
+    That is the nearest leaf of a parameter, which is found soon; without one, all leaves.
+
+    Args:
+        node: Of the autograd graph.
+        parameters: Leaves to prefer, since a pass may be for the gradients of other leaves only.
+    """
+    leaves, seen, nodes = [], {node}, deque([node])
+    while nodes:
+        node = nodes.popleft()
+        if isinstance(node, _AccumulateGrad):
+            if node.variable in parameters:
+                return [node]
+            leaves.append(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return leaves
+
+
+def adds_to_gradients(leaves: list[Any]) -> bool:
+    """Return whether the running pass adds to the gradients of all these leaves.
+
+    `backward()` adds to those of all leaves that it reaches, torch.autograd.grad to none, and
+    backward(inputs=[...]) to those that it names.
+
+    Args:
+        leaves: As `leaves_behind` has returned them for a node that the pass has reached.
+    """
+    try:
+        return bool(leaves) and all(map(torch._C._will_engine_execute_node, leaves))
+    except RuntimeError:
+        # Raised for a leaf whose derivative torch.autograd.grad is to return.
+        return False
+
+
+# Tensors
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place."""
+    return tensor._version
+
+
+def values_of(sparse: torch.Tensor) -> torch.Tensor:
+    """Return the values of a COO tensor, also of one that is not coalesced."""
+    return sparse._values()
+
+
+def without_subclasses() -> AbstractContextManager[None]:
+    """Return a block in which subclasses of tensors are plain tensors."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+# Modules and optimizers
+
+def parameters_of(module: torch.nn.Module) -> Any:
+    """Return the mapping in which a module keeps its own parameters by name.
+
+    PyTorch reads it for `module.weight`, `parameters()`, `state_dict()`, `to(...)` and
+    `load_state_dict(...)`. In TorchScript it is no dict.
+    """
+    return module._parameters
+
+
+def set_parameters(module: torch.nn.Module, parameters: dict[str, Any]) -> None:
+    """Replace the mapping in which a module keeps its own parameters."""
+    module._parameters = parameters
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Return whether a module runs as compiled code, which reads parameters in its own way."""
+    return (isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod")
+            or module._compiled_call_impl is not None)
+
+
+def run_state_hooks(optimizer: torch.optim.Optimizer, event: str, *state: Any) -> Any:
+    """Call the user's hooks of an optimizer's state; return the state as they have changed it.
+
+    Args:
+        event: "state_dict_pre", "state_dict_post", "load_state_dict_pre" or "load_state_dict_post".
+        state: The state that they take, if any.
+    """
+    for hook in getattr(optimizer, f"_optimizer_{event}_hooks").values():
+        changed = hook(optimizer, *state)
+        state = (changed,) if state and changed else state
+    return state[0] if state else None
