@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .errors import MpiringError
 from .tools import output
 
 _DESCRIPTION = """\
@@ -30,20 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: The words after `python -m mpiring`; by default the process's own.
     """
-    return output.guarded(lambda: _status(arguments))
-
-
-def _status(arguments: Sequence[str] | None) -> int:
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    options = parse(words)
-    try:
-        return output.alone(options.action, options)
-    except MpiringError as error:
-        # In one write: ranks that print it at once would mix up their lines.
-        sys.stderr.write(f"mpiring: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return output.run(lambda: parse(sys.argv[1:] if arguments is None else arguments))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
@@ -62,8 +48,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         # The others are not imported: doctor has to run on machines where they cannot be.
         if name in words:
             importlib.import_module(f".tools.{name}.command", __package__).declare(command)
-    # A benchmark may have to start itself again, under mpiexec.
-    return parser.parse_args(words, argparse.Namespace(words=words))
+    # Without a launcher, a benchmark starts itself again under mpiexec.
+    return parser.parse_args(words, argparse.Namespace(words=["-m", "mpiring", *words]))
 
 
 if __name__ == "__main__":

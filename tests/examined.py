@@ -1,7 +1,8 @@
 """Facts of jobs that are well, and what the doctor finds in them."""
 
 from mpiring.tools.doctor.command import judged
-from mpiring.tools.doctor.facts import Device, Job, Library, Memory, Processors, Rank
+from mpiring.tools.doctor.facts import (
+    JobFacts, Library, Memory, NetworkDevice, Processors, Rank)
 
 MPICH = Library(path="/m/lib/libmpi.so.12", standard="5.0",
                 text="MPICH Version: 5.0.2 MPICH Release date: 2026")
@@ -19,8 +20,8 @@ PRTE = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0",
         "SLURM_STEP_NUM_TASKS": "2"}
 PLENTY = Memory(shm_bytes=1 << 33, shm_free_bytes=1 << 33)
-INFINIBAND = Device(name="mlx5_0", kind="InfiniBand", gbit=200)
-ETHERNET = Device(name="eth0", kind="Ethernet", gbit=25)
+INFINIBAND = NetworkDevice(name="mlx5_0", kind="InfiniBand", gbit=200)
+ETHERNET = NetworkDevice(name="eth0", kind="Ethernet", gbit=25)
 
 
 def ranks(count, per_node=None, *, library=MPICH, variables=HYDRA, **facts):
@@ -36,7 +37,7 @@ def ranks(count, per_node=None, *, library=MPICH, variables=HYDRA, **facts):
 
 
 def job(some, **facts):
-    return Job(**{"ranks": some, "size": len(some), "wanted": len(some), **facts})
+    return JobFacts(**{"ranks": some, "size": len(some), "wanted": len(some), **facts})
 
 
 def found(what):

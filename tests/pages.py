@@ -14,6 +14,7 @@ how the block is run, in parts separated by ", ":
 Further lines are code that goes before the block, and, after a line `---`, behind it.
 """
 
+import importlib
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 import pytest
 from launching import ROOT, WITHOUT_STAND_INS, installed, launch, shell
 
+import benchmarks
 from mpiring.__main__ import parse
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -28,7 +30,7 @@ _BLOCK = re.compile(r"(?:^<!-- *((?:(?!-->).)*?)\s*-->\n)?^```(python|sh|diff)\n
                     re.MULTILINE | re.DOTALL)
 _OPTIONS = {"python": {"ranks", "more", "not run"}, "sh": {"run", "parse", "not run"}}
 _OPTIONS["diff"] = _OPTIONS["python"]
-_FOLDERS = ("examples", "slurm", "tests", "docs", "packaging", "mpiring")
+_FOLDERS = ("benchmarks", "examples", "slurm", "tests", "docs", "packaging", "mpiring")
 
 
 @dataclass
@@ -126,10 +128,14 @@ def _check_command(words):
         for extras in re.findall(r"^\.\[(.*)\]$|^mpiring\[(.*)\]$", word):
             for extra in "".join(extras).split(","):
                 assert re.search(rf"^{extra} =$", (ROOT / "setup.cfg").read_text(), re.M), extra
-    while "mpiring" in words and words[words.index("mpiring") - 1] == "-m":
+    while "-m" in words:
+        _, module, *words = words[words.index("-m"):]
+        folder, _, name = module.partition(".")
         # parse_args ends the test where a word is no option.
-        options = parse(words[words.index("mpiring") + 1:])
-        words = getattr(options, "command", None) or []
+        if module == "mpiring":
+            words = getattr(parse(words), "command", None) or []
+        elif folder == "benchmarks":
+            benchmarks.parse(name, importlib.import_module(module).declare, words)
 
 
 def _parsed(line, place):

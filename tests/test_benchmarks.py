@@ -49,6 +49,8 @@ def test_a_command_is_that_which_was_typed():
              "variables": {"MPIRING_ALGORITHM": "ring", "OMP_NUM_THREADS": "1"}}
     assert draw.command_of(about) == (
         "MPIRING_ALGORITHM=ring mpirun -n 4 python -m mpiring bench allreduce --sizes 8")
+    study = {"command": "python -m mpiring bench local --seeds 1 --json x.json", "ranks": 4}
+    assert draw.command_of(study) == "mpirun -n 4 python -m benchmarks.local --seeds 1"
     about["lab"] = "--hosts 2 --ranks-per-host 2 --rate 1gbit --placement block"
     assert draw.command_of(about).partition("ring ")[2] == (
         "python -m mpiring lab run --hosts 2 --ranks-per-host 2 -- "

@@ -15,6 +15,8 @@ from launching import HANG_S, ROOT
 
 PACKAGE = ROOT / "mpiring"
 FILES = sorted(PACKAGE.rglob("*.py"))
+# Studies are not in the wheel, but most rules are theirs, too.
+ALL_FILES = FILES + sorted((ROOT / "benchmarks").glob("*.py"))
 
 # Rooms are the package's folders, and the files beside them. Imports go to the same or a lower
 # layer, and files make no circle.
@@ -41,7 +43,7 @@ LAYERS = [
 ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 # All others open files by `mpiring.files`, as another user may have prepared the folder: the tools
 # open what their user names, the rest what the kernel makes.
-FILE_OPENERS = {"files.py", "memory/window.py", "torch/threads.py", "tools/bench/jobs.py",
+FILE_OPENERS = {"files.py", "memory/window.py", "torch/threads.py", "tools/bench/benchmark.py",
                 "tools/bench/memory.py", "tools/files.py", "tools/lab/lab.py", "tools/output.py"}
 OPENING = (r"(?<!def )(?<![.\w])open\((?!.*opener=)|\bos\.(open|replace)\("
            r"|\.write_(text|bytes)\(|\bmkstemp\(")
@@ -52,7 +54,7 @@ MPI_USERS = {"transport/mpi.py", "transport/survivors.py", "launch/start.py", "e
 
 
 def name_of(path):
-    return str(path.relative_to(PACKAGE))
+    return str(path.relative_to(PACKAGE if path.is_relative_to(PACKAGE) else ROOT))
 
 
 def room_of(path):
@@ -119,6 +121,11 @@ def test_no_tool_imports_another():
                 if tool_of(file) not in (None, tool_of(path))]
 
 
+def test_the_package_needs_no_study():
+    assert not [name_of(path) for path in FILES
+                if re.search(r"^\s*(from|import) benchmarks\b", path.read_text(), re.MULTILINE)]
+
+
 def test_imports_make_no_circle():
     graph = {path: imports_of(path) - {PACKAGE / "__init__.py"} for path in FILES}
     while graph:
@@ -144,13 +151,13 @@ def code_lines(path):
 
 def test_long_files_say_why_they_are_one():
     """A class is not cut to fit. A file of many lines has a reason, which stands by its name."""
-    long = {name_of(path) for path in FILES if len(code_lines(path)) > 400}
+    long = {name_of(path) for path in ALL_FILES if len(code_lines(path)) > 400}
     assert long == LONG_FILES.keys()
 
 
 def test_functions_are_short():
     long = []
-    for path in FILES:
+    for path in ALL_FILES:
         docstrings = docstring_lines(tree_of(path))
         lengths = {f"{name_of(path)}: {node.name}":
                    len(set(range(node.lineno, node.end_lineno + 1)) - docstrings)
@@ -161,7 +168,7 @@ def test_functions_are_short():
 
 def test_everything_public_is_told():
     silent = []
-    for path in FILES:
+    for path in ALL_FILES:
         tree = tree_of(path)
         first = (ast.get_docstring(tree) or "").partition("\n")[0]
         # The first line says what the file does.
@@ -186,7 +193,7 @@ FORBIDDEN = {  # what no file may have, but those that are for it
 @pytest.mark.parametrize("reason", FORBIDDEN)
 def test_forbidden_things(reason):
     pattern, allowed = FORBIDDEN[reason]
-    assert not [name_of(path) for path in FILES if name_of(path) not in allowed
+    assert not [name_of(path) for path in ALL_FILES if name_of(path) not in allowed
                 and re.search(pattern, path.read_text(), re.MULTILINE)]
 
 

@@ -69,7 +69,7 @@ def settings():
 
 
 def commands():
-    """Yield each command's options, as argparse knows them."""
+    """Yield the options of each command and of each study, as argparse knows them."""
     from mpiring import __main__ as main
 
     def options_of(parser):
@@ -87,6 +87,11 @@ def commands():
         parser = argparse.ArgumentParser(prog=f"python -m mpiring {name}")
         importlib.import_module(f"mpiring.tools.{name}.command").declare(parser)
         yield from options_of(parser)
+    for path in sorted(Path(ROOT, "benchmarks").glob("*.py")):
+        if "\ndef declare(" in path.read_text():
+            parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{path.stem}")
+            importlib.import_module(f"benchmarks.{path.stem}").declare(parser)
+            yield from options_of(parser)
 
 
 def public_api():

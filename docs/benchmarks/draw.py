@@ -53,6 +53,10 @@ def command_of(about):
     for option in _FILES:
         if option in words:
             del words[words.index(option):words.index(option) + 2]
+    # Studies were benchmarks of the command when some of the results were measured.
+    if words[:4] == ["python", "-m", "mpiring", "bench"] and (
+            HERE.parents[1] / "benchmarks" / f"{words[4]}.py").exists():
+        words[2:5] = [f"benchmarks.{words[4]}"]
     variables = [f"{name}={value}" for name, value in about.get("variables", {}).items()
                  if name.startswith("MPIRING_") or name == "UCX_RNDV_THRESH"]
     if "lab" in about:

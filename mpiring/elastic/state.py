@@ -115,11 +115,11 @@ class Commits:
 
         Collective: yes. Blocking: yes.
         """
-        mine = {slot.number for slot in self._slots if slot.number is not None}
-        common = set.intersection(*comm.allgather_object(mine))
+        numbers = {slot.number for slot in self._slots if slot.number is not None}
+        common = set.intersection(*comm.allgather_object(numbers))
         if not common:
             raise TransportError(
-                f"rank {comm.rank}: no commit is on all ranks; this one has {sorted(mine)}")
+                f"rank {comm.rank}: no commit is on all ranks; this one has {sorted(numbers)}")
         return max(common)
 
     def at(self, number: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from ..operations.model import Model
 from ..operations.operation import Collectives
 from ..operations.resources import Resources
 from ..operations.windows import Windows
-from ..record.recorder import Flight
+from ..record.flight import Flight
 from ..record.statistics import Statistics
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE

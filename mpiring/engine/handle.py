@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic
 
-from ..record.recorder import Flight
+from ..record.flight import Flight
 from ..transport.base import T, Task
 
 if TYPE_CHECKING:

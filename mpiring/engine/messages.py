@@ -11,7 +11,7 @@ from ..errors import ConfigError, StallError
 from ..launch import forks
 from ..memory.arrays import Array
 from ..operations.agreement import Call
-from ..record.recorder import Flight
+from ..record.flight import Flight
 from ..transport.base import Channel, Request, Schedule, T, Task
 from .engine import Engine
 from .handle import Handle

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ..config import Config
 from ..errors import StallError
 from ..record.ledger import Ledger
-from ..record.recorder import Flight, Recorder
+from ..record.flight import Flight
+from ..record.recorder import Recorder
 from .handle import Handle
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ..collectives import shared
 from ..memory.arrays import Array
 from ..operations.agreement import Call, refuse_others
-from ..record.recorder import Flight
+from ..record.flight import Flight
 from ..transport.base import Schedule, T, Task
 from ..transport.layout import (
     DISAGREE, GATE_STARTED, GO_ON, LATE, LEDGER_GATE, LOOK, NOTHING, OTHERWISE, ROUND_BEGAN,

@@ -224,7 +224,7 @@ def launched_size(environ: Mapping[str, str] = os.environ, *,
                   for name, more in ((launcher.size, 0), ("" if by_mpi else launcher.rank, 1))
                   if environ.get(name, "").isdigit()]
         if counts or by_mpi:
-            return max(counts, key=lambda found: found[0], default=(1, ""))
+            return max(counts, key=lambda count: count[0], default=(1, ""))
     return 1, ""
 
 

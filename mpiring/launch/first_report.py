@@ -42,8 +42,8 @@ class FirstReport:
         words[self._rank][REPORT_KIND] = kind
         words[self._rank][REPORT_FAILED] = time.monotonic_ns()
         time.sleep(_TOGETHER_S)
-        _, first = min((mine[REPORT_FAILED], rank) for rank, mine in enumerate(words)
-                       if mine[REPORT_FAILED] and mine[REPORT_KIND] == kind)
+        _, first = min((its[REPORT_FAILED], rank) for rank, its in enumerate(words)
+                       if its[REPORT_FAILED] and its[REPORT_KIND] == kind)
         deadline = time.monotonic() + _PRINT_S
         while first != self._rank and not words[first][REPORT_PRINTED]:
             if time.monotonic() > deadline:

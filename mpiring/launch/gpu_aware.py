@@ -108,14 +108,14 @@ def _exchange(device: Device) -> None:
     comm = MPI.COMM_WORLD
     other = 1 - comm.rank
     for nbytes in _SIZES:
-        mine, theirs = device.allocate(nbytes), device.allocate(nbytes)
+        sent, received = device.allocate(nbytes), device.allocate(nbytes)
         host = device.gpu.pinned(nbytes)
         _fill(host, comm.rank)
-        _wait(device.to_device(host, mine))
-        requests = [comm.Irecv([theirs, nbytes, MPI.BYTE], other, _TAG),
-                    comm.Isend([mine, nbytes, MPI.BYTE], other, _TAG)]
+        _wait(device.to_device(host, sent))
+        requests = [comm.Irecv([received, nbytes, MPI.BYTE], other, _TAG),
+                    comm.Isend([sent, nbytes, MPI.BYTE], other, _TAG)]
         MPI.Request.Waitall(requests)
-        _wait(device.to_host(theirs, host))
+        _wait(device.to_host(received, host))
         arrived = host.copy()
         _fill(host, other)
         if not (arrived == host).all():

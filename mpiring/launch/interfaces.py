@@ -23,8 +23,8 @@ def ipv4_address(interface: str) -> str:
 
 def ipv4_addresses() -> dict[str, str]:
     """Return the addresses of all interfaces that have one, without the loopback, by name."""
-    found = {}
+    addresses = {}
     for _, name in socket.if_nameindex():
         with contextlib.suppress(OSError):
-            found[name] = ipv4_address(name)
-    return {name: address for name, address in found.items() if not address.startswith("127.")}
+            addresses[name] = ipv4_address(name)
+    return {name: address for name, address in addresses.items() if not address.startswith("127.")}

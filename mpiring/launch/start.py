@@ -65,8 +65,8 @@ def thread_level(mpi: Any) -> str:
 
 def find_mpiexec() -> str | None:
     """Return the mpiexec beside this Python, else the first on the path, else None."""
-    beside = shutil.which("mpiexec", path=str(Path(sys.executable).parent))
-    return beside or shutil.which("mpiexec")
+    return (shutil.which("mpiexec", path=str(Path(sys.executable).parent))
+            or shutil.which("mpiexec"))
 
 
 def mpi_world(*, allow_singleton: bool) -> Any:
@@ -110,21 +110,22 @@ def _refuse_dropped_variables() -> None:
             f"you want, set MPIRING_ALLOW_SINGLETON=1, also inside it.")
 
 
-def refusal(wanted: int, what: str) -> LaunchError:
+def refusal(wanted: int, problem: str) -> LaunchError:
     """Return the error of a launch that went wrong, with the right command.
 
     Args:
         wanted: How many ranks were asked for.
-        what: What is wrong.
+        problem: What is wrong.
     """
     _linger()
-    here = launchers()
-    starts = next((launcher.starts for launcher in here if launcher.starts), "mpirun -n")
+    all_launchers = launchers()
+    innermost = next(iter(all_launchers), None)
+    starts = next((launcher.starts for launcher in all_launchers if launcher.starts), "mpirun -n")
     right = f"`{starts} {wanted} {_command()}`"
-    if here and not here[0].starts:
-        why = (f": {here[0].title} starts processes that MPI does not know. Start the ranks by "
+    if innermost and not innermost.starts:
+        why = (f": {innermost.title} starts processes that MPI does not know. Start the ranks by "
                f"MPI instead: {right}")
-    elif here and here[0].name == "srun":
+    elif innermost and innermost.name == "srun":
         why = (". srun did not offer the PMI of the library that mpi4py loads: use the matching "
                "srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI); or, in a batch script, the "
                "mpirun that came with the library, as for pip's MPICH on several nodes")
@@ -132,7 +133,7 @@ def refusal(wanted: int, what: str) -> LaunchError:
         why = (f". Either the script was started without a launcher: use {right}; or the launcher "
                f"belongs to another MPI library than mpi4py loads: use the mpirun that came with "
                f"it, or the matching srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI)")
-    return LaunchError(f"{what}{why}. If one rank is what you want, "
+    return LaunchError(f"{problem}{why}. If one rank is what you want, "
                        f"set MPIRING_ALLOW_SINGLETON=1.")
 
 

@@ -49,9 +49,9 @@ def topology(rank: int, leaders: Sequence[int]) -> Topology:
         leaders: For every rank, the lowest rank on its node.
     """
     nodes = sorted(set(leaders))
-    mine = [other for other, leader in enumerate(leaders) if leader == leaders[rank]]
+    on_node = [other for other, leader in enumerate(leaders) if leader == leaders[rank]]
     return Topology(
-        local_rank=mine.index(rank), local_size=len(mine),
+        local_rank=on_node.index(rank), local_size=len(on_node),
         node_rank=nodes.index(leaders[rank]), num_nodes=len(nodes))
 
 
@@ -68,5 +68,5 @@ def neighbours(rank: int, nodes: Sequence[Sequence[int]]) -> tuple[int, int] | N
     leaders = [ranks[0] for ranks in nodes]
     if rank not in leaders or len(leaders) == 1:
         return None
-    here = leaders.index(rank)
-    return leaders[here - 1], leaders[(here + 1) % len(leaders)]
+    position = leaders.index(rank)
+    return leaders[position - 1], leaders[(position + 1) % len(leaders)]

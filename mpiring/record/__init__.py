@@ -1,1 +1,1 @@
-"""What a rank did and what it cost: the recorder, trace files, statistics, clocks."""
+"""What a rank did and what it cost: the recorder, trace files, statistics."""

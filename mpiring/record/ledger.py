@@ -9,7 +9,7 @@ from ..operations.agreement import Call
 from ..transport.layout import (
     GATE_FORKED, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS, LEDGER_SEQUENCE,
     LEDGER_WORDS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
-from .recorder import Flight
+from .flight import Flight
 
 # So many calls are known by their identities. Beyond, those are forgotten that are neither in the
 # ring nor among the newer half.

@@ -5,72 +5,24 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TextIO
+from typing import Protocol, TextIO
 
-from ..operations.agreement import Call
 from ..text import ranges
-
-if TYPE_CHECKING:
-    from .ledger import Ledger
-    from .trace_file import TraceFile
+from .flight import Flight
+from .trace_file import TraceFile
 
 # A few steps of a large model; a megabyte at most.
 CAPACITY = 1024
-# Reports cut a call's text here: the names of all gradients in a bucket fill pages.
-_WIDTH = 100
 _NAME_WIDTH = 40
 # All other ranks may ask for a report at once: the last operations are saved this often at most.
 _SAVE_S = 1.0
 
 
-@dataclass(slots=True, eq=False, repr=False)
-class Flight:
-    """An operation of this rank, from its call to its end; holds no array.
+class Rounds(Protocol):
+    """What notes operations of a communicator in memory of its own, for speed."""
 
-    Attributes:
-        call: What it is.
-        sequence: Its number among its communicator's operations.
-        group: Its communicator; see Recorder.name.
-        algorithm: Of an allreduce; "" where there is no choice, or it is not known yet.
-        called_s, started_s, ended_s: Times of time.monotonic(); 0 for what has not happened.
-        exposed_s: Seconds that callers have waited for it.
-    """
-
-    call: Call
-    sequence: int
-    group: str = ""
-    algorithm: str = ""
-    called_s: float = field(default_factory=time.monotonic)
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    exposed_s: float = 0.0
-
-    def __repr__(self) -> str:
-        return f"#{self.sequence} {self.call}"
-
-    def line(self, now_s: float, clock_s: float) -> str:
-        """Return a line about it.
-
-        Args:
-            now_s: A time of time.monotonic().
-            clock_s: Add this to times of time.monotonic() for those of time.time().
-        """
-        what = f"{self!r}" if len(f"{self!r}") <= _WIDTH else f"{self!r:.{_WIDTH}}…"
-        about = ", ".join(filter(None, [
-            what, f"{self.call.nbytes:,} bytes" * bool(self.call.nbytes), self.algorithm,
-            f"among {self.group}" * bool(self.group)]))
-        called_s = self.called_s + clock_s
-        clock = time.strftime("%H:%M:%S", time.localtime(called_s))
-        return f"{clock}.{int(called_s * 1e3) % 1000:03d} {about}: {self._progress(now_s)}"
-
-    def _progress(self, now_s: float) -> str:
-        if not self.started_s:
-            return f"queued for {now_s - self.called_s:.1f} s"
-        if not self.ended_s:
-            return f"NOT COMPLETE after {now_s - self.started_s:.1f} s"
-        return (f"queued {_ms(self.started_s - self.called_s)}, took "
-                f"{_ms(self.ended_s - self.started_s)}, waited for {_ms(self.exposed_s)} ms")
+    def flights(self, last: int, /) -> list[Flight]:
+        """Return its last operations, the newest last."""
 
 
 class Recorder:
@@ -90,7 +42,7 @@ class Recorder:
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        self.ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+        self.ledgers: weakref.WeakSet[Rounds] = weakref.WeakSet()
         self.trace: TraceFile | None = None
         self._flights: deque[Flight] = deque(maxlen=CAPACITY)
         # No method, for speed: a blocking call takes microseconds.
@@ -181,10 +133,6 @@ class Recorder:
             name = self.trace.save(self.lines(), unfinished)
             self._saved_s, self._saved = time.monotonic(), f" (more in {name})" if name else ""
         return self._saved
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.1f}"
 
 
 def _name_of(ranks: Sequence[int]) -> str:

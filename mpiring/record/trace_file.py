@@ -7,6 +7,7 @@ so the file of a job that was killed can be read, too.
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -14,12 +15,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..files import regular, replacing
-from .clocks import ClockReading, compare_clocks
-from .recorder import Flight
+from .flight import Flight
 
 _log = logging.getLogger("mpiring")
 
@@ -31,10 +34,56 @@ _PERIOD_S = 0.25
 _MOST_EVENTS = 1 << 16
 # And so does the disk: at 5 kB per step, some 50,000 steps.
 _MOST_BYTES = 256 << 20
+# The fastest of this many answers counts: disturbances only make them slower.
+_ANSWERS = 20
 
 Event = dict[str, Any]
 # json.dumps would make an encoder for each event.
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
+@dataclass(frozen=True)
+class ClockReading:
+    """Offset of a rank's time.monotonic() from rank 0's.
+
+    Attributes:
+        at_s: When it was measured, by this rank's clock.
+        offset_s: This rank's time minus rank 0's.
+        error_s: The most by which `offset_s` may be wrong.
+    """
+
+    at_s: float = 0.0
+    offset_s: float = 0.0
+    error_s: float = 0.0
+
+
+def compare_clocks(comm: Any) -> ClockReading:
+    """Return the offset from rank 0's clock, by the fastest of several questions and answers.
+
+    Args:
+        comm: An MPI communicator on which nothing else is sent.
+
+    Collective: yes. Blocking: yes.
+    Source: Cristian, Distributed Computing 3, 1989.
+    """
+    box = np.zeros(1)
+    if comm.rank == 0:
+        for other in range(1, comm.size):
+            for _ in range(_ANSWERS):
+                comm.Recv(box, other)
+                box[0] = time.monotonic()
+                comm.Send(box, other)
+        return ClockReading(time.monotonic())
+    best = ClockReading(error_s=math.inf)
+    for _ in range(_ANSWERS):
+        began = time.monotonic()
+        comm.Send(box, 0)
+        comm.Recv(box, 0)
+        ended = time.monotonic()
+        if (ended - began) / 2 < best.error_s:
+            middle = (began + ended) / 2
+            best = ClockReading(middle, middle - float(box[0]), (ended - began) / 2)
+    return best
 
 
 class TraceFile:
@@ -153,9 +202,9 @@ class TraceFile:
 
     # Writing
 
-    def _add(self, *what: Any) -> None:
+    def _add(self, *event: Any) -> None:
         if len(self._events) < _MOST_EVENTS:
-            self._events.append(what)
+            self._events.append(event)
         else:
             self._left_out += 1
 
@@ -169,8 +218,8 @@ class TraceFile:
             events: list[Event] = []
             # Events that are added meanwhile are written next time.
             for _ in range(len(self._events)):
-                make, *what = self._events.popleft()
-                events += make(*what)
+                make, *arguments = self._events.popleft()
+                events += make(*arguments)
             if self._left_out:
                 events.append(_metadata(self._rank, "left out", {"events": self._left_out}))
                 self._left_out = 0

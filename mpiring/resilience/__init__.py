@@ -1,9 +1,8 @@
 """Checkpoints, and stopping in time: what a training needs where jobs and machines fail."""
 
 from ..sharding.sliced import Sliced, whole
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, random_state, set_random_state
 from .consolidated import load_file
-from .random_state import random_state, set_random_state
 from .reader import Saved
 from .stopping import Stopping
 

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import random
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,14 +11,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
-from ..arguments import path, whole_number
+import numpy as np
+
+from ..arguments import path, refuse_other_state, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import CheckpointError, ClosedError
 from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
 from .checkpoint_file import Copy
 from .folder import Lock, open_folder, remove, where
-from .plan import Plan, agree
+from .plan import SavePlan, agree
 from .publisher import Publisher, leave_note
 from .reader import Reader, Saved
 from .tree import Arrays, DeviceArrays, Kind, Scalars
@@ -158,7 +161,7 @@ class Checkpoints:
             raise CheckpointError(problem) from exc
         self.save_s = time.monotonic() - began
 
-    def _publish(self, publisher: Publisher, files: "Future[None]", plan: Plan,
+    def _publish(self, publisher: Publisher, files: "Future[None]", plan: SavePlan,
                  began: float) -> None:
         """Make the files of all ranks a checkpoint; in the background of rank 0."""
         files.result()
@@ -252,3 +255,26 @@ def _problem_of(future: "Future[None] | None") -> str:
     if error is None:
         return ""
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of `random` and `numpy.random`, as a tree for a checkpoint.
+
+    Each rank has its own. That of a Generator is `generator.bit_generator.state`.
+
+    Collective: no.
+    """
+    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False)}
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Continue with the random numbers that followed `random_state`.
+
+    Raises:
+        ConfigError: Not such a state.
+
+    Collective: no.
+    """
+    refuse_other_state(state, ("python", "numpy"), "of random numbers")
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])

@@ -1,8 +1,10 @@
 """Writes and reads a file of a checkpoint: a tree's arrays, in the format of safetensors.
 
 The format is a header in JSON and the elements, one array after the other. The package of that
-name is not used: elements are hashed and synced while they are written, out of one block of
-memory, and its NumPy interface has no bfloat16.
+name is not used. It writes to a path alone, without a hash and without syncing the disk, and maps
+files without a check, so that all but the 30 lines of the header would stay; it knows no
+complex128, and its functions for arrays of any dtype differ between versions (0.7 takes bytes, 0.8
+pointers).
 
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
@@ -75,9 +77,9 @@ class Copy:
 
     def digest(self) -> str:
         """Return a hash of the content of the file."""
-        found = hashlib.sha256(self._header)
-        found.update(self._memory[:self._nbytes].data)
-        return found.hexdigest()[:_HASH_DIGITS]
+        content = hashlib.sha256(self._header)
+        content.update(self._memory[:self._nbytes].data)
+        return content.hexdigest()[:_HASH_DIGITS]
 
 
 def write_plain(path: Path, outline: Outline) -> None:

@@ -10,11 +10,10 @@ from ..errors import CheckpointError
 from .checkpoint_file import read_plain, write_plain
 from .reader import Reader, Saved
 from .slices import SlicedTensors
-from .stored import STORED_KINDS
-from .tree import Arrays, DeviceArrays, Kind, Scalars, outline, rebuild
+from .tree import STORED_KINDS, Arrays, DeviceArrays, Kind, Scalars, outline, rebuild
 
 
-class _Alone:
+class _OneRank:
     """What Reader needs of a communicator, for a process that has none."""
 
     rank, size = 0, 1
@@ -50,7 +49,7 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder of checkpoints")
     kinds = [kind for kind in STORED_KINDS if kind.name != SlicedTensors.name]
-    saved = Reader(folder, _Alone(), kinds, None, set()).newest(step)
+    saved = Reader(folder, _OneRank(), kinds, None, set()).newest(step)
     if saved is None:
         raise CheckpointError(f"{folder} holds no checkpoint" + (
             f" of step {step}" if step is not None else ""))
@@ -63,7 +62,7 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
     return saved
 
 
-class _Whole:
+class _WholeTensors:
     """Tensors that were cut into slices, as whole arrays of another kind."""
 
     name = SlicedTensors.name
@@ -90,7 +89,7 @@ def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
 def load_as(file: str | os.PathLike[str], kinds: Sequence[Kind]) -> dict[str, Any]:
     """Return the content of a file, with arrays of these kinds, whole ones of the first."""
     content = read_plain(Path(path("file", file)))
-    tree = rebuild(content.text, content.data, [*kinds, _Whole(kinds[0])])
+    tree = rebuild(content.text, content.data, [*kinds, _WholeTensors(kinds[0])])
     if not isinstance(tree, dict) or "sharded" not in tree:
         raise CheckpointError(f"{file} was not written by python -m mpiring checkpoint consolidate")
     return tree

@@ -9,16 +9,19 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..communicator import Communicator
-from ..errors import CheckpointError
+from ..errors import CheckpointError, MpiringError
 from ..files import UNFINISHED, read, regular, replacing, sync_folder
+from ..operations.consistency import Ranks
 from .manifest import MANIFEST, sealed
 
 _log = logging.getLogger("mpiring")
+
+T = TypeVar("T")
 
 POINTER = "latest"
 _LOCK = "lock"
@@ -107,8 +110,8 @@ def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint, its name first; log a warning if that fails."""
+    doomed = path
     try:
-        doomed = path
         if not path.name.startswith("."):
             doomed = path.with_name(f"{DELETING}{path.name}")
             os.rename(path, doomed)
@@ -145,47 +148,81 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / _LOCK, "a+", errors="replace", opener=regular)
         self._close = weakref.finalize(self, self._file.close)
-        self.held = True
-        try:
-            self._take()
-        except BlockingIOError as exc:
+        # A job that has just ended may hold it for a moment longer.
+        error = _patiently(self._take, lambda error: not isinstance(error, BlockingIOError))
+        self.held = error is None
+        if isinstance(error, BlockingIOError):
             self._file.seek(0)
             holder = self._file.read(_HOLDER_CHARACTERS).strip() or "an unknown process"
             self.release()
             raise CheckpointError(
                 f"{folder} is in use: {holder} writes its checkpoints there; give each job a "
-                f"folder of its own, or, if that one is gone, delete {folder / _LOCK}") from exc
-        except OSError as exc:
-            self.held = False
+                f"folder of its own, or, if that one is gone, delete {folder / _LOCK}") from error
+        if error is not None:
             _log.warning(
                 "%s is on a file system without locks (%s): see to it that no second job writes "
-                "its checkpoints there", folder, exc.strerror or exc)
-            return
+                "its checkpoints there", folder, error.strerror or error)
         # With a second name, it may be a file that another user wants to be emptied.
-        if os.fstat(self._file.fileno()).st_nlink == 1:
+        elif os.fstat(self._file.fileno()).st_nlink == 1:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             self._file.flush()
 
-    def _take(self) -> None:
-        """Lock the file, which a job that has just ended may hold for a moment longer."""
-        end = time.monotonic() + PATIENCE_S
-        while True:
-            try:
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise
-            time.sleep(PAUSE_S)
+    def _take(self) -> OSError | None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            return exc
+        return None
 
     def release(self) -> None:
         """Let other jobs write."""
         self._close()
 
 
-def where(comm: Communicator) -> str:
+def where(comm: Ranks) -> str:
     """Return this rank and its host, for messages."""
     return f"rank {comm.rank} on {socket.gethostname()}"
+
+
+def on_rank_0(comm: Ranks, function: Callable[[], T]) -> T:
+    """Call a function on rank 0, and return its result on all ranks.
+
+    Raises:
+        CheckpointError: It failed; on all ranks.
+    """
+    result, problem = None, ""
+    if comm.rank == 0:
+        try:
+            result = function()
+        except (OSError, CheckpointError) as exc:
+            problem = str(exc)
+    answer: tuple[T, str] = comm.broadcast_object((result, problem), root=0)
+    result, problem = answer
+    if problem:
+        raise CheckpointError(problem)
+    return result
+
+
+def on_all_ranks(comm: Ranks, label: str, function: Callable[[], T], error: type[MpiringError],
+                 place: str) -> list[T]:
+    """Call a function on each rank, and return the results of all ranks on each.
+
+    Args:
+        label: What ranks have called.
+        error: Raised on all ranks, with the text of the lowest rank on which it was raised.
+        place: This rank, in that text.
+    """
+    result, problem = None, ""
+    try:
+        result = function()
+    except error as exc:
+        problem = f"{place}: {exc}"
+    answers = comm.allgather_object((result, problem), label=label)
+    for _, problem in answers:
+        if problem:
+            raise error(problem)
+    return [result for result, _ in answers]
 
 
 def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
@@ -200,36 +237,37 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 
     Collective: yes. Blocking: yes.
     """
-    token, lock, problem = secrets.token_hex(4), None, ""
-    if comm.rank == 0:
+    locks = []
+
+    def prepare() -> str:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = Lock(folder)
-            if lock.held:
+            locks.append(Lock(folder))
+            if locks[0].held:
                 sweep(folder)
         except (OSError, CheckpointError) as exc:
-            problem = f"{where(comm)}: {exc}"
-    token, problem = comm.broadcast_object((token, problem), root=0)
-    if problem:
-        raise CheckpointError(problem)
+            raise CheckpointError(f"{where(comm)}: {exc}") from exc
+        return secrets.token_hex(4)
+
+    token = on_rank_0(comm, prepare)
     try:
         _refuse_other_folders(folder, comm, token)
     except CheckpointError:
-        if lock is not None:
+        for lock in locks:
             lock.release()
         raise
-    return token, lock
+    return token, next(iter(locks), None)
 
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
     """Leave a mark in the folder on each rank, and look for all of them on rank 0."""
-    mark = folder / f"{MARK}{token}-{comm.rank}"
-    ranks = comm.allgather_object((where(comm), _touched(mark)))
+    marks = [folder / f"{MARK}{token}-{rank}" for rank in range(comm.size)]
+    ranks = comm.allgather_object((where(comm), _touched(marks[comm.rank])))
     lost: list[int] = []
     if comm.rank == 0 and not any(problem for _, problem in ranks):
-        lost = _unmarked(folder, [f"{MARK}{token}-{rank}" for rank in range(comm.size)])
+        lost = _patiently(lambda: _unmarked(folder, marks), lambda lost: not lost)
     lost = comm.broadcast_object(lost, root=0)
-    mark.unlink(missing_ok=True)
+    marks[comm.rank].unlink(missing_ok=True)
     for name, problem in ranks:
         if problem:
             raise CheckpointError(
@@ -243,24 +281,27 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
 
 def _touched(mark: Path) -> str:
     """Make an empty file; return why that failed, or ""."""
-    end = time.monotonic() + PATIENCE_S
-    while True:
+    def touch() -> OSError | None:
         try:
             open(mark, "x", opener=regular).close()
-            return ""
         except OSError as exc:
-            # Rank 0 may have made the folder just now.
-            if not isinstance(exc, FileNotFoundError) or time.monotonic() > end:
-                return exc.strerror or str(exc)
-        time.sleep(PAUSE_S)
+            return exc
+        return None
+
+    # Rank 0 may have made the folder just now.
+    error = _patiently(touch, lambda error: not isinstance(error, FileNotFoundError))
+    return "" if error is None else error.strerror or str(error)
 
 
-def _unmarked(folder: Path, marks: list[str]) -> list[int]:
+def _unmarked(folder: Path, marks: Sequence[Path]) -> list[int]:
     """Return the ranks whose marks are missing."""
+    names = {entry.name for entry in folder.iterdir()}
+    return [rank for rank, mark in enumerate(marks) if mark.name not in names]
+
+
+def _patiently(attempt: Callable[[], T], is_done: Callable[[T], bool]) -> T:
+    """Repeat an attempt until it is done, or for as long as changes take to appear on all nodes."""
     end = time.monotonic() + PATIENCE_S
-    while True:
-        there = {entry.name for entry in folder.iterdir()}
-        lost = [rank for rank, mark in enumerate(marks) if mark not in there]
-        if not lost or time.monotonic() > end:
-            return lost
+    while not is_done(result := attempt()) and time.monotonic() <= end:
         time.sleep(PAUSE_S)
+    return result

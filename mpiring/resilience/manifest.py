@@ -46,24 +46,25 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         CheckpointError: It differs from what was written, or is not mpiring's; says why.
     """
     try:
-        found = parsed(read(checkpoint / MANIFEST, _MOST_BYTES), _LEVELS)
+        manifest = parsed(read(checkpoint / MANIFEST, _MOST_BYTES), _LEVELS)
     except FileNotFoundError as exc:
         raise CheckpointError(f"{MANIFEST} is missing") from exc
     except OSError as exc:
         raise CheckpointError(f"{MANIFEST} cannot be read: {exc.strerror or exc}") from exc
     except ValueError as exc:
         raise CheckpointError(f"{MANIFEST} is torn: {exc}") from exc
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise CheckpointError(f"{MANIFEST} is not one of mpiring's")
-    if found.get("version") not in range(OLDEST, VERSION + 1):
-        raise CheckpointError(f"{MANIFEST} has version {found.get('version')!r}, but this mpiring "
-                              f"reads versions {OLDEST} to {VERSION}")
-    if found.get("sha256") != _hash_of(found):
+    version = manifest.get("version")
+    if version not in range(OLDEST, VERSION + 1):
+        raise CheckpointError(f"{MANIFEST} has version {version!r}, but this mpiring reads "
+                              f"versions {OLDEST} to {VERSION}")
+    if manifest.get("sha256") != _hash_of(manifest):
         raise CheckpointError(f"{MANIFEST} does not have the content that was written")
-    problem = _malformed(found)
+    problem = _malformed(manifest)
     if problem:
         raise CheckpointError(f"{MANIFEST} is not as mpiring writes it: {problem}")
-    return found
+    return manifest
 
 
 def _malformed(manifest: Mapping[str, Any]) -> str:

@@ -111,8 +111,8 @@ class Publisher:
 
 def _versions() -> dict[str, str]:
     """Return the versions of packages that can change the bits of a training."""
-    found = {"python": sys.version.split()[0]}
+    versions = {"python": sys.version.split()[0]}
     for name in ("mpiring", "mpi4py", "numpy", "torch"):
         if name in sys.modules:
-            found[name] = str(sys.modules[name].__version__)
-    return found
+            versions[name] = str(sys.modules[name].__version__)
+    return versions

@@ -1,7 +1,7 @@
 """Finds the newest checkpoint that all ranks can resume from, and reads it on all of them."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import CheckpointError
-from ..operations.consistency import same_on_all
+from ..operations.consistency import Ranks, same_on_all
 from ..text import count
 from .checkpoint_file import Content, Layout, name_of, read, verify
-from .folder import candidates, step_of
+from .folder import candidates, on_all_ranks, on_rank_0, step_of
 from .manifest import read_manifest
 from .publisher import SHARDED, written_name
 from .slices import File, MappedSlices, SlicedTensors, files_of, refuse_gaps
@@ -45,22 +45,12 @@ class Saved:
     sharded: Any
 
 
-class Ranks(Protocol):
-    """What a Reader needs of a Communicator."""
-
-    @property
-    def rank(self) -> int:
-        """Of this process."""
+class Readers(Ranks, Protocol):
+    """The part of a Communicator that reads a checkpoint."""
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-
-    def allgather_object(self, obj: Any, /, *, label: str = "") -> list[Any]:
-        """Return the objects of all ranks."""
-
-    def broadcast_object(self, obj: Any, /, *, root: int) -> Any:
-        """Return the object of rank `root`."""
 
     def broadcast(self, x: Any, /, *, root: int) -> Any:
         """Copy an array of rank `root` to all ranks, in place."""
@@ -77,7 +67,7 @@ class Reader:
         refused: The names of checkpoints that cannot be used are added to it.
     """
 
-    def __init__(self, folder: Path, comm: Ranks, kinds: Sequence[Kind], seed: int | None,
+    def __init__(self, folder: Path, comm: Readers, kinds: Sequence[Kind], seed: int | None,
                  refused: set[str]) -> None:
         self._folder, self._comm, self._kinds = folder, comm, (*kinds, SlicedTensors())
         self._seed, self._refused = seed, refused
@@ -90,7 +80,7 @@ class Reader:
 
         Collective: yes. Blocking: yes.
         """
-        names, remark = self._on_rank_0(lambda: candidates(self._folder))
+        names, remark = on_rank_0(self._comm, lambda: candidates(self._folder))
         if remark:
             self._warn(f"{self._folder}: {remark}; the newest checkpoint is looked for instead")
         problems = []
@@ -114,7 +104,7 @@ class Reader:
             CheckpointError: A rank cannot use it; the same on all ranks.
         """
         path = self._folder / name
-        manifest = self._on_rank_0(lambda: read_manifest(path))
+        manifest = on_rank_0(self._comm, lambda: read_manifest(path))
         if self._seed is not None and manifest["seed"] != self._seed:
             raise CheckpointError(f"it is of seed {manifest['seed']}, not {self._seed}")
         files = {name_of(file): (file, nbytes) for file, nbytes in manifest["files"].items()}
@@ -124,7 +114,7 @@ class Reader:
         wanted = [written_name(self._comm.rank)] if same_size else []
         if self._comm.rank == 0:
             wanted += [written_name(None), SHARDED]
-        found, mapped, layouts = self._opened(
+        contents, mapped, layouts = self._opened(
             path, {name: files[name] for name in wanted if name in files},
             files_of(slices or {}, files))
         pieces = mapped.pieces(slices or {}, layouts)
@@ -132,9 +122,9 @@ class Reader:
             self._warn(
                 f"{path}: the own state of {count(manifest['size'], 'rank')} (residuals, random "
                 f"numbers) does not fit {count(self._comm.size, 'rank')}, and is left out")
-        replicated = self._shared(found.get(written_name(None)))
-        own = found.get(written_name(self._comm.rank))
-        sharded = None if slices is None else self._shared(found.get(SHARDED))
+        replicated = self._shared(contents.get(written_name(None)))
+        own = contents.get(written_name(self._comm.rank))
+        sharded = None if slices is None else self._shared(contents.get(SHARDED))
         # Each rank has another `own`.
         with same_on_all(self._comm, "load", error=CheckpointError):
             saved = Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
@@ -156,53 +146,34 @@ class Reader:
         Raises:
             CheckpointError: A rank cannot use a file; the same on all ranks.
         """
-        mine: dict[int, Layout] = {}
-        problem = ""
-        try:
-            found = {name: read(path / file, nbytes) for name, (file, nbytes) in wanted.items()}
-            mapped = MappedSlices(path, slices)
-            for rank in list(slices)[self._comm.rank::self._comm.size]:
-                mine[rank] = verify(path / slices[rank][0], slices[rank][1])
-        except CheckpointError as exc:
-            problem = f"rank {self._comm.rank}: {exc}"
-        layouts: dict[int, Layout] = {}
-        for text, theirs in self._comm.allgather_object(
-                (problem, mine), label="Checkpoints.load"):
-            if text:
-                raise CheckpointError(text)
-            layouts |= theirs
-        return found, mapped, layouts
+        contents: dict[str, Content] = {}
+        mapped: list[MappedSlices] = []
+
+        def check() -> dict[int, Layout]:
+            contents.update({name: read(path / file, nbytes)
+                             for name, (file, nbytes) in wanted.items()})
+            mapped.append(MappedSlices(path, slices))
+            return {rank: verify(path / slices[rank][0], slices[rank][1])
+                    for rank in list(slices)[self._comm.rank::self._comm.size]}
+
+        layouts = on_all_ranks(self._comm, "Checkpoints.load", check, CheckpointError,
+                               f"rank {self._comm.rank}")
+        return contents, mapped[0], {
+            rank: layout for checked in layouts for rank, layout in checked.items()}
 
     def _rebuilt(self, content: Content, pieces: Mapping[str, Any] | None = None) -> Any:
         return rebuild(content.text, {**content.data, **(pieces or {})}, self._kinds)
 
     def _shared(self, content: Content | None) -> Content:
         """Return on all ranks what rank 0 has read: the network is faster than a shared disk."""
-        sizes = None if content is None else {name: x.size for name, x in content.data.items()}
-        text = None if content is None else content.text
-        text, sizes = self._comm.broadcast_object((text, sizes), root=0)
+        outline = None if content is None else (
+            content.text, {name: x.size for name, x in content.data.items()})
+        text, sizes = self._comm.broadcast_object(outline, root=0)
         data = content.data if content is not None else {
-            name: np.empty(size, np.uint8) for name, size in (sizes or {}).items()}
+            name: np.empty(size, np.uint8) for name, size in sizes.items()}
         for x in data.values():
             self._comm.broadcast(x, root=0)
-        return Content(text or "", data)
-
-    def _on_rank_0(self, function: Callable[[], Any]) -> Any:
-        """Call a function on rank 0, and return its result on all ranks.
-
-        Raises:
-            CheckpointError: It failed; on all ranks.
-        """
-        result, problem = None, ""
-        if self._comm.rank == 0:
-            try:
-                result = function()
-            except (OSError, CheckpointError) as exc:
-                problem = str(exc)
-        result, problem = self._comm.broadcast_object((result, problem), root=0)
-        if problem:
-            raise CheckpointError(problem)
-        return result
+        return Content(text, data)
 
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:

@@ -149,9 +149,9 @@ class Stopping:
 
     def _out_of_time(self) -> str:
         """Return the name of a time that is nearly over, or ""."""
-        for what, end, total_s in self._ends:
+        for name, end, total_s in self._ends:
             if time.time() >= end - self._margin(total_s):
-                return what
+                return name
         return ""
 
     def _margin(self, total_s: float) -> float:
@@ -203,13 +203,13 @@ class Stopping:
 
 def _ends(time_limit_s: float | None) -> list[tuple[str, float, float]]:
     """Return what ends, when, and in how many seconds from now."""
-    now, found = time.time(), []
+    now, ends = time.time(), []
     if time_limit_s is not None:
-        found.append((f"the time limit of {time_limit_s:g} s", now + time_limit_s, time_limit_s))
+        ends.append((f"the time limit of {time_limit_s:g} s", now + time_limit_s, time_limit_s))
     end = job_end()
     if end is not None and end > now:
         clock = time.strftime("%H:%M:%S", time.localtime(end))
-        found.append((f"the end of the Slurm job at {clock}", end, end - now))
+        ends.append((f"the end of the Slurm job at {clock}", end, end - now))
     elif end is not None:
         _log.warning("SLURM_JOB_END_TIME is over: the time limit was changed, and is unknown")
-    return found
+    return ends

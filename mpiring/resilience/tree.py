@@ -4,7 +4,7 @@ import collections
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 from typing import Any, Protocol
 
@@ -116,6 +116,50 @@ class DeviceArrays(Arrays):
         """
         from ..gpu import cuda
         return cuda.cupy().asarray(super().build(dtype, shape, data))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An array of any kind.
+
+    Attributes:
+        kind, dtype, shape: As in the tree.
+        data: Its elements; None where only the tree is looked at.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Any = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        return f"a {self.kind} of {self.dtype} and shape {self.shape}"
+
+
+class StoredKind:
+    """A kind of arrays that are left as they lie in the files, as nobody calculates with them.
+
+    Args:
+        name: Of the kind.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype and shape; None for other objects."""
+        return (x.dtype, x.shape) if isinstance(x, Stored) and x.kind == self.name else None
+
+    def copy(self, x: Any, out: Bytes) -> None:
+        """Copy the elements to `out`."""
+        out[...] = x.data
+
+    def build(self, dtype: str, shape: tuple[int, ...], data: Any) -> Any:
+        """Return an array of these elements."""
+        return Stored(self.name, dtype, shape, data)
+
+
+STORED_KINDS = tuple(map(StoredKind, KINDS))
 
 
 @dataclass(frozen=True)
@@ -233,10 +277,10 @@ class _Outlining:
             raise ConfigError(
                 f"{self._where(path)} is of {leaf.dtype}, which the safetensors format does not "
                 f"have; expected one of {', '.join([*STORED, *_PAIRS])}")
-        whole = name = "/".join(map(str, path)) or "value"
+        first = name = "/".join(map(str, path)) or "value"
         number = 2
         while name in self.leaves or name == "__metadata__":
-            name, number = f"{whole}#{number}", number + 1
+            name, number = f"{first}#{number}", number + 1
         self.leaves[name] = leaf
         return {leaf.kind.name: name, "dtype": leaf.dtype, "shape": list(leaf.shape)}
 
@@ -270,11 +314,11 @@ def rebuild(text: str, data: Mapping[str, Any], kinds: Sequence[Kind]) -> Any:
         if name == "tuple":
             return tuple(build(item) for item in value)
         if name in _DICTS:
-            found = _DICTS[name]()
-            found.update({key: build(item) for key, item in value})
+            items = _DICTS[name]()
+            items.update({key: build(item) for key, item in value})
             if "metadata" in node:
-                found._metadata = build(node["metadata"])  # type: ignore[attr-defined]
-            return found
+                items._metadata = build(node["metadata"])  # type: ignore[attr-defined]
+            return items
         if name in KINDS and name not in known:
             raise ConfigError(f"{value!r} is a {name}; load it with the adapter that saved it, "
                               f"as mpiring.torch.Checkpoints does")

@@ -33,13 +33,18 @@ def now() -> str:
     return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
 
 
+def command() -> str:
+    """Return this process's command line."""
+    return shlex.join(["python", *sys.orig_argv[1:]])
+
+
 def machine() -> Environment:
     """Return the part of the environment that does not need MPI."""
     versions = {name: _version(name) for name in _PACKAGES}
     lab = lab_options()
     return {
         "date": now(),
-        "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]),
+        "command": command(),
         **({} if lab is None else {"lab": lab}),
         "mpiring": __version__,
         "python": platform.python_version(),

@@ -9,7 +9,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any, TextIO, TypeVar, cast
 
-from ..errors import ConfigError
+from ..errors import ConfigError, MpiringError
 
 # One of these options may be "-".
 _OPTIONS = ("json", "csv", "output")
@@ -56,6 +56,26 @@ def _unless_lost(action: Callable[[], T]) -> T:
         return action()
     except OSError as exc:
         raise OutputError from exc
+
+
+def run(parse: Callable[[], Namespace]) -> int:
+    """Run the `action` of a command line, and return the exit status.
+
+    Args:
+        parse: Returns the options of the command line.
+    """
+    return guarded(lambda: _status(parse()))
+
+
+def _status(options: Namespace) -> int:
+    try:
+        return alone(options.action, options)
+    except MpiringError as error:
+        # In one write: ranks that print it at once would mix up their lines.
+        sys.stderr.write(f"mpiring: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def guarded(command: Callable[[], int]) -> int:

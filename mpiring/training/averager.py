@@ -19,7 +19,7 @@ from ..errors import ConfigError, GradientError
 from ..gpu.device import Device, Event
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..record.recorder import Flight
+from ..record.flight import Flight
 from ..record.statistics import Statistics
 from ..reducers.compressor import Cost
 from ..text import first_few

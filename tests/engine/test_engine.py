@@ -12,7 +12,7 @@ from launching import SOON_S
 from mpiring import ClosedError, Config, ProcessFailedError, StallError, TransportError
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine, Pause
-from mpiring.record.recorder import Flight
+from mpiring.record.flight import Flight
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task, together
 

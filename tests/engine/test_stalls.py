@@ -9,7 +9,8 @@ from mpiring import Config, StallError
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine
 from mpiring.record.ledger import Ledger
-from mpiring.record.recorder import Flight, Recorder
+from mpiring.record.flight import Flight
+from mpiring.record.recorder import Recorder
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
 from mpiring.engine.stalls import MessageWatch, StallWatch

@@ -1,12 +1,15 @@
 """Runs several benchmarks in one job: python bench_in_turn.py WORDS , WORDS ...
 
+A study's first word is that of its module, benchmarks.NAME.
 Their exit statuses stand below what each prints. After --wrong, each has one contender more, or a
 Reducer, that is wrong.
 """
 
+import importlib
 import itertools
 import sys
 
+import benchmarks
 from mpiring.__main__ import main
 
 
@@ -36,15 +39,16 @@ def spoil_sums():
 def spoil_training():
     """Spoil a gradient of a transformer, or what one learns later, which only the end shows."""
     from mpiring.tools.bench import torch_contenders
+    from mpiring.tools.bench.contenders import Contender
     right = torch_contenders.contenders
 
     def with_a_wrong_one(world, options, device):
         found = right(world, options, device)
 
         def join(model, recipe):
-            wrapped, optimizer = found[1].join(model, recipe)
+            method = found[1].join(model, recipe)
             *_, bias = model.parameters()
-            correct, steps = optimizer.step, []
+            correct, steps = method.optimizer.step, []
             early = options.models == ["transformer"]
 
             def step():
@@ -55,10 +59,10 @@ def spoil_training():
                 # What checks of the first step's gradients cannot see.
                 if not early and len(steps) == 3:
                     bias.data[0] += 1
-            optimizer.step = step
-            return wrapped, optimizer
+            method.optimizer.step = step
+            return method
 
-        return [*found, torch_contenders.Contender("wrong", join)]
+        return [*found, Contender("wrong", join=join)]
 
     torch_contenders.contenders = with_a_wrong_one
 
@@ -77,13 +81,20 @@ def spoil_a_reducer():
     reducers.METHODS["bf16"] = lambda warmup: Wrong("bfloat16")
 
 
+def status_of(first, *words):
+    folder, _, name = first.rpartition(".")
+    if folder:
+        return benchmarks.main(name, importlib.import_module(first).declare, words)
+    return main(["bench", first, *words])
+
+
 if sys.argv[1] == "--wrong":
     del sys.argv[1]
     spoil_sums(), spoil_training(), spoil_a_reducer()
 for ends, words in itertools.groupby(sys.argv[1:], ",".__eq__):
     if not ends:
         words = list(words)
-        print(f"{words[0]} ended with status {main(['bench', *words])}", flush=True)
+        print(f"{words[0]} ended with status {status_of(*words)}", flush=True)
         if "torch" in words:
             from mpiring.tools.bench import torch_contenders
             torch_contenders.close()

@@ -5,7 +5,8 @@ import time
 from mpiring.launch import forks
 from mpiring.operations.agreement import Call
 from mpiring.record.ledger import Ledger
-from mpiring.record.recorder import CAPACITY, Flight, Recorder
+from mpiring.record.flight import Flight
+from mpiring.record.recorder import CAPACITY, Recorder
 from mpiring.transport.layout import (
     GATE_CLOSED, GATE_FORKED, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS, RING,
     RING_WORDS)

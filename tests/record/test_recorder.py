@@ -16,7 +16,8 @@ from mpiring.record import trace_file as chrome
 from mpiring.record.trace_file import OPERATIONS, PROGRAM, STEPS, TraceFile
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine
-from mpiring.record.recorder import CAPACITY, Flight, Recorder
+from mpiring.record.flight import Flight
+from mpiring.record.recorder import CAPACITY, Recorder
 from mpiring.engine.handle import Handle
 from mpiring.transport.base import Task
 

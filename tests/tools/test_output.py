@@ -79,12 +79,6 @@ def test_a_picture_of_what_comes_through_a_pipe(capsys, tmp_path, monkeypatch):
     assert (tmp_path / "out.png").stat().st_size > 10_000
 
 
-def test_codecs_too(capsys):
-    assert main(["bench", "codecs", "--elements", "100", "--json", "-"]) == 0
-    shown = capsys.readouterr()
-    assert json.loads(shown.out)["benchmark"] == "codecs" and "encode" in shown.err
-
-
 def test_one_place_cannot_take_two_results(capsys, tmp_path):
     assert main([*SIMULATE, "--json", "-", "--csv", "-"]) == 2
     assert "--json - and --csv -: standard output takes one" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from launching import PROGRAMS, launch, needed
 
 from mpiring.__main__ import main
 from mpiring.tools.trace.budget import (
-    Activity, LastCall, Operation, Step, Wait, budgets_of, last_calls, mean, typical, union)
+    Activity, LastCall, Step, TracedOperation, Wait, budgets_of, last_calls, mean, typical, union)
 from mpiring.tools.trace.files import open_job
 from mpiring.tools.trace.lateness import Lateness
 
@@ -104,8 +104,8 @@ def test_jobs_are_not_mixed(tmp_path, capsys):
 
 
 def test_a_budget_adds_up():
-    operations = [Operation(100, 400, 0, "a", "ring", 8, ("", 1)),
-                  Operation(300, 900, 1, "b", "ring", 8, ("", 2))]
+    operations = [TracedOperation(100, 400, 0, "a", "ring", 8, ("", 1)),
+                  TracedOperation(300, 900, 1, "b", "ring", 8, ("", 2))]
     waits = [Wait(600, 900, ("", 2)), Wait(1500, 1600, ("", 3))]
     steps = [Step(1, 0, 1000, 30), Step(2, 1000, 2000, 40)]
     activity = Activity(0, steps, waits, operations, data=[(950, 1050), (350, 450)])

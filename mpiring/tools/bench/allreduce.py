@@ -3,7 +3,8 @@
 import itertools
 import random
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,16 +17,14 @@ from ..files import Environment, Row
 from ..table import Column
 from ..units import parse_sizes, size_text
 from . import inputs, timing
-from .benchmark import Benchmark, run
+from .benchmark import LEVELS, Benchmark, Measurement, run
 from .contenders import (
     LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, memory_copy,
 )
-from .jobs import LEVELS
-from .on_device import OnDevice
+from .on_device import GpuArrays
 from .options import (
     declare_contenders, declare_device, declare_link, declare_turns, settle_contenders,
 )
-from .results import Measurement
 from .world import World
 
 BUFFERS = ("empty", "private")
@@ -66,7 +65,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    where = OnDevice(world) if options.device == "cuda" else OnHost(world)
+    where = GpuArrays(world) if options.device == "cuda" else HostArrays(world)
     contenders = where.contenders(options)
     dice = random.Random(options.seed)
     for name, buffer, nbytes in _cases(options):
@@ -75,12 +74,13 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         x = where.array(buffer, length, dtype)
         labels = {"bytes": x.nbytes, "dtype": name, "buffer": buffer, "device": str(where.device),
                   "thread_level": world.thread_level}
-        seconds = interleaved(world, contenders, x, options, dice, where.stopwatch)
+        readings = yield from timing.in_turns(
+            options, dice, _subjects(world, contenders, x, options, where.stopwatch))
         yield [Measurement({**labels, "contender": contender.name},
-                           {"call": seconds[contender.name]}) for contender in contenders]
+                           readings.get(contender.name, {"call": []})) for contender in contenders]
 
 
-class OnHost:
+class HostArrays:
     """Arrays in host memory, and the contenders for them.
 
     Args:
@@ -116,11 +116,9 @@ class OnHost:
         return found
 
 
-def interleaved(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
-                dice: random.Random, stopwatch: timing.Stopwatch) -> dict[str, list[float]]:
-    """Return the seconds of each contender's calls on `x`; none of those that cannot sum it.
-
-    The contenders take turns, in a new random order in each round.
+def _subjects(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
+              stopwatch: timing.Stopwatch) -> dict[str, Callable[[], timing.Readings]]:
+    """Return what times the calls of each contender that can sum `x`.
 
     Raises:
         WrongAnswerError: A contender's result is not the sum.
@@ -128,24 +126,20 @@ def interleaved(world: World, contenders: Sequence[Contender], x: Array, options
     Collective: yes. Blocking: yes.
     """
     every = max(1, inputs.series_length(x.dtype, world.size) - 1)
-    calls = {contender.name: call for contender in contenders
-             if (call := _checked(world, contender, x)) is not None}
 
-    def timed(call: Call, times: int) -> list[float]:
+    def timed(call: Call, times: int) -> timing.Readings:
         def prepare() -> None:
             inputs.fill(x, world.rank, world.size)
             call()
 
-        return timing.timed(world, call, times, prepare=prepare, every=every, stopwatch=stopwatch)
+        return {"call": timing.timed(
+            world, call, times, prepare=prepare, every=every, stopwatch=stopwatch)}
 
-    times = {name: timing.calls_within(options.budget / options.rounds,
-                                       timing.median(timed(call, 3)))
-             for name, call in calls.items()}
-    seconds: dict[str, list[float]] = {contender.name: [] for contender in contenders}
-    for _ in range(options.rounds):
-        for name in dice.sample(list(calls), len(calls)):
-            seconds[name] += timed(calls[name], times[name])
-    return seconds
+    calls = {contender.name: call for contender in contenders
+             if (call := _checked(world, contender, x)) is not None}
+    return {name: partial(timed, call, timing.calls_within(
+        options.budget / options.rounds, timing.median(timed(call, 3)["call"])))
+        for name, call in calls.items()}
 
 
 def _checked(world: World, contender: Contender, x: Array) -> Call | None:
@@ -216,4 +210,5 @@ _COLUMNS = [
     Column("busbw_GBps", 10, 3, "busbw GB/s"), Column("native_over_this", 11, 3, "native/this"),
     Column("this_over_limit", 10, 3, "this/limit")]
 ALLREDUCE = Benchmark(
-    "allreduce", lambda options: len(_cases(options)), measure, rows, _COLUMNS)
+    "allreduce", lambda options: len(_cases(options)) * int(options.rounds), measure, rows,
+    _COLUMNS)

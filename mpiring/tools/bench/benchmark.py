@@ -1,23 +1,75 @@
 """Runs a benchmark in this MPI job, or in jobs of its own, and reports the results."""
 
-import contextlib
+import dataclasses
+import json
+import math
+import shlex
+import subprocess
+import sys
+import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, MissingDependencyError
 from ...launch.environment import launched_size, launcher_of
+from ...launch.start import find_mpiexec
 from ...progress import Progress
 from .. import table
 from ..files import Environment, Row
+from ..output import OutputError
 from ..reporting import check_files, report
 from ..table import Column
-from . import jobs, results
 from .inputs import WrongAnswerError
-from .results import Measurement
 from .world import World
 
 _DEFAULT_RANKS = 2
+LEVELS = ("multiple", "serialized")
+# A job of a benchmark's own prints this line after each case.
+BEAT = "case done"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The readings of a case and contender.
+
+    Attributes:
+        labels: Describe case and contender.
+        readings: By kind, times in seconds; none where the contender cannot do the case.
+    """
+
+    labels: dict[str, Any]
+    readings: dict[str, list[float]]
+
+
+def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Join the readings of measurements that have equal labels, in the order of the first ones."""
+    joined: dict[str, Measurement] = {}
+    for measurement in measurements:
+        key = json.dumps(measurement.labels, sort_keys=True)
+        known = joined.setdefault(key, Measurement(measurement.labels, {}))
+        for name, values in measurement.readings.items():
+            known.readings.setdefault(name, []).extend(values)
+    return list(joined.values())
+
+
+def with_case(measurements: Sequence[Measurement], *keys: str,
+              ) -> Iterator[tuple[Measurement, dict[str, Measurement]]]:
+    """Yield each measurement, with those of its case by contender.
+
+    Args:
+        keys: Of the labels that are equal in a case.
+    """
+    def case(measurement: Measurement) -> tuple[Any, ...]:
+        return tuple(measurement.labels[key] for key in keys)
+
+    cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
+    for measurement in measurements:
+        cases.setdefault(case(measurement), {})[measurement.labels["contender"]] = measurement
+    for measurement in measurements:
+        yield measurement, cases[case(measurement)]
 
 
 @dataclass(frozen=True)
@@ -40,6 +92,20 @@ class Benchmark:
     columns: Sequence[Column] = ()
     lines: Callable[[Sequence[Row]], list[str]] | None = None
 
+    def head(self, about: Environment, several_levels: bool = False) -> list[str]:
+        """Return the lines above the table."""
+        columns = self._columns(several_levels)
+        return [table.about(self.name, about), *([table.head(columns)] if columns else [])]
+
+    def body(self, rows: Sequence[Row], several_levels: bool = False) -> list[str]:
+        """Return the lines of rows."""
+        columns = self._columns(several_levels)
+        return self.lines(rows) if self.lines else [table.line(row, columns) for row in rows]
+
+    def _columns(self, several_levels: bool) -> list[Column]:
+        return [column for column in self.columns
+                if several_levels or column.key != "thread_level"]
+
 
 def run(benchmark: Benchmark, options: Namespace) -> int:
     """Measure and report; return the exit status, which is 1 if a contender's sum is wrong.
@@ -61,81 +127,119 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
 
 def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     world = World()
-    shown = world.rank == 0
+    shown, part = world.rank == 0, options.part
     # Other ranks may not see rank 0's disk. The process that started a part has checked already.
-    if not options.part:
+    if not part:
         world.everywhere(lambda: check_files(options) if shown else None)
-    about = results.environment(world)
-    reporter = _Reporter(benchmark, options, shown=shown)
-    found: list[Measurement] = []
-    try:
-        reporter.begin(about)
-        for group in benchmark.measure(world, options):
-            found += group
-            reporter.case(benchmark.rows(group, about, options))
-    except WrongAnswerError as error:
-        # Raised on all ranks alike, so that all can leave in order.
-        reporter.failed(error)
-        return 1
-    finally:
-        reporter.close()
-    if shown and options.part:
-        jobs.write_part(options.part, about, found)
+    about = world.environment()
+    measurements: list[Measurement] = []
+    with Progress(f"bench {benchmark.name}", benchmark.cases(options), shown=shown) as progress:
+        try:
+            for line in [] if part else benchmark.head(about):
+                progress.say(line)
+            for group in benchmark.measure(world, options):
+                measurements += group
+                rows = benchmark.rows(group, about, options)
+                for line in [BEAT] if part else benchmark.body(rows):
+                    progress.say(line)
+                progress.step()
+        except WrongAnswerError as error:
+            # Raised on all ranks alike, so that all can leave in order.
+            progress.say(f"FAILED: {error}")
+            return 1
+    if shown and part:
+        content = [about, [dataclasses.astuple(measurement) for measurement in measurements]]
+        Path(part).write_text(json.dumps(content))
     elif shown:
-        report(benchmark.name, about, benchmark.rows(found, about, options), options)
+        report(benchmark.name, about, benchmark.rows(measurements, about, options), options)
     world.close()
     return 0
 
 
 def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
+    """Run one or several jobs, and report what all of them have measured.
+
+    Raises:
+        MissingDependencyError: There is no mpiexec.
+    """
     check_files(options)
+    planned = plan(options.levels, options.rounds)
+    mpiexec = find_mpiexec()
+    if mpiexec is None:
+        raise MissingDependencyError("there is no mpiexec: pip install 'mpiring[mpich]', or load "
+                                     "your cluster's MPI module")
     ranks = _DEFAULT_RANKS if options.ranks is None else options.ranks
-    planned = jobs.plan(options.levels, options.rounds)
-    progress = Progress(f"bench {benchmark.name}", len(planned) * benchmark.cases(options))
-    with contextlib.closing(progress):
-        status, about, found = jobs.run_all(planned, ranks, options.words, progress.step)
-    if status:
-        return status
-    reporter = _Reporter(benchmark, options, several_levels=len(options.levels) > 1)
-    rows = benchmark.rows(results.pooled(found), about, options)
-    reporter.begin(about)
-    reporter.case(rows)
+    about: Environment = {}
+    measurements: list[Measurement] = []
+    cases = sum(benchmark.cases(Namespace(**vars(options) | {"rounds": job.rounds}))
+                for job in planned)
+    with (tempfile.TemporaryDirectory() as folder,
+          Progress(f"bench {benchmark.name}", cases) as progress):
+        part = Path(folder, "part.json")
+        for job in planned:
+            status = _run_job(
+                ["env", f"MPI4PY_RC_THREAD_LEVEL={job.level}", mpiexec, "-n", str(ranks),
+                 sys.executable, *options.words, *job.words(), "--part", str(part)],
+                progress.step)
+            if status:
+                return status
+            first, readings = json.loads(part.read_text())
+            # The environment of the first job, with the command and levels of all.
+            about = about or first
+            measurements += [Measurement(*measurement) for measurement in readings]
+    about |= {"thread_level": " and ".join(dict.fromkeys(job.level for job in planned)),
+              "command": shlex.join(["python", *options.words])}
+    rows = benchmark.rows(pooled(measurements), about, options)
+    several_levels = len(options.levels) > 1
+    for line in *benchmark.head(about, several_levels), *benchmark.body(rows, several_levels):
+        print(line, flush=True)
     report(benchmark.name, about, rows, options)
     return 0
 
 
-class _Reporter:
-    """Prints the table as it grows; in a job that measures a part, only a beat."""
+@dataclass(frozen=True)
+class BenchmarkJob:
+    """An MPI job of a benchmark that was started without a launcher.
 
-    def __init__(self, benchmark: Benchmark, options: Namespace, *, several_levels: bool = False,
-                 shown: bool = True) -> None:
-        self._name, self._is_part = benchmark.name, bool(options.part)
-        self._lines = benchmark.lines or self._of_table
-        self._columns = [column for column in benchmark.columns
-                         if several_levels or column.key != "thread_level"]
-        self._progress = Progress(
-            f"bench {benchmark.name}", benchmark.cases(options), shown=shown)
+    Attributes:
+        level: MPI's thread level.
+        rounds: Number of measurements of each case; None where a benchmark has no rounds.
+        peers: Whether Gloo and Horovod take part, which do not depend on MPI's thread level.
+    """
 
-    def begin(self, about: Environment) -> None:
-        """Print the lines above the table."""
-        if not self._is_part:
-            self._progress.say(table.about(self._name, about))
-            if self._columns:
-                self._progress.say(table.head(self._columns))
+    level: str
+    rounds: int | None
+    peers: bool
 
-    def case(self, rows: Sequence[Row]) -> None:
-        """Print the rows of a case."""
-        for line in [jobs.BEAT] if self._is_part else self._lines(rows):
-            self._progress.say(line)
-        self._progress.step()
+    def words(self) -> list[str]:
+        """Return the job's own options."""
+        rounds = [] if self.rounds is None else ["--rounds", str(self.rounds)]
+        return rounds if self.peers else ["--without-peers", *rounds]
 
-    def _of_table(self, rows: Sequence[Row]) -> list[str]:
-        return [table.line(row, self._columns) for row in rows]
 
-    def failed(self, error: WrongAnswerError) -> None:
-        """Print that the benchmark has failed."""
-        self._progress.say(f"FAILED: {error}")
+def plan(levels: Sequence[str], rounds: int | None) -> list[BenchmarkJob]:
+    """Return jobs that alternate between the levels, there and back; a single job for one level.
 
-    def close(self) -> None:
-        """Remove the progress bar."""
-        self._progress.close()
+    So other programs on the machine disturb all levels alike.
+    """
+    if len(levels) == 1 or rounds is None:
+        return [BenchmarkJob(levels[0], rounds, peers=True)]
+    half = math.ceil(rounds / 2)
+    return [BenchmarkJob(level, half, peers=level == levels[0])
+            for level in (*levels, *reversed(levels))]
+
+
+def _run_job(command: Sequence[str], beat: Callable[[], None]) -> int:
+    """Run one job to its end; pass on what it prints, except its beats."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            for line in job.stdout or ():
+                if line.strip() == BEAT:
+                    beat()
+                else:
+                    print(line, end="", flush=True)
+        except OutputError:
+            # Nobody would see its results.
+            job.terminate()
+            raise
+    return job.returncode

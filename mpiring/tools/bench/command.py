@@ -1,11 +1,11 @@
 """The command `python -m mpiring bench`; its options need no MPI library."""
 
 import argparse
+from functools import partial
+from typing import NoReturn
 
 from .. import files, plot
-from . import (
-    allreduce, batches, codecs, latency, local, overlap, prefetch, reducers, steps, updates,
-)
+from . import allreduce, latency, overlap, reducers, steps
 
 _DESCRIPTION = """\
 Measures mpiring beside MPI's own allreduce, Gloo and Horovod, where installed.
@@ -29,16 +29,6 @@ _BENCHMARKS = {
     "steps": (steps.declare, "time the training steps of a NumPy or PyTorch model"),
     "reducers": (reducers.declare,
                  "what compressing gradients saves and costs in training (PyTorch)"),
-    "local": (local.declare,
-              "what talking less often, or not waiting, saves and costs in training (PyTorch)"),
-    "batches": (batches.declare,
-                "what samples of different lengths cost, by ways to share them (PyTorch)"),
-    "prefetch": (prefetch.declare,
-                 "what it costs that data is loaded, and comes from the host (PyTorch)"),
-    "codecs": (codecs.declare,
-               "how fast gradients are encoded, on one core or a GPU; needs no MPI"),
-    "updates": (updates.declare,
-                "how fast optimizers update weights, on one core; needs no MPI"),
 }
 
 
@@ -53,6 +43,13 @@ def declare(parser: argparse.ArgumentParser) -> None:
     plotting.add_argument("results", metavar="FILE.json", help="-: standard input")
     plotting.add_argument("plot", metavar="FILE.png")
     plotting.set_defaults(action=_plot)
+    parser.error = partial(_refuse, parser)  # type: ignore[method-assign]
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
+    argparse.ArgumentParser.error(
+        parser, f"{message}; studies of methods are in the folder benchmarks of mpiring's sources: "
+                f"python -m benchmarks.NAME")
 
 
 def _plot(options: argparse.Namespace) -> int:

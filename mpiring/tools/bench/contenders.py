@@ -33,27 +33,61 @@ OURS = "mpiring DataParallel"
 GLOO = "Gloo + PyTorch's DDP"
 
 
+_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Who shares one copy of what training holds: nobody ("rank"), a "node", or the "job".
+
+    Attributes:
+        weights, gradients, state: Of the optimizer.
+    """
+
+    weights: str = "rank"
+    gradients: str = "rank"
+    state: str = "rank"
+
+    def bytes_per_parameter(self, optimizer: str, node_ranks: int, ranks: int) -> float:
+        """Return what all processes of a node hold together, in float32.
+
+        Args:
+            optimizer: "adamw", which remembers two vectors, or "sgd", which remembers none.
+            node_ranks: Of that node, of all `ranks`.
+        """
+        copies = {"rank": node_ranks, "node": 1, "job": node_ranks / ranks}
+        state = copies[self.state] * (2 if optimizer == "adamw" else 0)
+        return _FLOAT_BYTES * (copies[self.weights] + copies[self.gradients] + state)
+
+
 def _refuse_to_start(x: Array) -> Callable[[], Call]:
     raise ConfigError("only blocking calls can be measured")
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to sum an array over the ranks, in place.
+    """A way to sum an array over the ranks, in place, or to train on them.
 
-    Both functions take the array, and raise ConfigError if the contender cannot sum it.
+    The functions that take an array raise ConfigError if the contender cannot sum it.
 
     Attributes:
         name: For tables.
         blocking: Returns a function that sums the array, to be called again and again.
         starting: Returns a function that begins to sum it, and returns a function that waits.
         sums: False for a contender that only shows a limit.
+        join: Takes a PyTorch module and a recipe of an optimizer, and returns the method by which
+            they are trained.
+        shares: Who shares weights, gradients and state in training.
+        has_means: Whether each rank has all means after a backward pass, to be checked.
     """
 
     name: str
-    blocking: Callable[[Array], Call]
+    blocking: Callable[[Array], Call] = lambda x: lambda: None
     starting: Callable[[Array], Callable[[], Call]] = _refuse_to_start
     sums: bool = True
+    join: Any = None
+    shares: Shares = Shares()
+    has_means: bool = True
 
 
 def mpiring(world: World, algorithm: str) -> Contender:

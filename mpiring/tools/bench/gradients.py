@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,27 +17,12 @@ from .world import World
 _TOLERANCE, _TRAINED_TOLERANCE = 1e-4, 1e-2
 
 
-class Training(Protocol):
-    """A way to take training steps."""
-
-    name: str
-
-    def step(self) -> object:
-        """Take one step."""
-
-    def gradients(self) -> Mapping[str, Array]:
-        """Return those of the last step, by name."""
-
-
-T = TypeVar("T", bound=Training)
-
-
-def begun(world: World, make: Callable[[], T], right: Mapping[str, Array],
-          use: Callable[[T], object]) -> tuple[T, float]:
+def begun(world: World, make: Callable[[], Any], right: Mapping[str, Array],
+          use: Callable[[Any], object]) -> tuple[Any, float]:
     """Make a training and check its first step.
 
     Args:
-        make: Returns the training.
+        make: Returns the training: its `name`, and functions `step` and `gradients`.
         right: The means over ranks of the first step's gradients; empty to check none.
         use: Done twice with the training, at which the peak of memory is measured.
 

@@ -15,13 +15,11 @@ from ..arguments import checked, names, positive
 from ..files import Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
-from .allreduce import BUFFERS, OnHost
-from .benchmark import Benchmark, run
+from .allreduce import BUFFERS, HostArrays
+from .benchmark import LEVELS, Benchmark, Measurement, run
 from .contenders import NATIVE, Call, chosen
-from .jobs import LEVELS
 from .options import declare_turns
 from .overlap import calibrated
-from .results import Measurement
 from .world import World
 
 # Begins a call, and returns what waits for it.
@@ -94,7 +92,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
 
     Collective: yes. Blocking: yes.
     """
-    dice, where, lengths = random.Random(options.seed), OnHost(world), _lengths(options)
+    dice, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
     for test, buffer in itertools.product(options.tests, options.buffers):
         found: list[Measurement] = []
         for length in lengths:
@@ -103,7 +101,9 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
             calls = max(1, options.calls // (_LARGE_SHARE if nbytes > _LARGE_BYTES else 1))
             labels = {"test": test, "bytes": nbytes, "buffer": buffer, "calls": calls,
                       "barrier": options.barrier, "thread_level": world.thread_level}
-            readings = _in_rounds(world, subjects, calls, options, dice)
+            readings = yield from timing.in_turns(options, dice, {
+                subject.contender: partial(_round, world, calls, _actions(
+                    world, subject, options.barrier)) for subject in subjects})
             found += [Measurement({**labels, "contender": name}, its)
                       for name, its in readings.items()]
             yield found if length == lengths[-1] else []
@@ -238,22 +238,14 @@ _SUBJECTS: dict[str, Callable[..., list[_Subject]]] = {
     "allgather": _gathered, "bcast": _copied, "reduce_scatter": _scattered}
 
 
-def _in_rounds(world: World, subjects: Sequence[_Subject], calls: int, options: Namespace,
-               dice: random.Random) -> dict[str, timing.Readings]:
-    """Return the mean seconds of each subject's calls: per round, those of all ranks.
+def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) -> timing.Readings:
+    """Return the mean seconds of so many calls, of each rank.
 
     Collective: yes. Blocking: yes.
     """
-    actions = {subject: _actions(world, subject, options.barrier) for subject in subjects}
-    readings: dict[str, timing.Readings] = {subject.contender: {} for subject in subjects}
-    for _ in range(options.rounds):
-        for subject in dice.sample(list(subjects), len(subjects)):
-            action = actions[subject]
-            action(max(1, calls // _WARM_SHARE))
-            for every_rank in world.raw.allgather(action(calls)):
-                for kind, seconds in every_rank.items():
-                    readings[subject.contender].setdefault(kind, []).append(seconds)
-    return readings
+    action(max(1, calls // _WARM_SHARE))
+    ranks = world.raw.allgather(action(calls))
+    return {kind: [seconds[kind] for seconds in ranks] for kind in ranks[0]}
 
 
 def _actions(world: World, subject: _Subject,
@@ -383,5 +375,6 @@ def _line(size: str | int, fields: Sequence[str]) -> str:
 
 
 LATENCY = Benchmark(
-    "latency", lambda options: len(options.tests) * len(options.buffers) * len(_lengths(options)),
+    "latency", lambda options: (len(options.tests) * len(options.buffers) * len(_lengths(options))
+                                * int(options.rounds)),
     measure, rows, lines=_tables)

@@ -17,7 +17,7 @@ from .timing import finish
 from .world import World
 
 
-class OnDevice:
+class GpuArrays:
     """Arrays on this rank's GPU, and the contenders for them.
 
     Args:

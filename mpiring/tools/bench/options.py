@@ -9,7 +9,7 @@ from ..arguments import above_zero, checked, counts, names, positive
 from ..units import parse_rate
 from . import peers
 from .contenders import KINDS
-from .jobs import LEVELS
+from .benchmark import LEVELS
 
 MODELS = ("transformer", "convnet", "mlp")
 

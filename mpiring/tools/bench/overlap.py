@@ -1,9 +1,8 @@
 """Measures how much of a bucketed allreduce hides behind compute."""
 
-import dataclasses
 import random
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -14,10 +13,9 @@ from ..files import Environment, Row
 from ..table import Column
 from ..units import parse_size, size_text
 from . import inputs, timing
-from .benchmark import Benchmark, run
+from .benchmark import Benchmark, Measurement, run
 from .contenders import NATIVE, ON_CPU, Contender, chosen
 from .options import declare_contenders, declare_turns, settle_contenders
-from .results import Measurement
 from .world import World
 
 # Compute is calibrated on stretches of at least this length.
@@ -68,16 +66,7 @@ def _run(options: Namespace) -> int:
     return run(OVERLAP, options)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Subject:
-    """The actions that are timed for a contender and a kind of compute."""
-
-    contender: str
-    kind: str
-    actions: dict[str, Action]
-
-
-def calibrated(ranks: timing.Ranks, unit: Action, wanted_s: float) -> Action:
+def calibrated(world: World, unit: Action, wanted_s: float) -> Action:
     """Return work that takes `wanted_s` when all ranks do it at once and nothing else.
 
     Args:
@@ -94,7 +83,7 @@ def calibrated(ranks: timing.Ranks, unit: Action, wanted_s: float) -> Action:
     times, seconds = 1, 0.0
     while seconds < min(_LONG_ENOUGH_S, wanted_s):
         times *= 2
-        seconds = timing.median(timing.timed(ranks, work(times), 3))
+        seconds = timing.median(timing.timed(world, work(times), 3))
     return work(max(1, round(times * wanted_s / seconds)))
 
 
@@ -107,24 +96,22 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     total = max(1, options.size // 4)
     buckets = [world.comm.empty(min(length, total - start), np.float32)
                for start in range(0, total, length)]
-    subjects = [subject for contender in chosen(
-        world, options.contenders, ["auto"], options.interface)
-        for subject in _subjects(world, contender, buckets, options)]
-    seconds: list[timing.Readings] = [{name: [] for name in subject.actions}
-                                      for subject in subjects]
     dice = random.Random(options.seed)
-    for count in range(options.rounds):
-        if count:
-            yield []
-        for i in dice.sample(range(len(subjects)), len(subjects)):
-            actions = subjects[i].actions
-            for name in dice.sample(list(actions), len(actions)):
-                seconds[i][name] += timing.timed(
-                    world, actions[name], 1, prepare=lambda: _fill(world, buckets))
+    subjects = {(name, kind): partial(_round, world, buckets, actions, dice)
+                for contender in chosen(world, options.contenders, ["auto"], options.interface)
+                for name, kind, actions in _subjects(world, contender, buckets, options)}
+    readings = yield from timing.in_turns(options, dice, subjects)
     labels = {"bytes": sum(bucket.nbytes for bucket in buckets), "buckets": len(buckets),
               "ratio": options.ratio, "thread_level": world.thread_level}
-    yield [Measurement({**labels, "contender": subject.contender, "compute": subject.kind}, times)
-           for subject, times in zip(subjects, seconds)]
+    yield [Measurement({**labels, "contender": name, "compute": kind}, times)
+           for (name, kind), times in readings.items()]
+
+
+def _round(world: World, buckets: Sequence[Array], actions: Mapping[str, Action],
+           dice: random.Random) -> timing.Readings:
+    """Time each action once, in a random order."""
+    return {name: timing.timed(world, actions[name], 1, prepare=lambda: _fill(world, buckets))
+            for name in dice.sample(list(actions), len(actions))}
 
 
 def _fill(world: World, buckets: Sequence[Array]) -> None:
@@ -132,9 +119,12 @@ def _fill(world: World, buckets: Sequence[Array]) -> None:
         inputs.fill(bucket, world.rank, world.size)
 
 
-def _subjects(world: World, contender: Contender, buckets: Sequence[Array],
-              options: Namespace) -> list[_Subject]:
-    """Check a contender; return what to time, with compute in proportion to its communication."""
+def _subjects(world: World, contender: Contender, buckets: Sequence[Array], options: Namespace,
+              ) -> Iterator[tuple[str, str, dict[str, Action]]]:
+    """Check a contender; yield its name, each kind of compute, and what to time for both.
+
+    Compute is in proportion to communication.
+    """
     # The nonblocking call of the same name.
     name = "MPI_Iallreduce" if contender.name == NATIVE else contender.name
     begins = [contender.starting(bucket) for bucket in buckets]
@@ -152,13 +142,10 @@ def _subjects(world: World, contender: Contender, buckets: Sequence[Array],
         inputs.check(world, bucket, name)
     alone = timing.median(timing.timed(
         world, communicate, 3, prepare=lambda: _fill(world, buckets)))
-    subjects = []
     for kind in options.computes:
         compute = calibrated(world, _UNITS[kind](), options.ratio * alone)
-        subjects.append(_Subject(name, kind, {
-            "compute": compute, "communication": communicate,
-            "total": partial(together, compute)}))
-    return subjects
+        yield name, kind, {"compute": compute, "communication": communicate,
+                           "total": partial(together, compute)}
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:

@@ -3,25 +3,20 @@
 import logging
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
 from ..arguments import above_zero, names, not_negative
 from ..files import Environment, Row
 from ..table import Column
-from . import curves, learning
-from .benchmark import Benchmark, run
-from .curves import ALONE, DENSE
-from .learning import LEARNING_RATES, UNSETTLED_STEPS
-from .peers import refuse_missing_torch
-from .results import Measurement
-from .wire import Traffic
+from . import learning, timing
+from .benchmark import Benchmark, Measurement, run
+from .learning import ALONE, DENSE, LEARNING_RATES, UNSETTLED_STEPS, mean, ratio, reading
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_training import Task, Training
+    from .torch_training import TrainingMethod
 
 _DESCRIPTION = """\
 Trains a transformer on the text of Python's standard library, from the same weights, with
@@ -92,27 +87,19 @@ def complete(options: Namespace) -> Namespace:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Train with all methods, seed by seed; yield after each training, after the last all of them.
-
-    Raises:
-        MissingDependencyError: There is no PyTorch.
-        WrongAnswerError: A method's parameters differ between ranks.
-
-    Collective: yes. Blocking: yes.
-    """
-    world.everywhere(refuse_missing_torch)
-    from . import torch_training
+    """Train with all methods, seed by seed; see `learning.measure`."""
     _warn_where_nothing_is_compressed(world)
-    task = torch_training.task(world, options)
-    world.warm_up()
-    traffic, found = Traffic(world), list[Measurement]()
-    for name in options.reducers:
-        learning.rehearse(world, _begun(world, options, learning.narrow(task), name, 0, 0))
-    for seed in options.seeds:
-        for name in options.reducers:
-            found.append(_train(world, options, task, traffic, name, seed))
-            torch_training.free()
-            yield found if len(found) == _cases(options) else []
+
+    def join(name: str, module: Any, optimizer: Any, rehearsal: bool) -> "TrainingMethod":
+        from .torch_training import MeanGradients, TrainingMethod
+        if name == ALONE:
+            return TrainingMethod(module, optimizer)
+        reducer = METHODS[name](0 if rehearsal else options.warmup_steps)
+        return MeanGradients(module, world.comm, optimizer, reducer)
+
+    runs = [learning.Run(name, seed, lambda _: options.learning_rate)
+            for seed in options.seeds for name in options.reducers]
+    yield from learning.measure(world, options, "reducer", runs, join)
 
 
 def _cases(options: Namespace) -> int:
@@ -129,41 +116,45 @@ def _warn_where_nothing_is_compressed(world: World) -> None:
             world.size)
 
 
-def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int,
-           warmup_steps: int) -> "Training":
-    """Begin a training."""
-    from . import torch_training, torch_ways
-    way = torch_ways.Alone if name == ALONE else partial(
-        torch_ways.Averaged, reducer=METHODS[name](warmup_steps))
-    rule = torch_ways.Rule(options.optimizer, options.learning_rate)
-    return torch_training.Training(
-        task, world, options.batch, seed, lambda module: way(module, world.comm, rule))
-
-
-def _train(world: World, options: Namespace, task: "Task", traffic: Traffic, name: str,
-           seed: int) -> Measurement:
-    training = _begun(world, options, task, name, seed, options.warmup_steps)
-    readings = learning.learn(world, options, training, traffic, name, seed)
-    return Measurement({
-        "reducer": name, "settings": training.settings, "parameters": task.parameters, "seed": seed,
-        "batch": options.batch, "optimizer": options.optimizer,
-        "learning_rate": options.learning_rate, "thread_level": world.thread_level}, readings)
-
-
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each method, beside the plain mean and the compute alone."""
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each method, next to the plain mean and the compute alone."""
     trainings: dict[str, list[Measurement]] = {}
-    for training in found:
+    for training in measurements:
         trainings.setdefault(training.labels["reducer"], []).append(training)
-    dense = curves.curve_of(trainings[DENSE]) if DENSE in trainings else curves.Curve()
-    target = options.target_loss or curves.default_target(dense)
-    return [{
-        **{key: value for key, value in mine[0].labels.items() if key != "seed"},
-        "seeds": len(mine),
-        **curves.times(mine, trainings, options),
-        **curves.mean_costs(mine, trainings.get(DENSE, [])),
-        **curves.accuracy(mine, dense, target),
-    } for mine in trainings.values()]
+    dense_bytes = reading(trainings.get(DENSE, []), "host_bytes")
+
+    def costs(runs: Sequence[Measurement]) -> Row:
+        on_wire = reading(runs, "host_bytes")
+        return {
+            **_times(runs, trainings, options.settled),
+            "compression_ratio": ratio(reading(runs, "dense_bytes"), reading(runs, "sent_bytes")),
+            "wire_ratio": ratio(dense_bytes, on_wire), "wire_MiB": on_wire / 2 ** 20,
+            **{f"{name}_ms": reading(runs, f"{name}_s") * 1e3
+               for name in ("encode", "wire", "decode")}}
+
+    return learning.rows(trainings, options, costs)
+
+
+def _times(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
+           first: int) -> Row:
+    """Return the times of steps. Ratios are medians over seeds, which are close in time.
+
+    Args:
+        first: Number of the first step that is settled.
+    """
+    def over(other: str) -> float:
+        return timing.median([
+            timing.median(run.readings["step"][first:])
+            / timing.median(reference.readings["step"][first:])
+            for run, reference in zip(runs, trainings.get(other, []))
+            if run.readings["step"][first:] and reference.readings["step"][first:]])
+
+    seconds = [value for run in runs for value in run.readings["step"][first:]]
+    return {
+        "steps": min(len(run.readings["step"]) for run in runs),
+        "training_s": mean([sum(run.readings["step"]) for run in runs]),
+        "median_ms": timing.median(seconds) * 1e3, "p95_ms": timing.p95(seconds) * 1e3,
+        "over_dense": over(DENSE), "over_alone": over(ALONE)}
 
 
 _COLUMNS = [

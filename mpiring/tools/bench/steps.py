@@ -1,5 +1,6 @@
 """Measures training steps of a NumPy model: alone, with mpiring, and with one call after each."""
 
+import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,13 +15,12 @@ from ..files import Environment, Row
 from ..table import Column
 from ..units import parse_size
 from . import gradients, timing
-from .benchmark import Benchmark, run
+from .benchmark import Benchmark, Measurement, run, with_case
 from .contenders import ALONE, ON_CPU, OURS, Contender, chosen
 from .options import (
     declare_contenders, declare_device, declare_link, declare_models, declare_turns,
     settle_contenders,
 )
-from .results import Measurement, beside
 from .torch_steps import SHARDINGS, TORCH_ON_CPU, TORCH_ON_GPU, TORCH_STEPS
 from .world import World
 
@@ -209,8 +209,9 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     world.warm_up()
     begun = [gradients.begun(world, make, right, _Variant.communicate)
              for make in _makers(world, options)]
-    readings = yield from timing.in_turns(
-        world, options, {variant.name: {"step": variant.step} for variant, _ in begun})
+    readings = yield from timing.in_turns(options, random.Random(options.seed), {
+        variant.name: timing.timed_steps(world, options, {"step": variant.step})
+        for variant, _ in begun})
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": variant.name}, {
@@ -229,7 +230,7 @@ def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each variant, compared with the compute alone at its thread level."""
     table = []
-    for measurement, case in beside(found, "thread_level"):
+    for measurement, case in with_case(found, "thread_level"):
         seconds, labels = measurement.readings["step"], measurement.labels
         median = timing.median(seconds)
         table.append({

@@ -8,9 +8,10 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from ...gpu.device import Event
+from .world import World
 
 # Calls per case and round, at least and at most.
 _FEWEST, MOST_CALLS = 2, 200
@@ -19,16 +20,7 @@ Action = Callable[[], object]
 Stopwatch = Callable[[Action], float]
 # Seconds, by what was timed.
 Readings = dict[str, list[float]]
-
-
-class Ranks(Protocol):
-    """The ranks that measure together."""
-
-    def barrier(self) -> None:
-        """Return after every rank has called."""
-
-    def slowest(self, values: list[float]) -> list[float]:
-        """Return the largest of the ranks' values, element by element."""
+T = TypeVar("T")
 
 
 def by_clock(action: Action) -> float:
@@ -44,7 +36,7 @@ def finish(event: Event) -> None:
         pass
 
 
-def timed(ranks: Ranks, action: Action, calls: int, *,
+def timed(world: World, action: Action, calls: int, *,
           prepare: Action = lambda: None, every: int = 1,
           stopwatch: Stopwatch = by_clock) -> list[float]:
     """Return the seconds that each of several calls took on its slowest rank.
@@ -63,12 +55,12 @@ def timed(ranks: Ranks, action: Action, calls: int, *,
         for call in range(calls):
             if call % every == 0:
                 prepare()
-            ranks.barrier()
+            world.barrier()
             seconds.append(stopwatch(action))
-    return ranks.slowest(seconds)
+    return world.slowest(seconds)
 
 
-def mean_seconds(ranks: Ranks, action: Action, calls: int, *, barrier: bool,
+def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
                  prepare: Action = lambda: None, every: int) -> float:
     """Return the mean seconds of several calls on this rank.
 
@@ -87,10 +79,10 @@ def mean_seconds(ranks: Ranks, action: Action, calls: int, *, barrier: bool,
             these = range(min(every, calls - start))
             if barrier:
                 for _ in these:
-                    ranks.barrier()
+                    world.barrier()
                     seconds += by_clock(action)
                 continue
-            ranks.barrier()
+            world.barrier()
             began = time.perf_counter()
             for _ in these:
                 action()
@@ -110,32 +102,39 @@ def _no_collector() -> Iterator[None]:
             gc.enable()
 
 
-def in_turns(ranks: Ranks, options: Namespace, subjects: Mapping[str, Mapping[str, Action]],
-             stopwatch: Stopwatch = by_clock,
-             ) -> Generator[list[Any], None, dict[str, Readings]]:
-    """Time what each subject does, in rounds of random order; return the readings.
+def in_turns(options: Namespace, dice: random.Random, subjects: Mapping[T, Callable[[], Readings]],
+             ) -> Generator[list[Any], None, dict[T, Readings]]:
+    """Measure subjects in rounds, each in a random order; return their readings.
 
-    Yields an empty list between rounds, as a benchmark's `measure` does.
+    Yields an empty list after each round but the last, as a benchmark's `measure` does.
 
     Args:
-        options: `rounds`, `calls` in each, and the `seed` of the orders.
-        subjects: Their actions, by name; each is called once in a round before it is timed.
-        stopwatch: See `timed`.
+        options: The number of `rounds`.
+        subjects: What measures each subject for a round.
 
     Collective: yes. Blocking: yes.
     """
-    readings: dict[str, Readings] = {
-        name: {kind: [] for kind in actions} for name, actions in subjects.items()}
-    dice = random.Random(options.seed)
+    readings: dict[T, Readings] = {name: {} for name in subjects}
     for count in range(options.rounds):
         if count:
             yield []
         for name in dice.sample(list(subjects), len(subjects)):
-            for kind, action in subjects[name].items():
-                action()
-                readings[name][kind] += timed(
-                    ranks, action, options.calls, stopwatch=stopwatch)
+            for kind, values in subjects[name]().items():
+                readings[name].setdefault(kind, []).extend(values)
     return readings
+
+
+def timed_steps(world: World, options: Namespace, actions: Mapping[str, Action],
+                stopwatch: Stopwatch = by_clock) -> Callable[[], Readings]:
+    """Return what times each of some actions `options.calls` times, after a call of it."""
+    def measure() -> Readings:
+        readings = {}
+        for kind, action in actions.items():
+            action()
+            readings[kind] = timed(world, action, options.calls, stopwatch=stopwatch)
+        return readings
+
+    return measure
 
 
 def calls_within(budget_s: float, call_s: float) -> int:

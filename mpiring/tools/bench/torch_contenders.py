@@ -3,8 +3,7 @@
 import gc
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +18,8 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from ...memory.arrays import Array
 from ...torch import DataParallel, Sharded, share_cores
 from . import peers
-from .contenders import ALONE, GLOO, OURS, horovod
+from .contenders import ALONE, GLOO, OURS, Call, Contender, Shares, horovod
+from .torch_training import TrainingMethod
 from .world import World
 
 BACK_END = "mpiring + PyTorch's DDP"
@@ -31,56 +31,13 @@ _LEARNING_RATE = 1e-3
 _ADAM_EPS = 1e-3
 # torch.distributed's name for Gloo on an interface that we have chosen.
 _GLOO_HERE = "gloo_here"
-_FLOAT_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """An optimizer to be made, of a model that may be wrapped first.
-
-    Attributes:
-        kind: Its class.
-        settings: Its defaults.
-        state_bytes: What it remembers, per parameter.
-    """
-
-    kind: type[torch.optim.Optimizer]
-    settings: dict[str, Any]
-    state_bytes: int
-
-    def of(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Return the optimizer of a model's parameters."""
-        return self.kind(model.parameters(), **self.settings)
-
-
-RECIPES = {
-    "sgd": Recipe(torch.optim.SGD, {"lr": _LEARNING_RATE}, 0),
-    "adamw": Recipe(torch.optim.AdamW, {"lr": _LEARNING_RATE, "eps": _ADAM_EPS, "fused": True},
-                    2 * _FLOAT_BYTES)}
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Who shares one copy of what training holds: nobody ("rank"), a "node", or the "job".
-
-    Attributes:
-        weights, gradients, state: Of the optimizer.
-    """
-
-    weights: str = "rank"
-    gradients: str = "rank"
-    state: str = "rank"
-
-    def bytes_per_parameter(self, recipe: Recipe, node_ranks: int, ranks: int) -> float:
-        """Return what all processes of a node hold together, in float32.
-
-        Args:
-            node_ranks: Of that node, of all `ranks`.
-        """
-        copies = {"rank": node_ranks, "node": 1, "job": node_ranks / ranks}
-        return (_FLOAT_BYTES * (copies[self.weights] + copies[self.gradients])
-                + recipe.state_bytes * copies[self.state])
-
+# Makes an optimizer of parameters; its `func` is the class, its `keywords` are the settings.
+Recipe = partial[torch.optim.Optimizer]
+RECIPES: Mapping[str, Recipe] = {
+    "sgd": partial(torch.optim.SGD, lr=_LEARNING_RATE),
+    "adamw": partial(torch.optim.AdamW, lr=_LEARNING_RATE, eps=_ADAM_EPS, fused=True)}
 
 # mpiring's optimizers of slices: what `--sharded` calls them, their names for tables, settings.
 _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
@@ -88,30 +45,9 @@ _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
     "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
     "node": ("mpiring Sharded, node", {"weights": "node"}, Shares(weights="node", state="job")),
 }
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A way to train on several ranks.
-
-    Attributes:
-        name: For tables.
-        join: Returns what replaces a model, and the optimizer that goes with it.
-        blocking: Takes a vector, and returns a function that sums it over the ranks.
-        shares: Who shares weights, gradients and state.
-        has_means: Whether each rank has all means after a backward pass, to be checked.
-    """
-
-    name: str
-    join: Callable[[nn.Module, Recipe], tuple[nn.Module, torch.optim.Optimizer]]
-    blocking: Callable[[Array], Callable[[], object]] = lambda flat: lambda: None
-    shares: Shares = Shares()
-    has_means: bool = True
-
-
-def alone() -> Contender:
-    """Return the model without communication."""
-    return Contender(ALONE, lambda model, recipe: (model, recipe.of(model)))
+# The model without communication.
+NOBODY = Contender(
+    ALONE, join=lambda model, recipe: TrainingMethod(model, recipe(model.parameters())))
 
 
 def contenders(world: World, options: Namespace, device: torch.device) -> list[Contender]:
@@ -126,71 +62,69 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     """
     share_cores(world.comm)
     kinds = options.contenders
-    found = [alone(), _data_parallel(world, options), *_sliced(world, options)]
+    found = [NOBODY, *_of_mpiring(world, options)]
     has_back_end = kinds is None or "mpiring" in kinds
     if has_back_end:
         dist.init_process_group("mpiring", init_method="mpi://")
         found += _over(dist.group.WORLD, BACK_END, "mpiring", options)
     if peers.takes_part("gloo", kinds, world):
-        group = _gloo(world, options.interface, beside=has_back_end)
+        group = _gloo(world, options.interface, is_second=has_back_end)
         found += _over(group, GLOO, "Gloo", options)
     if device.type == "cpu" and peers.takes_part("horovod", kinds, world):
         found.append(_horovod())
     return found
 
 
-def _data_parallel(world: World, options: Namespace) -> Contender:
-    """Return mpiring's wrapper of models."""
-    return Contender(
-        OURS, lambda model, recipe: (_wrapped(model, world, options), recipe.of(model)),
-        lambda flat: lambda: world.comm.allreduce(flat))
+def _of_mpiring(world: World, options: Namespace) -> Iterator[Contender]:
+    """Yield mpiring's wrapper of models, alone and with the optimizers of slices."""
+    bucket = {} if options.bucket is None else {"bucket_bytes": options.bucket}
 
+    def blocking(flat: Array) -> Call:
+        return lambda: world.comm.allreduce(flat)
 
-def _sliced(world: World, options: Namespace) -> Iterator[Contender]:
-    """Yield mpiring's optimizers of slices."""
-    def join(settings: Mapping[str, Any], model: nn.Module, recipe: Recipe,
-             ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        wrapped = _wrapped(model, world, options)
-        return wrapped, Sharded(recipe.kind, wrapped, **recipe.settings, **settings)
+    def dense(model: nn.Module, recipe: Recipe) -> TrainingMethod:
+        return TrainingMethod(DataParallel(model, world.comm, **bucket), recipe(model.parameters()))
 
+    def sliced(settings: Mapping[str, Any], model: nn.Module, recipe: Recipe) -> TrainingMethod:
+        wrapped = DataParallel(model, world.comm, **bucket)
+        return TrainingMethod(wrapped, Sharded(recipe.func, wrapped, **recipe.keywords, **settings))
+
+    yield Contender(OURS, blocking, join=dense)
     for name, (title, settings, shares) in _SLICED.items():
         if name in options.sharded:
-            yield Contender(title, partial(join, settings),
-                            lambda flat: lambda: world.comm.allreduce(flat), shares,
+            yield Contender(title, blocking, join=partial(sliced, settings), shares=shares,
                             has_means=False)
-
-
-def _wrapped(model: nn.Module, world: World, options: Namespace) -> DataParallel:
-    bucket: dict[str, Any] = {} if options.bucket is None else {"bucket_bytes": options.bucket}
-    return DataParallel(model, world.comm, **bucket)
 
 
 def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[Contender]:
     """Yield PyTorch's own ways to train, over a process group."""
     size = {} if options.bucket is None else {"bucket_cap_mb": options.bucket / 2 ** 20}
 
-    def blocking(flat: Array) -> Callable[[], object]:
+    def blocking(flat: Array) -> Call:
         tensor = peers.tensor_of(flat)
         return lambda: dist.all_reduce(tensor, group=group)
 
-    def ddp(model: nn.Module) -> nn.Module:
-        return nn.parallel.DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True, **size)
+    def ddp(model: nn.Module, recipe: Recipe) -> TrainingMethod:
+        return TrainingMethod(nn.parallel.DistributedDataParallel(
+            model, process_group=group, gradient_as_bucket_view=True, **size),
+            recipe(model.parameters()))
 
-    def zero(model: nn.Module, recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return ddp(model), ZeroRedundancyOptimizer(
-            model.parameters(), recipe.kind, process_group=group, parameters_as_bucket_view=True,
-            **recipe.settings)
+    def zero(model: nn.Module, recipe: Recipe) -> TrainingMethod:
+        method = ddp(model, recipe)
+        method.optimizer = ZeroRedundancyOptimizer(
+            model.parameters(), recipe.func, process_group=group, parameters_as_bucket_view=True,
+            **recipe.keywords)
+        return method
 
-    def fsdp(model: nn.Module, recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def fsdp(model: nn.Module, recipe: Recipe) -> TrainingMethod:
         _shard(model, group)
-        return model, recipe.of(model)
+        return TrainingMethod(model, recipe(model.parameters()))
 
-    yield Contender(ddp_name, lambda model, recipe: (ddp(model), recipe.of(model)), blocking)
+    yield Contender(ddp_name, blocking, join=ddp)
     if "zero" in options.sharded:
-        yield Contender(f"{name} + ZeRO", zero, blocking, Shares(state="job"))
+        yield Contender(f"{name} + ZeRO", blocking, join=zero, shares=Shares(state="job"))
     if "fsdp" in options.sharded:
-        yield Contender(f"{name} + FSDP2", fsdp, blocking, Shares("job", "job", "job"))
+        yield Contender(f"{name} + FSDP2", blocking, join=fsdp, shares=Shares("job", "job", "job"))
 
 
 def _shard(model: nn.Module, group: Any) -> None:
@@ -205,14 +139,14 @@ def _shard(model: nn.Module, group: Any) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def _gloo(world: World, interface: str | None, *, beside: bool) -> Any:
+def _gloo(world: World, interface: str | None, *, is_second: bool) -> Any:
     """Return Gloo's process group: the default group, or another one beside it."""
     def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
 
     if not hasattr(dist.Backend, _GLOO_HERE.upper()):
         dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu", "cuda"])
-    if beside:
+    if is_second:
         return dist.new_group(backend=_GLOO_HERE)
     store = peers.store_of_rank_0(world, interface or peers.interface_for(world))
     dist.init_process_group(_GLOO_HERE, store=store, rank=world.rank, world_size=world.size)
@@ -224,11 +158,11 @@ def _horovod() -> Contender:
     call = horovod().blocking
     import horovod.torch as hvd
 
-    def join(model: nn.Module, recipe: Recipe) -> tuple[nn.Module, torch.optim.Optimizer]:
-        return model, hvd.DistributedOptimizer(
-            recipe.of(model), named_parameters=model.named_parameters())
+    def join(model: nn.Module, recipe: Recipe) -> TrainingMethod:
+        return TrainingMethod(model, hvd.DistributedOptimizer(
+            recipe(model.parameters()), named_parameters=model.named_parameters()))
 
-    return Contender(HOROVOD, join, call)
+    return Contender(HOROVOD, call, join=join)
 
 
 def close() -> None:

@@ -2,6 +2,7 @@
 
 import gc
 import math
+import random
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -13,15 +14,13 @@ from ...memory.arrays import Array
 from ..files import Environment, Row
 from ..table import Column
 from . import gradients, peers, timing
-from .benchmark import Benchmark
-from .contenders import ALONE, GLOO
+from .benchmark import Benchmark, Measurement, with_case
+from .contenders import ALONE, GLOO, Contender
 from .memory import NodeGrowth
-from .results import Measurement, beside
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_contenders import Contender
-    from .torch_models import Device, Training
+    from .torch_training import ModelDevice, Training
 
 # Ways to share the optimizer's work.
 SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
@@ -37,28 +36,28 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from . import torch_contenders, torch_models
+    from . import torch_contenders, torch_training
     # Whenever memory is measured, garbage is collected: not among all that PyTorch has imported.
     gc.freeze()
-    device = torch_models.device_named(world, options.device)
+    device = torch_training.device_named(world, options.device)
     contenders = torch_contenders.contenders(world, options, device.torch)
     world.warm_up()
     for kind in options.models:
         for wanted in options.parameters:
-            width = torch_models.width_for(kind, wanted)
+            width = torch_training.width_for(kind, wanted)
             yield from _measure(world, options, contenders, kind, width, device)
     torch_contenders.close()
 
 
-def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]", kind: str,
-             width: int, device: "Device") -> Iterator[list[Measurement]]:
+def _measure(world: World, options: Namespace, contenders: Sequence[Contender], kind: str,
+             width: int, device: "ModelDevice") -> Iterator[list[Measurement]]:
     """Measure all contenders with a model."""
     from .torch_contenders import RECIPES
-    from .torch_models import Training
-    recipe = RECIPES[options.optimizer]
+    from .torch_training import batch_of, training_of
+    x, y = (part.to(device.torch) for part in batch_of(kind, options.batch, 1 + world.rank))
 
-    def begin(contender: "Contender") -> Training:
-        return Training(contender, kind, width, options.batch, world.rank, device, recipe)
+    def begin(contender: Contender) -> "Training":
+        return training_of(contender, kind, width, RECIPES[options.optimizer], (x, y))
 
     alone = begin(contenders[0])
     alone.step()
@@ -74,18 +73,19 @@ def _measure(world: World, options: Namespace, contenders: "Sequence[Contender]"
                             device=options.device)
     # Written to, so that it has memory of its own; sums of zeros never overflow.
     flat[...] = 0
-    actions = {contender.name: {"step": training.step, "communication": contender.blocking(flat)}
-               for contender, training in zip(contenders, trainings)}
-    readings = yield from timing.in_turns(world, options, actions, device.stopwatch)
+    actions = {contender.name: timing.timed_steps(
+        world, options, {"step": training.step, "communication": contender.blocking(flat)},
+        device.stopwatch) for contender, training in zip(contenders, trainings)}
+    readings = yield from timing.in_turns(options, random.Random(options.seed), actions)
     gradients.check_parameters(
         world, {training.name: training.parameters() for training in trainings})
     node_ranks = int(world.slowest([world.comm.local_size])[0])
-    labels = {"model": kind, "parameters": flat.size, "batch": trainings[0].batch,
+    labels = {"model": kind, "parameters": flat.size, "batch": len(x),
               "optimizer": options.optimizer, "calls": options.calls, "device": str(device.torch),
               "thread_level": world.thread_level}
     yield [Measurement(
         {**labels, "contender": contender.name, "formula_bytes_per_parameter":
-         contender.shares.bytes_per_parameter(recipe, node_ranks, world.size)},
+         contender.shares.bytes_per_parameter(options.optimizer, node_ranks, world.size)},
         {**readings[contender.name], **memories[contender.name]}) for contender in contenders]
     del trainings, actions
     # Modules and their hooks hold each other.
@@ -108,7 +108,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     Ratios are medians over rounds, whose readings are close in time.
     """
     return [_row(measurement, case, about, options)
-            for measurement, case in beside(found, "model", "parameters", "thread_level")]
+            for measurement, case in with_case(found, "model", "parameters", "thread_level")]
 
 
 def _row(measurement: Measurement, case: Mapping[str, Measurement], about: Environment,

@@ -1,5 +1,7 @@
 """Opens the ranks of a benchmark: a communicator of MPI, and another of mpiring."""
 
+import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +11,7 @@ from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
 from ...launch.start import load_mpi, mpi_world, thread_level
+from ..files import Environment, machine
 
 _WARM_BYTES = 1 << 20
 
@@ -65,14 +68,14 @@ class World:
 
         Collective: yes. Blocking: yes.
         """
-        mine = None
+        failure = None
         try:
             action()
         except MpiringError as error:
-            mine = error
-        for rank, problem in enumerate(self.raw.allgather(mine)):
+            failure = error
+        for rank, problem in enumerate(self.raw.allgather(failure)):
             if problem is not None:
-                raise type(problem)(f"rank {rank}: {problem}") from mine
+                raise type(problem)(f"rank {rank}: {problem}") from failure
 
     def warm_up(self) -> None:
         """Take the memory that a process's first messages cost, whichever contender sends them.
@@ -83,6 +86,26 @@ class World:
         self.comm.iallreduce(few).wait()
         self.comm.allreduce(few)
         self.raw.Alltoall(many, np.empty_like(many))
+
+    def environment(self) -> Environment:
+        """Return everything about this run that may matter to a reader of its numbers.
+
+        Collective: yes. Blocking: yes.
+        """
+        place = {"rank": self.rank, "host": socket.gethostname(), "node": self.comm.node_rank,
+                 # Those that this process may use, where they are known (Linux).
+                 "cores": (sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity")
+                           else None)}
+        # The first line of the library's description, without what is not name and version.
+        library = self.mpi.Get_library_version().strip("\0").splitlines()[0]
+        return {
+            **machine(),
+            "mpi_library": " ".join(library.replace("Version:", "").split()),
+            "thread_level": self.thread_level,
+            "ranks": self.size,
+            "nodes": self.comm.num_nodes,
+            "placement": self.raw.allgather(place),
+        }
 
     def close(self) -> None:
         """Close both communicators.

@@ -1,30 +1,69 @@
 """The command `python -m mpiring doctor`: examines all ranks, and reports once."""
 
 import argparse
+import os
+import pickle
+import signal
 import sys
+import tempfile
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import IO, Any
 
+from ...launch import child_job
 from ...launch.environment import launched_rank, launched_size, launcher_of
 from ..arguments import above_zero
-from . import containers, gather, gpu, launch, library, memory, network, processors
-from .child import examined
+from . import gather, hardware, software
 from .examine import examine
-from .facts import ENDING, LOADING, STARTING, Failure, Job, Library
-from .findings import PROBLEM, Section, merged, worst
-from .report import as_json, as_text
+from .facts import ENDING, LOADING, STARTING, Failure, JobFacts, Library, Rank, grouped
+from .report import PROBLEM, Rows, Section, as_json, as_text, merged, worst
 
-# The subjects, in the order of the report.
-SUBJECTS = (
-    ("Python and MPI", library.findings), ("Launch", launch.findings),
-    ("Containers", containers.findings), ("Processors", processors.findings),
-    ("Memory and processes", memory.findings), ("Network", network.findings),
-    ("GPUs", gpu.findings), ("After a rank's death", launch.survival),
-    ("Packages", library.packages))
+Groups = Iterable[Sequence[Rank]]
+
+
+def as_one(job: JobFacts) -> Groups:
+    """Return all ranks, as one group."""
+    return [job.ranks]
+
+
+def by_rank(job: JobFacts) -> Groups:
+    """Return each rank, as a group of its own."""
+    return [[rank] for rank in job.ranks]
+
+
+def by_node(job: JobFacts) -> Groups:
+    """Return the ranks of each node."""
+    return job.nodes().values()
+
+
+def by_machine(job: JobFacts) -> Groups:
+    """Return the ranks of each running system, of which MPI may make several nodes."""
+    machines = grouped(job.ranks, lambda rank: rank.container.machine)
+    return [ranks for machine, ranks in machines.items() if machine or not job.size]
+
+
+# The subjects, in the order of the report, and the tables that judge them: each is called with the
+# facts of the job, for every group of ranks.
+SUBJECTS: Sequence[tuple[str, Sequence[tuple[
+    Callable[[JobFacts], Groups], Callable[[JobFacts, Sequence[Rank]], Rows]]]]] = (
+    ("Python and MPI", ((by_rank, software.installed), (as_one, software.mpirun),
+                        (by_rank, software.threads))),
+    ("Launch", ((as_one, software.launch), (as_one, software.slurm),
+                (by_rank, software.settings))),
+    ("Containers", ((by_rank, software.container), (as_one, software.images),
+                    (by_machine, software.shared))),
+    ("Processors", ((by_node, hardware.processors), (by_rank, hardware.slurm_share))),
+    ("Memory and processes", ((by_node, hardware.shared_memory), (by_rank, hardware.limits))),
+    ("Network", ((by_rank, hardware.devices), (as_one, hardware.measured))),
+    ("GPUs", ((by_rank, hardware.gpus),)),
+    ("After a rank's death", ((as_one, software.survival),)),
+    ("Packages", ((by_rank, software.packages),)))
 
 # How much longer than the reporting rank a failed rank stays: mpirun ends all ranks when a rank
 # ends that was in MPI, before the report; srun does not.
 _LINGER_S = 8.0
+_MOST_LINES = 12
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -50,52 +89,94 @@ def run(options: argparse.Namespace) -> int:
         examine(options.examine, options.deadline)
         return 0
     began = time.monotonic()
-    found, failure = examined(options.deadline)
+    facts, failure = _examined(options.deadline)
     rank = launched_rank() or 0 if launcher_of() else 0
-    if found.get("size", 0) > 1:
-        rank = found["ranks"][0].rank
+    if facts.get("size", 0) > 1:
+        rank = facts["ranks"][0].rank
     if rank > 0:
-        if "library" in found and found["library"].error:
+        if "library" in facts and facts["library"].error:
             failure = Failure(stage=LOADING, how="mpi4py cannot load one")
         if failure is not None:
-            _stand_by(rank, failure, found, began + options.deadline + _LINGER_S)
+            _stand_by(rank, failure, facts, began + options.deadline + _LINGER_S)
         return 0
-    job = _job(found, failure)
+    job = _job(facts, failure)
     sections = judged(job)
-    print(as_json(sections, job) if options.json else as_text(sections, job), flush=True)
-    return int(worst(finding for section in sections for finding in section.findings) == PROBLEM)
+    print((as_json if options.json else as_text)(sections, job), flush=True)
+    return int(worst(sections) == PROBLEM)
 
 
-def _job(found: dict[str, Any], failure: Failure | None) -> Job:
-    """Join what the child has found and what can be found without MPI."""
-    library = found.pop("library", Library(error=failure.how if failure else ""))
-    if "ranks" not in found:
-        found = {**found, "ranks": [gather.rank(0, library)], "size": 0}
+def _examined(deadline_s: float) -> tuple[dict[str, Any], Failure | None]:
+    """Examine MPI in a child that stands for this process among the launcher's ranks.
+
+    Launchers know their ranks by variables and open files, which children inherit. If the child
+    hangs or dies, this process reports it.
+
+    Returns:
+        Fields of JobFacts, as far as it came, and how it failed, if it did.
+    """
+    with tempfile.TemporaryFile() as answers:
+        os.set_inheritable(answers.fileno(), True)
+        ended = child_job.run(
+            [sys.executable, "-m", "mpiring", "doctor", "--examine", str(answers.fileno()),
+             "--deadline", str(deadline_s)], deadline_s, in_place=True)
+        stage, facts = _read(answers)
+    # Python's own report of a late end is noise.
+    end = next((i for i, line in enumerate(ended.lines) if line.startswith("Timeout (")), None)
+    is_late, status = ended.status is None or end is not None, ended.status or 0
+    facts["printed"] = child_job.Ended(None, ended.lines[:end]).last_lines(_MOST_LINES)
+    if stage == "":
+        return facts, None    # however it ended after MPI did
+    how = (f"no end within {deadline_s:g} s" if is_late else f"exit status {status}"
+           if status >= 0 else f"{signal.strsignal(-status)} (signal {-status})")
+    return facts, Failure(stage=stage, how=how, late=is_late, printed=facts["printed"])
+
+
+def _read(answers: IO[bytes]) -> tuple[str, dict[str, Any]]:
+    """Return the last stage, and all facts, from what the child wrote."""
+    answers.seek(0)
+    stage = LOADING
+    facts: dict[str, Any] = {}
+    while True:
+        try:
+            stage, more = pickle.load(answers)
+        except (EOFError, pickle.UnpicklingError):
+            return stage, facts
+        facts.update(more)
+
+
+def _job(facts: dict[str, Any], failure: Failure | None) -> JobFacts:
+    """Join the child's facts and those that need no MPI."""
+    library = facts.pop("library", Library(error=failure.how if failure else ""))
+    if "ranks" not in facts:
+        facts = {**facts, "ranks": [gather.rank(0, library)], "size": 0}
     wanted, wanted_by = launched_size()
-    here = found["ranks"][0]
-    return Job(**found, failure=failure, wanted=wanted, wanted_by=wanted_by,
-               mpirun=gather.mpirun(here.library), slurm=gather.slurm(here.variables))
+    reporter = facts["ranks"][0]
+    return JobFacts(**facts, failure=failure, wanted=wanted, wanted_by=wanted_by,
+                    mpirun=gather.mpirun(reporter.library), slurm=gather.slurm(reporter.variables))
 
 
-def judged(job: Job) -> list[Section]:
+def judged(job: JobFacts) -> list[Section]:
     """Return all findings, by subject; a pure function of the facts."""
-    return [Section(title, merged(findings(job), len(job.ranks))) for title, findings in SUBJECTS]
+    return [Section(title, merged(
+        (replace(finding, ranks=tuple(rank.rank for rank in ranks))
+         for groups, table in tables for ranks in groups(job)
+         for finding in table(job, ranks) if finding is not None), len(job.ranks)))
+        for title, tables in SUBJECTS]
 
 
-def _stand_by(rank: int, failure: Failure, found: dict[str, Any], until: float) -> None:
+def _stand_by(rank: int, failure: Failure, facts: dict[str, Any], until: float) -> None:
     """Print on standard error that this rank has failed, where the report may not show it.
 
     Where rank 0 failed for the same reason, as on one node, the report is enough.
     """
-    here = found["ranks"][0] if "ranks" in found else gather.rank(
-        rank, found.get("library", Library()))
+    reporter = facts["ranks"][0] if "ranks" in facts else gather.rank(
+        rank, facts.get("library", Library()))
     # Failures of the start are printed once per node, later ones by each rank.
-    alike = launch.is_mismatched(here)
-    first = launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)
-    if not failure.late and not alike and first:
-        print(f"mpiring doctor: rank {rank} on {here.host}: {failure.stage}: {failure.how}; "
+    is_first = launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)
+    if not failure.late and not software.is_mismatched(reporter) and is_first:
+        print(f"mpiring doctor: rank {rank} on {reporter.host}: {failure.stage}: {failure.how}; "
               f"{' '.join(failure.printed[-2:])}", file=sys.stderr, flush=True)
     # Where all are late, the first looks for the others.
-    if (failure.late or launcher_of(here.variables) != "srun") and failure.stage not in (
+    if (failure.late or launcher_of(reporter.variables) != "srun") and failure.stage not in (
             LOADING, ENDING):
         time.sleep(max(0.0, until - time.monotonic()))

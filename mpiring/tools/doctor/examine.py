@@ -46,8 +46,8 @@ def examine(descriptor: int, deadline_s: float) -> None:
     # Ends the process also where MPI holds the interpreter's lock.
     faulthandler.dump_traceback_later(deadline_s, exit=True)
     with os.fdopen(descriptor, "wb") as file:
-        def report(stage: str, **found: object) -> None:
-            pickle.dump((stage, found), file)
+        def report(stage: str, **facts: object) -> None:
+            pickle.dump((stage, facts), file)
             file.flush()
 
         report(LOADING)
@@ -88,20 +88,19 @@ def _library(mpi: Any) -> Library:
 
 def _with_mpi(mpi: Any, library: Library, report: Report) -> None:
     world = mpi.COMM_WORLD.Dup()
-    found = gather.rank(world.rank, library)
-    mine = replace(found, thread_level=thread_level(mpi),
-                   gpus=_asked(found.gpus, Path(library.path)))
-    report(EXCHANGING, ranks=[mine], size=world.size)
+    rank = gather.rank(world.rank, library)
+    rank = replace(rank, thread_level=thread_level(mpi),
+                   gpus=_asked(rank.gpus, Path(library.path)))
+    report(EXCHANGING, ranks=[rank], size=world.size)
     leaders = _leaders(mpi, world)
-    numbers = sorted(set(leaders))
     leader = leaders[world.rank]
-    mine = replace(mine, node=numbers.index(leader),
-                   gpus=usable(mine.gpus, leaders[:world.rank].count(leader)))
-    ranks = world.gather(mine) or [mine]
+    rank = replace(rank, node=sorted(set(leaders)).index(leader),
+                   gpus=usable(rank.gpus, leaders[:world.rank].count(leader)))
+    ranks = world.gather(rank) or [rank]
     report(TRYING, ranks=ranks)
     # MPI would end the job, and the report with it.
     if not world.bcast(is_closed(ranks)):
-        report(MEASURING, **_tried(mpi, world, mine))
+        report(MEASURING, **_tried(mpi, world, rank))
         report(ENDING, pairs=measured(mpi, world, leaders))
     world.Free()
 
@@ -114,9 +113,9 @@ def _leaders(mpi: Any, world: Any) -> list[int]:
     return leaders
 
 
-def _tried(mpi: Any, world: Any, mine: Rank) -> dict[str, Any]:
+def _tried(mpi: Any, world: Any, rank: Rank) -> dict[str, Any]:
     """Run an allreduce as mpiring does it, unless it would refuse a rank's settings."""
-    if world.allreduce(bool(mine.settings_error), op=mpi.LOR):
+    if world.allreduce(bool(rank.settings_error), op=mpi.LOR):
         return {}
     error, seconds = "", None
     with _logged() as warnings:

@@ -1,10 +1,11 @@
 """Holds the facts about ranks, nodes and networks, which are all that the judges read."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from ...launch.environment import launcher_of
+from ...launch.environment import Launcher, launcher_of, launchers
 
 # How libraries and launchers name themselves, special ones first: several contain MPICH.
 _VENDORS = {
@@ -12,6 +13,8 @@ _VENDORS = {
     "Open MPI": r"Open MPI|OpenRTE|PRRTE|prterun", "MPICH": r"MPICH|HYDRA"}
 # Libraries whose ranks each other's launchers can start: they share a PMI.
 _HYDRA = ("MPICH", "Intel MPI", "MVAPICH")
+
+Key = TypeVar("Key", int, str)
 
 # How MPICH's switches are turned off.
 _NO = ("0", "no", "false", "off")
@@ -24,8 +27,8 @@ def vendor_of(text: str) -> str:
 
 def version_of(text: str) -> str:
     """Return the first version number in a text, or ""."""
-    found = re.search(r"\d+\.\d+[\w.]*", text)
-    return found[0].rstrip(".") if found else ""
+    number = re.search(r"\d+\.\d+[\w.]*", text)
+    return number[0].rstrip(".") if number else ""
 
 
 def related(first: str, second: str) -> bool:
@@ -107,7 +110,7 @@ class Memory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Device:
+class NetworkDevice:
     """A network device.
 
     Attributes:
@@ -218,9 +221,22 @@ class Rank:
     settings_error: str = ""
     processors: Processors = Processors()
     memory: Memory = Memory()
-    devices: Sequence[Device] = ()
+    devices: Sequence[NetworkDevice] = ()
     gpus: Gpus = Gpus()
     container: Container = Container()
+
+    @property
+    def fast_devices(self) -> list[NetworkDevice]:
+        """Connected devices that MPI should use past the system's TCP."""
+        return [device for device in self.devices if device.is_fast and device.active]
+
+
+def grouped(ranks: Sequence[Rank], key: Callable[[Rank], Key]) -> dict[Key, list[Rank]]:
+    """Return the ranks that have a fact in common, by this fact."""
+    groups: dict[Key, list[Rank]] = {}
+    for rank in ranks:
+        groups.setdefault(key(rank), []).append(rank)
+    return groups
 
 
 def is_closed(ranks: Sequence[Rank]) -> bool:
@@ -229,12 +245,10 @@ def is_closed(ranks: Sequence[Rank]) -> bool:
     Seen with MPICH 5.0.2: it reads messages of 16 KiB and more there, and fails where that is
     refused between namespaces.
     """
-    seen: dict[int, set[tuple[str, str]]] = {}
-    for rank in ranks:
-        reads = rank.variables.get("MPIR_CVAR_CH4_CMA_ENABLE", "1").lower() not in _NO
-        if rank.library.vendor == "MPICH" and reads:
-            seen.setdefault(rank.node, set()).add((rank.container.processes, rank.container.users))
-    return any(len(namespaces) > 1 for namespaces in seen.values())
+    readers = [rank for rank in ranks if rank.library.vendor == "MPICH"
+               and rank.variables.get("MPIR_CVAR_CH4_CMA_ENABLE", "1").lower() not in _NO]
+    return any(len({(rank.container.processes, rank.container.users) for rank in neighbours}) > 1
+               for neighbours in grouped(readers, lambda rank: rank.node).values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,7 +322,7 @@ class Slurm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class JobFacts:
     """All facts about a job.
 
     Attributes:
@@ -338,26 +352,33 @@ class Job:
     slurm: Slurm = Slurm()
 
     @property
-    def here(self) -> Rank:
+    def reporter(self) -> Rank:
         """The reporting rank."""
         return self.ranks[0]
 
     @property
-    def is_launched(self) -> bool:
-        """Whether a launcher has started this process as one of its ranks."""
-        return launcher_of(self.here.variables) != ""
+    def library(self) -> Library:
+        """The MPI library of the reporting rank."""
+        return self.reporter.library
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The environment variables of the reporting rank."""
+        return self.reporter.variables
+
+    @property
+    def launcher(self) -> Launcher | None:
+        """The launcher of this process, if it is one of several ranks."""
+        return launchers(self.variables)[0] if launcher_of(self.variables) else None
 
     @property
     def is_torn(self) -> bool:
         """Whether the launcher started several ranks, but each is a world of its own."""
-        return self.size == 1 and self.wanted > 1 and self.is_launched
+        return self.size == 1 and self.wanted > 1 and self.launcher is not None
 
     def nodes(self) -> dict[int, list[Rank]]:
         """Return the ranks of each node, by its number."""
-        found: dict[int, list[Rank]] = {}
-        for rank in self.ranks:
-            found.setdefault(rank.node, []).append(rank)
-        return found
+        return grouped(self.ranks, lambda rank: rank.node)
 
     def node_names(self) -> dict[int, str]:
         """Return the nodes' names; those that nodes have in common get the number, too."""

@@ -1,4 +1,4 @@
-"""Gathers facts about this process and its node; judges nothing, and needs no MPI."""
+"""Gathers facts about this process, its node and container; judges nothing, needs no MPI."""
 
 import contextlib
 import importlib.metadata
@@ -13,16 +13,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ...config import Config, unknown_variables
 from ...errors import ConfigError
-from ...launch.environment import launch_variables
+from ...launch.environment import CONTAINERS, launch_variables, launched_first
 from ...launch.start import find_mpiexec
 from .facts import (
-    Device, Gpus, Library, Memory, Mpirun, Processors, Rank, Slurm, related, vendor_of)
-from .namespaces import container, text_of
+    Container, Gpus, Library, Memory, Mpirun, NetworkDevice, Processors, Rank, Slurm, related,
+    vendor_of)
 
 # Packages that mpiring can use.
 PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "tqdm", "cupy")
@@ -38,7 +38,19 @@ _GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs")
 _SHM_FILES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.)[^/\s]*")
 # Newer files may not be mapped yet.
 _NEW_S = 60.0
-_ARPHRD_ETHER, _ARPHRD_INFINIBAND = 1, 32
+# Of Linux's if_arp.h: Ethernet and InfiniBand.
+_ARPHRD = ("1", "32")
+# What runtimes put into the file system of a container, those that people start first. enroot
+# locks its containers with a file, by which `enroot list` knows them.
+_FILES = {
+    ".singularity.d": "Apptainer", ".lock": "enroot",
+    "var/run/secrets/kubernetes.io": "Kubernetes", "run/.containerenv": "Podman",
+    ".dockerenv": "Docker"}
+# Names in the path of a control group.
+_GROUPS = {"kubepods": "Kubernetes", "libpod": "Podman", "docker": "Docker"}
+_IMAGES = ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER")
+# Where tmpfs is mounted that programs find at /dev/shm, the most specific place first.
+_PLACES = ("/dev/shm", "/dev", "/")
 
 
 def rank(number: int, library: Library) -> Rank:
@@ -59,15 +71,14 @@ def rank(number: int, library: Library) -> Rank:
 
 def versions(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of those packages that are installed, without importing them."""
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(ImportError, ValueError):
             if importlib.util.find_spec(name) is not None:
-                try:
-                    found[name] = importlib.metadata.version(name)
-                except importlib.metadata.PackageNotFoundError:
-                    found[name] = "installed"    # CuPy's wheels have other names than the module
-    return found
+                # CuPy's wheels have other names than the module.
+                versions[name] = "installed"
+                versions[name] = importlib.metadata.version(name)
+    return versions
 
 
 def _settings_error() -> str:
@@ -102,7 +113,7 @@ def quota(root: Path = _ROOT) -> float | None:
     Args:
         root: Where the system's files are.
     """
-    found = []
+    quotas: list[float | None] = []
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", 2)
         if not controllers:
@@ -113,8 +124,8 @@ def quota(root: Path = _ROOT) -> float | None:
             continue
         # In a container, the path may be the host's, and only the mount itself be there.
         group = Path(inside.strip("/"))
-        found += [read(folder / path) for path in (group, *group.parents)]
-    return min((granted for granted in found if granted is not None), default=None)
+        quotas += [read(folder / path) for path in (group, *group.parents)]
+    return min((granted for granted in quotas if granted is not None), default=None)
 
 
 def _quota_2(folder: Path) -> float | None:
@@ -148,18 +159,18 @@ def _left(root: Path) -> Iterator[int]:
 
     Only this user's processes can have mapped them.
     """
-    found = {}
+    sizes = {}
     for path in (root / "dev/shm").glob("*"):
         if _SHM_FILES.fullmatch(path.name):
             with contextlib.suppress(OSError):    # deleted meanwhile
                 status = path.stat()
                 if status.st_uid == os.getuid() and time.time() - status.st_mtime > _NEW_S:
-                    found[path.name] = status.st_size
-    if found:
+                    sizes[path.name] = status.st_size
+    if sizes:
         for maps in (root / "proc").glob("[0-9]*/maps"):
             for name in _SHM_FILES.finditer(text_of(maps)):
-                found.pop(name[0], None)
-    yield from found.values()
+                sizes.pop(name[0], None)
+    yield from sizes.values()
 
 
 def _limit(which: int) -> int | None:
@@ -167,30 +178,35 @@ def _limit(which: int) -> int | None:
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def devices(root: Path = _ROOT) -> Iterator[Device]:
+def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
     """Yield the network devices; fast ones under their own names, and as TCP's interfaces.
 
     Args:
         root: Where the system's files are.
     """
     for path in sorted((root / "sys/class/net").glob("*")):
-        kind = text_of(path / "type")
-        if kind in (str(_ARPHRD_ETHER), str(_ARPHRD_INFINIBAND)):
+        if text_of(path / "type") in _ARPHRD:
             is_virtual = "/devices/virtual/" in str(path.resolve())
             # Virtual devices make up their speed.
             speed = "" if is_virtual else text_of(path / "speed")
-            yield Device(name=path.name, kind="virtual" if is_virtual else "Ethernet",
-                         gbit=int(speed) / 1000 if speed.isdigit() and int(speed) else None,
-                         active=text_of(path / "operstate") != "down")
+            yield NetworkDevice(
+                name=path.name, kind="virtual" if is_virtual else "Ethernet",
+                gbit=int(speed) / 1000 if speed.isdigit() and int(speed) else None,
+                active=text_of(path / "operstate") != "down")
     for path in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         name = path.parent.parent.name
-        rate = re.match(r"[\d.]+", text_of(path / "rate"))
-        kind = _kind_of(name, text_of(path / "link_layer"))
-        yield Device(name=name, kind=kind, gbit=float(rate[0]) if rate else None,
-                     active="ACTIVE" in text_of(path / "state"))
+        yield NetworkDevice(name=name, kind=_kind_of(name, text_of(path / "link_layer")),
+                            gbit=_number(path / "rate"),
+                            active="ACTIVE" in text_of(path / "state"))
     for path in sorted((root / "sys/class/cxi").glob("*")):
-        digits = re.search(r"\d+", text_of(path / "device/properties/speed"))
-        yield Device(name=path.name, kind="Slingshot", gbit=float(digits[0]) if digits else None)
+        yield NetworkDevice(name=path.name, kind="Slingshot",
+                            gbit=_number(path / "device/properties/speed"))
+
+
+def _number(path: Path) -> float | None:
+    """Return the first number in a file: of "200 Gb/sec (4X HDR)" and "BS_200G", 200."""
+    number = re.search(r"\d[\d.]*", text_of(path))
+    return float(number[0]) if number else None
 
 
 def _kind_of(name: str, link_layer: str) -> str:
@@ -228,8 +244,8 @@ def mpirun(library: Library) -> Mpirun:
     """
     path = shutil.which("mpirun") or shutil.which("mpiexec") or ""
     homes = list(Path(library.path).resolve().parents)[:3] if library.path else []
-    candidates = [found for home in homes for name in _MPIRUNS
-                  if (found := shutil.which(name, path=str(home / "bin")))]
+    candidates = [file for home in homes for name in _MPIRUNS
+                  if (file := shutil.which(name, path=str(home / "bin")))]
     if not candidates and not library.path:
         candidates = list(filter(None, [find_mpiexec()]))
     beside = next((each for each in candidates if not _is_of_another(each, library)), "")
@@ -252,8 +268,8 @@ def slurm(variables: Iterable[str]) -> Slurm:
         return Slurm()
     # "MPI plugin types are...", a word a line, on standard error.
     listed = re.findall(r"\b(none|cray_shasta|pmi2|pmix(?:_v\d+)?|openmpi)\b",
-                        output_of(["srun", "--mpi=list"], whole=True))
-    config = (output_of(["scontrol", "show", "config"], whole=True)
+                        output_of(["srun", "--mpi=list"], lines=True))
+    config = (output_of(["scontrol", "show", "config"], lines=True)
               if "SLURM_JOB_ID" in variables else "")
     kills = re.search(r"KillOnBadExit\s*=\s*(\d)", config)
     default = re.search(r"MpiDefault\s*=\s*(\S+)", config)
@@ -262,11 +278,11 @@ def slurm(variables: Iterable[str]) -> Slurm:
                  kills=kills[1] == "1" if kills else None)
 
 
-def output_of(command: list[str], *, whole: bool = False) -> str:
+def output_of(command: list[str], *, lines: bool = False) -> str:
     """Return the output of a command as one line, or "" where it fails to answer.
 
     Args:
-        whole: Return all lines as they are.
+        lines: Return all lines as they are.
     """
     try:
         ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -274,7 +290,7 @@ def output_of(command: list[str], *, whole: bool = False) -> str:
                                timeout=_COMMAND_S)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return ended.stdout if whole else " ".join(ended.stdout.split())[:200]
+    return ended.stdout if lines else " ".join(ended.stdout.split())[:200]
 
 
 def loaded_libraries() -> list[Path]:
@@ -282,3 +298,82 @@ def loaded_libraries() -> list[Path]:
     lines = text_of(_ROOT / "proc/self/maps").splitlines()
     names = {line.split(maxsplit=5)[-1] for line in lines if ".so" in line}
     return sorted(Path(name) for name in names if name.startswith("/"))
+
+
+def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
+    """Return where this process lives.
+
+    Args:
+        variables: From `launch.environment.launch_variables`.
+        root: Where the system's files are.
+    """
+    proc, folder = root / "proc", variables.get("PMIX_SERVER_TMPDIR", "")
+    shm = shared_memory(proc / "self")
+    return Container(
+        kinds=tuple(dict.fromkeys(_kinds(variables, root))),
+        image=next((variables[name] for name in _IMAGES if variables.get(name)), ""),
+        machine=text_of(proc / "sys/kernel/random/boot_id"), shm=shm,
+        processes=_namespace(proc / "self/ns/pid"), users=_namespace(proc / "self/ns/user"),
+        own=launched_first(variables, proc),
+        apart=sum(other != shm for other in _others(proc) if other and shm),
+        missing=folder if folder and not (root / folder.lstrip("/")).exists() else "")
+
+
+def _kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
+    """Yield the kinds of container whose marks there are, by the order of `_FILES`."""
+    group = text_of(root / "proc/self/cgroup")
+    kinds = {kind for name, kind in CONTAINERS.items() if name in variables}
+    kinds |= {kind for name, kind in _FILES.items() if (root / name).exists()}
+    kinds |= {kind for name, kind in _GROUPS.items() if name in group}
+    yield from (kind for kind in _FILES.values() if kind in kinds)
+    # Podman's container=podman has been found already, by its file.
+    name = variables.get("container", "")
+    if name and not kinds - {""}:
+        yield {"podman": "Podman", "docker": "Docker"}.get(name, name)
+
+
+def shared_memory(process: Path) -> str:
+    """Return the file system that a process finds at /dev/shm, or "" where it is hidden.
+
+    Args:
+        process: Its folder in /proc; another user's will do.
+
+    Returns:
+        Its device, and the folder in it: on one machine, no other has the same.
+    """
+    mounts = {}
+    for line in text_of(process / "mountinfo").splitlines():
+        _, _, device, folder, place, *_ = line.split()
+        mounts[place] = f"{device} {folder}"    # the last one hides the others
+    return next((mounts[place] for place in _PLACES if place in mounts), "")
+
+
+def _others(proc: Path) -> Iterator[str]:
+    """Yield what others of this user's doctors that are seen find at /dev/shm."""
+    for path in proc.glob("[0-9]*/cmdline"):
+        words = text_of(path).split("\0")
+        try:
+            is_mine = path.stat().st_uid == os.getuid()
+        except OSError:
+            continue    # it has ended meanwhile
+        # Launchers have these words in their commands, too.
+        is_python = Path(words[0]).name.startswith("python")
+        if is_mine and is_python and "--examine" not in words and (
+                {"mpiring", "doctor"} <= set(words)):
+            yield shared_memory(path.parent)
+
+
+def _namespace(path: Path) -> str:
+    """Return the number of a namespace, "" where there are none or they are hidden."""
+    try:
+        return re.sub(r"\D", "", str(path.readlink()))
+    except OSError:
+        return ""
+
+
+def text_of(path: Path) -> str:
+    """Return a small file of the system's, stripped, or "" where it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""

@@ -41,66 +41,58 @@ def measured(mpi: Any, world: Any, leaders: Sequence[int]) -> list[Pair]:
 
     Collective: yes. Blocking: yes.
     """
-    mine = []
+    results = []
     for pairs in rounds(leaders):
-        for first, second in pairs:
-            if world.rank == first:
-                latency_s = _latency(mpi, world, second)
-                mine.append(Pair(ranks=(first, second), latency_s=latency_s,
-                                 bytes_per_s=_bandwidth(mpi, world, second)))
-            elif world.rank == second:
-                _answer_latency(mpi, world, first)
-                _answer_bandwidth(mpi, world, first)
-        _wait_for_all(world)
-    everywhere = world.gather(mine) or []
-    return [pair for pairs in everywhere for pair in pairs]
+        for pair in pairs:
+            if world.rank in pair:
+                leads = world.rank == pair[0]
+                other = pair[1] if leads else pair[0]
+                result = Pair(ranks=pair, latency_s=_latency(mpi, world, other, leads),
+                              bytes_per_s=_bandwidth(mpi, world, other, leads))
+                results += [result] if leads else []
+        arrived = world.Ibarrier()
+        while not arrived.Test():
+            time.sleep(_LOOK_S)
+    return [result for results in world.gather(results) or [] for result in results]
 
 
-def _wait_for_all(world: Any) -> None:
-    arrived = world.Ibarrier()
-    while not arrived.Test():
-        time.sleep(_LOOK_S)
+def _latency(mpi: Any, world: Any, other: int, leads: bool) -> float:
+    """Return half of a round trip of 8 bytes, in seconds; the median.
 
-
-def _latency(mpi: Any, world: Any, other: int) -> float:
-    """Return half of a round trip of 8 bytes, in seconds; the median."""
+    Args:
+        leads: This rank sends first, and says by the first byte whether another trip follows.
+    """
     message = np.ones(8, np.uint8)
     seconds: list[float] = []
     end = time.perf_counter() + _LATENCY_S
     while message[0]:
         began = time.perf_counter()
-        message[0] = began < end and len(seconds) < _MOST_ROUNDS
-        world.Send([message, mpi.BYTE], other)
+        if leads:
+            message[0] = began < end and len(seconds) < _MOST_ROUNDS
+            world.Send([message, mpi.BYTE], other)
         world.Recv([message, mpi.BYTE], other)
+        if not leads:
+            world.Send([message, mpi.BYTE], other)
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds[_WARM_UP:] or seconds) / 2
 
 
-def _answer_latency(mpi: Any, world: Any, other: int) -> None:
-    message = np.ones(8, np.uint8)
-    while message[0]:
-        world.Recv([message, mpi.BYTE], other)
-        world.Send([message, mpi.BYTE], other)
+def _bandwidth(mpi: Any, world: Any, other: int, leads: bool) -> float:
+    """Return the bytes per second of large messages; the median, after a first batch.
 
-
-def _bandwidth(mpi: Any, world: Any, other: int) -> float:
-    """Return the bytes per second of large messages; the median, after a first batch."""
-    data = np.ones((_MESSAGES, _MESSAGE_BYTES), np.uint8)
-    answer = np.empty(8, np.uint8)
+    Args:
+        leads: This rank sends, and says by the first byte whether another batch follows.
+    """
+    data, answer = np.ones((_MESSAGES, _MESSAGE_BYTES), np.uint8), np.empty(8, np.uint8)
+    post = world.Isend if leads else world.Irecv
     seconds: list[float] = []
     end = time.perf_counter() + _BANDWIDTH_S
     while data[0, 0]:
         began = time.perf_counter()
-        # The first byte says whether another batch follows; two at least, one to warm up.
-        data[0, 0] = began < end or len(seconds) < 1
-        mpi.Request.Waitall([world.Isend([piece, mpi.BYTE], other) for piece in data])
-        world.Recv([answer, mpi.BYTE], other)
+        if leads:
+            # Two batches at least, one to warm up.
+            data[0, 0] = began < end or len(seconds) < 1
+        mpi.Request.Waitall([post([message, mpi.BYTE], other) for message in data])
+        (world.Recv if leads else world.Send)([answer, mpi.BYTE], other)
         seconds.append(time.perf_counter() - began)
-    return data.nbytes / statistics.median(seconds[1:])
-
-
-def _answer_bandwidth(mpi: Any, world: Any, other: int) -> None:
-    data = np.ones((_MESSAGES, _MESSAGE_BYTES), np.uint8)
-    while data[0, 0]:
-        mpi.Request.Waitall([world.Irecv([piece, mpi.BYTE], other) for piece in data])
-        world.Send([np.ones(8, np.uint8), mpi.BYTE], other)
+    return data.nbytes / statistics.median(seconds[1:] or seconds)

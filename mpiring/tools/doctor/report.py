@@ -1,52 +1,116 @@
-"""Writes the report, for people and for programs."""
+"""Defines findings, joins those that are the same on many ranks, and writes the report."""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from ... import __version__
-from ...text import count
-from .facts import Job
-from .findings import OK, VERDICTS, Section, where, worst
+from ...text import count, first_few, ranks_text
+from .facts import JobFacts
 
+VERDICTS = OK, NOTE, WARNING, PROBLEM = ("ok", "note", "warning", "problem")
+
+_MOST_HOSTS = 4
 _WIDTH = max(map(len, VERDICTS))
 
 
-def as_text(sections: Sequence[Section], job: Job) -> str:
+@dataclass(frozen=True)
+class Finding:
+    """A property that was examined.
+
+    Attributes:
+        name: The property, in a word or two.
+        verdict: "ok"; "note": works, but could be better; "warning": slow, or at risk;
+            "problem": does not work.
+        value: What was found.
+        remedy: What to do about it; "" where nothing needs to be done.
+        ranks: Those that it is about; () for the job as a whole.
+    """
+
+    name: str
+    verdict: str
+    value: str
+    remedy: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+# The findings of a table; None for a property to which none of its rows applies.
+Rows = Iterator[Finding | None]
+# A condition, a verdict, a value, and a remedy unless the verdict is OK.
+Row = tuple[object, str, str] | tuple[object, str, str, str]
+
+
+def check(name: str, *rows: Row) -> Finding | None:
+    """Return the finding on a property: that of the first row whose condition holds."""
+    return next((Finding(name, *row[1:]) for row in rows if row[0]), None)
+
+
+@dataclass(frozen=True)
+class Section:
+    """The findings on a subject."""
+
+    title: str
+    findings: Sequence[Finding]
+
+
+def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
+    """Join findings that differ in nothing but their ranks, and sort them by property.
+
+    A finding on all ranks is on the job.
+
+    Args:
+        size: Number of ranks.
+    """
+    joined: dict[Finding, set[int]] = {}
+    for finding in findings:
+        joined.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
+    order = list(dict.fromkeys(finding.name for finding in joined))
+    return [replace(finding, ranks=() if len(joined[finding]) == size else
+                    tuple(sorted(joined[finding])))
+            for finding in sorted(joined, key=lambda finding: order.index(finding.name))]
+
+
+def where(ranks: Sequence[int], job: JobFacts) -> str:
+    """Return "ranks 4-7 on n2"; "" for the job as a whole."""
+    names, chosen = job.node_names(), set(ranks)
+    parts = [f"{ranks_text(numbers)} on {names[node]}" for node, neighbours in job.nodes().items()
+             if (numbers := [rank.rank for rank in neighbours if rank.rank in chosen])]
+    more = len(parts) - _MOST_HOSTS
+    return ", ".join(parts[:_MOST_HOSTS]) + (f" and {more} more nodes" if more > 0 else "")
+
+
+def worst(sections: Iterable[Section]) -> str:
+    """Return the worst verdict."""
+    return max((finding.verdict for section in sections for finding in section.findings),
+               key=VERDICTS.index, default=OK)
+
+
+def as_text(sections: Sequence[Section], job: JobFacts) -> str:
     """Return the report as text; every finding that is not ok is followed by its remedy."""
-    names = list(job.node_names().values())
-    hosts = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    hosts = first_few(list(job.node_names().values()), _MOST_HOSTS).replace(", and", " and")
     missing = f", of {job.wanted} that were asked for" if len(job.ranks) < job.wanted else ""
     lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {hosts}{missing}"]
+    indent = " " * (_WIDTH + 4)
     for section in sections:
-        if not section.findings:
-            continue
-        lines += ["", section.title]
+        lines += ["", section.title] if section.findings else []
         for finding in section.findings:
-            first, *rest = finding.value.splitlines() or [""]
-            spot = where(finding.ranks, job)
-            lines.append(f"  {finding.verdict:{_WIDTH}}  {finding.name}: {first}"
-                         + (f"  [{spot}]" if spot else ""))
-            indent = " " * (_WIDTH + 4)
-            lines += [f"{indent}  {line}" for line in rest]
-            if finding.remedy:
-                lines.append(f"{indent}-> {finding.remedy}")
-    return "\n".join([*lines, "", _summary(sections)])
+            first, *more = finding.value.splitlines() or [""]
+            place = where(finding.ranks, job)
+            lines += [f"  {finding.verdict:{_WIDTH}}  {finding.name}: {first}"
+                      + (f"  [{place}]" if place else ""), *(f"{indent}  {line}" for line in more)]
+            lines += [f"{indent}-> {finding.remedy}"] if finding.remedy else []
+    verdicts = [finding.verdict for section in sections for finding in section.findings]
+    counts = [count(verdicts.count(verdict), verdict) for verdict in reversed(VERDICTS)
+              if verdict != OK and verdict in verdicts]
+    return "\n".join([*lines, "", ", ".join(counts) or "all is well"])
 
 
-def _summary(sections: Sequence[Section]) -> str:
-    found = [finding.verdict for section in sections for finding in section.findings]
-    counts = [count(found.count(verdict), verdict) for verdict in reversed(VERDICTS)
-              if verdict != OK and verdict in found]
-    return ", ".join(counts) if counts else "all is well"
-
-
-def as_json(sections: Sequence[Section], job: Job) -> str:
+def as_json(sections: Sequence[Section], job: JobFacts) -> str:
     """Return the report as one JSON object."""
     findings = [{"subject": section.title, **dataclasses.asdict(finding),
                  "where": where(finding.ranks, job)}
                 for section in sections for finding in section.findings]
     return json.dumps({
         "mpiring": __version__, "ranks": len(job.ranks), "nodes": list(job.node_names().values()),
-        "verdict": worst(finding for section in sections for finding in section.findings),
-        "findings": findings}, indent=1)
+        "verdict": worst(sections), "findings": findings}, indent=1)

@@ -35,7 +35,7 @@ _BURSTS = 8
 
 
 @dataclass(frozen=True)
-class Prediction:
+class SimulatedTime:
     """The predicted time of an algorithm.
 
     Attributes:
@@ -123,7 +123,7 @@ SYMMETRIES: dict[str, Callable[[Cluster], Symmetry | None]] = {
     **dict.fromkeys(SHARDED, lambda cluster: cyclic)}
 
 
-def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> Prediction | None:
+def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> SimulatedTime | None:
     """Return how long an allreduce takes on a cluster; None where the algorithm cannot run.
 
     Args:
@@ -155,7 +155,7 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> P
 
         network.run(program)
         operation += 1
-    return Prediction(network.time_s - began_s, "stepped" if symmetry is None else "symmetry")
+    return SimulatedTime(network.time_s - began_s, "stepped" if symmetry is None else "symmetry")
 
 
 def _schedule(name: str, case: Case) -> Callable[[_Operation, Array], Schedule[None]] | None:

@@ -1,15 +1,13 @@
 """The command `python -m mpiring simulate`; works without any MPI library."""
 
 import argparse
-import shlex
-import sys
 from dataclasses import replace
 
 from ... import __version__
 from ...errors import ConfigError
 from .. import reporting, table
 from ..arguments import above_zero, checked, positive
-from ..files import Environment, Row, now, read_json
+from ..files import Environment, Row, command, now, read_json
 from ..table import Column
 from ..units import parse_rate, parse_size, parse_time, size_text
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
@@ -143,7 +141,7 @@ def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:
     text = (f"{_size_text(options.size)} of float32, {cluster.ranks_per_node} ranks per node, "
             if not options.against else "")
     return {
-        "date": now(), "command": shlex.join(["python", "-m", "mpiring", *sys.argv[1:]]),
+        "date": now(), "command": command(),
         "mpiring": __version__,
         "cluster": f"{text}{cluster.bandwidth * 8 / 1e9:g} Gbit/s × {cluster.goodput:g}, "
                    f"{cluster.latency_s * 1e6:g} µs; "

@@ -25,8 +25,7 @@ class LastCall(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True)
-class Wait:
+class Wait(NamedTuple):
     """A time in which the program waits for an operation."""
 
     began: float
@@ -34,8 +33,7 @@ class Wait:
     key: Key
 
 
-@dataclass(frozen=True)
-class Operation:
+class TracedOperation(NamedTuple):
     """An operation under way.
 
     Attributes:
@@ -52,8 +50,7 @@ class Operation:
     key: Key
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """A training step, or all of a trace that has none.
 
     Attributes:
@@ -84,13 +81,13 @@ class Activity:
     rank: int
     steps: list[Step] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[TracedOperation] = field(default_factory=list)
     ready: list[Span] = field(default_factory=list)
     data: list[Span] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Budget:
+class StepBudget:
     """Where the time of a step goes, in milliseconds.
 
     Attributes:
@@ -120,34 +117,30 @@ class Budget:
 
 def activity_of(trace: RankTrace) -> Activity:
     """Read what a rank did."""
-    found = Activity(trace.rank)
-    seen: set[Key] = set()
+    activity = Activity(trace.rank)
+    incomplete: set[Key] = set()
     for event in trace.events():
         category, args = event.get("cat"), event.get("args", {})
-        began = event.get("ts", 0.0)
-        ended = began + event.get("dur", 0.0)
+        span = event.get("ts", 0.0), event.get("ts", 0.0) + event.get("dur", 0.0)
         if category == "step":
-            found.steps.append(Step(args["step"], began, ended, args.get("tokens", math.nan)))
-        elif category == "ready":
-            found.ready.append((began, ended))
-        elif category == "data":
-            found.data.append((began, ended))
+            activity.steps.append(Step(args["step"], *span, args.get("tokens", math.nan)))
+        elif category in ("ready", "data"):
+            (activity.ready if category == "ready" else activity.data).append(span)
         elif category == "wait":
-            found.waits.append(Wait(began, ended, _key(args)))
+            activity.waits.append(Wait(*span, _key(args)))
         elif category == "operation":
+            key = _key(args)
             # An operation that was reported while incomplete may be reported again at its end.
-            if _key(args) in seen:
-                found.operations = [operation for operation in found.operations
-                                    if operation.key != _key(args)]
-            seen |= set() if args["complete"] else {_key(args)}
-            found.operations.append(Operation(
-                began, ended, event["tid"] - OPERATIONS, event["name"], args["algorithm"],
-                args["bytes"], _key(args)))
-    if not found.steps and (found.operations or found.waits):
-        times: list[Operation | Wait] = [*found.operations, *found.waits]
-        found.steps = [Step(0, min(span.began for span in times),
-                            max(span.ended for span in times))]
-    return found
+            if key in incomplete:
+                activity.operations = [each for each in activity.operations if each.key != key]
+            incomplete |= set() if args["complete"] else {key}
+            activity.operations.append(TracedOperation(
+                *span, event["tid"] - OPERATIONS, event["name"], args["algorithm"], args["bytes"],
+                key))
+    spans = [*(each[:2] for each in activity.operations), *(wait[:2] for wait in activity.waits)]
+    if not activity.steps and spans:
+        activity.steps = [Step(0, min(spans)[0], max(ended for _, ended in spans))]
+    return activity
 
 
 def _key(args: Mapping[str, Any]) -> Key:
@@ -156,15 +149,15 @@ def _key(args: Mapping[str, Any]) -> Key:
 
 def last_calls(job: JobTrace) -> dict[Key, LastCall]:
     """Return which rank was the last to call each operation, and when."""
-    found: dict[Key, LastCall] = {}
+    calls: dict[Key, LastCall] = {}
     for trace in job.ranks:
         for event in trace.events():
             if event.get("cat") == "operation":
                 key = _key(event["args"])
                 called = float(event["ts"]) - float(event["args"]["queued_us"])
-                if key not in found or called > found[key].at:
-                    found[key] = LastCall(called, trace.rank)
-    return found
+                if key not in calls or called > calls[key].at:
+                    calls[key] = LastCall(called, trace.rank)
+    return calls
 
 
 def typical(steps: Sequence[Step]) -> list[Step]:
@@ -181,22 +174,22 @@ def step_at(steps: Sequence[Step], at: float) -> Step | None:
 
 
 def budgets_of(activity: Activity, steps: Sequence[Step], last_called: Mapping[Key, LastCall],
-               ) -> dict[int, Budget]:
+               ) -> dict[int, StepBudget]:
     """Return the budget of each of these steps of a rank, by the step's number."""
     data = union(activity.data)
-    waiting = union((wait.began, wait.ended) for wait in activity.waits)
+    waiting = union(wait[:2] for wait in activity.waits)
     idle = union(idle_part(wait, last_called) for wait in activity.waits)
-    under_way = union((operation.began, operation.ended) for operation in activity.operations)
+    under_way = union(operation[:2] for operation in activity.operations)
     stopped = union([*waiting, *data])
     either = union([*stopped, *under_way])
-    found = {}
+    budgets = {}
     for step in steps:
         waited, idled, stood, all_ = (
             _within(spans, step) / 1e3 for spans in (waiting, idle, stopped, either))
         length = step.length / 1e3
-        found[step.number] = Budget(length, length - stood, stood - waited, waited - idled, idled,
-                                    all_ - stood, step.tokens)
-    return found
+        budgets[step.number] = StepBudget(length, length - stood, stood - waited, waited - idled,
+                                          idled, all_ - stood, step.tokens)
+    return budgets
 
 
 def idle_part(wait: Wait, last_called: Mapping[Key, LastCall]) -> Span:
@@ -205,20 +198,20 @@ def idle_part(wait: Wait, last_called: Mapping[Key, LastCall]) -> Span:
     return wait.began, max(wait.began, min(wait.ended, last.at if last else wait.began))
 
 
-def mean(budgets: Sequence[Budget]) -> Budget:
+def mean(budgets: Sequence[StepBudget]) -> StepBudget:
     """Return the mean budget."""
-    return Budget(*map(fmean, zip(*map(astuple, budgets))))
+    return StepBudget(*map(fmean, zip(*map(astuple, budgets))))
 
 
 def union(spans: Iterable[Span]) -> list[Span]:
     """Return the same times, as spans in order that do not touch."""
-    found: list[Span] = []
+    separate: list[Span] = []
     for began, ended in sorted(spans):
-        if found and began <= found[-1][1]:
-            found[-1] = found[-1][0], max(ended, found[-1][1])
+        if separate and began <= separate[-1][1]:
+            separate[-1] = separate[-1][0], max(ended, separate[-1][1])
         elif ended > began:
-            found.append((began, ended))
-    return found
+            separate.append((began, ended))
+    return separate
 
 
 def _within(spans: Sequence[Span], step: Step) -> float:

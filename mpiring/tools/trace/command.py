@@ -1,8 +1,15 @@
-"""The command `python -m mpiring trace`; works without any MPI library."""
+"""The command `python -m mpiring trace`, and its `merge`; works without any MPI library."""
 
 import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
-from . import merge, report
+from ...files import regular
+from ...record.trace_file import PROGRAM
+from ..files import opened
+from . import report
+from .files import Event, RankTrace, open_job
 
 _DESCRIPTION = """\
 Looks at what the ranks of a job did. The job wrote it to a folder:
@@ -33,9 +40,49 @@ def declare(parser: argparse.ArgumentParser) -> None:
                              help="which job, where the folder has several; its name's beginning")
     merging.add_argument("-o", "--output", metavar="FILE.json",
                          help="default: merged-JOB.json in the folder; -: standard output")
-    merging.set_defaults(action=merge.run)
+    merging.set_defaults(action=merge)
     reporting.add_argument("--plot", metavar="FILE.png",
                            help="draw it, and one step over time (needs matplotlib)")
     reporting.add_argument("--step", type=int, metavar="N",
                            help="which step to draw; default: one of median length")
     reporting.set_defaults(action=report.run)
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Write one trace, with a process for each rank; return the exit status.
+
+    Args:
+        options: As `declare` has declared them.
+
+    Raises:
+        ConfigError: There are no traces, or of several jobs; or the file cannot be written.
+    """
+    job = open_job(options.folder, options.job)
+    job.warn()
+    path = options.output or str(Path(options.folder) / f"merged-{job.name}.json")
+    count = 0
+    # A name that nobody has chosen may be another's link.
+    with opened(path, None if options.output else regular) as file:
+        file.write('{"displayTimeUnit":"ms","otherData":')
+        file.write(json.dumps({"job": job.name, "about": job.caption, "warnings": job.warnings}))
+        file.write(',"traceEvents":[')
+        for rank in job.ranks:
+            for event in _with_compute(rank):
+                file.write(",\n" * bool(count) + json.dumps(event, separators=(",", ":")))
+                count += 1
+        file.write("]}\n")
+    print(f"{path}: {count} events of {len(job.ranks)} ranks; open it at https://ui.perfetto.dev "
+          f"or in chrome://tracing")
+    return 0
+
+
+def _with_compute(rank: RankTrace) -> Iterator[Event]:
+    """Yield a rank's events, and a "compute" event between each two waits of its program."""
+    free = None
+    for event in rank.events():
+        if event.get("cat") in ("wait", "data") and event["tid"] == PROGRAM:
+            if free is not None and event["ts"] > free:
+                yield {"name": "compute", "cat": "compute", "ph": "X", "pid": rank.rank,
+                       "tid": PROGRAM, "ts": free, "dur": round(event["ts"] - free, 3)}
+            free = max(free or 0.0, event["ts"] + event["dur"])
+        yield event

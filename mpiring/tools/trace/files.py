@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,11 @@ class JobTrace:
         return (f"job {self.name}: {ranks_on_nodes(self.ranks[0].size, nodes)}, "
                 f"clocks within {error:.0f} µs")
 
+    def warn(self) -> None:
+        """Print on standard error what is missing."""
+        for warning in self.warnings:
+            print(f"mpiring: {warning}", file=sys.stderr)
+
 
 def open_job(folder: str, wanted: str | None) -> JobTrace:
     """Return the traces of a job.
@@ -92,13 +98,13 @@ def open_job(folder: str, wanted: str | None) -> JobTrace:
     warnings = []
     for path in sorted(Path(folder).glob("trace-*-rank*.json")):
         try:
-            found = _opened(path)
+            trace = _opened(path)
         except OSError as exc:
             raise ConfigError(f"{path} cannot be read: {exc.strerror or exc}") from exc
-        if found is None:
+        if trace is None:
             warnings.append(f"{path} does not say whose trace it is, and is left out")
         else:
-            jobs.setdefault(found.job, []).append(found)
+            jobs.setdefault(trace.job, []).append(trace)
     if not jobs:
         raise ConfigError(f"{folder}: there are no traces; set MPIRING_TRACE={folder} for the job "
                           f"that is to write them")
@@ -132,8 +138,11 @@ def _opened(path: Path) -> RankTrace | None:
         about.setdefault(event["name"], event.get("args"))
     if not _is_rank(about.get("mpiring")):
         return None
-    last = [event for event in map(_parsed, _tail(path)) if event is not None]
-    ends = [event["args"] for event in last if event.get("name") == "clock at end"]
+    with open(path, "rb", opener=regular) as file:
+        file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
+        last = file.read().decode(errors="replace").splitlines()
+    ends = [event["args"] for event in map(_parsed, last)
+            if event is not None and event.get("name") == "clock at end"]
     return RankTrace(path, **about["mpiring"], start=about.get("clock at start", _NO_CLOCK),
                      end=ends[-1] if ends else None)
 
@@ -143,12 +152,6 @@ def _is_rank(about: Any) -> bool:
     return (isinstance(about, dict) and about.keys() == {"job", "rank", "size", "node"}
             and isinstance(about["job"], str) and "/" not in about["job"]
             and all(isinstance(about[name], int) for name in ("rank", "size", "node")))
-
-
-def _tail(path: Path) -> list[str]:
-    with open(path, "rb", opener=regular) as file:
-        file.seek(max(0, os.path.getsize(path) - _TAIL_BYTES))
-        return file.read().decode(errors="replace").splitlines()
 
 
 def _lines(path: Path) -> Iterator[Event]:

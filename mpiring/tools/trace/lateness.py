@@ -8,7 +8,7 @@ from statistics import fmean
 
 from ...text import ranks_text
 from ..table import significant
-from .budget import Activity, Budget, Key, LastCall, Step, idle_part, mean, step_at
+from .budget import Activity, Key, LastCall, Step, StepBudget, idle_part, mean, step_at
 
 # Less of a step is not worth a sentence.
 _WORTH = 0.05
@@ -31,10 +31,10 @@ class Lateness:
 
     def __init__(self, last_called: Mapping[Key, LastCall]) -> None:
         self._last_called = last_called
-        self._budgets: dict[int, Mapping[int, Budget]] = {}
+        self._budgets: dict[int, Mapping[int, StepBudget]] = {}
         self._waited: _Waited = defaultdict(float)
 
-    def add(self, activity: Activity, steps: Sequence[Step], budgets: Mapping[int, Budget],
+    def add(self, activity: Activity, steps: Sequence[Step], budgets: Mapping[int, StepBudget],
             ) -> None:
         """Add a rank.
 
@@ -57,7 +57,8 @@ class Lateness:
         if len(means) < 2:
             return
         # The shares of all ranks' time that are spent waiting for each rank.
-        all_ms = sum(mine.step for budgets in self._budgets.values() for mine in budgets.values())
+        all_ms = sum(budget.step for of_rank in self._budgets.values()
+                     for budget in of_rank.values())
         shares = dict.fromkeys(means, 0.0)
         for (rank, _), waited_ms in self._waited.items():
             shares[rank] += waited_ms / all_ms
@@ -69,12 +70,12 @@ class Lateness:
             share = _of_others(shares[rank], len(means))
             yield (f"others wait for rank {rank}, {100 * share:.0f} % of their step"
                    f"{self._reason({rank}, ': it {}')}")
-        rest = shares.keys() - named
-        share = sum(shares[rank] for rank in rest)
+        others = shares.keys() - named
+        share = sum(shares[rank] for rank in others)
         if share >= _WORTH:
             yield (f"ranks wait for {'others' if named else 'one another'} in turn, "
                    f"{100 * share:.0f} % of their step"
-                   f"{self._reason(rest, ': each time for one that {}')}")
+                   f"{self._reason(others, ': each time for one that {}')}")
 
     def _reason(self, ranks: Set[int], clause: str) -> str:
         """Return why these ranks were late when they were, or nothing if that is not seen.
@@ -82,24 +83,24 @@ class Lateness:
         Args:
             clause: Around the reason.
         """
-        own, usual, weights = [], [], []
-        means: dict[int, Budget] = {}
+        late, usual, weights = [], [], []
+        means: dict[int, StepBudget] = {}
         for (rank, number), waited_ms in self._waited.items():
-            mine = self._budgets.get(rank, {}).get(number)
-            if rank in ranks and mine is not None and waited_ms:
+            budget = self._budgets.get(rank, {}).get(number)
+            if rank in ranks and budget is not None and waited_ms:
                 if number not in means:
                     means[number] = mean([budgets[number] for budgets in self._budgets.values()
                                           if number in budgets])
-                own.append(mine)
+                late.append(budget)
                 usual.append(means[number])
                 weights.append(waited_ms)
         if not weights:
             return ""
-        reason = _difference(_weighed(own, weights), _weighed(usual, weights))
+        reason = _difference(_weighed(late, weights), _weighed(usual, weights))
         return clause.format(reason) if reason else ""
 
 
-def _waits_for_data(means: Mapping[int, Budget]) -> Iterator[str]:
+def _waits_for_data(means: Mapping[int, StepBudget]) -> Iterator[str]:
     """Yield a sentence about the ranks that wait for their data."""
     shares = {rank: budget.data / budget.step for rank, budget in means.items()
               if budget.data >= _WORTH * budget.step}
@@ -123,32 +124,32 @@ def _of_others(share: float, size: int) -> float:
     return share * size / (size - 1)
 
 
-def _weighed(budgets: Sequence[Budget], weights: Sequence[float]) -> Budget:
+def _weighed(budgets: Sequence[StepBudget], weights: Sequence[float]) -> StepBudget:
     """Return the weighted mean of budgets."""
     total = sum(weights)
-    return Budget(*(sum(weight * value for weight, value in zip(weights, values)) / total
-                    for values in zip(*map(astuple, budgets))))
+    return StepBudget(*(sum(weight * value for weight, value in zip(weights, values)) / total
+                        for values in zip(*map(astuple, budgets))))
 
 
-def _difference(own: Budget, usual: Budget) -> str:
+def _difference(late: StepBudget, usual: StepBudget) -> str:
     """Return what a late rank does that others do not, as a clause; "" if nothing is seen."""
     known = usual.tokens > 0
     # Of the milliseconds by which it computes longer, those that its additional tokens take.
-    long = usual.compute * (own.tokens / usual.tokens - 1) if known else 0.0
-    slow = own.compute - usual.compute - max(0.0, long)
-    data = own.data - usual.data
+    long = usual.compute * (late.tokens / usual.tokens - 1) if known else 0.0
+    slow = late.compute - usual.compute - max(0.0, long)
+    data = late.data - usual.data
     most = max(data, long, slow)
     if most <= 0 or math.isnan(most):
         return ""
     if most == data:
-        return f"waits for its data ({_ms(own.data)}; the mean is {_ms(usual.data)})"
+        return f"waits for its data ({_ms(late.data)}; the mean is {_ms(usual.data)})"
     if most == long:
-        return (f"has longer batches ({own.tokens:,.0f} tokens; the mean is {usual.tokens:,.0f}), "
+        return (f"has longer batches ({late.tokens:,.0f} tokens; the mean is {usual.tokens:,.0f}), "
                 f"which mpiring.data.TokenBatches would even out")
-    if known and own.tokens:
-        ratio = own.compute / own.tokens / (usual.compute / usual.tokens)
+    if known and late.tokens:
+        ratio = late.compute / late.tokens / (usual.compute / usual.tokens)
         return f"computes longer, also per token ({ratio:.2f} times the mean)"
-    return (f"computes longer ({_ms(own.compute)}; the mean is {_ms(usual.compute)})"
+    return (f"computes longer ({_ms(late.compute)}; the mean is {_ms(usual.compute)})"
             + "; model.weigh(tokens) would show whether its batches are longer" * (not known))
 
 

@@ -1,12 +1,11 @@
 """Draws the budget of a step, and a step of each rank over time."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..picture import INK, name_bars, picture
 from .budget import (
-    Activity, Budget, Key, LastCall, Operation, Span, Step, Wait, idle_part, union,
-)
+    Activity, Key, LastCall, Span, Step, StepBudget, TracedOperation, Wait, idle_part, union)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,13 +17,19 @@ _COMPUTE, _BEHIND, _EXPOSED, _IDLE = "#c8c8c8", "#0072B2", "#D55E00", "#E69F00"
 _DATA = "#882255"
 _READY = "#8c8c8c"
 _OPERATIONS = ("#0072B2", "#56B4E9", "#009E73", "#CC79A7")
+_PARTS: Sequence[tuple[str, str, Callable[[StepBudget], float]]] = (
+    ("compute", _COMPUTE, lambda budget: budget.compute - budget.hidden),
+    ("compute, hiding communication", _BEHIND, lambda budget: budget.hidden),
+    ("waiting for data", _DATA, lambda budget: budget.data),
+    ("exposed communication", _EXPOSED, lambda budget: budget.exposed),
+    ("idle: another rank is not there yet", _IDLE, lambda budget: budget.idle))
 _BAR_INCHES, _LANE_INCHES, _FRAME_INCHES = 0.24, 0.3, 1.1
 _HEIGHT = 0.8
 # A bar shows its name where it has this share of the picture for each letter.
 _LETTER = 0.011
 
 
-def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Sequence[Activity],
+def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities: Sequence[Activity],
          step: int, last_called: Mapping[Key, LastCall]) -> None:
     """Write a picture: a bar for each rank's budget, and a step of the first ranks over time.
 
@@ -46,21 +51,14 @@ def draw(path: str, caption: str, budgets: Mapping[int, Budget], activities: Seq
         _lanes(below, drawn, step)
 
 
-def _bars(axes: "Axes", budgets: Mapping[int, Budget]) -> None:
+def _bars(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
     """Draw where the time of a step goes on each rank."""
     rows, left = range(len(budgets)), [0.0] * len(budgets)
-    data = [budget.data for budget in budgets.values()]
-    parts = {
-        "compute": (_COMPUTE, [budget.compute - budget.hidden for budget in budgets.values()]),
-        "compute, hiding communication": (
-            _BEHIND, [budget.hidden for budget in budgets.values()]),
-        **({"waiting for data": (_DATA, data)} if any(data) else {}),
-        "exposed communication": (_EXPOSED, [budget.exposed for budget in budgets.values()]),
-        "idle: another rank is not there yet": (
-            _IDLE, [budget.idle for budget in budgets.values()])}
-    for label, (colour, values) in parts.items():
-        axes.barh(rows, values, left=left, color=colour, label=label, height=_HEIGHT)
-        left = [sum(pair) for pair in zip(left, values)]
+    for label, colour, part in _PARTS:
+        values = [part(budget) for budget in budgets.values()]
+        if any(values) or colour != _DATA:
+            axes.barh(rows, values, left=left, color=colour, label=label, height=_HEIGHT)
+            left = [sum(pair) for pair in zip(left, values)]
     name_bars(axes, [f"rank {rank}" for rank in budgets])
     axes.set_xlabel("time of a step (ms, mean)")
 
@@ -77,7 +75,7 @@ class _Timeline:
         self.rank = activity.rank
         self.step = next((step for step in activity.steps if step.number == number), None)
         step = self.step or Step(number, 0.0, 0.0)
-        self.waits = [(wait.began, wait.ended) for wait in activity.waits if _is_in(step, wait)]
+        self.waits = [wait[:2] for wait in activity.waits if _is_in(step, wait)]
         self.idle = [idle_part(wait, last_called) for wait in activity.waits if _is_in(step, wait)]
         self.data = [span for span in activity.data if _is_in(step, span)]
         self.ready = [span for span in activity.ready if step.began <= span[0] < step.ended]
@@ -87,9 +85,8 @@ class _Timeline:
         self.lanes = [f"rank {self.rank}: program", *(f"operations {lane + 1}" for lane in used)]
 
 
-def _is_in(step: Step, span: Wait | Operation | Span) -> bool:
-    began, ended = span if isinstance(span, tuple) else (span.began, span.ended)
-    return began < step.ended and ended > step.began
+def _is_in(step: Step, span: Wait | TracedOperation | Span) -> bool:
+    return span[0] < step.ended and span[1] > step.began
 
 
 def _lanes(axes: "Axes", timelines: Sequence[_Timeline], number: int) -> None:
@@ -102,7 +99,7 @@ def _lanes(axes: "Axes", timelines: Sequence[_Timeline], number: int) -> None:
         _program(axes, timeline, top, began)
         for operation in timeline.operations:
             row = top + timeline.rows[operation.lane]
-            _bar(axes, row, (operation.began, operation.ended), began,
+            _bar(axes, row, operation[:2], began,
                  _OPERATIONS[operation.key[1] % len(_OPERATIONS)])
             width = (operation.ended - operation.began) / length
             if len(operation.name) * _LETTER < width:

@@ -1,6 +1,5 @@
 """Prints where the time of training steps goes, rank by rank, and draws it."""
 
-import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
@@ -13,10 +12,9 @@ from ..table import Column
 from ..units import size_text
 from . import picture
 from .budget import (
-    Activity, Budget, Key, LastCall, Operation, Step, Wait, activity_of, budgets_of, idle_part,
-    last_calls, mean, step_at, typical,
-)
-from .files import JobTrace, open_job
+    Activity, Key, LastCall, Step, StepBudget, TracedOperation, Wait, activity_of, budgets_of,
+    idle_part, last_calls, mean, step_at, typical)
+from .files import open_job
 from .lateness import Lateness
 
 _BUDGET = [
@@ -48,10 +46,10 @@ def run(options: Namespace) -> int:
     if options.plot:
         refuse_unwritable(options.plot)
         refuse_undrawable(options.plot)
-    warn(job)
+    job.warn()
     last_called = last_calls(job)
     lateness = Lateness(last_called)
-    budgets: dict[int, Budget] = {}
+    budgets: dict[int, StepBudget] = {}
     counts: dict[int, int] = {}
     kinds: _Kinds = {}
     drawn: list[Activity] = []
@@ -80,12 +78,6 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def warn(job: JobTrace) -> None:
-    """Print on standard error what is missing of a job's traces."""
-    for warning in job.warnings:
-        print(f"mpiring: {warning}", file=sys.stderr)
-
-
 def _chosen(wanted: int | None, activity: Activity, steps: Sequence[Step]) -> int:
     """Return the number of the step to draw: as wanted, else that of median length."""
     numbers = [step.number for step in activity.steps]
@@ -110,7 +102,7 @@ def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
                 _costs(operation, waits.get(operation.key, []), last_called))
 
 
-def _costs(operation: Operation, waits: Sequence[Wait], last_called: Mapping[Key, LastCall],
+def _costs(operation: TracedOperation, waits: Sequence[Wait], last_called: Mapping[Key, LastCall],
            ) -> tuple[float, float, float]:
     """Return how long an operation took, was exposed, and was waited for in idleness."""
     idle = waited = 0.0
@@ -121,13 +113,13 @@ def _costs(operation: Operation, waits: Sequence[Wait], last_called: Mapping[Key
     return operation.ended - operation.began, waited - idle, idle
 
 
-def _print_budgets(budgets: Mapping[int, Budget], counts: Mapping[int, int]) -> None:
+def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:
     """Print a line for each rank, of many those that compute the longest, and their mean."""
     shown = sorted(budgets, key=lambda rank: budgets[rank].compute)[-_MOST_RANKS:]
     known = any(budget.tokens == budget.tokens for budget in budgets.values())
     columns = [column for column in _BUDGET if column.key != "tokens" or known]
 
-    def line(rank: str, steps: float, budget: Budget) -> str:
+    def line(rank: str, steps: float, budget: StepBudget) -> str:
         return table.line({"rank": rank, "steps": f"{steps:.0f}", **vars(budget),
                            "hidden_percent": budget.hidden_percent}, columns)
 

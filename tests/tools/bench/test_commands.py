@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from launching import HANG_S, PROGRAMS, ROOT, environment, installed, launch, mpiexec, needed
 
-from mpiring.__main__ import main
 from mpiring.operations.algorithms import NAMES
 from mpiring.errors import ConfigError
-from mpiring.tools.bench import contenders, inputs, jobs, local, reducers
+from mpiring.tools.bench import benchmark, contenders, inputs, reducers
 
 COMMON = ("--rounds", "2", "--contenders", "mpiring,mpi")
 ALLREDUCE = ("allreduce", "--sizes", "8,64K", "--budget", "0.02", *COMMON)
@@ -25,11 +24,6 @@ TORCH = ("steps", "--framework", "torch", "--parameters", "60K", "--batch", "2",
          *COMMON[:-1], "mpiring,gloo")
 REDUCERS = ("reducers", "--parameters", "60K", "--batch", "1", "--steps", "4", "--warmup-steps",
             "2", "--validate-every", "1", "--validation-texts", "3")
-LOCAL = ("local", "--parameters", "60K", "--batch", "1", "--steps", "4", "--every", "2",
-         "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3",
-         "--straggler", "1ms,0.5", "--learning-rates", "1e-3,3e-3", "--seeds", "1,2")
-BATCHES = ("batches", "--functions", "200", "--parameters", "60K", "--samples", "4", "--longest",
-           "256", "--rounds", "2", "--calls", "2")
 EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
               "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
               "placement", "variables"}
@@ -83,7 +77,7 @@ def test_allreduce_in_jobs_of_its_own():
          "2", "--json", "-"],
         cwd=ROOT, env=environment(), text=True, capture_output=True, timeout=HANG_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert jobs.BEAT not in ended.stderr and "native/this" in ended.stderr
+    assert benchmark.BEAT not in ended.stderr and "native/this" in ended.stderr
     content = json.loads(ended.stdout)
     assert content["environment"]["ranks"] == 2
     assert content["environment"]["thread_level"] == "multiple and serialized"
@@ -161,23 +155,14 @@ def check_latencies(rows, output):
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_steps_prefetching_and_batches_with_pytorch(tmp_path):
+def test_steps_with_pytorch(tmp_path):
     installed("matplotlib"), installed("torch")
     ended = in_turn(2, (
         *TORCH, "--models", "mlp", "--link-rate", "1gbit", "--bucket", "64K", "--json",
         tmp_path / "out.json", "--csv", tmp_path / "out.csv", "--plot", tmp_path / "out.png"), (
         *TORCH, "--rounds", "1", "--optimizer", "adamw", "--sharded", "--json",
-        tmp_path / "sharded.json"), (
-        "prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch", "2",
-        "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
-        tmp_path / "prefetch.png"), (
-        "prefetch", "--models", "mlp", "--parameters", "60K", "--calls", "2", "--rounds", "1",
-        "--loader", "2", "--work", "sleep,zlib,numpy,python", "--json", tmp_path / "loaders.json",
-        "--plot", tmp_path / "loaders.png"), (
-        *BATCHES, "--json", tmp_path / "batches.json", "--plot", tmp_path / "batches.png"))
-    assert ended.output.count("ended with status 0") == 10, ended.output
-    assert (tmp_path / "batches.png").stat().st_size > 10_000
-    check_batches(json.loads((tmp_path / "batches.json").read_text())["rows"])
+        tmp_path / "sharded.json"))
+    assert ended.output.count("ended with status 0") == 4, ended.output
     dense, sharded = (json.loads((tmp_path / name).read_text())["rows"]
                       for name in ("out.json", "sharded.json"))
     for rows, formula, *more in (dense, 16), (sharded, 32, "ZeRO", "FSDP2"):
@@ -200,32 +185,6 @@ def test_steps_prefetching_and_batches_with_pytorch(tmp_path):
         assert (row["hidden_percent"] is None) == (row["extra_MiB"] is None) == alone
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert (tmp_path / "out.csv").read_text().count("\nmlp,") == len(dense)
-    rows = json.loads((tmp_path / "prefetch.json").read_text())["rows"]
-    assert [row["contender"] for row in rows] == 2 * [
-        "data on the device", "mpiring.data.prefetch", "copied in the step"]
-    assert [row["batch_bytes"] for row in rows[::3]] == [2 * 64 * 4 + 2 * 8, 2 * 2 * 64 * 8]
-    for row in rows:
-        assert row["steps"] == 6 and row["median_ms"] > 0
-        assert row["over_resident"] == 1 or row["contender"] != "data on the device"
-    assert (tmp_path / "prefetch.png").stat().st_size > 10_000
-    rows = json.loads((tmp_path / "loaders.json").read_text())["rows"]
-    assert [row["loader"] for row in rows[::3]] == ["sleep", "zlib", "numpy", "python"]
-    assert all(row["steps"] == 2 and row["loader_ms"] > 0 for row in rows)
-    assert (tmp_path / "loaders.png").stat().st_size > 10_000
-
-
-def check_batches(rows):
-    found = {row["contender"]: row for row in rows}
-    assert list(found) == ["equal lengths", "DistributedSampler", "buckets of a rank",
-                           "buckets of all ranks", "TokenBatches"]
-    equal, padded, *_, ours = found.values()
-    assert equal["padding_percent"] == equal["idle_beyond_equal"] == 0
-    assert padded["over_distributed"] == 1 and padded["padding_percent"] > 5
-    assert ours["padding_percent"] < padded["padding_percent"]
-    for row in rows:
-        assert row["steps"] == 4 and row["tokens_per_s"] > 0 and 0 < row["idle_percent"] < 100
-        assert row["samples_per_step"] == 8 or row is ours
-        assert row["tokens_per_step"] <= 2 * row["largest"] <= 2 * 4 * 256 or row is ours
 
 
 @pytest.mark.launch
@@ -250,29 +209,6 @@ def test_allreduce_on_a_gpu(tmp_path):
         limit = "pinned copies" if row["buffer"] == "private" else "device copy"
         assert row["this_over_limit"] == 1 or row["contender"] != limit
     assert (tmp_path / "out.png").stat().st_size > 10_000
-
-
-def test_updates(tmp_path):
-    path = tmp_path / "out.json"
-    assert main(["bench", "updates", "--elements", "20K", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [(row["optimizer"], row["bytes"]) for row in rows] == [
-        ("sgd", 12), ("momentum", 20), ("adamw", 28), ("lars", 20), ("lamb", 36)]
-    assert all(row["GBps"] > 0 and row["of_a_copy"] > 0 for row in rows)
-
-
-def test_codecs(capsys, tmp_path):
-    needed("numba")
-    assert main(["bench", "codecs", "--elements", "20K", "--json", str(tmp_path / "out.json")]) == 0
-    content = json.loads((tmp_path / "out.json").read_text())
-    assert {"cpu", "numpy", "elements"} <= content["environment"].keys()
-    title, _, *rows = capsys.readouterr().out.splitlines()
-    assert "20,000 float32" in title and "by numba" in title
-    rates = {row.split()[0]: [float(cell) for cell in row.split()[1:] if cell[0].isdigit()]
-             for row in rows}
-    assert list(rates) == ["float16", "bfloat16", "int8", "sign", "largest"]
-    assert all(rate > 0 for found in rates.values() for rate in found)
-    assert [row["codec"].split()[0] for row in content["rows"]] == list(rates)
 
 
 @pytest.mark.launch
@@ -331,15 +267,14 @@ def test_gloo_takes_part():
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_what_is_wrong_fails_the_benchmark(tmp_path):
-    """And a reducer's training ends at its time limit; ways that talk less are right."""
+def test_what_is_wrong_fails_the_benchmark():
+    """And a reducer's training ends at its time limit."""
     installed("torch")
     later = (*TORCH, "--models", "mlp")
     reducing = (*REDUCERS, "--reducers", "alone,dense,bf16", "--time-limit", "1e-9")
     latencies = [(*LATENCY, "--tests", test) for test in ("allreduce", "iallreduce")]
     ended = in_turn(2, ALLREDUCE, *latencies, OVERLAP, STEPS, TORCH, later, reducing,
-                    (*LOCAL, "--json", tmp_path / "out.json"), wrong=True,
-                    MPIRING_SHARED_MEMORY="0")
+                    wrong=True, MPIRING_SHARED_MEMORY="0")
     assert ended.status == 0, ended.output
     statuses = re.findall(r"^(\w+) ended with status 1$", ended.output, re.MULTILINE)
     names = ["allreduce", "latency", "latency", "overlap", "steps", "steps", "steps", "reducers"]
@@ -358,24 +293,6 @@ def test_what_is_wrong_fails_the_benchmark(tmp_path):
         assert re.match(pattern, text), text
     for name in "alone", "dense":
         assert f"{name}, seed 1: stopped after 1 of 4 steps by --time-limit" in ended.output
-    assert ended.output.count("local ended with status 0") == 2, ended.output
-    check_local(json.loads((tmp_path / "out.json").read_text())["rows"])
-
-
-def check_local(rows):
-    found = {row["method"]: row for row in rows}
-    assert list(found) == list(local.NAMES)
-    assert found.pop("alone")["bits_per_byte"] is None and found["dense"]["bits_over_dense"] == 0
-    for name, row in found.items():
-        assert row["steps"] == 4 and row["seeds"] == 2 and row["samples_per_s"] > 0
-        assert row["grid_rates"] == [1e-3, 3e-3, row["learning_rate"]], "the others at the best one"
-        assert row["grid_seeds"] == [1, 1, 2] and len(row["grid_bits"]) == 3
-        assert min(row["grid_bits"][:2]) == row["grid_bits"][row["learning_rate"] == 3e-3]
-        assert row["curve_steps"] == [2, 4] and row["curve_s"] == sorted(row["curve_s"])
-        assert 0 < row["curve_bytes"][0] < row["curve_bytes"][1] and row["bits_per_byte"] < 8.6
-        assert row["exposed_ms"] > 0 and row["straggler"] == [0.001, 0.5]
-    # Every other step; as eight bits instead of 32.
-    assert 7 < found["diloco"]["fewer_bytes"] < 9 < 2 + found["localsgd"]["fewer_bytes"]
 
 
 @pytest.mark.launch

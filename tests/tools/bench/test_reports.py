@@ -12,10 +12,10 @@ from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
 from mpiring.tools import picture, plot
 from mpiring.tools.bench import (
-    allreduce, contenders, latency, local, overlap, reducers, results, steps, torch_steps, wire,
+    allreduce, contenders, latency, learning, overlap, reducers, steps, torch_steps,
 )
+from mpiring.tools.bench.benchmark import Measurement, pooled
 from mpiring.tools.bench.contenders import NATIVE
-from mpiring.tools.bench.results import Measurement
 
 ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
@@ -172,41 +172,6 @@ def test_rows_of_reducers_that_were_stopped_or_have_a_target():
         assert row[name] != row[name]
 
 
-def of_local(method, step, bits=(), rate=0.1, seed=1, **costs):
-    labels = {"method": method, "parameters": 13_000_000, "optimizer": "adamw", "seed": seed,
-              "batch": 2, "learning_rate": rate}
-    cost = {"sent_bytes": 80, "host_bytes": 100, "exposed_s": 0.25} | costs
-    return Measurement(labels, {
-        "step": [9 * step, step, 3 * step], "bits": list(bits), "validated": [1, 3][:len(bits)],
-        "sent": [1e6, 3e6][:len(bits)],
-        **({key: [value] for key, value in cost.items()} if bits else {})})
-
-
-LOCALLY = [of_local("alone", 0.5), of_local("dense", 1.0, [7.0, 4.5]),
-           of_local("diloco", 0.75, [8.0, NAN]), of_local("dense", 1.0, [6.0, 4.0], 0.2),
-           of_local("diloco", 0.5, [8.0, 4.0], 0.2, sent_bytes=4, host_bytes=10),
-           of_local("dense", 1.0, [6.0, 5.0], 0.2, 2),
-           of_local("diloco", 1.0, [8.0, 4.5], 0.2, 2, sent_bytes=4, host_bytes=10)]
-
-
-def test_rows_of_local_training():
-    alone, dense, diloco = local.rows(LOCALLY, ABOUT, REDUCING)
-    assert [row["seeds"] for row in (alone, dense, diloco)] == [1, 2, 2]
-    assert dense["learning_rate"] == diloco["learning_rate"] == 0.2
-    # The mean of settled steps: some of them talk, others do not.
-    assert alone["step_ms"] == 1500 and dense["step_ms"] == 3000 and diloco["step_ms"] == 2250
-    assert diloco["speedup"] == pytest.approx(4 / 3) and diloco["over_alone"] == 1.5
-    assert dense["samples_per_s"] == pytest.approx(4 * 2 / 3)
-    assert diloco["exposed_ms"] == 250 and diloco["exposed_percent"] == pytest.approx(100 / 9)
-    assert dense["fewer_bytes"] == dense["wire_ratio"] == 1
-    assert diloco["fewer_bytes"] == 20 and diloco["wire_ratio"] == 10
-    assert dense["curve_bytes"] == [1e6, 3e6] and alone["curve_bytes"] == []
-    assert dense["target_bits"] == 4.5 and diloco["times_faster"] == pytest.approx(4 / 3)
-    assert diloco["grid_rates"] == [0.1, 0.2, 0.2] and diloco["grid_seeds"] == [1, 1, 2]
-    assert diloco["grid_bits"][1:] == [4.0, 4.5] and alone["grid_bits"] == []
-    assert alone["exposed_ms"] != alone["exposed_ms"]
-
-
 def test_the_bytes_on_the_wire(tmp_path):
     def interface(name, nbytes):
         (tmp_path / name / "statistics").mkdir(parents=True, exist_ok=True)
@@ -215,12 +180,12 @@ def test_the_bytes_on_the_wire(tmp_path):
     for name, nbytes in (("lo", 100), ("eth0", 200), ("bridge0", 300)):
         interface(name, nbytes)
     (tmp_path / "bonding_masters").write_text("")
-    before = wire.sent_bytes(tmp_path)
+    before = learning.sent_bytes(tmp_path)
     assert before == {"eth0": 200, "bridge0": 300}
     for name, nbytes in (("lo", 10_000), ("eth0", 1200), ("bridge0", 1290), ("eth1", 10_000)):
         interface(name, nbytes)
-    assert wire.grown(before, wire.sent_bytes(tmp_path)) == 1000
-    assert wire.sent_bytes(tmp_path / "missing") == {} and wire.grown({}, before) == 0
+    assert learning.grown(before, learning.sent_bytes(tmp_path)) == 1000
+    assert learning.sent_bytes(tmp_path / "missing") == {} and learning.grown({}, before) == 0
 
 
 @pytest.mark.parametrize(("hosts", "counted", "sent"), [
@@ -235,8 +200,8 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
     comm = SimpleNamespace(
         num_nodes=len(set(hosts)), local_rank=0, allgather_object=gathered)
     readings = iter([0, 5, 5 + counted[0]])
-    monkeypatch.setattr(wire, "sent_bytes", lambda: {"eth0": next(readings)})
-    traffic = wire.Traffic(SimpleNamespace(comm=comm, barrier=lambda: None))
+    monkeypatch.setattr(learning, "sent_bytes", lambda: {"eth0": next(readings)})
+    traffic = learning.HostTraffic(SimpleNamespace(comm=comm, barrier=lambda: None))
     traffic.begin()
     total = traffic.end(30)
     assert total == sent if sent else total != total
@@ -244,9 +209,9 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
 
 def test_readings_of_several_jobs_are_pooled():
     again = [of_allreduce("mpiring auto", [7e-3]), of_allreduce("mpiring auto", [1.0], nbytes=8)]
-    pooled = results.pooled([*FOUND, *again])
-    assert [len(one.readings["call"]) for one in pooled] == [3, 2, 0, 1, 1]
-    assert pooled[1].readings["call"] == [1e-3, 7e-3]
+    joined = pooled([*FOUND, *again])
+    assert [len(one.readings["call"]) for one in joined] == [3, 2, 0, 1, 1]
+    assert joined[1].readings["call"] == [1e-3, 7e-3]
 
 
 def of_latency(contender, seconds, test="allreduce", level="multiple", **others):
@@ -299,8 +264,6 @@ def rows_of(benchmark):
         return allreduce.rows(found, ABOUT, OPTIONS)
     if benchmark == "reducers":
         return reducers.rows(REDUCED, ABOUT, REDUCING)
-    if benchmark == "local":
-        return local.rows(LOCALLY, ABOUT, REDUCING)
     if benchmark == "torch steps":
         return torch_steps.rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
@@ -312,7 +275,7 @@ def rows_of(benchmark):
 
 
 @pytest.mark.parametrize("benchmark", [
-    "allreduce", "latency", "overlap", "steps", "torch steps", "reducers", "local"])
+    "allreduce", "latency", "overlap", "steps", "torch steps", "reducers"])
 def test_pictures(tmp_path, benchmark):
     needed("matplotlib")
     path = tmp_path / "result.png"
@@ -361,17 +324,6 @@ def test_a_picture_of_reducers_tells_when_the_target_was_reached():
     rows[1]["curve_s"] = [0.1, 0.2, 0.3]
     plot._learning(axes, rows)
     assert panel.get_xscale() == "log"
-
-
-def test_a_picture_of_local_training_shows_seconds_and_bytes():
-    seconds, sent = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
-    rows = rows_of("local")
-    plot._learning(axes, rows)
-    for panel in axes:
-        assert [line.get_label() for line in panel.get_lines()] == ["dense", "diloco", "target"]
-    assert list(seconds.get_lines()[1].get_xdata()) == [6.75, 9.75]
-    assert list(sent.get_lines()[1].get_xdata()) == [1, 3] and "(MB)" in sent.get_xlabel()
-    assert list(plot._panels("local", rows)) == ["transformer, 13.0 M parameters, adamw, 2 seeds"]
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():

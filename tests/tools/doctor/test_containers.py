@@ -7,7 +7,7 @@ import pytest
 from examined import CRAY, HYDRA, MPICH, OPEN, PRTE, STEP, found, job, one, ranks
 
 from mpiring.tools.doctor.facts import STARTING, Container, Failure, Gpus, Memory, Rank
-from mpiring.tools.doctor.namespaces import container
+from mpiring.tools.doctor.gather import container
 
 BOOT = "proc/sys/kernel/random/boot_id"
 # As /proc/PID/mountinfo has it; the last line at a place counts.

@@ -10,8 +10,9 @@ from launching import HANG_S, ROOT, environment
 
 from mpiring.config import unknown_variables
 from mpiring.launch.environment import launch_variables, launched_here, launched_rank
-from mpiring.tools.doctor import gather, memory
-from mpiring.tools.doctor.facts import Device, Library
+from mpiring.tools.doctor import gather, hardware
+from mpiring.tools.doctor.facts import Library
+from mpiring.tools.doctor.facts import NetworkDevice as Device
 from mpiring.tools.doctor.measure import rounds
 
 
@@ -112,7 +113,7 @@ def test_the_line_that_removes_what_dead_jobs_have_left(tmp_path):
     for name in ("mpich_shm_1_0", "mpich_shm_2_0", "other"):
         (folder / name).write_bytes(bytes(5000))
     with open(folder / "mpich_shm_2_0", "r+b") as file, mmap.mmap(file.fileno(), 0):
-        line = memory._REMOVE.replace("/dev/shm", str(folder))
+        line = hardware.REMOVE.replace("/dev/shm", str(folder))
         subprocess.run(["sh", "-c", line], timeout=60)
     assert sorted(path.name for path in folder.iterdir()) == ["mpich_shm_2_0", "other"]
 

@@ -11,11 +11,11 @@ from examined import (
 from mpiring.launch.environment import launcher_of
 from mpiring.tools.doctor.command import SUBJECTS, judged
 from mpiring.tools.doctor.facts import (
-    ENDING, EXCHANGING, STARTING, Device, Failure, Gpus, Library, Memory, Mpirun, Pair,
-    Processors, Slurm, related, vendor_of, version_of)
-from mpiring.tools.doctor.findings import Finding, merged, where
-from mpiring.tools.doctor.launch import right_launch
-from mpiring.tools.doctor.report import as_json, as_text
+    ENDING, EXCHANGING, STARTING, Failure, Gpus, Library, Memory, Mpirun, Pair, Processors,
+    Slurm, related, vendor_of, version_of)
+from mpiring.tools.doctor.facts import NetworkDevice as Device
+from mpiring.tools.doctor.report import Finding, as_json, as_text, merged, where
+from mpiring.tools.doctor.software import right_launch
 
 BY_SLURM = replace(MPICH, text=f"{MPICH.text} MPICH configure: --with-slurm --with-pm=none")
 

@@ -1,28 +1,45 @@
 """Measures training on samples of different lengths, by ways to share them among ranks."""
 
+import ast
+import itertools
 import random
+import sys
+import sysconfig
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...errors import ConfigError
-from ..arguments import checked, names, positive
-from ..files import Environment, Row
-from ..table import Column
-from ..units import parse_count
-from . import gradients, peers, timing
-from .benchmark import Benchmark, run
-from .functions import functions
-from .options import declare_turns
-from .results import Measurement, beside
-from .sampling import APART, EQUAL, OURS, PADDED, SAMPLINGS, TOGETHER
-from .world import World
+from mpiring.data import TokenBatches
+from mpiring.errors import ConfigError
+from mpiring.memory.arrays import Array
+from mpiring.tools.arguments import checked, names, positive
+from mpiring.tools.bench import gradients, peers, timing
+from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
+from mpiring.tools.bench.options import declare_turns
+from mpiring.tools.bench.world import World
+from mpiring.tools.files import Environment, Row
+from mpiring.tools.table import Column
+from mpiring.tools.units import parse_count
+
+from . import main
 
 if TYPE_CHECKING:
-    from .torch_padding import Training
+    from mpiring.tools.bench.torch_training import Training
+
+    from .torch_padding import PaddedBatches
+
+EQUAL, PADDED, APART, TOGETHER, OURS = (
+    "equal lengths", "DistributedSampler", "buckets of a rank", "buckets of all ranks",
+    "TokenBatches")
+# Batches in a window that is sorted by length, as in Transformers' LengthGroupedSampler.
+_WINDOW = 50
+
+# Given samples' lengths, returns the samples of this rank, batch by batch, without an end.
+Sampling = Callable[[World, Namespace, Array], Iterator[list[int]]]
 
 _DESCRIPTION = f"""\
 Trains a transformer over bytes on the functions of Python's standard library, of which each is
@@ -73,25 +90,21 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """
     world.everywhere(peers.refuse_missing_torch)
     trainings = _trainings(world, options)
-    readings: dict[str, timing.Readings] = {name: {} for name in trainings}
-    dice = random.Random(options.seed)
-    for count in range(options.rounds):
-        if count:
-            yield []
-        for name in dice.sample(list(trainings), len(trainings)):
-            for kind, values in _round(world, options, trainings[name]).items():
-                readings[name].setdefault(kind, []).extend(values)
+    readings = yield from timing.in_turns(options, random.Random(options.seed), {
+        name: partial(_round, world, options, *training)
+        for name, training in trainings.items()})
     gradients.check_parameters(
-        world, {name: training.parameters() for name, training in trainings.items()})
+        world, {name: training.parameters() for name, (training, _) in trainings.items()})
     labels = {"samples": options.samples, "longest": options.longest,
               "thread_level": world.thread_level}
     yield [Measurement({**labels, "parameters": training.parameter_count, "contender": name},
-                       readings[name]) for name, training in trainings.items()]
+                       readings[name]) for name, (training, _) in trainings.items()]
 
 
-def _trainings(world: World, options: Namespace) -> "dict[str, Training]":
-    """Read the text, and make the trainings, by way."""
-    from ...torch import share_cores
+def _trainings(world: World, options: Namespace,
+               ) -> "dict[str, tuple[Training, PaddedBatches]]":
+    """Read the text, and make the trainings and their batches, by way."""
+    from mpiring.torch import share_cores
     from . import torch_padding
     share_cores(world.comm)
     found: list[bytes] = []
@@ -106,18 +119,18 @@ def _trainings(world: World, options: Namespace) -> "dict[str, Training]":
         if len(lengths) < options.samples * world.size:
             raise ConfigError(f"--samples {options.samples}: {len(lengths)} functions make no "
                               f"batch for {world.size} ranks; use more functions, or fewer samples")
-        trainings[name] = torch_padding.Training(
+        trainings[name] = torch_padding.training_on(
             world, options, samples, SAMPLINGS[name](world, options, lengths))
-        trainings[name].rehearse()
     return trainings
 
 
-def _round(world: World, options: Namespace, training: "Training") -> dict[str, list[float]]:
+def _round(world: World, options: Namespace, training: "Training", batches: "PaddedBatches",
+           ) -> dict[str, list[float]]:
     """Return readings of some steps."""
     before_s = world.comm.statistics.exposed_s
     seconds = timing.timed(world, training.step, options.calls)
     exposed_s = world.comm.statistics.exposed_s - before_s
-    ranks = world.raw.allgather((training.taken(), exposed_s))
+    ranks = world.raw.allgather((batches.taken(), exposed_s))
     return {"step": seconds,
             "samples": [sum(count.samples for count, _ in ranks)],
             "tokens": [sum(count.tokens for count, _ in ranks)],
@@ -126,10 +139,88 @@ def _round(world: World, options: Namespace, training: "Training") -> dict[str, 
             "exposed_s": [sum(seconds for _, seconds in ranks) / len(ranks)]}
 
 
+def functions(count: int | None) -> list[bytes]:
+    """Return the functions and methods of the standard library that runs this, as source text.
+
+    Args:
+        count: At most so many, of the first modules; None for all, some 7,000.
+
+    Raises:
+        ConfigError: There are none.
+    """
+    folder = Path(sysconfig.get_path("stdlib"))
+    found: list[bytes] = []
+    for module in sorted(folder.glob("*.py")):
+        if count is None or len(found) < count:
+            found += _functions_of(module.read_bytes())
+    if not found:
+        raise ConfigError(f"there is no text to train on: {folder} holds no modules of the "
+                          f"standard library")
+    return found[:count]
+
+
+def _functions_of(source: bytes) -> list[bytes]:
+    """Return a module's functions, each from the line of its `def` to its last one."""
+    lines = source.splitlines(keepends=True)
+    return [b"".join(lines[node.lineno - 1:node.end_lineno]) for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
+    """Draw batches of equally many samples, by PyTorch's own sampler."""
+    from torch.utils.data import DistributedSampler
+    count = options.samples
+    sampler = DistributedSampler(range(len(lengths)), world.size, world.rank, seed=options.seed,
+                                 drop_last=True)
+    for epoch in itertools.count():
+        sampler.set_epoch(epoch)
+        mine = list(sampler)
+        yield from (mine[end - count:end] for end in range(count, len(mine) + 1, count))
+
+
+def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: bool,
+                ) -> Iterator[list[int]]:
+    """Draw batches of equally many samples of similar lengths, the order of batches by chance.
+
+    Args:
+        together: All ranks take their share of the same batches; otherwise each has samples and
+            batches of its own.
+    """
+    first, ranks = (0, 1) if together else (world.rank, world.size)
+    count = options.samples * world.size // ranks
+    for epoch in itertools.count():
+        mine = np.random.default_rng([options.seed, epoch]).permutation(len(lengths))
+        mine = mine[first:len(mine) - len(mine) % (options.samples * world.size):ranks]
+        windows = [mine[begin:begin + _WINDOW * count]
+                   for begin in range(0, len(mine), _WINDOW * count)]
+        by_length = np.concatenate(
+            [window[lengths[window].argsort(kind="stable")] for window in windows])
+        batches = by_length.reshape(-1, count)
+        for batch in np.random.default_rng([options.seed, epoch, first]).permutation(batches):
+            yield batch[world.rank::world.size].tolist() if together else batch.tolist()
+
+
+def _by_tokens(world: World, options: Namespace, lengths: Array) -> Iterator[list[int]]:
+    """Draw batches of as many tokens as the others' have on average."""
+    tokens = round(options.samples * world.size * float(lengths.mean()))
+    batches = TokenBatches(lengths, world.comm, tokens=tokens, seed=options.seed)
+    while True:
+        yield from batches
+
+
+SAMPLINGS: dict[str, Sampling] = {
+    EQUAL: _at_random,
+    PADDED: _at_random,
+    APART: partial(_in_buckets, together=False),
+    TOGETHER: partial(_in_buckets, together=True),
+    OURS: _by_tokens,
+}
+
+
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each way."""
     table = []
-    for measurement, case in beside(found, "thread_level"):
+    for measurement, case in with_case(found, "thread_level"):
         totals = _totals(measurement)
         steps = len(measurement.readings["step"])
         rate, idle = _rate(measurement), _idle(measurement)
@@ -167,3 +258,7 @@ _COLUMNS = [
     Column("over_distributed", 14, 3, "× Distributed"), Column("idle_percent", 6, 2, "idle %"),
     Column("idle_beyond_equal", 8, 2, "+ idle %")]
 BATCHES = Benchmark("batches", lambda options: int(options.rounds), measure, rows, _COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main("batches", declare))

@@ -1,32 +1,28 @@
 """Measures ways to talk less often, or not to wait, by training a model on real text with each."""
 
-import logging
 import math
+import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError
-from ...reducers import PowerSGD
-from ..arguments import above_zero, checked, names, not_negative, positive
-from ..files import Environment, Row
-from ..table import Column
-from ..units import parse_time
-from . import curves, learning, reducers
-from .benchmark import Benchmark, run
-from .curves import ALONE, DENSE
-from .learning import UNSETTLED_STEPS
-from .peers import refuse_missing_torch
-from .results import Measurement
-from .wire import Traffic
-from .world import World
+from mpiring.errors import ConfigError
+from mpiring.tools.arguments import above_zero, checked, names, not_negative, positive
+from mpiring.tools.bench import learning, reducers
+from mpiring.tools.bench.benchmark import Benchmark, Measurement, run
+from mpiring.tools.bench.learning import (
+    ALONE, DENSE, UNSETTLED_STEPS, Run, mean, ratio, reading,
+)
+from mpiring.tools.bench.world import World
+from mpiring.tools.files import Environment, Row
+from mpiring.tools.table import Column
+from mpiring.tools.units import parse_time
 
-if TYPE_CHECKING:
-    from .torch_training import Task, Training
+from . import main
 
 _DESCRIPTION = """\
 Trains a transformer on the text of Python's standard library, from the same weights, in ways
@@ -52,35 +48,11 @@ other before each look at the loss. In the end all have the same parameters, or 
            the hosts' own counters
   reached s  training until the target loss          faster  dense's time until then / this one's"""
 
-_log = logging.getLogger("mpiring")
-
-# Of torch_ways, each is made anew for each training.
-METHODS: Mapping[str, Callable[[Any, Namespace], Callable[..., Any]]] = {
-    ALONE: lambda ways, its: ways.Alone,
-    DENSE: lambda ways, its: ways.Averaged,
-    "powersgd": lambda ways, its: partial(ways.Averaged, reducer=PowerSGD(rank=4)),
-    "localsgd": lambda ways, its: partial(ways.Rarely, make=partial(
-        ways.LocalSGD, every=its.every, reducer=_outer_reducer(its))),
-    "diloco": lambda ways, its: partial(ways.Rarely, make=partial(ways.DiLoCo, **_outer(its))),
-    "streaming": lambda ways, its: partial(ways.Rarely, make=partial(
-        ways.DiLoCo, **_outer(its), fragments=its.fragments, delay=its.delay)),
-    "server": lambda ways, its: partial(ways.Pushed, staleness=its.staleness),
-    "pairs": lambda ways, its: partial(ways.InPairs, delay=its.pair_delay),
-}
+NAMES = (ALONE, DENSE, "powersgd", "localsgd", "diloco", "streaming", "server", "pairs")
 # They answer others while their own rank waits in MPI.
 _NEED_A_THREAD = ("server", "pairs")
-NAMES = tuple(METHODS)
 # Around the best rates of small transformers.
 _RATES = {"adamw": [3e-4, 1e-3, 3e-3], "sgd": [0.05, 0.2, 0.8]}
-
-
-def _outer_reducer(options: Namespace) -> Any:
-    return reducers.METHODS[options.outer_reducer](0)
-
-
-def _outer(options: Namespace) -> dict[str, Any]:
-    return {"every": options.every, "lr": options.outer_rate, "momentum": options.outer_momentum,
-            "reducer": _outer_reducer(options)}
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -158,29 +130,19 @@ def complete(options: Namespace) -> Namespace:
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Train with all methods; yield after each training, after the last one all of them.
+    """Train with all methods; see `learning.measure`.
 
     Raises:
-        MissingDependencyError: There is no PyTorch.
         ConfigError: A method needs a background thread, and MPI allows none.
-        WrongAnswerError: A method's parameters differ between ranks in the end.
-
-    Collective: yes. Blocking: yes.
     """
-    world.everywhere(refuse_missing_torch)
-    from . import torch_training
     _refuse_without_a_thread(world, options)
-    task = torch_training.task(world, options)
-    world.warm_up()
-    traffic, found = Traffic(world), list[Measurement]()
-    for name in options.methods:
-        learning.rehearse(world, _begun(
-            world, options, learning.narrow(task), name, 0, options.learning_rates[0]))
-    for seed, rate_index, name in _trainings(options):
-        rate = _best(found, name) if rate_index is None else options.learning_rates[rate_index]
-        found.append(_train(world, options, task, traffic, name, seed, rate))
-        torch_training.free()
-        yield found if len(found) == _cases(options) else []
+
+    def join(name: str, module: Any, optimizer: Any, rehearsal: bool) -> Any:
+        from . import local_methods
+        return local_methods.joined(name, module, world.comm, optimizer, options)
+
+    yield from learning.measure(world, options, "method", _runs(options), join,
+                                partial(_pauses, world, options), straggler=options.straggler)
 
 
 def _refuse_without_a_thread(world: World, options: Namespace) -> None:
@@ -192,37 +154,14 @@ def _refuse_without_a_thread(world: World, options: Namespace) -> None:
             f"be timed would answer nobody; leave them out with --methods")
 
 
-def _trainings(options: Namespace) -> list[tuple[int, int | None, str]]:
-    """Return seed, number of the rate, None for the best one, and method of each training."""
+def _runs(options: Namespace) -> list[Run]:
+    """Return the trainings: all rates with the first seed, and the best one with the others."""
     first, *others = options.seeds
-    grid = [(first, number, name) for number in range(len(options.learning_rates))
-            for name in options.methods if name != ALONE or number == 0]
-    return grid + [(seed, None, name) for seed in others
+    grid = [Run(name, first, lambda _, rate=rate: rate)  # type: ignore[misc]
+            for rate in options.learning_rates for name in options.methods
+            if name != ALONE or rate == options.learning_rates[0]]
+    return grid + [Run(name, seed, partial(_best, name)) for seed in others
                    for name in options.methods if name != ALONE]
-
-
-def _cases(options: Namespace) -> int:
-    return len(_trainings(options))
-
-
-def _begun(world: World, options: Namespace, task: "Task", name: str, seed: int, rate: float,
-           pause: Callable[[], object] = lambda: None) -> "Training":
-    from . import torch_training, torch_ways
-    way = METHODS[name](torch_ways, options)
-    rule = torch_ways.Rule(options.optimizer, rate)
-    return torch_training.Training(task, world, options.batch, seed,
-                                   lambda module: way(module, world.comm, rule), pause)
-
-
-def _train(world: World, options: Namespace, task: "Task", traffic: Traffic, name: str, seed: int,
-           rate: float) -> Measurement:
-    training = _begun(world, options, task, name, seed, rate, _pauses(world, options, seed))
-    readings = learning.learn(world, options, training, traffic, name, seed)
-    return Measurement({
-        "method": name, "settings": training.settings, "parameters": task.parameters,
-        "seed": seed, "batch": options.batch, "optimizer": options.optimizer,
-        "learning_rate": rate, "straggler": options.straggler,
-        "thread_level": world.thread_level}, readings)
 
 
 def _pauses(world: World, options: Namespace, seed: int) -> Callable[[], object]:
@@ -234,12 +173,11 @@ def _pauses(world: World, options: Namespace, seed: int) -> Callable[[], object]
     return lambda: time.sleep(seconds if dice.random() < share else 0.0)
 
 
-def _best(found: Sequence[Measurement], name: str) -> float:
+def _best(name: str, measurements: Sequence[Measurement]) -> float:
     """Return the learning rate with which a method has come to the lowest loss, with one seed."""
-    first = [training for training in found if training.labels["method"] == name
-             and training.labels["seed"] == found[0].labels["seed"]]
-    best = min(first, key=_end)
-    return float(best.labels["learning_rate"])
+    first = [training for training in measurements if training.labels["method"] == name
+             and training.labels["seed"] == measurements[0].labels["seed"]]
+    return float(min(first, key=_end).labels["learning_rate"])
 
 
 def _end(training: Measurement) -> float:
@@ -247,53 +185,48 @@ def _end(training: Measurement) -> float:
     return bits[-1] if bits and math.isfinite(bits[-1]) else math.inf
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each method at its best learning rate, with the losses at all of them."""
     trainings: dict[str, list[Measurement]] = {}
-    for name in dict.fromkeys(training.labels["method"] for training in found):
-        best = _best(found, name)
-        trainings[name] = [training for training in found if training.labels["method"] == name
+    for name in dict.fromkeys(training.labels["method"] for training in measurements):
+        best = _best(name, measurements)
+        trainings[name] = [training for training in measurements
+                           if training.labels["method"] == name
                            and training.labels["learning_rate"] == best]
     dense = trainings.get(DENSE, [])
-    curve = curves.curve_of(dense) if dense else curves.Curve()
-    target = options.target_loss or curves.default_target(curve)
-    return [{
-        **{key: value for key, value in mine[0].labels.items() if key != "seed"},
-        "seeds": len(mine),
-        **_speeds(mine, trainings, about, options),
-        "fewer_bytes": curves.ratio(curves.reading(dense, "sent_bytes"),
-                                    curves.reading(mine, "sent_bytes")),
-        "wire_ratio": curves.ratio(curves.reading(dense, "host_bytes"),
-                                   curves.reading(mine, "host_bytes")),
-        "sent_bytes_per_step": curves.reading(mine, "sent_bytes"),
-        "host_bytes_per_step": curves.reading(mine, "host_bytes"),
-        **curves.accuracy(mine, curve, target),
-        **_grid(found, name),
-    } for name, mine in trainings.items()]
+
+    def costs(runs: Sequence[Measurement]) -> Row:
+        sent, on_wire = reading(runs, "sent_bytes"), reading(runs, "host_bytes")
+        return {**_speeds(runs, trainings, about, options.settled),
+                "fewer_bytes": ratio(reading(dense, "sent_bytes"), sent),
+                "wire_ratio": ratio(reading(dense, "host_bytes"), on_wire),
+                "sent_bytes_per_step": sent, "host_bytes_per_step": on_wire}
+
+    return [{**row, **_grid(measurements, row["method"])}
+            for row in learning.rows(trainings, options, costs)]
 
 
-def _speeds(mine: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
-            about: Environment, options: Namespace) -> Row:
-    """Return the means of settled steps, in which some talk and others do not."""
-    def mean_s(its: Sequence[Measurement]) -> float:
-        seconds = [value for training in its
-                   for value in training.readings["step"][options.settled:]]
-        return curves.mean(seconds) if seconds else math.nan
+def _speeds(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
+            about: Environment, first: int) -> Row:
+    """Return the means of settled steps, from the first on; in some of them ranks communicate."""
+    def mean_s(runs: Sequence[Measurement]) -> float:
+        seconds = [value for run in runs for value in run.readings["step"][first:]]
+        return mean(seconds) if seconds else math.nan
 
-    exposed_s, step_s = curves.reading(mine, "exposed_s"), mean_s(mine)
+    exposed_s, step_s = reading(runs, "exposed_s"), mean_s(runs)
     return {
-        "steps": min(len(training.readings["step"]) for training in mine),
-        "training_s": curves.mean([sum(training.readings["step"]) for training in mine]),
+        "steps": min(len(run.readings["step"]) for run in runs),
+        "training_s": mean([sum(run.readings["step"]) for run in runs]),
         "step_ms": step_s * 1e3,
-        "samples_per_s": about["ranks"] * mine[0].labels["batch"] / step_s,
+        "samples_per_s": about["ranks"] * runs[0].labels["batch"] / step_s,
         "speedup": mean_s(trainings.get(DENSE, [])) / step_s,
         "over_alone": step_s / mean_s(trainings.get(ALONE, [])),
         "exposed_ms": exposed_s * 1e3, "exposed_percent": 100 * exposed_s / step_s}
 
 
-def _grid(found: Sequence[Measurement], name: str) -> Row:
+def _grid(measurements: Sequence[Measurement], name: str) -> Row:
     """Return the learning rates that were tried, with seeds and losses at the end."""
-    tried = [training for training in found
+    tried = [training for training in measurements
              if training.labels["method"] == name and training.readings["bits"]]
     return {"grid_rates": [training.labels["learning_rate"] for training in tried],
             "grid_seeds": [training.labels["seed"] for training in tried],
@@ -309,4 +242,8 @@ _COLUMNS = [
     Column("bits_per_byte", 9, 4, "bits/byte"), Column("bits_over_dense", 8, 2, "- dense"),
     Column("spread_of_seeds", 6, 2, "spread"), Column("target_bits", 6, 4, "target"),
     Column("seconds_to_target", 9, 4, "reached s"), Column("times_faster", 6, 3, "faster")]
-LOCAL = Benchmark("local", _cases, measure, rows, _COLUMNS)
+LOCAL = Benchmark("local", lambda options: len(_runs(options)), measure, rows, _COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main("local", declare))

@@ -1,21 +1,21 @@
 """Trains a transformer on texts of different lengths, padded to the longest of a rank's batch."""
 
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from ...memory.arrays import Array
-from .torch_models import Transformer, width_for
-from .torch_ways import Averaged, Rule
-from .world import World
+from mpiring.tools.bench.torch_training import (
+    Batch, MeanGradients, Training, Transformer, width_for,
+)
+from mpiring.tools.bench.world import World
 
 # What cross_entropy leaves out.
 _NOTHING = -100
-_RULE = Rule("adamw", 3e-4)
+_RATE, _REHEARSED_STEPS = 3e-4, 2
 
 
 @dataclass
@@ -34,56 +34,39 @@ class Count:
     most: int = 0
 
 
-class Training:
-    """A transformer that learns to predict each byte of texts.
+class PaddedBatches:
+    """Batches of texts, of which each byte is to be predicted, padded to the longest of a batch.
 
     Padding comes after a text, where a causal model does not see it, and does not count: the
     gradient of a step is the mean over the real tokens of all ranks.
 
     Args:
-        world: The ranks.
-        options: Of the command.
-        texts: As vectors of bytes, none longer than `options.longest`.
+        texts: As vectors of bytes.
         samples: Which texts this rank trains on, batch by batch.
+        weigh: Called with a batch's number of tokens, before its step.
     """
 
-    def __init__(self, world: World, options: Namespace, texts: list[torch.Tensor],
-                 samples: Iterator[list[int]]) -> None:
-        self._texts, self._samples = texts, samples
-        torch.manual_seed(0)
-        self._bare = Transformer(width_for("transformer", options.parameters), options.longest)
-        self._way = Averaged(self._bare, world.comm, _RULE)
+    def __init__(self, texts: list[torch.Tensor], samples: Iterator[list[int]],
+                 weigh: Callable[[int], object]) -> None:
+        self._texts, self._samples, self._weigh = texts, samples, weigh
         self._count = Count()
 
-    def step(self) -> None:
-        """Take one step.
+    def __iter__(self) -> Iterator[Batch]:
+        # The first step builds the buckets again, the second is used to them.
+        for _ in range(_REHEARSED_STEPS):
+            yield self._padded([self._texts[0][:1]])
+        self._count = Count()
+        for numbers in self._samples:
+            yield self._padded([self._texts[number] for number in numbers])
 
-        Collective: yes. Blocking: yes.
-        """
-        self._learn([self._texts[number] for number in next(self._samples)])
-
-    def rehearse(self) -> None:
-        """Take two small steps: the first one builds the buckets anew, the second is used to it.
-
-        Collective: yes. Blocking: yes.
-        """
-        for _ in range(2):
-            self._learn([self._texts[0][:1]])
-        self.taken()
-
-    def _learn(self, texts: list[torch.Tensor]) -> None:
+    def _padded(self, texts: list[torch.Tensor]) -> Batch:
         tokens = sum(map(len, texts))
-        # Where there is nothing, the model reads a byte all the same; that does not count.
+        # Without any text, the model reads a byte all the same; that does not count.
         targets = pad_sequence(texts or [torch.tensor([_NOTHING])], batch_first=True,
                                padding_value=_NOTHING)
-        bytes_before = functional.pad(targets.clamp(min=0), (1, -1))
         self._note(len(texts), tokens, targets.numel())
-        self._way.model.weigh(tokens)
-        self._bare.zero_grad()
-        logits = self._way.model(bytes_before)
-        functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=_NOTHING
-                                 ).backward()
-        self._way.step()
+        self._weigh(tokens)
+        return functional.pad(targets.clamp(min=0), (1, -1)), targets
 
     def _note(self, samples: int, tokens: int, padded: int) -> None:
         self._count.samples += samples
@@ -96,14 +79,27 @@ class Training:
         count, self._count = self._count, Count()
         return count
 
-    @property
-    def parameter_count(self) -> int:
-        """The model's number of parameters."""
-        return sum(p.numel() for p in self._bare.parameters())
 
-    def parameters(self) -> Mapping[str, Array]:
-        """Return the parameters, by name."""
-        return {name: p.detach().numpy() for name, p in self._bare.named_parameters()}
+def training_on(world: World, options: Namespace, texts: list[torch.Tensor],
+                samples: Iterator[list[int]]) -> tuple[Training, PaddedBatches]:
+    """Return a rehearsed training, and its batches.
+
+    Args:
+        world: The ranks.
+        options: Options of the study.
+        texts: As vectors of bytes, none longer than `options.longest`.
+        samples: Which texts this rank trains on, batch by batch.
+
+    Collective: yes. Blocking: yes.
+    """
+    torch.manual_seed(0)
+    model = Transformer(width_for("transformer", options.parameters), options.longest)
+    method = MeanGradients(model, world.comm, torch.optim.AdamW(model.parameters(), lr=_RATE))
+    batches = PaddedBatches(texts, samples, method.model.weigh)
+    training = Training("", model, method, batches)
+    for _ in range(_REHEARSED_STEPS):
+        training.step()
+    return training, batches
 
 
 def texts_of(functions: list[bytes], longest: int) -> list[torch.Tensor]:

@@ -1,26 +1,25 @@
 """Measures how fast gradients are encoded and decoded, on one core or a GPU."""
 
-import importlib.util
 import statistics
-import time
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from ...gpu.arrays import device_named
-from ...reducers import Int8, OneBit
-from ...reducers.codecs.blocks import EightBit
-from ...reducers.codecs.halves import SixteenBit
-from ...reducers.codecs.largest import select_largest
-from ...reducers.codecs.signs import Sign
-from ..arguments import checked
-from ..files import Row, machine, refuse_unwritable, write_json
-from ..table import Column, head, line
-from ..units import parse_count
-from .options import declare_device
-from .timing import Action, finish
+from mpiring.gpu.arrays import device_named
+from mpiring.reducers import Int8, OneBit
+from mpiring.reducers.codecs.blocks import EightBit
+from mpiring.reducers.codecs.halves import SixteenBit
+from mpiring.reducers.codecs.largest import select_largest
+from mpiring.reducers.codecs.signs import Sign
+from mpiring.tools.bench.options import declare_device
+from mpiring.tools.bench.timing import Action, by_clock, finish
+from mpiring.tools.files import Row
+from mpiring.tools.table import Column
+
+from . import main, vectors
 
 DENSITY = 0.001
 
@@ -32,17 +31,14 @@ KINDS = ("encode", "encode + lost", "decode", "add")
 _COLUMNS = [Column("codec", -16), *(Column(kind, 14, 3) for kind in KINDS)]
 # The vectors of numbers that each kind reads and writes, beside the payload.
 _VECTORS = (1, 2, 1, 2)
-_READINGS = 15
 # Launches on a GPU between two looks at the clock, so that launching and looking cost little.
 _LAUNCHES = 20
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--elements", type=checked(parse_count), default=4_000_000,
-                        help="numbers in a vector; default: 4M")
+    vectors.declare_elements(parser, 4, "numbers in a vector")
     declare_device(parser)
-    parser.add_argument("--json", metavar="FILE", help="write results; -: to stdout alone")
     parser.set_defaults(action=run)
 
 
@@ -53,24 +49,15 @@ def run(options: Namespace) -> int:
         ConfigError: The file cannot be written.
         MissingDependencyError: There is no CuPy, or no GPU.
     """
-    if options.json:
-        refuse_unwritable(options.json)
-    n, rows = options.elements, []
-    if options.device == "cuda":
-        about, found = _shares(n)
-        title = (f"on {about['device']}; a copy reads and writes {about['copy_GBps']:,.0f} GB/s; "
-                 f"shares of that")
-    else:
-        way = "numba's code" if importlib.util.find_spec("numba") else "NumPy, for want of numba"
-        about, found = {"device": "cpu", "way": way}, _rates(n)
-        title = f"1e9 numbers per second, by {way}"
-    print(f"# {n:,} float32, {title}\n{head(_COLUMNS)}")
-    for row in found:
-        rows.append(row)
-        print(line(row, _COLUMNS), flush=True)
-    if options.json:
-        write_json(options.json, "codecs", {**machine(), **about, "elements": n}, rows)
-    return 0
+    def measure() -> tuple[str, dict[str, Any], Iterator[Row]]:
+        if options.device == "cuda":
+            about, rows = _shares(options.elements)
+            return (f"on {about['device']}; a copy reads and writes {about['copy_GBps']:,.0f} "
+                    f"GB/s; shares of that", about, rows)
+        return (f"1e9 numbers per second, by {vectors.way_here()}",
+                {"device": "cpu", "way": vectors.way_here()}, _rates(options.elements))
+
+    return vectors.report("codecs", options, _COLUMNS, measure)
 
 
 def _rates(n: int) -> Iterator[Row]:
@@ -125,11 +112,14 @@ def _actions(codec: Any, x: Any, payload: Any, out: Any) -> dict[str, Action]:
 
 def _seconds(action: Action, times: int = 1, finished: Action = lambda: None) -> float:
     """Return the seconds of an action: the median of several readings, after one that compiles."""
-    readings = []
-    for _ in range(1 + _READINGS):
-        began = time.perf_counter()
+    def launched() -> None:
         for _ in range(times):
             action()
         finished()
-        readings.append((time.perf_counter() - began) / times)
-    return statistics.median(readings[1:])
+
+    return statistics.median(
+        [by_clock(launched) / times for _ in range(1 + vectors.READINGS)][1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main("codecs", declare))

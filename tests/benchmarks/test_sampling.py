@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mpiring.tools.bench.functions import functions
-from mpiring.tools.bench.sampling import APART, SAMPLINGS, TOGETHER
+from benchmarks.batches import APART, SAMPLINGS, TOGETHER, functions
 
 RANKS, COUNT = 3, 4
 

@@ -5,7 +5,7 @@ from argparse import Namespace
 
 import simulated_gpu
 
-from mpiring.tools.bench import codecs
+from benchmarks import codecs
 
 
 def test_what_is_measured(monkeypatch, tmp_path, capsys):

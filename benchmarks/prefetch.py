@@ -1,25 +1,31 @@
 """Measures the cost of loading the data of PyTorch's training steps, and bringing it there."""
 
 import itertools
+import random
 import sys
+import time
+import zlib
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ...data import prefetch
-from ...errors import ConfigError
-from ..arguments import above_zero, names, positive
-from ..files import Environment, Row
-from ..table import Column
-from . import loaders, peers, timing
-from .benchmark import Benchmark, run
-from .options import declare_device, declare_models, declare_turns
-from .results import Measurement, beside
-from .world import World
+import numpy as np
+
+from mpiring.data import prefetch
+from mpiring.errors import ConfigError
+from mpiring.tools.arguments import above_zero, names, positive
+from mpiring.tools.bench import peers, timing
+from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
+from mpiring.tools.bench.options import declare_device, declare_models, declare_turns
+from mpiring.tools.bench.world import World
+from mpiring.tools.files import Environment, Row
+from mpiring.tools.table import Column
+
+from . import main
 
 if TYPE_CHECKING:
-    from . import torch_models
+    from mpiring.tools.bench import torch_training
 
 RESIDENT, PREFETCHED, COPIED = "data on the device", "mpiring.data.prefetch", "copied in the step"
 LOADED = "loaded in the step"
@@ -27,6 +33,57 @@ LOADED = "loaded in the step"
 _BATCHES = 8
 # Steps that are timed to find out how long the loader is to take.
 _TRIALS = 8
+
+
+# A batch's work is so many pieces, of about a millisecond or less: sizes that loaders meet.
+_BYTES = 1 << 18
+_TO_SORT = 1 << 16
+_TO_ADD = 20_000
+_PIECE_TRIALS = 20
+
+
+def _unpacks() -> timing.Action:
+    """Decompress what has as many kinds of bytes as text; without the GIL."""
+    text = np.random.default_rng(0).integers(0, 64, _BYTES, dtype=np.uint8)
+    packed = zlib.compress(text.tobytes())
+    return lambda: zlib.decompress(packed)
+
+
+def _sorts() -> timing.Action:
+    """Sort with NumPy; without the GIL."""
+    values = np.random.default_rng(0).random(_TO_SORT, np.float32)
+    return lambda: np.sort(values)
+
+
+_PIECES: dict[str, Callable[[], timing.Action]] = {
+    "zlib": _unpacks, "numpy": _sorts, "python": lambda: lambda: sum(iter(range(_TO_ADD)))}
+# "sleep" waits, as for a disk; "python" holds the GIL.
+WORK = ("sleep", *_PIECES)
+
+
+def work_for(kind: str, seconds: float) -> timing.Action:
+    """Return a function that takes so long on a core of its own.
+
+    Args:
+        kind: One of WORK.
+    """
+    if kind == "sleep":
+        return lambda: time.sleep(seconds)
+    piece = _PIECES[kind]()
+    pieces = round(seconds / timing.median([timing.by_clock(piece) for _ in range(_PIECE_TRIALS)]))
+
+    def work() -> None:
+        for _ in range(pieces):
+            piece()
+
+    return work
+
+
+def worked_for(batches: Iterable[Any], work: timing.Action) -> Iterator[Any]:
+    """Yield batches, each after some work."""
+    for batch in batches:
+        work()
+        yield batch
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -40,8 +97,8 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--loader", type=above_zero, metavar="SHARE",
                         help="have the loader work for so much of a step's time on each batch; "
                              "default: it does nothing")
-    parser.add_argument("--work", type=names(loaders.WORK), metavar="A,B",
-                        help=f"of the loader, of {', '.join(loaders.WORK)}; python holds the "
+    parser.add_argument("--work", type=names(WORK), metavar="A,B",
+                        help=f"of the loader, of {', '.join(WORK)}; python holds the "
                              f"interpreter's lock; default: zlib")
     parser.add_argument("--switch-interval", type=above_zero, metavar="SECONDS",
                         help="after which threads pass on the interpreter's lock; default: "
@@ -73,14 +130,16 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from . import torch_contenders, torch_models
-    device = torch_models.device_named(world, options.device)
+    from mpiring.tools.bench import torch_contenders, torch_training
+    device = torch_training.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
-        training = torch_models.Training(
-            torch_contenders.alone(), kind, torch_models.width_for(kind, parameters),
-            options.batch, world.rank, device, torch_contenders.RECIPES["sgd"])
-        batches = [training.host_batch(number) for number in range(_BATCHES)]
-        labels = {"model": kind, "parameters": training.parameter_count, "batch": training.batch,
+        x, y = torch_training.batch_of(kind, options.batch, 1 + world.rank)
+        training = torch_training.training_of(
+            torch_contenders.NOBODY, kind, torch_training.width_for(kind, parameters),
+            torch_contenders.RECIPES["sgd"], (x.to(device.torch), y.to(device.torch)))
+        batches = [torch_training.batch_of(kind, options.batch, 1 << 20 | number)
+                   for number in range(_BATCHES)]
+        labels = {"model": kind, "parameters": training.parameter_count, "batch": len(x),
                   "batch_bytes": sum(x.numel() * x.element_size() for x in batches[0]),
                   "calls": options.calls, "device": str(device.torch),
                   "switch_interval_s": sys.getswitchinterval(),
@@ -88,29 +147,29 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         for load in options.work:
             work = _work(world, options, load, training, device)
             alone_s = [timing.by_clock(work) for _ in range(_TRIALS)]
-            with_loader = iter(prefetch(loaders.worked_for(itertools.cycle(batches), work),
+            with_loader = iter(prefetch(worked_for(itertools.cycle(batches), work),
                                         device.torch, depth=options.depth))
-            copied = loaders.worked_for(itertools.cycle(batches), work)
+            copied = worked_for(itertools.cycle(batches), work)
             actions: dict[str, timing.Action] = {
                 RESIDENT: training.step,
                 PREFETCHED: partial(_learn_next, training, with_loader),
                 LOADED if options.loader else COPIED: partial(_learn_next, training, (
                     [x.to(device.torch) for x in batch] for batch in copied))}
-            readings = yield from timing.in_turns(
-                world, options, {name: {"step": action} for name, action in actions.items()},
-                stopwatch=device.stopwatch)
+            readings = yield from timing.in_turns(options, random.Random(options.seed), {
+                name: timing.timed_steps(world, options, {"step": action}, device.stopwatch)
+                for name, action in actions.items()})
             with_loader.close()
             yield [Measurement({**labels, "loader": load, "contender": name},
-                               {**found, "loader": alone_s})
-                   for name, found in readings.items()]
+                               {**times, "loader": alone_s})
+                   for name, times in readings.items()]
 
 
-def _learn_next(training: "torch_models.Training", batches: Iterator[Any]) -> None:
+def _learn_next(training: "torch_training.Training", batches: Iterator[Any]) -> None:
     training.learn(*next(batches))
 
 
-def _work(world: World, options: Namespace, load: str, training: "torch_models.Training",
-          device: "torch_models.Device") -> timing.Action:
+def _work(world: World, options: Namespace, load: str, training: "torch_training.Training",
+          device: "torch_training.ModelDevice") -> timing.Action:
     """Return what the loader does for a batch.
 
     Collective: yes. Blocking: yes.
@@ -119,7 +178,7 @@ def _work(world: World, options: Namespace, load: str, training: "torch_models.T
         return lambda: None
     training.step()
     step_s = timing.timed(world, training.step, _TRIALS, stopwatch=device.stopwatch)
-    return loaders.work_for(load, options.loader * timing.median(step_s))
+    return work_for(load, options.loader * timing.median(step_s))
 
 
 def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
@@ -128,7 +187,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
     Ratios are medians over rounds, whose readings are close in time.
     """
     table = []
-    for measurement, case in beside(found, "model", "parameters", "loader", "thread_level"):
+    for measurement, case in with_case(found, "model", "parameters", "loader", "thread_level"):
         labels, seconds = measurement.labels, measurement.readings["step"]
         ratio = timing.over(seconds, case[RESIDENT].readings["step"], labels["calls"])
         table.append({**labels, **timing.summary(seconds),
@@ -147,3 +206,7 @@ PREFETCH = Benchmark(
     lambda options: (len(options.models) * len(options.parameters) * len(options.work)
                      * int(options.rounds)),
     measure, rows, _COLUMNS)
+
+
+if __name__ == "__main__":
+    sys.exit(main("prefetch", declare))

@@ -1,0 +1,143 @@
+"""Methods to train a PyTorch module that communicate rarely, or do not wait for other ranks."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from mpiring.asynchronous import PairAveraging
+from mpiring.communicator import Communicator
+from mpiring.optim import SGD, AdamW
+from mpiring.optim.outer import Outer
+from mpiring.record.statistics import Statistics
+from mpiring.reducers import PowerSGD
+from mpiring.tools.bench.learning import ALONE, DENSE
+from mpiring.tools.bench.reducers import METHODS as REDUCERS
+from mpiring.tools.bench.torch_training import MeanGradients, TrainingMethod
+from mpiring.torch import AsyncDataParallel, DiLoCo, LocalSGD
+
+_OURS: dict[str, Any] = {"adamw": AdamW, "sgd": SGD}
+
+
+class Rarely(TrainingMethod):
+    """Trains locally, and synchronizes what the ranks have learned.
+
+    Args:
+        module: Module that is trained.
+        optimizer: Inner optimizer.
+        outer: Outer optimizer.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, outer: Outer) -> None:
+        super().__init__(module, optimizer)
+        self._outer, self.settings = outer, repr(outer)
+
+    @property
+    def statistics(self) -> Statistics:  # type: ignore[override]
+        """Costs so far."""
+        return self._outer.statistics
+
+    def step(self) -> None:
+        """Take an inner step, and what is due of an outer one."""
+        super().step()
+        self._outer.step()
+
+    def show(self) -> AbstractContextManager[Any]:
+        """Return a block in which the module has the global parameters."""
+        return self._outer.global_parameters()
+
+    def finish(self) -> None:
+        """Synchronize."""
+        self._outer.synchronize()
+
+
+class Pushed(TrainingMethod):
+    """Pushes gradients to the ranks that own slices of the weights, and pulls these.
+
+    Args:
+        module: Module that is trained.
+        comm: Communicator of the ranks.
+        optimizer: Makes the optimizer of a slice.
+        staleness: In steps; None for any.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, optimizer: Callable[..., Any],
+                 staleness: int | None) -> None:
+        server = AsyncDataParallel(module, comm, optimizer=optimizer, staleness=staleness)
+        super().__init__(server, server)
+        self.settings = f"staleness={staleness}"
+
+    @property
+    def statistics(self) -> Statistics:  # type: ignore[override]
+        """Costs so far."""
+        return self.optimizer.statistics  # type: ignore[no-any-return]
+
+    def finish(self) -> None:
+        """Pull the final weights."""
+        self.optimizer.close()
+
+
+class InPairs(TrainingMethod):
+    """Trains locally, and averages weights in random pairs of ranks.
+
+    Args:
+        module: Module that is trained.
+        comm: Communicator of the ranks.
+        optimizer: Optimizer of the module.
+        delay: Steps after which a partner is waited for.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any, delay: int) -> None:
+        super().__init__(module, optimizer)
+        self._pairs = PairAveraging(module, comm, delay=delay)
+        self.settings = f"delay={delay}"
+
+    @property
+    def statistics(self) -> Statistics:  # type: ignore[override]
+        """Costs so far."""
+        return self._pairs.statistics
+
+    def step(self) -> None:
+        """Take a step, and what a partner has sent."""
+        super().step()
+        self._pairs.step()
+
+    def meet(self) -> None:
+        """Average over all ranks: one that waits answers no partner."""
+        self._pairs.agree()
+
+    def finish(self) -> None:
+        """End the exchange."""
+        self._pairs.close()
+
+
+def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, options: Namespace,
+           ) -> TrainingMethod:
+    """Return how the ranks train a module.
+
+    Args:
+        name: Name of the method.
+        module: Module that is trained.
+        comm: Communicator of the ranks.
+        optimizer: Optimizer of the module.
+        options: Options of the study.
+    """
+    outer: dict[str, Any] = {"every": options.every,
+                             "reducer": REDUCERS[options.outer_reducer](0)}
+    nesterov = {"lr": options.outer_rate, "momentum": options.outer_momentum}
+    fragments = {"fragments": options.fragments, "delay": options.delay}
+    of_slices = partial(_OURS[options.optimizer], lr=optimizer.defaults["lr"])
+    make: dict[str, Callable[[], TrainingMethod]] = {
+        ALONE: lambda: TrainingMethod(module, optimizer),
+        DENSE: lambda: MeanGradients(module, comm, optimizer),
+        "powersgd": lambda: MeanGradients(module, comm, optimizer, PowerSGD(rank=4)),
+        "localsgd": lambda: Rarely(module, optimizer, LocalSGD(module, comm, **outer)),
+        "diloco": lambda: Rarely(module, optimizer, DiLoCo(module, comm, **outer, **nesterov)),
+        "streaming": lambda: Rarely(module, optimizer, DiLoCo(
+            module, comm, **outer, **nesterov, **fragments)),
+        "server": lambda: Pushed(module, comm, of_slices, options.staleness),
+        "pairs": lambda: InPairs(module, comm, optimizer, options.pair_delay)}
+    return make[name]()

@@ -1,0 +1,58 @@
+"""Measures how fast optimizers update weights on one core, beside a plain copy."""
+
+import statistics
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from mpiring.optim import adam, lamb, lars, sgd
+from mpiring.optim.update import Update
+from mpiring.tools.bench.timing import by_clock
+from mpiring.tools.files import Row
+from mpiring.tools.table import Column
+
+from . import main, vectors
+from .vectors import READINGS, way_here
+
+# What a step of each does with memory: updates, of which each vector is read, or read and written.
+METHODS: dict[str, Sequence[Update]] = {
+    "sgd": (sgd.PLAIN,), "momentum": (sgd.MOMENTUM,), "adamw": (adam.ADAM,),
+    "lars": (lars.LARS_UPDATE,), "lamb": (lamb.MOMENTS, lamb.APPLY)}
+_COLUMNS = [Column("optimizer", -16), Column("bytes", 14, 0), Column("GBps", 14, 1),
+            Column("of_a_copy", 14, 2)]
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the options."""
+    vectors.declare_elements(parser, 16, "weights; more than a cache holds")
+    parser.set_defaults(action=lambda options: vectors.report(
+        "updates", options, _COLUMNS, lambda: (
+            f"by {way_here()}; bytes: read and written per weight, not counting norms",
+            {"way": way_here()}, _rows(options.elements))))
+
+
+def _rows(n: int) -> Iterator[Row]:
+    """Measure each method's bytes per second, and the median of its ratio to a copy's."""
+    weights = {name: np.full(n, 0.5, np.float32) for name in "wgmvb"}
+    source, copy = np.ones(n, np.float32), np.zeros(n, np.float32)
+    for name, updates in METHODS.items():
+        numbers = {number: 0.5 for update in updates for number in update.numbers}
+        nbytes = 4 * sum(len(update.vectors) + len(update.stored) for update in updates)
+
+        def step(updates: Sequence[Update] = updates, numbers: dict[str, float] = numbers) -> None:
+            for update in updates:
+                update(weights, numbers)
+
+        step()
+        readings = [(by_clock(lambda: np.copyto(copy, source)), by_clock(step))
+                    for _ in range(READINGS)]
+        yield {"optimizer": name, "bytes": nbytes,
+               "GBps": nbytes * n / statistics.median(stepping for _, stepping in readings) / 1e9,
+               "of_a_copy": statistics.median(
+                   nbytes / stepping / (8 / copying) for copying, stepping in readings)}
+
+
+if __name__ == "__main__":
+    sys.exit(main("updates", declare))

@@ -1,0 +1,63 @@
+"""Describes an operation of this rank, from its call to its end."""
+
+import time
+from dataclasses import dataclass, field
+
+from ..operations.agreement import Call
+
+# Reports cut a call's text here: the names of all gradients in a bucket fill pages.
+_WIDTH = 100
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Flight:
+    """An operation of this rank, from its call to its end; holds no array.
+
+    Attributes:
+        call: What it is.
+        sequence: Its number among its communicator's operations.
+        group: Its communicator; see Recorder.name.
+        algorithm: Of an allreduce; "" where there is no choice, or it is not known yet.
+        called_s, started_s, ended_s: Times of time.monotonic(); 0 for what has not happened.
+        exposed_s: Seconds that callers have waited for it.
+    """
+
+    call: Call
+    sequence: int
+    group: str = ""
+    algorithm: str = ""
+    called_s: float = field(default_factory=time.monotonic)
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    exposed_s: float = 0.0
+
+    def __repr__(self) -> str:
+        return f"#{self.sequence} {self.call}"
+
+    def line(self, now_s: float, clock_s: float) -> str:
+        """Return a line about it.
+
+        Args:
+            now_s: A time of time.monotonic().
+            clock_s: Add this to times of time.monotonic() for those of time.time().
+        """
+        text = repr(self)
+        text = text if len(text) <= _WIDTH else f"{text:.{_WIDTH}}…"
+        about = ", ".join(filter(None, [
+            text, f"{self.call.nbytes:,} bytes" * bool(self.call.nbytes), self.algorithm,
+            f"among {self.group}" * bool(self.group)]))
+        called_s = self.called_s + clock_s
+        clock = time.strftime("%H:%M:%S", time.localtime(called_s))
+        return f"{clock}.{int(called_s * 1e3) % 1000:03d} {about}: {self._progress(now_s)}"
+
+    def _progress(self, now_s: float) -> str:
+        if not self.started_s:
+            return f"queued for {now_s - self.called_s:.1f} s"
+        if not self.ended_s:
+            return f"NOT COMPLETE after {now_s - self.started_s:.1f} s"
+        return (f"queued {_ms(self.started_s - self.called_s)}, took "
+                f"{_ms(self.ended_s - self.started_s)}, waited for {_ms(self.exposed_s)} ms")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

