@@ -13,8 +13,8 @@ from mpiring.transport import compiled
 
 MPI_FOLDER = "mpi"
 CLIENTS_FOLDER = "clients"
-LONGEST = ("slurm/", "tools/test_lab", "torch/", "tools/bench/", "test_real_mpi", "test_examples",
-           "test_resume")
+LONGEST = ("slurm/", "tools/test_lab", "torch/", "tools/bench/", "benchmarks/", "test_real_mpi",
+           "test_examples", "test_resume")
 
 
 def pytest_configure():
