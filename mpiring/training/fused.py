@@ -134,7 +134,8 @@ class FusedTensors:
     Attributes:
         tensors: By name, in the given order.
         views: By name; replaced by new views when buckets are built again.
-        buckets: In the order in which they leave; another list when they are built again.
+        buckets: In the order in which they leave.
+        version: Number of times that buckets were built.
         reductions: How each of them becomes its mean.
         home: The bucket of each tensor.
         compressors: The Reducers that have a state.
@@ -164,6 +165,7 @@ class FusedTensors:
         self.views = Views(self._arrays, "grads")
         self.home: dict[str, Bucket] = {}
         self.buckets: list[Bucket] = []
+        self.version = 0
         self.reductions: list[BucketReduction] = []
         # Buckets that were replaced, and that views of the user's may still show.
         self._retired: list[Bucket] = []
@@ -270,6 +272,7 @@ class FusedTensors:
     def _build(self, tensors: Sequence[TensorSpec]) -> None:
         """Build buckets, one after the other, and move the tensors into them."""
         self._fused, self.buckets, self.reductions = list(tensors), [], []
+        self.version += 1
         self.home.clear()
         empty = functools.partial(self._comm.empty, device=self._device or "cpu")
         if self._arrays and self.mark is not None:
@@ -288,8 +291,8 @@ class FusedTensors:
             buckets = [reduction.bucket for reduction in self.reductions
                        if reduction.reducer is compressor]
             self._comm.submit(
-                Call("take over", f"{len(buckets)} buckets of {compressor!r}"),
-                functools.partial(compressor.take_over, buckets=buckets, order=order)).wait()
+                Call("attach buckets", f"{len(buckets)} buckets of {compressor!r}"),
+                functools.partial(compressor.attach_buckets, buckets=buckets, order=order)).wait()
         nodes = self._comm.memory_groups
         (local,) = [len(ranks) for ranks in nodes if self._comm.rank in ranks]
         self.dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // local

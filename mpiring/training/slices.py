@@ -68,6 +68,7 @@ class ModelSlices:
         self._weights, self._vectors = weights, vectors
         self.states, self.tally = BucketStates(), Tally(comm)
         self._buckets: Sequence[Bucket] = ()
+        self._version = 0
         self.pieces: list[list[Piece]] = []
 
     def follow(self) -> Sequence[Sequence[Piece]]:
@@ -77,11 +78,11 @@ class ModelSlices:
 
         Collective: yes. Blocking: yes, where they have been.
         """
-        if self._buckets is not self._averager.buckets:
-            self._buckets = self._averager.buckets
+        if self._version != self._averager.version:
+            self._version, self._buckets = self._averager.version, self._averager.buckets
             names = {name for bucket in self._buckets for name in self._vectors(bucket.plan)}
             self._comm.submit(Call(
-                "take over", f"the optimizer's state in {len(self._buckets)} buckets: "
+                "attach buckets", f"the optimizer's state in {len(self._buckets)} buckets: "
                 f"{', '.join(sorted(names)) or 'none'}"), self._rebuilt).wait()
             self.pieces = [self._pieces_of(bucket) for bucket in self._buckets]
         return self.pieces

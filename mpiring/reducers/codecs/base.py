@@ -44,7 +44,7 @@ class Codec(ABC):
                 to. May be `x` itself.
             key: Where rounding is random, equal keys and inputs give equal bits.
         """
-        fields = self._checked_fields(payload, x.size)
+        fields = self._fields(payload, x.size)
         if isinstance(x, DeviceVector):
             x.device.compute(self._encode_arrays, x, payload, lost, key)
         elif (loop := self._encode_loop()) is None:
@@ -54,7 +54,7 @@ class Codec(ABC):
 
     def decode(self, payload: Any, out: Any, *, adds: bool = False) -> None:
         """Overwrite a float32 vector of shape (n,) by what a payload decodes to, or add that."""
-        fields = self._checked_fields(payload, out.size)
+        fields = self._fields(payload, out.size)
         if isinstance(out, DeviceVector):
             out.device.compute(self._decode_arrays, payload, out, adds)
         elif (loop := self._decode_loop()) is None:
@@ -68,17 +68,8 @@ class Codec(ABC):
         What the payload decodes to then contains some number that is not finite. On a GPU it
         returns True: reading the payload would wait for the GPU.
         """
-        fields = self._checked_fields(payload, n)
+        fields = self._fields(payload, n)
         return isinstance(payload, DeviceVector) or self._are_finite(fields)
-
-    def _checked_fields(self, payload: Any, n: int) -> Sequence[Any]:
-        """Return the fields of a payload of `n` elements.
-
-        Raises:
-            ConfigError: It has another size.
-        """
-        check_size(payload, n, self.payload_size(n))
-        return self._fields(payload, n)
 
     def _encode_arrays(self, xp: Any, x: Any, payload: Any, lost: Any, key: int) -> None:
         """Encode by array operations.
@@ -100,7 +91,11 @@ class Codec(ABC):
 
     @abstractmethod
     def _fields(self, payload: Any, n: int) -> Sequence[Any]:
-        """Return the vectors that a payload consists of, as views."""
+        """Return the vectors that a payload of `n` elements consists of, as views.
+
+        Raises:
+            ConfigError: It has another size.
+        """
 
     @abstractmethod
     def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
@@ -169,6 +164,7 @@ class BlockCodec(Codec):
 
     def _fields(self, payload: Any, n: int) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
         """Return the scales and the codes of a payload, as views."""
+        check_size(payload, n, self.payload_size(n))
         scales = 4 * -(-n // self.block)
         return payload[:scales].view(np.float32), payload[scales:]
 

@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 from ...errors import ConfigError
 from ...memory import compiled, sixteen
 from ...memory.arrays import SIXTEEN_BIT, Array, peak
-from .base import Codec
+from .base import Codec, check_size
 
 # uint16 stands for bfloat16: NumPy has none, and the package that has it is optional.
 _DTYPES: dict[str, DTypeLike] = {"float16": np.float16, "bfloat16": np.uint16}
@@ -42,6 +42,7 @@ class SixteenBit(Codec):
         return 2 * n
 
     def _fields(self, payload: Any, n: int) -> tuple[Any]:
+        check_size(payload, n, 2 * n)
         return (payload.view(_DTYPES[self.dtype]),)
 
     def _are_finite(self, fields: Sequence[Array]) -> bool:
