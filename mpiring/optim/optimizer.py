@@ -20,9 +20,9 @@ from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..training.averager import Averager
 from ..training.slices import ModelSlices
-from . import masters, state
+from . import state
 from .norms import norms
-from .parts import DIRECTION, MASTER, Part, wide
+from .parts import DIRECTION, MASTER, Part, has_master, wide
 from .settings import ADAPTS, Groups, Settings, all_at, described, settings_of, summarized
 from .state import Loaded
 from .update import Update
@@ -468,7 +468,7 @@ def _refuse_other_than_models(dp: object) -> None:
 
 def _vectors_of(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
     """Return the vectors of the state of tensors of a dtype: their dtypes by name."""
-    return dict.fromkeys([*names, *[MASTER] * masters.has_master(dtype)], wide(dtype))
+    return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide(dtype))
 
 
 def _comparable(x: Any) -> Any:

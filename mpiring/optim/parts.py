@@ -1,4 +1,8 @@
-"""What an optimiser works on: this rank's part of a tensor, its weights, gradient and state."""
+"""What an optimiser works on: this rank's part of a tensor, its weights, gradient and state.
+
+Weights of 16 bits have masters in float32, in which small updates are not rounded away:
+Micikevicius et al., Mixed precision training, ICLR 2018.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -9,8 +13,10 @@ import numpy as np
 
 from ..gpu import vectors
 from ..gpu.device import DeviceVector
+from ..memory import sixteen
+from ..memory.arrays import SIXTEEN_BIT, dtype_name
+from ..memory.reduction import quietly
 from ..training.slices import Piece
-from . import masters
 from .settings import Settings
 from .update import BLOCK, Update
 
@@ -19,9 +25,14 @@ MASTER = "master"
 DIRECTION = "r"
 
 
+def has_master(dtype: "np.dtype[Any]") -> bool:
+    """Return whether weights of a dtype need masters."""
+    return dtype_name(dtype) in SIXTEEN_BIT
+
+
 def wide(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
     """Return the dtype of the arithmetic on weights of a dtype, and of the state."""
-    return np.dtype(np.float32) if masters.has_master(dtype) else dtype
+    return np.dtype(np.float32) if has_master(dtype) else dtype
 
 
 @dataclass
@@ -60,7 +71,7 @@ class Part:
     @property
     def is_sixteen(self) -> bool:
         """Whether weights and gradients are of 16 bits."""
-        return masters.has_master(self.piece.weights.dtype)
+        return has_master(self.piece.weights.dtype)
 
     def vector(self, name: str) -> Any:
         """Return the weights `w` (their master, in 16 bits), the gradient `g`, or state."""
@@ -73,7 +84,7 @@ class Part:
     def begin(self) -> None:
         """Let the master follow weights of 16 bits that were changed by hand, or are new."""
         if self.is_sixteen:
-            masters.follow(self.vector("w"), self.piece.weights)
+            _follow_weights(self.vector("w"), self.piece.weights)
 
     def end(self) -> None:
         """Round the master into weights of 16 bits: to nearest, ties to even."""
@@ -114,3 +125,28 @@ class Part:
                         vectors.convert(free, block["g"])
                     block[name] = free
                 yield block
+
+
+def _follow_weights(master: Any, weights: Any) -> None:
+    """Take over what does not round to the weights: they were changed by hand, or are new.
+
+    Args:
+        master: Shape (n,), float32.
+        weights: Shape (n,), float16 or bfloat16.
+    """
+    if isinstance(master, DeviceVector):
+        master.device.compute(_follow, master, vectors.bits_of(weights))
+        return
+    for start in range(0, master.size, BLOCK):
+        block = slice(start, start + BLOCK)
+        quietly(_follow, np, master[block], weights[block])
+
+
+def _follow(xp: Any, master: Any, weights: Any) -> None:
+    rounded, widened = xp.empty_like(weights), xp.empty_like(master)
+    sixteen.narrow(master, rounded, xp)
+    changed = rounded.view(np.uint16) != weights.view(np.uint16)
+    # Asking a GPU would wait for it.
+    if xp is not np or changed.any():
+        sixteen.widen(weights, widened, xp)
+        xp.copyto(master, widened, where=changed)
