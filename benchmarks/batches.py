@@ -107,10 +107,10 @@ def _trainings(world: World, options: Namespace,
     from mpiring.torch import share_cores
     from . import torch_padding
     share_cores(world.comm)
-    found: list[bytes] = []
-    world.everywhere(lambda: found.extend(
+    functions_read: list[bytes] = []
+    world.everywhere(lambda: functions_read.extend(
         functions(options.functions) if world.rank == 0 else ()))
-    texts = torch_padding.texts_of(world.raw.bcast(found, root=0), options.longest)
+    texts = torch_padding.texts_of(world.raw.bcast(functions_read, root=0), options.longest)
     world.warm_up()
     trainings = {}
     for name in map(NAMES.__getitem__, options.ways):
@@ -149,14 +149,14 @@ def functions(count: int | None) -> list[bytes]:
         ConfigError: There are none.
     """
     folder = Path(sysconfig.get_path("stdlib"))
-    found: list[bytes] = []
+    texts: list[bytes] = []
     for module in sorted(folder.glob("*.py")):
-        if count is None or len(found) < count:
-            found += _functions_of(module.read_bytes())
-    if not found:
+        if count is None or len(texts) < count:
+            texts += _functions_of(module.read_bytes())
+    if not texts:
         raise ConfigError(f"there is no text to train on: {folder} holds no modules of the "
                           f"standard library")
-    return found[:count]
+    return texts[:count]
 
 
 def _functions_of(source: bytes) -> list[bytes]:
@@ -174,8 +174,8 @@ def _at_random(world: World, options: Namespace, lengths: Array) -> Iterator[lis
                                  drop_last=True)
     for epoch in itertools.count():
         sampler.set_epoch(epoch)
-        mine = list(sampler)
-        yield from (mine[end - count:end] for end in range(count, len(mine) + 1, count))
+        samples = list(sampler)
+        yield from (samples[end - count:end] for end in range(count, len(samples) + 1, count))
 
 
 def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: bool,
@@ -189,10 +189,10 @@ def _in_buckets(world: World, options: Namespace, lengths: Array, *, together: b
     first, ranks = (0, 1) if together else (world.rank, world.size)
     count = options.samples * world.size // ranks
     for epoch in itertools.count():
-        mine = np.random.default_rng([options.seed, epoch]).permutation(len(lengths))
-        mine = mine[first:len(mine) - len(mine) % (options.samples * world.size):ranks]
-        windows = [mine[begin:begin + _WINDOW * count]
-                   for begin in range(0, len(mine), _WINDOW * count)]
+        samples = np.random.default_rng([options.seed, epoch]).permutation(len(lengths))
+        samples = samples[first:len(samples) - len(samples) % (options.samples * world.size):ranks]
+        windows = [samples[begin:begin + _WINDOW * count]
+                   for begin in range(0, len(samples), _WINDOW * count)]
         by_length = np.concatenate(
             [window[lengths[window].argsort(kind="stable")] for window in windows])
         batches = by_length.reshape(-1, count)
@@ -217,10 +217,10 @@ SAMPLINGS: dict[str, Sampling] = {
 }
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each way."""
     table = []
-    for measurement, case in with_case(found, "thread_level"):
+    for measurement, case in with_case(measurements, "thread_level"):
         totals = _totals(measurement)
         steps = len(measurement.readings["step"])
         rate, idle = _rate(measurement), _idle(measurement)

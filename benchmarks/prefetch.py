@@ -181,13 +181,14 @@ def _work(world: World, options: Namespace, load: str, training: "torch_training
     return work_for(load, options.loader * timing.median(step_s))
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each way, compared with steps whose data is on the device already.
 
     Ratios are medians over rounds, whose readings are close in time.
     """
     table = []
-    for measurement, case in with_case(found, "model", "parameters", "loader", "thread_level"):
+    keys = ("model", "parameters", "loader", "thread_level")
+    for measurement, case in with_case(measurements, *keys):
         labels, seconds = measurement.labels, measurement.readings["step"]
         ratio = timing.over(seconds, case[RESIDENT].readings["step"], labels["calls"])
         table.append({**labels, **timing.summary(seconds),

@@ -9,12 +9,12 @@ import slurm_cluster
 from launching import default_signals, needed
 
 from mpiring.memory import machine, sums
-from mpiring.transport import compiled_rounds, pipeline
+from mpiring.transport import compiled
 
 MPI_FOLDER = "mpi"
 CLIENTS_FOLDER = "clients"
-LONGEST = ("slurm/", "tools/test_lab", "torch/", "tools/bench/", "test_real_mpi", "test_examples",
-           "test_resume")
+LONGEST = ("slurm/", "tools/test_lab", "torch/", "tools/bench/", "benchmarks/", "test_real_mpi",
+           "test_examples", "test_resume")
 
 
 def pytest_configure():
@@ -71,8 +71,8 @@ def machine_code(request):
     """
     needed("numba")
     folder = request.config.cache.mkdir("machine_code")
-    wanted = [partial(compiled_rounds.code, "sum", name, 2) for name in compiled_rounds.DTYPES]
-    wanted += [partial(code, name) for name in sums.DTYPES for code in (sums.code, pipeline.code)]
+    wanted = [partial(compiled.code, "sum", name, 2) for name in compiled.DTYPES]
+    wanted += [partial(sums.code, name) for name in sums.DTYPES]
     # Of two workers each compiles half: what the other one has made is found.
     order = -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1
     with pytest.MonkeyPatch.context() as patch:

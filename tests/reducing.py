@@ -49,7 +49,8 @@ class Model:
         def program(collectives):
             reducer = self.reducers[collectives.rank]
             if isinstance(reducer, Compressor):
-                yield from reducer.take_over(collectives, self.buckets[collectives.rank], order)
+                yield from reducer.attach_buckets(
+                    collectives, self.buckets[collectives.rank], order)
             yield ()
 
         run(self.node_of, program, slot_bytes=2048)
@@ -100,7 +101,7 @@ class Model:
     def settle(self, taken):
         for reducer in self.reducers:
             if isinstance(reducer, Compressor):
-                reducer.settle(taken)
+                reducer.commit_step(taken)
 
     def residual(self, index=0):
         """Return what has not been sent yet, as a part of the mean over ranks."""

@@ -13,7 +13,7 @@ PUSH, VOID, PULL, FINISH = range(4)
 # Lanes of the channel: notes and gradients to owners, weights from them.
 NOTES, GRADIENTS, WEIGHTS = range(3)
 # The vectors of a model, by owner.
-ModelSlices = Sequence[Sequence[Array]]
+SlicesByOwner = Sequence[Sequence[Array]]
 
 
 class Store(Protocol):
@@ -168,7 +168,7 @@ class SliceWorker:
         self.unanswered: set[int] = set()
         self.bytes_sent = 0
 
-    def push(self, net: Channel, clock: int, gradients: ModelSlices | None) -> Schedule[None]:
+    def push(self, net: Channel, clock: int, gradients: SlicesByOwner | None) -> Schedule[None]:
         """Send a gradient.
 
         Args:
@@ -183,7 +183,7 @@ class SliceWorker:
                          for x in (gradients[owner] if gradients is not None else ())]
         yield requests
 
-    def pull(self, net: Channel, clock: int, weights: ModelSlices) -> Schedule[None]:
+    def pull(self, net: Channel, clock: int, weights: SlicesByOwner) -> Schedule[None]:
         """Fetch weights, once they contain what a worker at this clock has to see.
 
         Args:

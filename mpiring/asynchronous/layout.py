@@ -146,7 +146,7 @@ def arrays_of(tensors: Any, rank: int, noun: str) -> dict[str, Array]:
     """
     if not isinstance(tensors, Mapping):
         raise ConfigError(f"rank {rank}: {noun}s are {tensors!r:.80}; pass a dict of arrays")
-    found = {}
+    arrays = {}
     for name, x in tensors.items():
         if not isinstance(name, str):
             raise ConfigError(f"rank {rank}: {noun} {name!r}: names must be strings, as "
@@ -160,8 +160,8 @@ def arrays_of(tensors: Any, rank: int, noun: str) -> dict[str, Array]:
                 raise ConfigError(f"it is {array.dtype}, which has no gradient; leave it out")
         except ConfigError as exc:
             raise ConfigError(f"rank {rank}: {noun} {name!r}: {exc}") from exc
-        found[name] = array
-    return found
+        arrays[name] = array
+    return arrays
 
 
 def _specs_of(arrays: Mapping[str, Array]) -> list[TensorSpec]:

@@ -41,21 +41,21 @@ class Exchanges:
         self.training = set(self._others)
         self.bytes_sent = 0
 
-    def exchange(self, net: Channel, other: int, mine: Sequence[Array],
-                 theirs: Sequence[Array]) -> Schedule[None]:
+    def exchange(self, net: Channel, other: int, snapshot: Sequence[Array],
+                 received: Sequence[Array]) -> Schedule[None]:
         """Send a snapshot to a partner, and receive its own.
 
         Args:
-            mine: Not to be changed until complete.
-            theirs: Overwritten.
+            snapshot: Not to be changed until complete.
+            received: Overwritten.
         """
-        leaving = self._send(net, other, mine)
+        leaving = self._send(net, other, snapshot)
         while (yield from _hear(net, other)) == _END:
             self.training.discard(other)
-        yield [*leaving, *(net.irecv(x, other) for x in theirs)]
+        yield [*leaving, *(net.irecv(x, other) for x in received)]
 
     def answer(self, net: Channel, number: int, partner_of: Callable[[int], int | None],
-               snapshot: Callable[[], Sequence[Array]], theirs: Sequence[Array],
+               snapshot: Callable[[], Sequence[Array]], received: Sequence[Array],
                take: Callable[[], None]) -> Schedule[int]:
         """Say that this rank has ended; answer the others until all have.
 
@@ -63,7 +63,7 @@ class Exchanges:
             number: The first round that this rank has not begun.
             partner_of: Returns this rank's partner in a round.
             snapshot: Returns this rank's weights; left alone until the next call.
-            theirs: Overwritten by a partner's.
+            received: Overwritten by a partner's.
             take: Called when these are there.
 
         Returns:
@@ -78,7 +78,7 @@ class Exchanges:
                     self.training.discard(other)
                 else:
                     sent = self._send(net, other, snapshot())
-                    yield [*sent, *(net.irecv(x, other) for x in theirs)]
+                    yield [*sent, *(net.irecv(x, other) for x in received)]
                     take()
             number += 1
         yield leaving
@@ -264,11 +264,11 @@ class PairAveraging(BackgroundTraining):
         other = self._partner(self.rounds)
         self.rounds += 1
         if other is not None:
-            mine = self._copied()
+            snapshot = self._copied()
             self._exchange = self._messages.submit(
                 Call("exchange", f"with rank {other} in round {self.rounds - 1}",
-                     nbytes=sum(x.nbytes for x in mine)),
-                lambda net: self._exchanges.exchange(net, other, mine, self._partners.flats),
+                     nbytes=sum(x.nbytes for x in snapshot)),
+                lambda net: self._exchanges.exchange(net, other, snapshot, self._partners.flats),
                 other), other
             self._age = 0
             self._calls += 1
@@ -294,9 +294,9 @@ class PairAveraging(BackgroundTraining):
 
     def _take(self, other: int | None) -> None:
         """Add half of the difference of two snapshots to the weights."""
-        for mine, theirs in zip(self._snapshot.flats, self._partners.flats):
-            np.subtract(theirs, mine, out=theirs)
-            np.multiply(theirs, theirs.dtype.type(0.5), out=theirs)
+        for snapshot, received in zip(self._snapshot.flats, self._partners.flats):
+            np.subtract(received, snapshot, out=received)
+            np.multiply(received, received.dtype.type(0.5), out=received)
         if not all(is_finite(x) for x in self._partners.flats):
             # The partner finds the same.
             _log.warning("rank %d: round %d with rank %s is left out: a snapshot of theirs holds "

@@ -105,8 +105,8 @@ class ParameterServer(BackgroundTraining):
             self._weights.views[name][...] = x
         for flat in self._weights.flats:
             self._comm.broadcast(flat, root=0)
-        for own, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
-            own[...] = x
+        for owned, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
+            owned[...] = x
         self._write()
         self._serving = self._messages.submit(Call("serve", "a slice"), self._owner.serve)
         # Now every rank has a slice to answer with.
@@ -318,8 +318,8 @@ class ParameterServer(BackgroundTraining):
 
     def _gather(self) -> None:
         """Write the weights that all owners have into `params`, while nobody pushes."""
-        for own, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
-            x[...] = own
+        for owned, x in zip(self._store.weights, self._weights.slices[self._comm.rank]):
+            x[...] = owned
         for flat, bounds in zip(self._weights.flats, self._weights.bounds):
             self._comm.run(Call("allgather", "weights"), operator.methodcaller(
                 "allgather", flat, bounds=bounds))

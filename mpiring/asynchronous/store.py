@@ -24,7 +24,7 @@ _WEIGHTS = "w"
 class _Gradients:
     """The gradient that an update takes, in the place of an Averager."""
 
-    steps, step_label = 0, ""
+    steps, step_label, version = 0, "", 1
     scatters, under_way, finite = False, False, True
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -121,8 +121,8 @@ class SliceStore:
 
         Collective: yes. Blocking: yes.
         """
-        mine = self.sliced()
-        return {**mine, "tensors": state.gathered(self._comm, mine["tensors"])}
+        state_of_slice = self.sliced()
+        return {**state_of_slice, "tensors": state.gathered(self._comm, state_of_slice["tensors"])}
 
     def load(self, saved: Any) -> None:
         """Go on from what `sliced`, of all ranks, or `whole` has returned.
@@ -132,20 +132,20 @@ class SliceStore:
 
         Collective: yes. Blocking: yes.
         """
-        mine = self._saved()
+        loaded = self._saved()
         with same_on_all(self._comm, "the state of a ParameterServer",
                          remedy="load the same state on every rank") as same:
-            mine["steps"], leaves = state.checked(
-                saved, mine["optimizer"], self._tensors, {
+            loaded["steps"], leaves = state.checked(
+                saved, loaded["optimizer"], self._tensors, {
                     name: {vector: x.dtype for vector, x in vectors.items()}
-                    for name, vectors in mine["tensors"].items()})
-            mine["tensors"] = {
+                    for name, vectors in loaded["tensors"].items()})
+            loaded["tensors"] = {
                 name: {vector: leaf.read(*self._ranges[name].ends) if name in self._ranges else
                        np.empty(0, leaf.dtype) for vector, leaf in vectors.items()}
                 for name, vectors in leaves.items()}
             same.update(saved)
-        self.optimizer.load_alone(mine)
-        for name, vectors in mine["tensors"].items():
+        self.optimizer.load_alone(loaded)
+        for name, vectors in loaded["tensors"].items():
             self._slice.vector(name)[...] = vectors[_WEIGHTS]
 
     def _saved(self) -> dict[str, Any]:
@@ -164,16 +164,16 @@ def refuse_other_than_makers(optimizer: Any) -> None:
 
 def _made(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
     try:
-        made = optimizer(model)
+        result = optimizer(model)
     except TypeError as exc:
         raise ConfigError(f"rank {rank}: optimizer={optimizer!r:.200} cannot be made of a model "
                           f"alone: {exc}; pass {_EXAMPLE}") from exc
-    if not isinstance(made, Optimizer):
+    if not isinstance(result, Optimizer):
         raise ConfigError(f"rank {rank}: optimizer={optimizer!r:.80} makes a "
-                          f"{type(made).__name__}; pass one of mpiring.optim, as {_EXAMPLE}")
-    if not made.elementwise or made.sharded:
+                          f"{type(result).__name__}; pass one of mpiring.optim, as {_EXAMPLE}")
+    if not result.elementwise or result.sharded:
         raise ConfigError(
-            f"rank {rank}: {made!r} cannot update a slice alone: it takes norms of whole tensors, "
-            f"which are cut over ranks, or shards what is one rank's already; pass SGD, Adam or "
-            f"AdamW, without max_norm or sharded=True")
-    return made
+            f"rank {rank}: {result!r} cannot update a slice alone: it takes norms of whole "
+            f"tensors, which are cut over ranks, or shards what is one rank's already; pass SGD, "
+            f"Adam or AdamW, without max_norm or sharded=True")
+    return result

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..gpu.vectors import copy_to
-from ..memory.arrays import Array, chunks_of, cut
+from ..memory.arrays import Array, cut
 from ..memory.reduction import Combine
-from ..transport import moves, pipeline
+from ..transport import plans
 from ..transport.base import Node, Schedule
-from ..transport.moves import Moves
+from ..transport.node_call import piece_call, slot_call, window_call
+from ..transport.plans import SlotPlan
 from . import node_copies
 from .operation import IN_SLOT, Operation, Tuning
 
@@ -77,21 +78,21 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
 
     Collective: yes. Blocking: no (a schedule).
     """
-    what = moves.allreduce(x.size)
+    plan = plans.allreduce(x.size)
     if root is not None and root != operation.node.rank:
-        what = what._replace(combines=None)
-    return moved(operation.node, x, what, combine)
+        plan = plan._replace(reduces=None)
+    return moved(operation.node, x, plan, combine)
 
 
 def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
                          combine: Combine) -> Schedule[None]:
     """Do as `reduce_scatter` with a short vector: each rank reads its slice of all."""
-    return moved(operation.node, x, moves.reduce_scatter(bounds, operation.node.rank), combine)
+    return moved(operation.node, x, plans.reduce_scatter(bounds, operation.node.rank), combine)
 
 
 def eager_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     """Do as `allgather` with a short vector: each rank lays down its slice."""
-    return moved(operation.node, x, moves.allgather(bounds, operation.node.rank))
+    return moved(operation.node, x, plans.allgather(bounds, operation.node.rank))
 
 
 def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
@@ -100,10 +101,10 @@ def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]
     Args: as for `eager`.
     """
     node = operation.node
-    return moved(node, x, moves.broadcast(x.size, root, node.rank, node.size))
+    return moved(node, x, plans.broadcast(x.size, root, node.rank, node.size))
 
 
-def moved(node: Node, x: Array, what: Moves, combine: Combine | None = None) -> Schedule[None]:
+def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) -> Schedule[None]:
     """Lay a part of a short vector down, meet, and combine or take what all have laid down.
 
     One barrier: nobody lays down anything else before all have left the operation. This is what a
@@ -111,7 +112,7 @@ def moved(node: Node, x: Array, what: Moves, combine: Combine | None = None) -> 
 
     Args:
         x: Shape (n,), contiguous, not longer than a staging slot.
-        what: Which parts.
+        plan: Which parts.
         combine: The op, where any is combined.
 
     Collective: yes. Blocking: no (a schedule).
@@ -119,14 +120,7 @@ def moved(node: Node, x: Array, what: Moves, combine: Combine | None = None) -> 
     if node.met:
         # What an earlier schedule of this operation has left in the slots may still be read.
         yield (node.barrier(),)
-    copies = node.slots(x.dtype, x.size)
-    copy_to(copies[node.rank][what.lays], x[what.lays])
-    yield (node.barrier(),)
-    if combine is not None and what.combines is not None:
-        combine.combine([copy[what.combines] for copy in copies], x[what.combines])
-    for copy, part in zip(copies, what.takes):
-        if part.stop > part.start:
-            copy_to(x[part], copy[part])
+    yield from node.part(slot_call(node.memory, x.dtype, x.size, plan, combine), x)
 
 
 def laid_out(node: Node, x: Array) -> Sequence[Array]:
@@ -147,8 +141,7 @@ def in_place(node: Node, slices: Sequence[Array], combine: Combine) -> Schedule[
 
     Collective: yes. Blocking: no (a schedule).
     """
-    combine.combine(slices, *slices)
-    yield (node.barrier(),)
+    return node.part(window_call(node.memory, slices, combine), slices[node.rank])
 
 
 def staged(node: Node, x: Array, combine: Combine,
@@ -166,33 +159,7 @@ def staged(node: Node, x: Array, combine: Combine,
 
     Collective: yes. Blocking: no (a schedule).
     """
-    p, r = node.size, node.rank
-    halves = [chunks_of(slot, 2) for slot in node.slots(x.dtype)]
-    longest = min(halves[0][0].size, piece_bytes // x.itemsize) // p
-    count = -(-x.size // (longest * p))
-    # A slice lies where those of other pieces do: of two pieces, one is taken while one is laid.
-    width = -(-x.size // max(1, count * p))
-    if combine.adds and (yield from pipeline.combine(node, x, combine.divisor, width)):
-        return
-    mine = slice(r * width, (r + 1) * width)
-    pieces = [x[start:start + p * width] for start in range(0, x.size, max(1, p * width))]
-    for j in range(len(pieces) + 1):
-        if j < len(pieces):
-            piece = pieces[j]
-            slot = halves[r][j % 2][:piece.size]
-            slot[:mine.start] = piece[:mine.start]
-            slot[mine.stop:] = piece[mine.stop:]
-        if j > 0:
-            last = pieces[j - 1]
-            slots = [slots[(j - 1) % 2][:last.size] for slots in halves]
-            sources = [slot[mine] for slot in slots]
-            own, sources[r] = sources[r], last[mine]
-            combine.combine(sources, sources[r], own)
-        yield (node.barrier(),)
-        if j > 0:
-            for s, slot in enumerate(slots):
-                if s != r:
-                    copy_to(last[s * width:(s + 1) * width], slot[s * width:(s + 1) * width])
+    return node.part(piece_call(node.memory, x, piece_bytes, combine), x)
 
 
 def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,

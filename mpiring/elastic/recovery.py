@@ -4,8 +4,6 @@ import atexit
 import contextlib
 import gc
 import logging
-import os
-import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -139,8 +137,4 @@ def _leave(state: State, survivors: "Survivors") -> None:
     with contextlib.suppress(MpiringError):
         _wait_for_all(state.comm, "exit")
     survivors.agree(True)
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(0)
+    forks.leave(0)

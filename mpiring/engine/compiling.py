@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..memory import sums
 from ..operations.agreement import Call
-from ..transport import compiled_rounds, pipeline
+from ..transport import compiled
 
 if TYPE_CHECKING:
     from .group import Group
@@ -28,7 +28,7 @@ def compile_rounds(group: "Group", dtypes: Sequence[str]) -> None:
 
     Collective: yes. Blocking: yes, for a few seconds per dtype the first time.
     """
-    dtypes = [name for name in dtypes if name in compiled_rounds.DTYPES]
+    dtypes = [name for name in dtypes if name in compiled.DTYPES]
     if not dtypes or all(len(ranks) == 1 for ranks in group.sharing.memory_groups):
         return
     memory = group.sharing.memory
@@ -45,8 +45,6 @@ def compile_rounds(group: "Group", dtypes: Sequence[str]) -> None:
 
 def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:
     for name in dtypes:
-        if group.repeated is not None and group.config.rounds == "auto":
-            yield partial(compiled_rounds.code, "sum", name, group.size)
+        yield partial(compiled.code, "sum", name, group.size)
         if name in sums.DTYPES:
             yield partial(sums.code, name)
-            yield partial(pipeline.code, name)

@@ -14,11 +14,11 @@ from typing import Any
 from ..config import Config
 from ..errors import ClosedError, ProcessFailedError, StallError, TransportError
 from ..launch import forks
-from ..record.ledger import Ledger
+from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..transport.base import T, Task
 from ..transport.layout import GATE_FAILED
-from ..transport.rounds import give_way
+from ..transport.node_call import give_way
 from .handle import Action, Handle, Lane
 
 # The thread tests several times before it sleeps: between hosts, one test moved at most some
@@ -98,7 +98,7 @@ class Engine:
         self._config = config
         self._end_job = end_job
         self._lanes: list[Lane] = []
-        self._gates: weakref.WeakSet[Ledger] = weakref.WeakSet()
+        self._gates: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
         self._blocking: list[Handle[Any]] = []
         self._waiting: set[int] = set()
         self._waiting_lock = threading.Lock()
@@ -125,11 +125,11 @@ class Engine:
             self._thread.start()
         return lane
 
-    def guard(self, ledger: Ledger) -> None:
+    def guard(self, counter: OperationCounter) -> None:
         """Let no rounds of a communicator begin once any operation has failed."""
-        self._gates.add(ledger)
+        self._gates.add(counter)
         if self.failure is not None:
-            ledger.close(GATE_FAILED)
+            counter.close(GATE_FAILED)
 
     def take_back(self, *lanes: Lane) -> None:
         """Advance the operations of a dropped communicator, which is to be closed after all."""
@@ -300,8 +300,8 @@ class Engine:
 
     def _fail_with(self, error: BaseException) -> None:
         self.failure = error
-        for ledger in tuple(self._gates):
-            ledger.close(GATE_FAILED)
+        for counter in tuple(self._gates):
+            counter.close(GATE_FAILED)
 
     def raise_failure(self) -> None:
         """Raise the first error of any operation, if there was one."""

@@ -24,8 +24,8 @@ from ..operations.windows import Windows
 from ..record.flight import Flight
 from ..record.statistics import Statistics
 from ..transport.base import Node, Schedule, T, Task
-from ..transport.layout import GATE_CLOSED, GATE_TRACED, LEDGER_SEQUENCE
-from ..transport.rounds import give_way
+from ..transport.layout import GATE_CLOSED, GATE_TRACED, COUNTER_SEQUENCE
+from ..transport.node_call import give_way
 from .engine import Engine
 from .handle import Handle
 from .messages import Messages
@@ -82,17 +82,17 @@ class Group:
         self.recorder = self.engine.recorder
         self.closed, self._persistent = False, 0
         self._is_finalized: Callable[[], bool] = load_mpi().Is_finalized
-        self._ledger, self._words = group.sharing.ledger, group.sharing.ledger.words
+        self._counter, self._words = group.sharing.counter, group.sharing.counter.words
         self._equip()
         self._is_tuned = (len(self.sharing.memory_groups) == 1 or not config.tuning
                           or config.algorithm != "auto")
         self._post = Mailbox(self._transport)
         self._watch = StallWatch(self.rank, self.size, self._post, config, self.recorder,
-                                 self._ledger)
+                                 self._counter)
         self.lane = self.engine.join(self._watch.look)
-        self.engine.guard(self._ledger)
+        self.engine.guard(self._counter)
         if self.recorder.trace is not None:
-            self._ledger.close(GATE_TRACED)
+            self._counter.close(GATE_TRACED)
         self.repeated = None if config.rounds == "off" or self.sharing.memory is None or len(
             self.sharing.memory_groups) > 1 else RepeatedCalls(self)
         self._messages: Messages | None = None
@@ -148,10 +148,10 @@ class Group:
         Collective: yes. Blocking: no.
         """
         # Several threads' operations queue in the order of their numbers, as on all ranks.
-        with self._ledger.lock:
+        with self._counter:
             flight, schedule = self._called(call, build)
             try:
-                self._words[LEDGER_SEQUENCE] += 1
+                self._words[COUNTER_SEQUENCE] += 1
                 handle = Handle(self.lane, flight, Task(schedule))
                 if self.size > 1:
                     self._watch.enter(handle)
@@ -176,10 +176,10 @@ class Group:
         """
         task: Task[T] | None = None
         try:
-            with self._ledger.lock:
+            with self._counter:
                 flight, schedule = self._called(call, build)
                 task = Task(schedule)
-                self._words[LEDGER_SEQUENCE] += 1
+                self._words[COUNTER_SEQUENCE] += 1
             if self.size > 1 and not self._run_at_once(task, flight):
                 handle = Handle(self.lane, flight, task, patient=patient)
                 self._watch.enter(handle)
@@ -244,12 +244,12 @@ class Group:
 
         Its number is not used up yet: mistakes in the call show here. Afterwards not even a
         signal whose handler raises may take an operation from one rank unnoticed. The caller
-        holds the ledger's lock, until the number is used up.
+        holds the counter's lock, until the number is used up.
         """
         self.check_open()
         if self.repeated is not None and self.repeated.started:
             self.repeated.hand_over()
-        sequence, sharing = self._words[LEDGER_SEQUENCE], self.sharing
+        sequence, sharing = self._words[COUNTER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
         collectives = self.collectives(node, sequence)
@@ -277,7 +277,7 @@ class Group:
     @property
     def statistics(self) -> Statistics:
         """What this group's operations have cost so far."""
-        rounds, rounds_s = self._ledger.rounds, self._ledger.rounds_s
+        rounds, rounds_s = self._counter.rounds, self._counter.rounds_s
         # A rank that is alone has some only where its GPU makes it wait.
         operations = self.lane.operations + rounds if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
@@ -362,7 +362,7 @@ class Group:
         return self.engine.threaded
 
     def _leave_engine(self) -> None:
-        self._ledger.close(GATE_CLOSED)
+        self._counter.close(GATE_CLOSED)
         if forks.in_fork:
             # Copies of locks may be held for ever, by threads that a fork does not have.
             return
@@ -417,7 +417,7 @@ class Group:
 
         Collective: no. Blocking: no.
         """
-        self._ledger.close(GATE_CLOSED)
+        self._counter.close(GATE_CLOSED)
         if self._is_beyond_closing:
             return
         self._equip()

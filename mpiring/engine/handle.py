@@ -5,13 +5,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic, Protocol
 
 from ..record.flight import Flight
 from ..transport.base import T, Task
-
-if TYPE_CHECKING:
-    from .engine import Engine
 
 # Longer than what most models compute between two buckets. Other ranks are late by no more if a
 # caller does not wait, or waits where the engine cannot know of it.
@@ -112,6 +109,28 @@ class Handle(Generic[T]):
         self.task.step()
 
 
+class Driver(Protocol):
+    """What advances operations; see engine.Engine.
+
+    Attributes:
+        threaded: In the background, too.
+    """
+
+    threaded: bool
+
+    def advance(self) -> None:
+        """Make progress once."""
+
+    def raise_failure(self) -> None:
+        """Raise the first error of any operation, if there was one."""
+
+    def wait(self, handle: Handle[Any], timeout_s: float | None = None, /) -> None:
+        """Return when `handle` is complete, or raise StallError after `timeout_s`."""
+
+    def call(self, handle: Handle[Any], action: Action, /) -> None:
+        """Call an action when `handle` is complete."""
+
+
 @dataclass(eq=False)
 class Lane:
     """One communicator's operations: a few are under way in the background, the rest queue.
@@ -134,7 +153,7 @@ class Lane:
             operations under way, and waiting for such; each is changed under a lock of its own.
     """
 
-    engine: "Engine"
+    engine: Driver
     look: Callable[[], object]
     in_flight: float
     queue: deque[Handle[Any]] = field(default_factory=deque)

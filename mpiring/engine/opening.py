@@ -15,7 +15,7 @@ from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
 from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
 from ..operations.algorithms import named
 from ..operations.windows import mapped
-from ..record.ledger import Ledger
+from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
 from ..transport.base import run_to_end
@@ -44,7 +44,7 @@ class Sharing:
         order: All ranks, node after node.
         memory_groups: The ranks that share a memory, for each memory, in that order.
         memory: The memory that this rank shares; None where it is alone in its group.
-        ledger: The number of the group's next operation, and its last rounds.
+        counter: The number of the group's next operation, and its last rounds.
         neighbours: From `launch.topology.neighbours`.
     """
 
@@ -52,7 +52,7 @@ class Sharing:
     order: tuple[int, ...]
     memory_groups: tuple[tuple[int, ...], ...]
     memory: NodeMemory | None
-    ledger: Ledger
+    counter: OperationCounter
     neighbours: tuple[int, int] | None
 
 
@@ -113,8 +113,8 @@ def opened(mpi_comm: "MPI.Intracomm", config: Config, engine: Engine | None) -> 
     if sharing.memory is not None:
         end_job.first = _first_report(sharing.memory)
     name, trace = recorder.name(comm.allgather(recorder.rank)), None
-    sharing.ledger.group = name
-    recorder.ledgers.add(sharing.ledger)
+    sharing.counter.group = name
+    recorder.counters.add(sharing.counter)
     if config.trace and engine is None:
         recorder.trace = trace = TraceFile(comm, config.trace, sharing.topology.node_rank)
     engine = engine or Engine(config, threaded=threaded, recorder=recorder,
@@ -173,17 +173,17 @@ def _share(comm: "MPI.Intracomm", config: Config) -> Sharing:
     from ..transport.mpi import MpiNode
     node = MpiNode(comm)
     leaders = comm.allgather(node.ranks[0])
-    order, memory, leader, ledger = node_order(leaders), None, comm.rank, Ledger()
+    order, memory, leader, counter = node_order(leaders), None, comm.rank, OperationCounter()
     if node.size > 1 and config.shared_memory:
         # No descriptor is kept for it: forks make no calls, and so do not write there.
         segments = run_to_end(mapped(node, NODE_MEMORY_BYTES, private_in_forks=False))
         if segments is not None:
-            memory = NodeMemory(segments, node.rank, node.ranks, ledger.words)
+            memory = NodeMemory(segments, node.rank, node.ranks, counter.words)
             leader = node.ranks[0]
     groups = ranks_of_nodes(comm.allgather(leader), order)
     node.free()
     return Sharing(
-        topology(comm.rank, leaders), order, groups, memory, ledger,
+        topology(comm.rank, leaders), order, groups, memory, counter,
         neighbours(comm.rank, groups))
 
 

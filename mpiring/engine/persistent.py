@@ -8,12 +8,12 @@ import numpy as np
 from ..collectives import shared
 from ..collectives.operation import NOWHERE
 from ..errors import ConfigError
-from ..memory.arrays import Array, dtype_name
+from ..memory.arrays import Array, data_address, dtype_name
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..transport import compiled_rounds
+from ..transport import compiled
 from ..transport.base import Schedule, T
-from ..transport.layout import DONE
+from ..transport.layout import DONE, GATED
 from .compiling import compile_rounds
 from .handle import Handle
 from .repeated import COPYING, IN_PLACE, RepeatedCalls
@@ -47,11 +47,11 @@ class Persistent(Generic[T]):
     def __init__(self, group: "Group", call: Call, build: "Callable[[], Build[Any]]", result: T,
                  owner: object, *, vector: Any, kind: str, op_or_root: Any) -> None:
         self._group, self._call, self._build = group, call, build
-        self._ledger = group.sharing.ledger
+        self._counter = group.sharing.counter
         self._result, self._owner, self._vector = result, owner, vector
         self._handle: Handle[Any] | None = None
-        self._begin: Callable[[int], int] | None = None
-        self._address = 0
+        self._begin: Callable[[int, int], int] | None = None
+        self._address = self._x = 0
         # All ranks make the same ones, and in the same order.
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
@@ -60,8 +60,8 @@ class Persistent(Generic[T]):
         in_windows = False
         if vector is not None:
             name = dtype_name(vector.dtype)
-            compile_rounds(group, [compiled_rounds.COPIES if kind in COPYING else name])
-        if kind == "allreduce" and vector is not None and op_or_root in compiled_rounds.OPS:
+            compile_rounds(group, [compiled.COPIES if kind in COPYING else name])
+        if kind == "allreduce" and vector is not None and op_or_root in compiled.OPS:
             in_windows = group.run(
                 Call("persistent", "(whether vectors are in windows)"),
                 lambda collectives: _are_in_windows(
@@ -75,8 +75,9 @@ class Persistent(Generic[T]):
                     group, self._repeated, vector, op_or_root):
                 self._round = self._repeated.in_place(call, vector, op_or_root)
             # Where the memory may move, it has to be looked at each time.
-            if self._round is not None and type(result) is np.ndarray:
-                self._begin, self._address = self._round.begin, self._round.bound(vector)
+            if self._round is not None and self._round.is_short and type(result) is np.ndarray:
+                self._begin, self._address = self._round.begin, self._round.address
+                self._x = data_address(vector)
 
     def __repr__(self) -> str:
         return f"<Persistent: {self._call}{', started' * (self._handle is not None)}>"
@@ -124,14 +125,10 @@ class Persistent(Generic[T]):
         begin, repeated, round_ = self._begin, self._repeated, self._round
         if begin is not None and repeated is not None and round_ is not None:
             # As repeated.run, but that the memory is known.
-            lock = self._ledger.lock
             try:
-                lock.acquire()
-                try:
-                    status = begin(self._address)
-                finally:
-                    lock.release()
-                if status == DONE or repeated.go_on(status, round_, self._call, self._vector):
+                status = begin(self._address, self._x)
+                if status == DONE or status != GATED and repeated.go_on(
+                        status, round_, self._call, self._vector):
                     return self._result
             except BaseException as error:
                 repeated.fail(round_, error)

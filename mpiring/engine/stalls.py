@@ -8,18 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..config import Config
 from ..errors import StallError
-from ..record.ledger import Ledger
+from ..record.counter import OperationCounter
 from ..record.flight import Flight
 from ..record.recorder import Recorder
 from .handle import Handle
 
 if TYPE_CHECKING:
     from ..transport.mpi import Mailbox
-    from .messages import Messages
 
 # How long a stalled rank waits for the others' answers before it reports.
 _ANSWER_S = 1.0
@@ -39,7 +38,7 @@ class StallWatch:
         post: Carries questions and answers.
         config: `stall_warning_s` and `stall_timeout_s`.
         recorder: The last operations of this rank.
-        ledger: Its last rounds in this communicator.
+        counter: Its last rounds in this communicator.
         warn: Takes the text of a report; prints to standard error by default.
 
     Attributes:
@@ -49,12 +48,12 @@ class StallWatch:
     """
 
     def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
-                 ledger: Ledger, warn: Callable[[str], None] | None = None) -> None:
+                 counter: OperationCounter, warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._post = post
         self._recorder = recorder
-        self._ledger = ledger
+        self._counter = counter
         self.config = config
         self._warn = warn or print_at_once
         self._unfinished: list[Handle[Any]] = []
@@ -147,12 +146,12 @@ class StallWatch:
                 return f"waits in it too, since {handle.waited_s:.0f} s", True
             if handle.flight.sequence == sequence:
                 return f"has it queued behind {unfinished[0]}", False
-        calls = [flight for flight in (self.last, *self._ledger.flights(1)) if flight is not None]
+        calls = [flight for flight in (self.last, *self._counter.flights(1)) if flight is not None]
         if not calls:
             return "has not called it, nor anything else", False
         last = max(calls, key=lambda flight: flight.sequence)
         # What was started and not waited for yet is in no list.
-        if max(last.sequence, self._ledger.sequence - 1) >= sequence:
+        if max(last.sequence, self._counter.sequence - 1) >= sequence:
             return "has finished it", False
         ago = time.monotonic() - last.called_s
         return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False
@@ -189,6 +188,16 @@ class _Inquiry:
     waiting: set[int] = field(default_factory=set)
 
 
+class Owner(Protocol):
+    """Whose messages are watched.
+
+    Attributes:
+        config: Its settings; may be replaced.
+    """
+
+    config: Config
+
+
 class MessageWatch:
     """Watch over the messages for which callers wait, in touch with the other ranks'.
 
@@ -197,7 +206,7 @@ class MessageWatch:
         owner: Its `config.stall_warning_s` counts.
     """
 
-    def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Messages", recorder: Recorder,
+    def __init__(self, rank: int, size: int, post: "Mailbox", owner: "Owner", recorder: Recorder,
                  warn: Callable[[str], None] | None = None) -> None:
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]

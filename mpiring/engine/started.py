@@ -10,9 +10,9 @@ from ..operations.agreement import Call, refuse_others
 from ..record.flight import Flight
 from ..transport.base import Schedule, T, Task
 from ..transport.layout import (
-    DISAGREE, GATE_STARTED, GO_ON, LATE, LEDGER_GATE, LOOK, NOTHING, OTHERWISE, ROUND_BEGAN,
-    ROUND_IDENTITY, ROUND_SEQUENCE, ROUND_STAGE)
-from ..transport.rounds import Round, note
+    CALL_BEGAN, CALL_IDENTITY, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, DISAGREE, GATE_STARTED,
+    GO_ON, IDLE, LATE, LOOK, OTHERWISE)
+from ..transport.node_call import NodeCall
 from .handle import Action, Handle
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class StartedRound(Handle[T]):
 
     What is left, to meet the others and to combine, is done by `wait`, `test` or a look at `done`;
     or by the engine, once something else of this rank might wait for it (see `hand_over`). Until
-    then, whoever runs it holds the ledger's lock: threads run it one after the other.
+    then, whoever runs it holds the counter's lock: threads run it one after the other.
 
     Args:
         group: Its ranks.
@@ -35,19 +35,19 @@ class StartedRound(Handle[T]):
         waited: The caller has waited since it began.
     """
 
-    def __init__(self, group: "Group", round_: Round, call: Call, x: Array, result: T,
+    def __init__(self, group: "Group", round_: NodeCall, call: Call, x: Array, result: T,
                  finished: Callable[[Handle[Any]], None], *, waited: bool = False) -> None:
         # Not that of Handle: what only the engine needs is made when it gets this.
         self._group, self._round, self._call = group, round_, call
-        self._ledger = group.sharing.ledger
+        self._counter = group.sharing.counter
         self._x: Array | None = x
         self._result, self._is_done, self._finished = result, False, finished
         self._is_handed_over, self.patience_s = False, 0.0
-        words = round_.words
-        self._sequence, self._began_ns = words[ROUND_SEQUENCE], words[ROUND_BEGAN]
+        words = round_
+        self._sequence, self._began_ns = words[CALL_SEQUENCE], words[CALL_BEGAN]
         self._waited_ns = time.monotonic_ns() - self._began_ns if waited else 0
         # The record is kept here.
-        words[ROUND_BEGAN] = 0
+        words[CALL_BEGAN] = 0
 
     def __repr__(self) -> str:
         return f"#{self._sequence} {self._call}"
@@ -63,7 +63,7 @@ class StartedRound(Handle[T]):
     def done(self) -> bool:
         """Whether it is complete."""
         if not (self._is_done or self._is_handed_over or self._is_void):
-            with self._ledger.lock:
+            with self._counter:
                 if not (self._is_done or self._is_handed_over):
                     self.run(LOOK)
         return self._is_done
@@ -79,7 +79,7 @@ class StartedRound(Handle[T]):
     @property
     def _is_void(self) -> bool:
         """Whether it cannot go on here: an operation has failed, or this process is a fork."""
-        return bool(self._ledger.words[LEDGER_GATE] & ~GATE_STARTED)
+        return bool(self._counter.words[COUNTER_GATE] & ~GATE_STARTED)
 
     def run(self, how: int) -> bool:
         """Run what is left, in this thread, which holds the lock; return whether it is complete.
@@ -87,7 +87,7 @@ class StartedRound(Handle[T]):
         Args:
             how: LOOK or GO_ON; see transport.layout.
         """
-        words, began_ns = self._round.words, time.monotonic_ns()
+        words, began_ns = self._round, time.monotonic_ns()
         try:
             status = self._round.run(how, self._x)  # type: ignore[arg-type]
             ended_ns = time.monotonic_ns()
@@ -97,23 +97,23 @@ class StartedRound(Handle[T]):
             if status == DISAGREE:
                 refuse(self._round, self._call)
         except BaseException as error:
-            if words[ROUND_STAGE]:
+            if words[CALL_STAGE]:
                 self._group.engine.fail(error)
             raise
         self.done = True
-        note(self._ledger.words, words[ROUND_IDENTITY], self._sequence,
-             self._began_ns, ended_ns, self._waited_ns)
+        self._counter.note(words[CALL_IDENTITY], self._sequence, self._began_ns, ended_ns,
+                           self._waited_ns)
         return True
 
     def hand_over(self) -> None:
         """Let the engine run what is left, unless it does; from here on it is as any handle."""
-        with self._ledger.lock:
+        with self._counter:
             if not self._is_handed_over:
                 self._hand_over()
 
     def _hand_over(self) -> None:
         began_s, self._is_handed_over = self._began_ns / 1e9, True
-        flight = Flight(self._call, self._sequence, self._ledger.group,
+        flight = Flight(self._call, self._sequence, self._counter.group,
                         "shared" if self._round.in_place else "eager", began_s, began_s,
                         exposed_s=self._waited_ns / 1e9)
         done, x = self._is_done, self._x
@@ -139,7 +139,7 @@ class StartedRound(Handle[T]):
         """Return the operation's result when it is complete on this rank; see Handle."""
         if not self._is_done and not self._is_handed_over:
             self._refuse_void()
-            with self._ledger.lock:
+            with self._counter:
                 if not self._is_done and not self._is_handed_over:
                     if self.run(LOOK) or self.run(GO_ON):
                         self._finished(self)
@@ -162,12 +162,12 @@ class StartedRound(Handle[T]):
         super().when_done(action)
 
 
-def refuse(round_: Round, call: Call) -> None:
+def refuse(round_: NodeCall, call: Call) -> None:
     """Raise BufferMismatchError for a round in which another rank made another call."""
     refuse_others(call, round_.node())
 
 
-def _rest(group: "Group", round_: Round, call: Call, x: Any) -> Schedule[Any]:
+def _rest(group: "Group", round_: NodeCall, call: Call, x: Any) -> Schedule[Any]:
     rest = _Rest(round_, x)
     yield (rest,)
     if rest.status == DISAGREE:
@@ -175,21 +175,21 @@ def _rest(group: "Group", round_: Round, call: Call, x: Any) -> Schedule[Any]:
     if rest.status == OTHERWISE:
         # Not all vectors are in windows.
         node = round_.node()
-        operation = group.collectives(node, round_.words[ROUND_SEQUENCE])
+        operation = group.collectives(node, round_[CALL_SEQUENCE])
         yield from shared.located(operation, node.notes(2), x, round_.op,
                                   operation.combiner(round_.op, round_.dtype, node.size))
         node.leave()
-        round_.words[ROUND_STAGE] = NOTHING
+        round_[CALL_STAGE] = IDLE
 
 
 class _Rest:
     """What is left of a round; complete when it is, or when it is no round any more."""
 
-    def __init__(self, round_: Round, x: Any) -> None:
+    def __init__(self, round_: NodeCall, x: Any) -> None:
         self.status, self._round, self._x = LATE, round_, x
 
     def __repr__(self) -> str:
-        return f"stage {self._round.words[ROUND_STAGE]} of a round"
+        return f"stage {self._round[CALL_STAGE]} of a round"
 
     def test(self) -> bool:
         """Run it as far as it goes; return whether anything is left to wait for."""

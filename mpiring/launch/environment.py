@@ -1,10 +1,11 @@
 """Reads what launchers leave in the environment: which rank this is, of how many, until when.
 
-The functions look at `environ`, by default this process's variables.
+The functions look at `environ`, by default this process's variables; one looks at the processes
+that have started this one.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +107,13 @@ CONTAINERS = {
 _LOCAL_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE",
                 "MVP_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
+# Those that start ranks on their own node, by the names that Linux gives them. (srun's ranks are
+# children of slurmstepd.)
+_STARTERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy", "pmi_proxy", "orterun",
+             "orted", "prterun", "prted", "mpispawn", "slurmstepd", "flux-shell")
+# Those that starters use to reach other nodes.
+_MESSENGERS = ("ssh", "rsh", "srun")
+
 # Prefixes of the variables that say how a process was launched and bound, and which networks and
 # GPUs it gets; narrow ones, since Slurm's and others' variables may hold secrets.
 LAUNCH_PREFIXES = (
@@ -161,15 +169,19 @@ def launched_rank(environ: Mapping[str, str] = os.environ, *, local: bool = Fals
     Args:
         local: Return the rank among those of its node.
     """
-    names = [launcher.local_rank if local else launcher.rank for launcher in LAUNCHERS
-             if not launcher.mark or launcher.mark in environ]
-    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
+    return _number(environ, [launcher.local_rank if local else launcher.rank
+                             for launcher in LAUNCHERS
+                             if not launcher.mark or launcher.mark in environ])
 
 
 def launched_here(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return how many ranks the launcher has started on this node; None where it does not say."""
-    return next((int(environ[name]) for name in _LOCAL_SIZES if environ.get(name, "").isdigit()),
-                None)
+    return _number(environ, _LOCAL_SIZES)
+
+
+def _number(environ: Mapping[str, str], names: Iterable[str]) -> int | None:
+    """Return the value of the first variable that is a number."""
+    return next((int(environ[name]) for name in names if environ.get(name, "").isdigit()), None)
 
 
 def launched_first(environ: Mapping[str, str], proc: Path) -> bool:
@@ -228,10 +240,65 @@ def launched_size(environ: Mapping[str, str] = os.environ, *,
     return 1, ""
 
 
+def launched_by_ancestors(proc: Path = Path("/proc"), pid: int | None = None) -> tuple[int, str]:
+    """Return how many ranks this process's ancestors have started, and a text that says where.
+
+    For a process that has no launcher's variables: a program between the launcher and Python, such
+    as `env -i` or sudo, may have dropped them. Each rank would be a world of its own then.
+
+    A rank may start a program without the launcher's variables on purpose. So an ancestor in which
+    an MPI library is loaded ends the search.
+
+    Args:
+        proc: Where the system shows its processes.
+        pid: This process.
+
+    Returns:
+        Such as `(2, "mpirun (process 123) has started 2 processes on this node,")`; `(1, "")` where
+        no ancestor has started several, or /proc does not show them, as in a container.
+    """
+    process = proc / str(os.getpid() if pid is None else pid)
+    try:
+        while (parent := _status(process)["PPid"]) != "0":
+            process = proc / parent
+            name = _status(process)["Name"]
+            if name in _STARTERS:
+                ranks = [child for child in _children(process)
+                         if _status(proc / child)["Name"] not in _MESSENGERS]
+                return (len(ranks), f"{name} (process {parent}) has started {len(ranks)} "
+                                    f"processes on this node,") if len(ranks) > 1 else (1, "")
+            try:
+                runs_mpi = "libmpi" in (process / "maps").read_text(errors="replace")
+                variables = variables_of(process)
+            except PermissionError:
+                # Another user's, such as sudo.
+                continue
+            if runs_mpi:
+                break
+            if launcher_of(variables):
+                count, source = launched_size(variables)
+                return count, f"{source} of process {parent} ({name}) promises {count} ranks,"
+    except (OSError, KeyError):
+        # A process has ended, or is not shown.
+        pass
+    return 1, ""
+
+
+def _status(process: Path) -> Mapping[str, str]:
+    rows = (line.split(":\t", 1) for line in (process / "status").read_text(
+        errors="replace").splitlines())
+    return {row[0]: row[1] for row in rows if len(row) == 2}
+
+
+def _children(process: Path) -> list[str]:
+    # Any thread may have started some.
+    return [child for thread in (process / "task").iterdir()
+            for child in (thread / "children").read_text().split()]
+
+
 def job_end(environ: Mapping[str, str] = os.environ) -> float | None:
     """Return when Slurm will end this job, in seconds since 1970; None where that is unknown."""
-    text = environ.get("SLURM_JOB_END_TIME", "")
-    return float(text) if text.isdigit() and int(text) else None
+    return _number(environ, ["SLURM_JOB_END_TIME"]) or None
 
 
 def survives_deaths(environ: Mapping[str, str] = os.environ) -> bool:

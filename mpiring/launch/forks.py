@@ -17,7 +17,7 @@ from ..errors import ClosedError, LaunchError
 
 
 class Gate(Protocol):
-    """What keeps rounds from beginning; see record.ledger."""
+    """What keeps rounds from beginning; see record.counter."""
 
     def fork(self) -> None:
         """Close the gate in a fork, for good."""
@@ -67,12 +67,12 @@ def _begin() -> None:
     in_fork = True
     for gate in gates:
         gate.fork()
-    leave = sys.exit
+    exit_ = sys.exit
 
     def noting(status: str | int | None = None, /) -> None:
         global _status
         _status = status & 0xff if isinstance(status, int) else int(status is not None)
-        leave(status)
+        exit_(status)
 
     sys.exit = noting    # type: ignore[assignment]
 
@@ -83,10 +83,14 @@ def _end(is_finalized: Callable[[], bool]) -> None:
     An exit handler does not see the exit status: it is what `sys.exit` got, or 1 after an
     exception.
     """
-    if not in_fork or is_finalized():
-        return
+    if in_fork and not is_finalized():
+        leave(1 if hasattr(sys, "last_value") else _status)
+
+
+def leave(status: int) -> None:
+    """End this process at once, without MPI_Finalize; what it has printed is not lost."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    os._exit(1 if hasattr(sys, "last_value") else _status)
+    os._exit(status)

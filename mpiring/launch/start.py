@@ -17,8 +17,7 @@ from typing import Any
 
 from ..errors import ClosedError, LaunchError, MissingDependencyError, StallError
 from . import forks
-from .ancestors import launched_by_ancestors
-from .environment import launched_size, launchers
+from .environment import launched_by_ancestors, launched_size, launchers
 from .first_report import FirstReport
 
 # The exit status of a process that Ctrl-C ended, by the convention of shells.

@@ -58,6 +58,15 @@ def store_release(typing: Any, address: Any, value: Any) -> Any:
 
 
 @numba.extending.intrinsic
+def add_atomic(typing: Any, address: Any, value: Any) -> Any:
+    """Add to a word, at once also for other threads; return what it said before."""
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.atomic_rmw(
+            "add", builder.inttoptr(values[0], _WORD.as_pointer()), values[1], "monotonic")
+    return types.int64(types.int64, types.int64), generate
+
+
+@numba.extending.intrinsic
 def relax(typing: Any) -> Any:
     """Tell the processor that this is a loop that waits."""
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:

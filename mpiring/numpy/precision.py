@@ -1,7 +1,7 @@
 """Trains in 16 bits: scales the loss, so that gradients do not vanish; masters have 32 bits."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from ..errors import ConfigError, GradientError
 from ..memory.arrays import SIXTEEN_BIT, dtype_name
 from ..operations.consistency import same_on_all
 from ..training.averager import HOPELESS_STEPS
+from ..training.fused import Views
 from .data_parallel import DataParallel
 
 Array = NDArray[Any]
@@ -190,7 +191,7 @@ class LossScaler:
             self._scale = scale
 
 
-class MasterWeights(Mapping[str, Array]):
+class MasterWeights(Views):
     """Copies of 16-bit parameters in float32, in which small updates are not rounded away.
 
     A mapping from names to arrays, which are to be updated in place. Those of 16-bit parameters
@@ -207,31 +208,14 @@ class MasterWeights(Mapping[str, Array]):
     Source: Micikevicius et al., Mixed precision training, ICLR 2018.
     """
 
+    _error, _reason = ConfigError, ""
+
     def __init__(self, dp: DataParallel) -> None:
         _refuse_other_than_wrappers(dp)
         self._dp = dp
         self._params = {name: array for name, array in dp.params.items() if _is_sixteen(array)}
-        self._arrays = {name: _widened(array) if name in self._params else array
-                        for name, array in dp.params.items()}
-
-    def __getitem__(self, name: str) -> Array:
-        return self._arrays[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def __setitem__(self, name: str, value: object) -> None:
-        """Accept the assignment of `masters[name] -= value`, which has written in place already.
-
-        Raises:
-            ConfigError: Another array is assigned, which `round_off` would not use.
-        """
-        if value is not self._arrays.get(name):
-            raise ConfigError(f"masters[{name!r}] cannot be replaced; write into it: "
-                              f"masters[{name!r}][...] = ...")
+        super().__init__({name: _widened(array) if name in self._params else array
+                          for name, array in dp.params.items()}, "masters")
 
     def round_off(self) -> None:
         """Round the masters into the 16-bit parameters, in place: to nearest, ties to even.
@@ -241,11 +225,11 @@ class MasterWeights(Mapping[str, Array]):
         # What is too large becomes Inf.
         with np.errstate(all="ignore"):
             for name, array in self._params.items():
-                array[...] = self._arrays[name]
+                array[...] = self._views[name]
 
     def state_dict(self) -> dict[str, Array]:
         """Return copies of all arrays, by name; they have the same bits on all ranks."""
-        return {name: array.copy() for name, array in self._arrays.items()}
+        return {name: array.copy() for name, array in self._views.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Set all arrays to those of a state, and round them off into the parameters.
@@ -258,10 +242,10 @@ class MasterWeights(Mapping[str, Array]):
         """
         with same_on_all(self._dp.comm, "the state of the MasterWeights",
                          remedy=_SAME_STATE) as same:
-            _refuse_other_names(self._dp, "state of the MasterWeights", state, self._arrays)
+            _refuse_other_names(self._dp, "state of the MasterWeights", state, self._views)
             # Of files such as numpy.load's, each access reads the array.
-            same["arrays"] = saved = {name: state[name] for name in self._arrays}
-            for name, array in self._arrays.items():
+            same["arrays"] = saved = {name: state[name] for name in self._views}
+            for name, array in self._views.items():
                 expected, given = [f"{x.dtype.name} {x.shape}" if hasattr(x, "dtype")
                                    else f"a {type(x).__name__}" for x in (array, saved[name])]
                 if given != expected:
@@ -269,7 +253,7 @@ class MasterWeights(Mapping[str, Array]):
                         f"rank {self._dp.comm.rank}: {name!r} is {given} in the state of the "
                         f"MasterWeights, but {expected} in the model; build the model that was "
                         f"saved")
-        for name, array in self._arrays.items():
+        for name, array in self._views.items():
             array[...] = saved[name]
         self.round_off()
 

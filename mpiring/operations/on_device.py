@@ -18,7 +18,7 @@ from ..gpu.device import Device, DeviceVector, Event
 from ..memory.arrays import Array
 from ..memory.reduction import Combine, reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
-from ..transport.layout import AREAS
+from ..transport.layout import AREAS, LATE, LOOK, PUBLISH
 from ..transport.staged import DeviceChannel
 from .exports import Exports
 from .operation import Collectives
@@ -99,7 +99,7 @@ class DeviceNode:
 
     def __init__(self, node: Node, device: Device, slots: Sequence[Array] | None) -> None:
         self.rank, self.size, self.ranks = node.rank, node.size, node.ranks
-        self._node, self._device = node, device
+        self._node, self._device, self.memory = node, device, node.memory
         self._slots = slots
         self.test, self.agrees, self.headers, self.leave = (
             node.test, node.agrees, node.headers, node.leave)
@@ -123,6 +123,15 @@ class DeviceNode:
         """Arrive likewise, and return per rank the numbers that each has passed."""
         yield (self._device.event(),)
         return (yield from self._node.share(*numbers))
+
+    def part(self, call: Any, x: Any) -> Schedule[None]:
+        """Run a call as a part of the operation; see base.Node."""
+        call.join_by_barriers(self, x)
+        call.run(PUBLISH, x)
+        status = LATE
+        while status == LATE:
+            yield (call.arrival,)
+            status = call.run(LOOK, x)
 
     def lane(self, index: int) -> "DeviceNode":
         """Return a further meeting place of the same operation."""

@@ -281,8 +281,8 @@ class Outer:
         for fragment in self._fragments:
             for name, tensor in fragment.gradients.tensors.items():
                 first, last = rank * tensor.size // size, (rank + 1) * tensor.size // size
-                mine = vectors.on_host(fragment.vector(name)[first:last])
-                parameters[name] = Sliced(tensor.shape, {(first, last): mine}, tensor.dtype)
+                x = vectors.on_host(fragment.vector(name)[first:last])
+                parameters[name] = Sliced(tensor.shape, {(first, last): x}, tensor.dtype)
         return {"outer": type(self).__name__, "steps": self.steps,
                 "parameters": mapped(parameters, finished),
                 "fragments": [{"since": fragment.since, "due": fragment.due, "optimizer": its}
@@ -373,11 +373,11 @@ class Outer:
         Collective: no, but on all ranks.
         """
         refuse_other_state(state_dict, ("reducers",), f"of this rank of a {type(self).__name__}")
-        mine = [its.gradients.compressors for its in self._fragments]
-        if [len(its) for its in state_dict["reducers"]] != [len(its) for its in mine]:
+        present = [its.gradients.compressors for its in self._fragments]
+        if [len(its) for its in state_dict["reducers"]] != [len(its) for its in present]:
             raise ConfigError(f"rank {self.comm.rank}: the state is of other fragments or "
                               f"reducers; build what was saved")
-        for compressors, states in zip(mine, state_dict["reducers"]):
+        for compressors, states in zip(present, state_dict["reducers"]):
             for compressor, its in zip(compressors, states):
                 compressor.load_state_dict(its)
 

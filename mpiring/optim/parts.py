@@ -93,12 +93,12 @@ class Part:
         Args:
             share: The elements.
         """
-        here = {name: self.vector(name)[share] for name in names if name != DIRECTION}
-        lent = [*["g"] * ("g" in here and self.is_sixteen), *[DIRECTION] * (DIRECTION in names)]
+        vectors_of = {name: self.vector(name)[share] for name in names if name != DIRECTION}
+        lent = [*["g"] * ("g" in names and self.is_sixteen), *[DIRECTION] * (DIRECTION in names)]
         if not lent:
-            yield here
+            yield vectors_of
             return
-        first = next(iter(here.values()))
+        first = next(iter(vectors_of.values()))
         n, dtype = first.size, self.dtype
         device = first.device if isinstance(first, DeviceVector) else None
         # Not in blocks on a GPU, since each costs a launch.
@@ -107,7 +107,7 @@ class Part:
             scratch = {name: np.empty(most, dtype) if device is None else
                        stack.enter_context(device.scratch.borrow(n, dtype)) for name in lent}
             for start in range(0, n, max(most, 1)):
-                block = {name: x[start:start + most] for name, x in here.items()}
+                block = {name: x[start:start + most] for name, x in vectors_of.items()}
                 for name, x in scratch.items():
                     free = x[:min(most, n - start)]
                     if name == "g":

@@ -195,8 +195,8 @@ def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def _refuse_unfit(what: str, pattern: Any, names: Sequence[str]) -> None:
+def _refuse_unfit(argument: str, pattern: Any, names: Sequence[str]) -> None:
     if not isinstance(pattern, str) or pattern not in names and not any(
             fnmatch.fnmatchcase(name, pattern) for name in names):
-        raise ConfigError(f"{what} has {pattern!r}: no parameter has such a name; there are "
+        raise ConfigError(f"{argument} has {pattern!r}: no parameter has such a name; there are "
                           f"{', '.join(names)}")

@@ -18,7 +18,7 @@ _NAME_WIDTH = 40
 _SAVE_S = 1.0
 
 
-class Rounds(Protocol):
+class FastCalls(Protocol):
     """What notes operations of a communicator in memory of its own, for speed."""
 
     def flights(self, last: int, /) -> list[Flight]:
@@ -36,13 +36,13 @@ class Recorder:
     Attributes:
         rank: As above.
         trace: A file of all operations, waits and steps, or None.
-        ledgers: Of those communicators; their rounds are operations, too.
+        counters: Of those communicators; their rounds are operations, too.
         add: Note that this rank calls an operation.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        self.ledgers: weakref.WeakSet[Rounds] = weakref.WeakSet()
+        self.counters: weakref.WeakSet[FastCalls] = weakref.WeakSet()
         self.trace: TraceFile | None = None
         self._flights: deque[Flight] = deque(maxlen=CAPACITY)
         # No method, for speed: a blocking call takes microseconds.
@@ -106,8 +106,8 @@ class Recorder:
     def _last(self, last: int) -> list[Flight]:
         """Return the last operations, the newest last."""
         flights = list(self._flights)
-        for ledger in tuple(self.ledgers):
-            flights += ledger.flights(last)
+        for counter in tuple(self.counters):
+            flights += counter.flights(last)
         flights.sort(key=lambda flight: flight.called_s)
         return flights[max(0, len(flights) - last):]
 

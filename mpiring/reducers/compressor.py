@@ -164,7 +164,7 @@ class Compressor(ABC):
         """Return the schedule that replaces a bucket by its mean over ranks."""
         state = self._states.of(bucket)
         if state is None:
-            raise ConfigError(f"{self!r} does not know {bucket.label}; call take_over before")
+            raise ConfigError(f"{self!r} does not know {bucket.label}; call attach_buckets before")
         if not self.compresses(len(collectives.nodes), state.steps):
             return collectives.allreduce(bucket.vector, op="mean")
         return self._reduce(collectives, bucket, state)
@@ -226,8 +226,8 @@ class Compressor(ABC):
         """The order of gradients in a state that was loaded, and is yet to be taken over."""
         return None if self._loaded is None else list(self._loaded["order"])
 
-    def take_over(self, collectives: Collectives, buckets: Sequence[Bucket],
-                  order: Sequence[str]) -> Schedule[None]:
+    def attach_buckets(self, collectives: Collectives, buckets: Sequence[Bucket],
+                       order: Sequence[str]) -> Schedule[None]:
         """Return the schedule that takes the state to new buckets, or there what was loaded.
 
         Args:
@@ -258,9 +258,9 @@ class Compressor(ABC):
         """The names of the vectors in its state; the same on all ranks."""
         return ("residual",) if self.feeds_back else ()
 
-    def settle(self, taken: bool) -> None:
-        """End a step; if it was not taken on all ranks, the state does not change."""
-        self._states.commit_step(taken)
+    def commit_step(self, applied: bool) -> None:
+        """End a step; if it was not applied on all ranks, the state does not change."""
+        self._states.commit_step(applied)
 
     def rescale(self, factor: float) -> None:
         """Multiply the state, because the scale of the loss has changed.

@@ -53,12 +53,12 @@ class SlicedTensors:
         return Sliced(shape, {ends: x.view(known) for ends, x in data.items()}, known)
 
 
-def split_slices(found: Outline) -> tuple[Outline, dict[str, Sliced]]:
+def split_slices(outlined: Outline) -> tuple[Outline, dict[str, Sliced]]:
     """Return the outline of a tree without its Sliced leaves, and these by name."""
-    slices = {name: leaf.value for name, leaf in found.leaves.items()
+    slices = {name: leaf.value for name, leaf in outlined.leaves.items()
               if isinstance(leaf.value, Sliced)}
-    rest = {name: leaf for name, leaf in found.leaves.items() if name not in slices}
-    return Outline(found.text, rest), slices
+    others = {name: leaf for name, leaf in outlined.leaves.items() if name not in slices}
+    return Outline(outlined.text, others), slices
 
 
 def outline_of_pieces(slices: Mapping[str, Sliced]) -> Outline:
@@ -94,22 +94,22 @@ def entries(slices: Mapping[str, Sliced],
     Raises:
         ConfigError: A range is saved by no rank, or by two.
     """
-    found: dict[str, Entry] = {
+    by_name: dict[str, Entry] = {
         name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "ranks": {}}
         for name, tensor in slices.items()}
     names = list(slices)
     for rank, ranges in enumerate(ranks):
         for number, its_ranges in ranges.items():
-            owners = found[names[number]]["ranks"]
+            owners = by_name[names[number]]["ranks"]
             for ends in its_ranges:
                 if _text(ends) in owners:
                     raise ConfigError(_twice(names[number], *ends, [owners[_text(ends)], rank]))
                 owners[_text(ends)] = rank
-    for name, entry in found.items():
+    for name, entry in by_name.items():
         problem = _gap(name, entry, slices[name].size)
         if problem:
             raise ConfigError(problem)
-    return found
+    return by_name
 
 
 def _gap(name: str, entry: Entry, size: int) -> str:
@@ -141,15 +141,15 @@ def _owned(entry: Entry) -> Iterator[tuple[Range, int]]:
         yield (int(start), int(stop)), rank
 
 
-def refuse_gaps(found: Mapping[str, Entry]) -> None:
+def refuse_gaps(by_name: Mapping[str, Entry]) -> None:
     """Raise CheckpointError if a manifest does not have all elements of all tensors once."""
-    for name, entry in found.items():
+    for name, entry in by_name.items():
         problem = _gap(name, entry, math.prod(entry["shape"]))
         if problem:
             raise CheckpointError(f"the manifest is not whole: {problem.partition(';')[0]}")
 
 
-def files_of(found: Mapping[str, Entry], files: Mapping[str, File]) -> dict[int, File]:
+def files_of(by_name: Mapping[str, Entry], files: Mapping[str, File]) -> dict[int, File]:
     """Return the files with pieces, by the rank that has saved them.
 
     Args:
@@ -158,7 +158,7 @@ def files_of(found: Mapping[str, Entry], files: Mapping[str, File]) -> dict[int,
     Raises:
         CheckpointError: One is not among them.
     """
-    ranks = sorted({rank for entry in found.values() for _, rank in _owned(entry)})
+    ranks = sorted({rank for entry in by_name.values() for _, rank in _owned(entry)})
     for rank in ranks:
         if slices_name(rank) not in files:
             raise CheckpointError(f"the manifest is not whole: it names no file of rank {rank}")
@@ -180,19 +180,19 @@ class MappedSlices:
         self._files = {rank: map_file(folder / name, nbytes)
                        for rank, (name, nbytes) in files.items()}
 
-    def pieces(self, found: Mapping[str, Entry],
+    def pieces(self, by_name: Mapping[str, Entry],
                layouts: Mapping[int, Layout]) -> dict[str, dict[Range, Bytes]]:
         """Return the bytes of the pieces, by the name of their tensor and their range.
 
         Args:
-            found: Of the manifest.
+            by_name: Of the manifest.
             layouts: Where a rank's file has its pieces.
 
         Raises:
             CheckpointError: A file does not have the pieces that the manifest names.
         """
-        pieces: dict[str, dict[Range, Bytes]] = {name: {} for name in found}
-        for name, entry in found.items():
+        pieces: dict[str, dict[Range, Bytes]] = {name: {} for name in by_name}
+        for name, entry in by_name.items():
             for ends, rank in _owned(entry):
                 bounds = layouts[rank].get(_piece(name, ends))
                 if bounds is None:

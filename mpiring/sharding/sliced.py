@@ -100,24 +100,24 @@ class Sliced:
         if not 0 <= start <= stop <= self.size:
             raise ConfigError(f"elements {start} to {stop - 1} are not in a tensor of shape "
                               f"{self.shape}, which has {self.size}")
-        found = np.empty(stop - start, self.dtype)
-        ranges, here = list(self.pieces), start
+        elements = np.empty(stop - start, self.dtype)
+        ranges, position = list(self.pieces), start
         first = max(0, bisect.bisect_right(ranges, (start, self.size)) - 1)
         for its_start, its_stop in ranges[first:]:
-            if here >= stop or its_start > here:
+            if position >= stop or its_start > position:
                 break
             end = min(its_stop, stop)
-            if end > here:
+            if end > position:
                 piece = self.pieces[its_start, its_stop]
-                found[here - start:end - start] = piece[here - its_start:end - its_start]
-                here = end
-        if here < stop:
-            after = [its_start for its_start, _ in ranges if its_start > here]
+                elements[position - start:end - start] = piece[position - its_start:end - its_start]
+                position = end
+        if position < stop:
+            after = [its_start for its_start, _ in ranges if its_start > position]
             raise ConfigError(
-                f"elements {here} to {min([stop, *after]) - 1} of a tensor of shape {self.shape} "
-                f"are not here: these are the pieces of some ranks; take those of all, as "
-                f"Saved.sharded of a checkpoint, or state_dict() of the optimizer")
-        return found
+                f"elements {position} to {min([stop, *after]) - 1} of a tensor of shape "
+                f"{self.shape} are not here: these are the pieces of some ranks; take those of "
+                f"all, as Saved.sharded of a checkpoint, or state_dict() of the optimizer")
+        return elements
 
     def whole(self) -> Array:
         """Return the whole tensor, as a new array.

@@ -162,7 +162,7 @@ class SliceState:
         Raises:
             ConfigError: Of a tensor's state, not all that belongs to this slice is there.
         """
-        found: dict[str, Array] = {}
+        loaded: dict[str, Array] = {}
         is_there = np.zeros(self.size, bool)
         for part in self._padded:
             origin = part.start - part.offset
@@ -170,18 +170,18 @@ class SliceState:
             for (start, stop), piece in pieces.items():
                 first, last = max(start, part.offset), min(stop, part.ends[1])
                 if first < last:
-                    here = slice(origin + first, origin + last)
-                    is_there[here] = True
+                    elements = slice(origin + first, origin + last)
+                    is_there[elements] = True
                     for name, x in piece.items():
-                        vector = found.setdefault(name, np.zeros(self.size, x.dtype))
-                        vector[here] = x[first - start:last - start]
+                        vector = loaded.setdefault(name, np.zeros(self.size, x.dtype))
+                        vector[elements] = x[first - start:last - start]
         for part in self.ranges:
             if part.name in tensors and not is_there[part.elements].all():
                 raise ConfigError(
                     f"the state that was loaded lacks some of the elements {part.offset} to "
                     f"{part.offset + part.size - 1} of {part.name}; resume with the same "
                     f"model, bucket_bytes and ranks per node")
-        self._now = {(name, ""): vectors.moved(x, self._device) for name, x in found.items()}
+        self._now = {(name, ""): vectors.moved(x, self._device) for name, x in loaded.items()}
         for part in self.ranges:
             if part.name in tensors:
                 for name, x in tensors[part.name].arrays.items():
@@ -191,13 +191,14 @@ class SliceState:
 def ranges_in(plan: BucketPlan, first: int, last: int, *,
               padded: bool = False) -> Iterator[TensorRange]:
     """Yield the tensors in elements `first` to `last` of a bucket; `padded`: with what follows."""
-    here = 0
+    origin = 0
     for tensor in plan.tensors:
         size = tensor.padded_size if padded else tensor.size
-        start, stop = max(here, first), min(here + size, last)
+        start, stop = max(origin, first), min(origin + size, last)
         if start < stop:
-            yield TensorRange(tensor.name, tensor.shape, start - first, stop - first, start - here)
-        here += tensor.padded_size
+            yield TensorRange(
+                tensor.name, tensor.shape, start - first, stop - first, start - origin)
+        origin += tensor.padded_size
 
 
 class BucketState:
@@ -238,10 +239,10 @@ class BucketState:
         tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
                    for tensor in self.plan.tensors}
         for name, dtype in known(self.plan).items():
-            own = {j: state.vectors()[name] for j, state in self.slices.items()
-                   if name in state.vectors()}
+            of_slices = {j: state.vectors()[name] for j, state in self.slices.items()
+                         if name in state.vectors()}
             x = np.zeros(self.plan.size, dtype)
-            for j, vector in own.items():
+            for j, vector in of_slices.items():
                 x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
             yield from gather(x, self.bounds)
             for part in ranges_in(self.plan, 0, self.plan.size):

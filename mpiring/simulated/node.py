@@ -1,36 +1,28 @@
-"""The memory that ranks of a simulated node share: slots, notes and barriers; see base.Node."""
+"""The memory that ranks of a simulated node share: the words and slots of NodeMemory, seen late."""
 
+import zlib
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..transport.base import Array, Schedule
+from ..transport.base import Array
+from ..transport.layout import AREAS, AREA_WORDS, COUNTER_WORDS, HEADER_WORD, LANE_WORDS
+from ..transport.node_memory import NodeMemory, SharedNode
 from .network import SimulatedNetwork
-
-
-class _Barrier:
-    """A barrier, for one rank."""
-
-    def __init__(self, text: str, arrival_s: float) -> None:
-        self.text = text
-        self.arrival_s = arrival_s
-        self.complete = False
-
-    def test(self) -> bool:
-        return self.complete
 
 
 class SimulatedMemory:
     """The shared memory of all nodes of a simulated cluster.
 
-    With a seed in the network, each rank learns late that the others have arrived,
-    and slots hold junk at first.
+    With a seed in the network, each rank sees late which flags the others have published. All
+    else is seen at once, also what is written too early; slots hold junk at first.
 
     Args:
         network: Its clock and its nodes.
-        barrier_s: Virtual seconds from the last arrival to the end of a barrier.
+        barrier_s: Virtual seconds until a published flag is seen.
         slot_bytes: Length of a slot.
     """
 
@@ -42,88 +34,101 @@ class SimulatedMemory:
         self.members: dict[int, list[int]] = defaultdict(list)
         for rank, node in enumerate(network.node_of):
             self.members[node].append(rank)
-        self.slots: dict[Any, Array] = {}
-        self.waiting: dict[Any, dict[int, tuple[_Barrier, tuple[int, ...]]]] = defaultdict(dict)
+        # Of all ranks, what they have written: words, headers, slots by area.
+        self.words: list[dict[int, int]] = [{} for _ in network.node_of]
+        self.texts: list[dict[int, bytes]] = [{} for _ in network.node_of]
+        self.slots: dict[tuple[int, int], Array] = {}
+        self.ranks = [_RankMemory(self, rank) for rank in range(len(network.node_of))]
 
-    def node(self, rank: int, operation: int = 0, header: bytes = b"") -> "SimulatedNode":
+    def node(self, rank: int, operation: int = 0, header: bytes = b"") -> SharedNode:
         """Return the meeting place of a rank's operation.
 
         Args:
             rank: In the network.
-            operation: Any number that tells operations apart.
+            operation: Its number.
             header: Of the rank's call.
         """
-        return SimulatedNode(self, rank, operation, header)
+        return self.ranks[rank].node(operation, header, zlib.crc32(header))
 
 
-class SimulatedNode:
-    """One operation's meeting place of the ranks of a simulated node; see base.Node."""
+class _RankMemory(NodeMemory):
+    """The memory of a simulated node, as one rank sees it."""
 
-    def __init__(self, memory: SimulatedMemory, rank: int, operation: object,
-                 header: bytes) -> None:
-        self._memory = memory
-        self._node = memory.network.node_of[rank]
-        self.ranks: Sequence[int] = memory.members[self._node]
-        self.rank, self.size = self.ranks.index(rank), len(self.ranks)
-        self.met = False
-        self._operation = operation
-        self._header = header
-        self._count = 0
-        self._lanes: dict[int, SimulatedNode] = {}
-        self._notes: list[tuple[int, ...]] = []
+    def __init__(self, shared: SimulatedMemory, rank: int) -> None:
+        ranks = shared.members[shared.network.node_of[rank]]
+        self._shared = shared
+        super().__init__((), ranks.index(rank), ranks, array("q", bytes(8 * COUNTER_WORDS)))
+        self.words: Any = [_Words(shared, other, rank) for other in ranks]
+        self.texts: Any = [_Texts(shared.texts[other]) for other in ranks]
+        self.others = [words for words in self.words if words.owner != rank]
 
-    def test(self) -> bool:
-        """Return True: an operation has memory of its own."""
-        return True
+    def slots(self, area: int, dtype: "np.dtype[Any]", size: int | None) -> Sequence[Array]:
+        """Return, per rank, the first `size` elements of an area's slot."""
+        return [self._shared.slots.setdefault(
+            (rank, area), np.full(self._shared.slot_bytes, 255, np.uint8)).view(dtype)[:size]
+            for rank in self.ranks]
 
-    def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
-        """Return, per rank of the node, its staging slot, which all of them read and write."""
-        memory = self._memory
-        return [memory.slots.setdefault(
-            (self._node, self._operation, rank), np.full(memory.slot_bytes, 255, np.uint8),
-        ).view(dtype)[:size] for rank in range(self.size)]
 
-    def barrier(self, *numbers: int) -> _Barrier:
-        """Arrive; the request is complete once every rank of the node has."""
-        memory, network = self._memory, self._memory.network
-        self._count += 1
-        self.met = True
-        arrival_s = network.clock_s(self.ranks[self.rank])
-        mine = _Barrier(f"barrier {self._count} of node {self._node}", arrival_s)
-        arrived = memory.waiting[self._node, self._operation, self._count]
-        arrived[self.rank] = mine, (*self._header, *numbers)
-        if len(arrived) == self.size:
-            last_s = max(barrier.arrival_s for barrier, _ in arrived.values())
-            for rank, (barrier, _) in arrived.items():
-                network.later(last_s - network.time_s + memory.barrier_s,
-                              self.ranks[rank], barrier)
-        return mine
+class _Words:
+    """The words of one rank's segment, as another one sees them.
 
-    def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
-        """Arrive, and return per rank the numbers that each has passed."""
-        yield (self.barrier(*numbers),)
-        return [note[len(self._header):] for note in self._all_notes()]
+    Args:
+        owner, reader: Which ranks these are.
+    """
 
-    def _all_notes(self) -> list[tuple[int, ...]]:
-        arrived = self._memory.waiting[self._node, self._operation, self._count]
-        return [arrived[rank][1] for rank in range(self.size)]
+    def __init__(self, shared: SimulatedMemory, owner: int, reader: int) -> None:
+        self.owner, self._reader, self._shared = owner, reader, shared
+        self._written = shared.words[owner]
+        self.flags: dict[int, int] = {}
 
-    def agrees(self) -> bool:
-        """Return whether all ranks made the same call; after the first barrier."""
-        return all(header == self._header for _, header in self.headers())
+    def __getitem__(self, word: Any) -> Any:
+        if isinstance(word, slice):
+            return [self._written.get(at, 0) for at in range(word.start, word.stop)]
+        flags = self.flags if _is_flag(word) and self.owner != self._reader else self._written
+        return flags.get(word, 0)
 
-    def headers(self) -> Sequence[tuple[int, bytes]]:
-        """Return the other ranks and their headers; after the first barrier."""
-        length = len(self._header)
-        return [(self.ranks[rank], bytes(note[:length]))
-                for rank, note in enumerate(self._all_notes()) if rank != self.rank]
+    def __setitem__(self, word: int, value: int) -> None:
+        self._written[word] = value
+        if _is_flag(word):
+            shared, network = self._shared, self._shared.network
+            delay_s = network.clock_s(self.owner) - network.time_s + shared.barrier_s
+            owner = shared.ranks[self.owner]
+            for reader in owner.ranks:
+                if reader != self.owner:
+                    flags = shared.ranks[reader].words[owner.rank].flags
+                    network.later(delay_s, reader, _Seen(flags, word, value))
 
-    def leave(self) -> None:
-        """Do nothing: the memory is never used again."""
 
-    def lane(self, index: int) -> "SimulatedNode":
-        """Return a further meeting place of the same operation."""
-        if index not in self._lanes:
-            self._lanes[index] = SimulatedNode(
-                self._memory, self.ranks[self.rank], (self._operation, index), b"")
-        return self._lanes[index]
+class _Seen:
+    """A flag that is seen once it is `complete`."""
+
+    def __init__(self, flags: dict[int, int], word: int, value: int) -> None:
+        self._flags, self._word, self._value = flags, word, value
+
+    @property
+    def complete(self) -> bool:
+        """Whether it is."""
+        return self._flags.get(self._word, 0) >= self._value
+
+    @complete.setter
+    def complete(self, complete: bool) -> None:
+        # Of two of one rank, the later one may be seen first.
+        self._flags[self._word] = max(self._value, self._flags.get(self._word, 0))
+
+
+class _Texts:
+    """The headers of a rank's operations, by where they begin."""
+
+    def __init__(self, texts: dict[int, bytes]) -> None:
+        self._texts = texts
+
+    def __getitem__(self, part: slice) -> bytes:
+        return self._texts.get(part.start, b"")
+
+    def __setitem__(self, part: slice, text: bytes) -> None:
+        self._texts[part.start] = text
+
+
+def _is_flag(word: int) -> bool:
+    place = word % AREA_WORDS
+    return word < AREAS * AREA_WORDS and place < HEADER_WORD and place % LANE_WORDS == 0

@@ -181,9 +181,9 @@ def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[0].barh(positions, [row["tokens_per_s"] for row in rows], color=[
         COLOURS[0] if name == "TokenBatches" else GREY for name in names])
     axes[0].set_xlabel("real tokens per second")
-    for i, what in enumerate(("padding", "idle")):
+    for i, loss in enumerate(("padding", "idle")):
         axes[1].barh([position + 0.4 * i - 0.2 for position in positions],
-                     [row[f"{what}_percent"] for row in rows], 0.4, color=COLOURS[i], label=what)
+                     [row[f"{loss}_percent"] for row in rows], 0.4, color=COLOURS[i], label=loss)
     axes[1].set_xlabel("% of tokens, % of a step")
     axes[1].legend(frameon=False)
     for panel in axes:

@@ -9,14 +9,14 @@ from .picture import refuse_undrawable
 from .plot import draw
 
 
-def declare(parser: argparse.ArgumentParser, what: str) -> None:
+def declare(parser: argparse.ArgumentParser, content: str) -> None:
     """Declare the options.
 
     Args:
-        what: Is written, for the help.
+        content: What is written, for the help.
     """
     for name in "--json", "--csv":
-        parser.add_argument(name, metavar="FILE", help=f"write {what}; -: to stdout alone")
+        parser.add_argument(name, metavar="FILE", help=f"write {content}; -: to stdout alone")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
 
 

@@ -19,10 +19,10 @@ def parse_size(text: str, least: int = 1) -> int:
     Raises:
         ConfigError: Not a size, or less than `least`.
     """
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(f"size {text!r}: expected a number of bytes, as 8, 64K, 1MiB or 20MB")
-    number, prefix, unit = found.groups()
+    number, prefix, unit = match.groups()
     base = 1000 if (unit or "").upper() == "B" and prefix else 1024
     nbytes = int(float(number) * base ** _PREFIXES[prefix.upper()])
     if nbytes < least:
@@ -60,11 +60,11 @@ def parse_rate(text: str) -> float:
     Raises:
         ConfigError: Not a rate.
     """
-    found = _RATE.fullmatch(text.strip())
-    if found is None or not float(found[1]):
+    match = _RATE.fullmatch(text.strip())
+    if match is None or not float(match[1]):
         raise ConfigError(f"rate {text!r}: expected a number with kbit, mbit or gbit, as 1gbit, "
                           f"or with bytes, as 5GB/s")
-    number, prefix, unit = found.groups()
+    number, prefix, unit = match.groups()
     return float(number) * 1000.0 ** _PREFIXES[prefix.upper()] / (8 if unit.lower() == "bit" else 1)
 
 
@@ -74,8 +74,8 @@ def parse_count(text: str) -> int:
     Raises:
         ConfigError: Not a number above 0.
     """
-    found = _COUNT.fullmatch(text)
-    count = int(float(found[1]) * 1000 ** _PREFIXES[found[2].upper()]) if found else 0
+    match = _COUNT.fullmatch(text)
+    count = int(float(match[1]) * 1000 ** _PREFIXES[match[2].upper()]) if match else 0
     if count < 1:
         raise ConfigError(f"number {text!r}: expected one above 0, as 13M")
     return count
@@ -87,10 +87,10 @@ def parse_time(text: str) -> float:
     Raises:
         ConfigError: Not a time.
     """
-    found = _TIME.fullmatch(text.strip())
-    if found is None:
+    match = _TIME.fullmatch(text.strip())
+    if match is None:
         raise ConfigError(f"time {text!r}: expected a number with ns, us, ms or s, as 2us")
-    number, unit = found.groups()
+    number, unit = match.groups()
     return float(number) * _SECONDS[unit]
 
 

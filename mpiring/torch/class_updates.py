@@ -66,10 +66,10 @@ class ShardedState:
         Collective: yes. Blocking: yes.
         """
         keep = root is None or self._comm.rank == root
-        found: States = {name: dict(its) for name, its in self.outline.items()} if keep else {}
+        states: States = {name: dict(its) for name, its in self.outline.items()} if keep else {}
         for name, key, x in self._gathered(self._vectors(), keep=keep):
-            found[name][key] = x.to(self._parameters[name].device)
-        return found
+            states[name][key] = x.to(self._parameters[name].device)
+        return states
 
     def sliced(self, aside: States) -> States:
         """Return a copy of this rank's slices of the state.
@@ -79,23 +79,23 @@ class ShardedState:
 
         Collective: yes. Blocking: yes.
         """
-        found: States = {name: dict(its) for name, its in self.outline.items()}
+        states: States = {name: dict(its) for name, its in self.outline.items()}
         other_orders: Leaves = {}
         for name, its in self._vectors().items():
             p = self._parameters[name]
             if p.is_contiguous():
-                found[name] |= {key: Sliced(p.shape, {ends: piece.copy() for ends, piece
-                                                      in x.pieces.items()}, x.dtype)
-                                for key, x in its.items()}
+                states[name] |= {
+                    key: Sliced(p.shape, {ends: piece.copy() for ends, piece in x.pieces.items()},
+                                x.dtype) for key, x in its.items()}
             else:
                 other_orders[name] = its
         # Their slices are no ranges in C order: they are saved whole, by those with the first.
         for name, key, x in self._gathered(other_orders):
             is_first = any(start == 0 for start, _ in other_orders[name][key].pieces)
-            found[name][key] = _sliced(x, is_saved=is_first)
+            states[name][key] = _sliced(x, is_saved=is_first)
         is_first = self._comm.rank == 0
-        return found | {name: {key: _sliced(x, is_saved=is_first) for key, x in its.items()}
-                        for name, its in aside.items()}
+        return states | {name: {key: _sliced(x, is_saved=is_first) for key, x in its.items()}
+                         for name, its in aside.items()}
 
     def _vectors(self) -> Leaves:
         """Return this rank's ranges of all state, each as a vector in the order of memory."""
@@ -153,18 +153,18 @@ def state_of(shard: Shard, states: States, parameters: Mapping[str, Parameter],
         ConfigError: The state is of another model.
     """
     first = states.get(shard.ranges[0].name, {}) if shard.ranges else {}
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for key, x in first.items():
         if key not in elementwise or x is None:
-            found[key] = x.clone() if isinstance(x, torch.Tensor) else x
+            state[key] = x.clone() if isinstance(x, torch.Tensor) else x
             continue
         pieces = [(part, _piece(states[part.name][key], parameters[part.name], part))
                   for part in shard.ranges]
-        found[key] = torch.zeros(
+        state[key] = torch.zeros(
             shard.parameter.shape, dtype=pieces[0][1].dtype, device="cpu")
         for part, piece in pieces:
-            found[key][part.elements] = piece
-    return found
+            state[key][part.elements] = piece
+    return state
 
 
 def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
@@ -279,11 +279,11 @@ class ClassUpdates:
         optimizer = self._class([{**its, "params": [shard.parameter for shard in group]}
                                  for group, its in zip(groups, settings)], **self._defaults)
         shards = list(chain.from_iterable(groups))
-        found = {i: state_of(shard, states, parameters, elementwise)
-                 for i, shard in enumerate(shards)}
+        state_of_shards = {i: state_of(shard, states, parameters, elementwise)
+                           for i, shard in enumerate(shards)}
         numbers = iter(range(len(shards)))
         optimizer.load_state_dict({
-            "state": {i: state for i, state in found.items() if state},
+            "state": {i: state for i, state in state_of_shards.items() if state},
             "param_groups": [{**group, **its, "params": [next(numbers) for _ in group["params"]]}
                              for group, its in zip(optimizer.param_groups, settings)]})
         return NextUpdates(layout, shards, optimizer, aside, elementwise)
@@ -323,13 +323,13 @@ class ClassUpdates:
             shard.parameter.grad = None
         # Forward needs them in the reverse of the order in which their gradients came.
         for index in reversed(buckets):
-            mine = [(shard.parameter, gradient) for shard, gradient in zip(self.shards, gradients)
-                    if shard.bucket == index]
-            for p, gradient in mine:
+            updated = [(shard.parameter, gradient)
+                       for shard, gradient in zip(self.shards, gradients) if shard.bucket == index]
+            for p, gradient in updated:
                 p.grad = gradient
-            if mine:
+            if updated:
                 self.optimizer.step()
-            for p, _ in mine:
+            for p, _ in updated:
                 p.grad = None
             send(index)
 

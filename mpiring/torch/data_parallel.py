@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -64,16 +64,9 @@ class Wrapper(nn.Module):
             f"model.state_dict(), or pickle model.module")
 
 
-class Follower(Protocol):
-    """An object with something to do before optimizers take a step."""
-
-    def before_step(self, optimizer: Optimizer) -> None:
-        """Prepare for the step of an optimizer, of whatever parameters."""
-
-
-def follow_steps(follower: Follower) -> None:
-    """Call `before_step` of an object before each step of any optimizer, while it lives."""
-    reference = weakref.ref(follower)
+def _follow_steps(model: "DataParallel") -> None:
+    """Call `before_step` of a model before each step of any optimizer, while it lives."""
+    reference = weakref.ref(model)
 
     def hook(optimizer: Optimizer, *_: object) -> None:
         living = reference()
@@ -303,7 +296,7 @@ class DataParallel(Wrapper):
         keep_freed_memory()
         copy_from(0, parts.values(), comm)
         self._follow_freezing()
-        follow_steps(self)
+        _follow_steps(self)
         self.register_load_state_dict_pre_hook(_as_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

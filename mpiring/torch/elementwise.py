@@ -66,15 +66,15 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
         raise ConfigError(
             f"{name} cannot be sharded: a tensor became another one when it was cut in two; only "
             f"optimizers that treat each element for itself can")
-    found = {key for key, x in state.items() if _is_like(x, p)}
+    elementwise = {key for key, x in state.items() if _is_like(x, p)}
     for q, its_state in parts:
         if its_state.keys() != state.keys() or any(
-                _is_like(x, q) != (key in found) or not (key in found or is_number(x))
+                _is_like(x, q) != (key in elementwise) or not (key in elementwise or is_number(x))
                 for key, x in its_state.items()):
             raise ConfigError(
                 f"{name} cannot be sharded: its state {sorted(map(str, state))} has neither an "
                 f"element for each of a parameter's nor is it a number")
-    return found
+    return elementwise
 
 
 def attributes(optimizer: Any) -> tuple[dict[str, Any], dict[str, str]]:

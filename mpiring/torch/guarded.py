@@ -75,11 +75,11 @@ class Guard:
         compiled = {part for root in module.modules() if is_compiled(root)
                     for part in root.modules()}
         for part in module.modules():
-            mine = {buckets[p] for p in part.parameters(recurse=False) if p in buckets}
+            indices = {buckets[p] for p in part.parameters(recurse=False) if p in buckets}
             if part in compiled:
-                self.unguarded |= mine
-            elif mine:
-                self._add(part, Uncopied(functools.partial(_wait, reference, sorted(mine))))
+                self.unguarded |= indices
+            elif indices:
+                self._add(part, Uncopied(functools.partial(_wait, reference, sorted(indices))))
         # Once: others may guard the module afterwards.
         self._end = weakref.finalize(self, _remove, self._hooks, self._guarded)
         self._end.atexit = False
@@ -112,9 +112,10 @@ def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
     """Yield what `named_parameters` does; they may be incomplete, to look at their values."""
     seen = set()
     for prefix, part in module.named_modules():
-        mine = parameters_of(part)
+        parameters = parameters_of(part)
         # Those of TorchScript are no dict.
-        for name, p in dict.items(mine) if isinstance(mine, dict) else mine.items():
+        items = dict.items if isinstance(parameters, dict) else type(parameters).items
+        for name, p in items(parameters):
             if p is not None and p not in seen:
                 seen.add(p)
                 yield f"{prefix}.{name}" if prefix else name, p

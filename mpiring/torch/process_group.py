@@ -357,10 +357,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _all_to_all(self, kind: str, model: torch.Tensor, opts: Any, buffers: TensorBuffers,
                     value: Any, sends: Sequence[Array], receives: Sequence[Array]) -> Work:
-        own = sends[self.rank()], receives[self.rank()]
-        if own[0].size != own[1].size:
-            raise ConfigError(f"rank {self.rank()} sends {own[0].size} bytes to itself, but "
-                              f"receives {own[1].size}")
+        to_self = sends[self.rank()], receives[self.rank()]
+        if to_self[0].size != to_self[1].size:
+            raise ConfigError(f"rank {self.rank()} sends {to_self[0].size} bytes to itself, but "
+                              f"receives {to_self[1].size}")
         return self._submit(kind, f"of {model.dtype}", opts, buffers, value, lambda collectives: (
             collectives.all_to_all(sends, receives)))
 

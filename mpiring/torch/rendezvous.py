@@ -157,10 +157,10 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
                 [address for address in offered if _reaches(address, token)])
         everywhere = [address for address in offered
                       if all(address in addresses for addresses in reached)]
-    kept = None
+    chosen = None
     for listener in listeners:
         if listener.getsockname() in everywhere[:1]:
-            kept = listener
+            chosen = listener
         else:
             listener.close()
     if not everywhere:
@@ -169,7 +169,7 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
         raise TransportError(
             f"rank {comm.rank}: no address of rank 0 is reached by all ranks: it listens on "
             f"{offered}, and rank {lost} reaches {reached[lost]}; does a firewall close the ports?")
-    return *everywhere[0], kept
+    return *everywhere[0], chosen
 
 
 def _listeners(comm: Communicator) -> list[socket.socket]:

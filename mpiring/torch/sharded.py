@@ -142,7 +142,7 @@ class Sharded(torch.optim.Optimizer):
         Collective: yes. Blocking: where buckets were built anew.
         """
         self.synchronize()
-        if self._buckets is not averaging.gradients.buckets:
+        if averaging is not self._averaging or self._version != averaging.gradients.version:
             # Others than these have been copied from rank 0.
             written = self._weights.written() if averaging is self._averaging else []
             self._updates.follow(self._lay_out(averaging))
@@ -246,7 +246,7 @@ class Sharded(torch.optim.Optimizer):
             shard.parameter.grad = None
         if self._is_fresh and not self._averaging.finite:
             # Whoever has scaled by NaN has also scaled what is between the tensors.
-            for bucket in self._buckets:
+            for bucket in self._averaging.gradients.buckets:
                 bucket.clear_padding()
         self._is_fresh = False
 
@@ -393,7 +393,7 @@ class Sharded(torch.optim.Optimizer):
         parameters = {name: named[name] for name in averaging.gradients.views}
         with torch.no_grad():
             self._weights = self._kind(parameters, averaging.gradients, self._comm)
-        self._buckets = averaging.gradients.buckets
+        self._version = averaging.gradients.version
         if self._load_hooks is not None:
             self._load_hooks.weights = self._weights
         if self._guard is not None:

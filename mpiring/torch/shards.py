@@ -59,26 +59,26 @@ def cut(layout: ShardLayout, group_of: Mapping[str, int], groups: int,
         groups: How many there are.
         kind_of: Tensors, by name, of different kinds do not share a shard.
     """
-    found: list[list[Shard]] = [[] for _ in range(groups)]
+    shards: list[list[Shard]] = [[] for _ in range(groups)]
     for shard in _shards(layout, lambda name: (group_of[name], kind_of(name))):
-        found[group_of[shard.ranges[0].name]].append(shard)
-    if not any(found):
-        found[0].append(_placeholder(next(iter(layout.parameters.values())).device))
-    return found
+        shards[group_of[shard.ranges[0].name]].append(shard)
+    if not any(shards):
+        shards[0].append(_placeholder(next(iter(layout.parameters.values())).device))
+    return shards
 
 
 def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
     shards = []
     for index, bucket in enumerate(layout.weights.buckets):
-        own = layout.weights.own(index)
+        bounds = layout.weights.own(index)
         gradients = layout.gradients.buckets[index]
-        ranges = ranges_in(bucket.plan, own.start, own.stop)
+        ranges = ranges_in(bucket.plan, bounds.start, bounds.stop)
         for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
             run = list(alike)
             first = run[0].start
-            here = slice(own.start + first, own.start + run[-1].stop)
+            elements = slice(bounds.start + first, bounds.start + run[-1].stop)
             shards.append(Shard(
-                Parameter(flat(bucket, here)), flat(gradients, here), index, first,
+                Parameter(flat(bucket, elements)), flat(gradients, elements), index, first,
                 [TensorRange(s.name, s.shape, s.start - first, s.stop - first, s.offset)
                  for s in run]))
     return shards

@@ -32,9 +32,9 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
     if tensor.layout is not torch.sparse_coo or op.name not in ("sum", "mean"):
         raise ConfigError(f"{op.name} of a {tensor.layout} tensor: expected a sum or mean of "
                           f"torch.sparse_coo")
-    mine = tensor.detach() if op.factor is None else tensor.detach() * op.factor
-    mine = mine.coalesce()
-    indices, values = mine.indices().T.contiguous(), mine.values()
+    addend = tensor.detach() if op.factor is None else tensor.detach() * op.factor
+    addend = addend.coalesce()
+    indices, values = addend.indices().T.contiguous(), addend.values()
     buffers = TensorBuffers(staged=True)
     raw_indices, raw_values = (buffers.raw(x, written=False) for x in (indices, values))
 
@@ -42,7 +42,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
         all_indices = yield from collectives.allgather_bytes(raw_indices)
         all_values = yield from collectives.allgather_bytes(raw_values)
         total = torch.sparse_coo_tensor(
-            _joined(all_indices, indices).T, _joined(all_values, values), mine.shape,
+            _joined(all_indices, indices).T, _joined(all_values, values), addend.shape,
             check_invariants=False).coalesce()
         # Not detached: a copy into a detached sparse tensor would not change the user's.
         yield from buffers.copied_back(
@@ -114,16 +114,16 @@ class SparseGradients:
         self.finite, self.nonfinite = True, []
         for name, p in self._parameters.items():
             weight = self._weights[name]
-            mine = _nothing_like(p) if p.grad is None or weight == 0 else p.grad * weight
-            if not _is_finite(mine):
+            gradient = _nothing_like(p) if p.grad is None or weight == 0 else p.grad * weight
+            if not _is_finite(gradient):
                 self.nonfinite.append(name)
             call = Call("sparse gradient", f"{p.dtype} {tuple(p.shape)}", name)
-            handles.append((p, mine, self._tally.submit(call, allreduce(mine, Op("mean")))))
-        for p, mine, handle in handles:
+            handles.append((p, gradient, self._tally.submit(call, allreduce(gradient, Op("mean")))))
+        for p, gradient, handle in handles:
             handle.wait()
-            self.finite = self.finite and _is_finite(mine)
-            if p.grad is not None or len(values_of(mine)):
-                p.grad = mine
+            self.finite = self.finite and _is_finite(gradient)
+            if p.grad is not None or len(values_of(gradient)):
+                p.grad = gradient
         self.missing = list(self._parameters)
 
 

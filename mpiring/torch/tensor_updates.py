@@ -109,15 +109,15 @@ class TensorUpdates:
 
     def state_dict(self, root: int | None) -> dict[str, Any] | None:
         """Return the whole state by name, and the groups' settings."""
-        found = self._method.state_dict()
-        return self._with_groups(found) if root in (None, self._model.comm.rank) else None
+        state = self._method.state_dict()
+        return self._with_groups(state) if root in (None, self._model.comm.rank) else None
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same with this rank's slices."""
         return self._with_groups(self._method.sharded_state_dict())
 
-    def _with_groups(self, found: dict[str, Any]) -> dict[str, Any]:
-        return {**found, "param_groups": [
+    def _with_groups(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, "param_groups": [
             {**group, "params": list(names)}
             for group, names in zip(self.optimizer.param_groups, self._groups)]}
 

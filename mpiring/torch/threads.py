@@ -50,12 +50,13 @@ def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank:
 
     Collective: yes. Blocking: yes.
     """
-    mine = np.array([node_rank, *sorted(_own_cores())], np.int64)
-    found = run(Call("cores"), lambda collectives: collectives.allgather_bytes(mine.view(np.uint8)))
-    cores, taken = set(mine[1:]), 0.0
-    for node, *theirs in (numbers.view(np.int64) for numbers in found):
+    numbers_sent = np.array([node_rank, *sorted(_own_cores())], np.int64)
+    of_ranks = run(Call("cores"), lambda collectives: collectives.allgather_bytes(
+        numbers_sent.view(np.uint8)))
+    cores, taken = set(numbers_sent[1:]), 0.0
+    for node, *other_cores in (numbers.view(np.int64) for numbers in of_ranks):
         if node == node_rank:
-            taken += len(cores.intersection(theirs)) / len(theirs)
+            taken += len(cores.intersection(other_cores)) / len(other_cores)
     return len(cores) / taken
 
 

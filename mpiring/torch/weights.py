@@ -94,13 +94,13 @@ class WeightBuckets:
 
         Collective: no.
         """
-        found = [*self.written_before]
+        names = [*self.written_before]
         for name, version in self._versions.items():
             p = self._parameters[name]
-            if name not in found and (
+            if name not in names and (
                     version_of(p) != version or p.data_ptr() != self._views[name].data_ptr()):
-                found.append(name)
-        return found
+                names.append(name)
+        return names
 
     def own(self, index: int) -> slice:
         """Return which elements of a bucket are this rank's."""

@@ -104,8 +104,13 @@ class Averager:
 
     @property
     def buckets(self) -> list[Bucket]:
-        """In the order in which they leave; another list when they have been built again."""
+        """In the order in which they leave."""
         return self._fused.buckets
+
+    @property
+    def version(self) -> int:
+        """Number of times that buckets were built."""
+        return self._fused.version
 
     @property
     def order(self) -> list[str] | None:
@@ -214,7 +219,7 @@ class Averager:
             self.tally.take(), dense_bytes=self._fused.dense_bytes, encode_s=cost.encode_s,
             wire_s=cost.wire_s, decode_s=cost.decode_s)
         for compressor in self.compressors:
-            compressor.settle(self.finite)
+            compressor.commit_step(self.finite)
         self._fused.end_step(self._ready)
         self._ready.clear()
         self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0

@@ -12,7 +12,7 @@ from ..arguments import whole_number
 from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
 from ..communicator import Communicator
 from ..engine.group import Build
-from ..errors import ConfigError, GradientError
+from ..errors import ConfigError, GradientError, MpiringError
 from ..gpu.device import Device, DeviceVector, Event, await_event
 from ..memory.arrays import Array
 from ..operations.agreement import Call
@@ -66,6 +66,9 @@ class Views(Mapping[str, NDArray[Any]]):
         holder: What the user calls this mapping, for messages.
     """
 
+    _error: type[MpiringError] = GradientError
+    _reason = " lies in a bucket and"
+
     def __init__(self, views: Mapping[str, NDArray[Any]], holder: str) -> None:
         self._views, self._holder = views, holder
 
@@ -82,12 +85,13 @@ class Views(Mapping[str, NDArray[Any]]):
         """Accept the end of `views[name] += value`, which has written in place already.
 
         Raises:
-            GradientError: Another array is assigned, which no bucket would hold.
+            GradientError, or ConfigError for masters: Another array is assigned, which would not
+                be used.
         """
         if value is not self._views.get(name):
             view = f"{self._holder}[{name!r}]"
-            raise GradientError(f"{view} lies in a bucket and cannot be replaced; write into it: "
-                                f"{view}[...] = ...")
+            raise self._error(f"{view}{self._reason} cannot be replaced; write into it: "
+                              f"{view}[...] = ...")
 
 
 @dataclass(frozen=True)
@@ -130,7 +134,8 @@ class FusedTensors:
     Attributes:
         tensors: By name, in the given order.
         views: By name; replaced by new views when buckets are built again.
-        buckets: In the order in which they leave; another list when they are built again.
+        buckets: In the order in which they leave.
+        version: Number of times that buckets were built.
         reductions: How each of them becomes its mean.
         home: The bucket of each tensor.
         compressors: The Reducers that have a state.
@@ -160,6 +165,7 @@ class FusedTensors:
         self.views = Views(self._arrays, "grads")
         self.home: dict[str, Bucket] = {}
         self.buckets: list[Bucket] = []
+        self.version = 0
         self.reductions: list[BucketReduction] = []
         # Buckets that were replaced, and that views of the user's may still show.
         self._retired: list[Bucket] = []
@@ -266,6 +272,7 @@ class FusedTensors:
     def _build(self, tensors: Sequence[TensorSpec]) -> None:
         """Build buckets, one after the other, and move the tensors into them."""
         self._fused, self.buckets, self.reductions = list(tensors), [], []
+        self.version += 1
         self.home.clear()
         empty = functools.partial(self._comm.empty, device=self._device or "cpu")
         if self._arrays and self.mark is not None:
@@ -284,8 +291,8 @@ class FusedTensors:
             buckets = [reduction.bucket for reduction in self.reductions
                        if reduction.reducer is compressor]
             self._comm.submit(
-                Call("take over", f"{len(buckets)} buckets of {compressor!r}"),
-                functools.partial(compressor.take_over, buckets=buckets, order=order)).wait()
+                Call("attach buckets", f"{len(buckets)} buckets of {compressor!r}"),
+                functools.partial(compressor.attach_buckets, buckets=buckets, order=order)).wait()
         nodes = self._comm.memory_groups
         (local,) = [len(ranks) for ranks in nodes if self._comm.rank in ranks]
         self.dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // local

@@ -68,6 +68,7 @@ class ModelSlices:
         self._weights, self._vectors = weights, vectors
         self.states, self.tally = BucketStates(), Tally(comm)
         self._buckets: Sequence[Bucket] = ()
+        self._version = 0
         self.pieces: list[list[Piece]] = []
 
     def follow(self) -> Sequence[Sequence[Piece]]:
@@ -77,11 +78,11 @@ class ModelSlices:
 
         Collective: yes. Blocking: yes, where they have been.
         """
-        if self._buckets is not self._averager.buckets:
-            self._buckets = self._averager.buckets
+        if self._version != self._averager.version:
+            self._version, self._buckets = self._averager.version, self._averager.buckets
             names = {name for bucket in self._buckets for name in self._vectors(bucket.plan)}
             self._comm.submit(Call(
-                "take over", f"the optimizer's state in {len(self._buckets)} buckets: "
+                "attach buckets", f"the optimizer's state in {len(self._buckets)} buckets: "
                 f"{', '.join(sorted(names)) or 'none'}"), self._rebuilt).wait()
             self.pieces = [self._pieces_of(bucket) for bucket in self._buckets]
         return self.pieces
@@ -115,10 +116,10 @@ class ModelSlices:
         Collective: no.
         """
         bucket, start = self._buckets[index], 0
-        own, vector = self._averager.own(bucket), bucket.vector
+        local, vector = self._averager.own(bucket), bucket.vector
         for tensor in bucket.plan.tensors:
             stop = start + tensor.size
-            for first, last in ((start, min(stop, own.start)), (max(start, own.stop), stop)):
+            for first, last in ((start, min(stop, local.start)), (max(start, local.stop), stop)):
                 if first < last:
                     copying.copy_to(self._weights(tensor.name)[first - start:last - start],
                                     vector[first:last])
@@ -141,9 +142,9 @@ class ModelSlices:
                 yield from collectives.allgather(x, bounds=bounds)
 
         yield ()
-        own = [collectives.rank if self._averager.scatters else 0]
+        index = collectives.rank if self._averager.scatters else 0
         yield from self.states.rebuild(
-            self._buckets, self._vectors, self._averager.bounds, own, gather)
+            self._buckets, self._vectors, self._averager.bounds, [index], gather)
 
     def _pieces_of(self, bucket: Bucket) -> list[Piece]:
         states = self.states.of(bucket)

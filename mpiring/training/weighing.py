@@ -83,15 +83,15 @@ class Weighing:
             self.use(self.tokens or 0, self._total[0])
         return self._factor
 
-    def use(self, mine: float, total: float) -> None:
+    def use(self, tokens: float, total: float) -> None:
         """Weigh this rank's gradients of the present step.
 
         Args:
-            mine: What they are a mean over.
+            tokens: What they are a mean over.
             total: The sum of that over all ranks; if 0, the mean is 0.
         """
         self._is_used = True
-        self._factor = mine * self._comm.size / total if total else 0.0
+        self._factor = tokens * self._comm.size / total if total else 0.0
 
     def end_step(self) -> float | None:
         """Weigh all ranks alike from now on; return `tokens` of the step that ends.

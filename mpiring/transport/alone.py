@@ -19,7 +19,7 @@ class Alone:
     def __init__(self, rank: int) -> None:
         self.rank, self.size = 0, 1
         self.ranks: Sequence[int] = (rank,)
-        self.met = True
+        self.met, self.memory = True, None
 
     def test(self) -> bool:
         """Return True: the memory is this rank's."""
@@ -48,6 +48,10 @@ class Alone:
         """Return this rank's numbers, after a yield, as any other node."""
         yield (self,)
         return [numbers]
+
+    def part(self, call: object, x: object) -> Schedule[None]:
+        """Return a schedule that does nothing: vectors of one rank are combined as they are."""
+        yield ()
 
     def lane(self, index: int) -> "Alone":
         """Return a further meeting place of the same operation."""

@@ -68,11 +68,13 @@ class Node(Protocol):
     Attributes:
         rank, size: Among the ranks of the node.
         ranks: Their ranks in the communicator.
+        memory: Where calls are made; see node_memory.NodeMemory.
     """
 
     rank: int
     size: int
     ranks: Sequence[int]
+    memory: Any
 
     @property
     def met(self) -> bool:
@@ -103,6 +105,14 @@ class Node(Protocol):
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Arrive, and return per rank the up to 8 whole numbers that each has passed."""
+
+    def part(self, call: Any, x: Any) -> Schedule[None]:
+        """Run a call as a part of the operation; see node_call.NodeCall.
+
+        Args:
+            call: Of the ranks of the node.
+            x: Its vector.
+        """
 
     def lane(self, index: int) -> "Node":
         """Return lane `index` of the same operation, from 1, below LANES: barriers of its own.

@@ -8,21 +8,32 @@ import platform
 import threading
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from ..memory.arrays import data_address
 from .base import HEADER_BYTES, Array, Schedule
 from .layout import (
-    AREA_WORDS, AREAS, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD, HEADER_WORD, LANE_WORDS,
-    LEDGER_WRITTEN, NOTE_WORD, NOTE_WORDS, SLOT_BYTES, SLOT_WORD)
+    AREAS, AREA_WORDS, CALL_COUNT, COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, ENDED, FORM_WORD,
+    HEADER_WORD, LANE_WORDS, LATE, LOOK, NOTE_WORD, NOTE_WORDS, PUBLISH, SLOT_BYTES, SLOT_WORD)
 
 # x86 reorders neither stores nor loads among themselves; ARM and POWER do.
 REORDERS = platform.machine() not in ("x86_64", "AMD64", "i386", "i686")
 
 # A program may combine vectors of ever new lengths.
 _MOST_SLOTS = 256
+
+
+class PartCall(Protocol):
+    """A call that is a part of an operation; see node_call.NodeCall."""
+
+    def __getitem__(self, word: int) -> int: ...
+
+    def join(self, sequence: int, count: int, x: Any) -> None:
+        """Begin behind barrier number `count` of operation number `sequence`."""
+
+    def run(self, how: int, x: Any) -> int:
+        """Run it as far as it goes."""
 
 
 class NodeMemory:
@@ -32,15 +43,15 @@ class NodeMemory:
         segments: Per rank of the node, NODE_MEMORY_BYTES bytes, zero at first.
         rank: This rank, among them.
         ranks: Their ranks in the communicator, for messages.
-        ledger: The group's words, of which LEDGER_WRITTEN are kept here; see layout.
+        counter: The words of the group's counter, COUNTER_WRITTEN of which are kept here.
     """
 
     def __init__(self, segments: Sequence[Array], rank: int, ranks: Sequence[int],
-                 ledger: "array[int]") -> None:
+                 counter: "array[int]") -> None:
         self.segments = segments
         self.rank = rank
         self.ranks = ranks
-        self.ledger = ledger
+        self.counter = counter
         self.words = [segment.data.cast("q") for segment in segments]
         self.texts = [segment.data for segment in segments]
         self.others = [words for position, words in enumerate(self.words) if position != rank]
@@ -69,6 +80,11 @@ class NodeMemory:
                 segment[start:start + SLOT_BYTES].view(dtype)[:size] for segment in self.segments]
         return found
 
+    def write_header(self, area: int, header: bytes) -> None:
+        """Write the header of an operation that uses the area at word `area`."""
+        start = (area + HEADER_WORD) * 8
+        self.texts[self.rank][start:start + HEADER_BYTES] = header
+
     def fence(self) -> None:
         """Let no access to memory move across this line, where the processor would do that.
 
@@ -84,7 +100,8 @@ class NodeMemory:
 class SharedNode:
     """One operation's meeting place; see base.Node."""
 
-    __slots__ = ("rank", "size", "ranks", "met", "_memory", "_sequence", "_header", "_lanes",
+    __slots__ = ("rank", "size", "ranks", "met", "memory",
+                 "_sequence", "_header", "_lanes",
                  "_digest", "_area", "_flag", "_count")
 
     def __init__(self, memory: NodeMemory, sequence: int, header: bytes, digest: int,
@@ -93,7 +110,7 @@ class SharedNode:
         self.size = len(memory.ranks)
         self.ranks = memory.ranks
         self.met = False
-        self._memory = memory
+        self.memory = memory
         self._sequence = sequence
         self._header = header
         self._lanes: dict[int, SharedNode] = {}
@@ -104,7 +121,7 @@ class SharedNode:
 
     def slots(self, dtype: np.dtype[Any], size: int | None = None) -> Sequence[Array]:
         """Return, per rank of the node, a vector of at most SLOT_BYTES bytes; see base.Node."""
-        return self._memory.slots(self._sequence % AREAS, dtype, size)
+        return self.memory.slots(self._sequence % AREAS, dtype, size)
 
     def test(self) -> bool:
         """Return whether no rank uses the memory for an earlier operation any more."""
@@ -112,14 +129,14 @@ class SharedNode:
             return True
         ended = (self._sequence + 1 - AREAS) << COUNT_BITS | ENDED
         flag = self._area
-        for words in self._memory.others:
+        for words in self.memory.others:
             if words[flag] < ended:
                 return False
-        return self._memory.words[self.rank][flag] >= ended
+        return self.memory.words[self.rank][flag] >= ended
 
     def barrier(self, *numbers: int) -> "_Arrived":
         """Arrive, leave a note of up to 8 numbers, and return a request for the others."""
-        memory, flag = self._memory, self._flag
+        memory, flag = self.memory, self._flag
         mine = memory.words[self.rank]
         self._count += 1
         if not self.met:
@@ -142,13 +159,25 @@ class SharedNode:
     def arrived(self, count: int) -> "_Arrived":
         """Return a request for the others, given what other code has set this rank's flag to."""
         self._count, self.met = count, True
-        return _Arrived(self._memory, self._flag, count)
+        return _Arrived(self.memory, self._flag, count)
 
-    def addresses(self) -> tuple[list[int], list[int]]:
-        """Return, per rank of the node, the addresses of its flag and of its staging slot."""
-        bases = [data_address(segment) for segment in self._memory.segments]
-        return ([base + 8 * self._flag for base in bases],
-                [base + 8 * (self._area + SLOT_WORD) for base in bases])
+    def part(self, call: "PartCall", x: Any) -> Schedule[None]:
+        """Run a call as a part of the operation, behind its barriers so far; see protocol.
+
+        Args:
+            x: Its vector.
+        """
+        if not self.met:
+            self.met = True
+            self._write_header()
+        call.join(self._sequence, self._count, x)
+        # What others have written is not used before the calls were compared.
+        call.run(PUBLISH, x)
+        status = LATE
+        while status == LATE:
+            yield (self.arrived(call[CALL_COUNT]),)
+            status = call.run(LOOK, x)
+        self._count = call[CALL_COUNT]
 
     def share(self, *numbers: int) -> Schedule[list[tuple[int, ...]]]:
         """Return, per rank of the node, the up to 8 numbers that each has passed."""
@@ -158,20 +187,20 @@ class SharedNode:
     def notes(self, length: int) -> list[tuple[int, ...]]:
         """Return, per rank of the node, the numbers of its note; after a barrier."""
         note = self._flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
-        return [tuple(words[note:note + length]) for words in self._memory.words]
+        return [tuple(words[note:note + length]) for words in self.memory.words]
 
     def lane(self, index: int) -> "SharedNode":
         """Return a further meeting place of the same operation, without an agreement."""
         if index not in self._lanes:
             # Its count of barriers goes on.
-            other = SharedNode(self._memory, self._sequence, self._header, self._digest, index)
+            other = SharedNode(self.memory, self._sequence, self._header, self._digest, index)
             other.met = True
             self._lanes[index] = other
         return self._lanes[index]
 
     def leave(self) -> None:
         """Mark that this rank has done with the operation."""
-        memory = self._memory
+        memory = self.memory
         if REORDERS:
             memory.fence()
         memory.words[self.rank][self._area] = (self._sequence + 1) << COUNT_BITS | ENDED
@@ -179,28 +208,27 @@ class SharedNode:
     def agrees(self) -> bool:
         """Return whether all ranks made the same call; after the first barrier."""
         digest, word = self._digest, self._area + DIGEST_WORD
-        for words in self._memory.others:
+        for words in self.memory.others:
             if words[word] != digest:
                 return False
         return True
 
     def headers(self) -> list[tuple[int, bytes]]:
         """Return the other ranks and their headers; after the first barrier."""
-        memory, start = self._memory, (self._area + HEADER_WORD) * 8
+        memory, start = self.memory, (self._area + HEADER_WORD) * 8
         return [(self.ranks[position], bytes(memory.texts[position][start:start + HEADER_BYTES]))
                 for position in memory.positions]
 
     def _write_header(self) -> None:
-        memory = self._memory
+        memory = self.memory
         mine = memory.words[self.rank]
         mine[self._area + DIGEST_WORD], mine[self._area + FORM_WORD] = self._digest, 0
         # A program that makes the same calls again and again finds its header there already.
         area = self._sequence % AREAS
-        ledger, written = memory.ledger, LEDGER_WRITTEN + area
-        if ledger[written] or memory.written[area] is not self._header:
-            ledger[written], memory.written[area] = 0, self._header
-            start = (self._area + HEADER_WORD) * 8
-            memory.texts[self.rank][start:start + HEADER_BYTES] = self._header
+        counter, written = memory.counter, COUNTER_WRITTEN + area
+        if counter[written] or memory.written[area] is not self._header:
+            counter[written], memory.written[area] = 0, self._header
+            memory.write_header(self._area, self._header)
 
 
 class _Arrived:

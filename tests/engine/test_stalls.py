@@ -8,7 +8,7 @@ import pytest
 from mpiring import Config, StallError
 from mpiring.operations.agreement import Call
 from mpiring.engine.engine import Engine
-from mpiring.record.ledger import Ledger
+from mpiring.record.counter import OperationCounter
 from mpiring.record.flight import Flight
 from mpiring.record.recorder import Recorder
 from mpiring.engine.handle import Handle
@@ -53,7 +53,7 @@ class Ranks:
         self.recorders = [Recorder(rank) for rank in range(size)]
         self.watches = [
             StallWatch(rank, size, Post(self, rank), config, self.recorders[rank],
-                       Ledger(), self.reports[rank].append) for rank in range(size)]
+                       OperationCounter(), self.reports[rank].append) for rank in range(size)]
 
     def call(self, rank, sequence, kind="allreduce", *, done=False, patient=False, threaded=False):
         flight = Flight(Call(kind), sequence, called_s=time.monotonic())

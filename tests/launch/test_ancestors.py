@@ -2,7 +2,7 @@
 
 import pytest
 
-from mpiring.launch.ancestors import launched_by_ancestors
+from mpiring.launch.environment import launched_by_ancestors
 
 ALONE = 1, ""
 

@@ -414,7 +414,7 @@ def test_no_interrupt_takes_an_operation_from_one_rank_unnoticed(comm, monkeypat
             # What was started is not waited for.
             most = {"iallreduce": 20, "started round": 5}.get(call, entries)
             assert begun or entries > most
-            if begun and group._ledger.sequence > before:
+            if begun and group._counter.sequence > before:
                 with pytest.raises(mpiring.TransportError, match="Interrupt"):
                     group.engine.raise_failure()
         # Not close(): that waits for what was begun.

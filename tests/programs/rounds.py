@@ -48,7 +48,7 @@ class Program:
 
     def __init__(self, comm, total):
         self.comm, self.total = comm, total
-        self.ledger = comm._group.sharing.ledger
+        self.counter = comm._group.sharing.counter
         self.together, self.mine = random.Random(total), random.Random(100 + comm.rank)
         # In long runs most are rounds, and sleep rarely.
         self.often = min(1, 20_000 / total)
@@ -79,10 +79,10 @@ class Program:
                     (self.comm.iallreduce(y), self.sum_of(y, 1) + self.comm.size * step))
             if self.chance(0.01):
                 time.sleep(self.mine.random() * 0.002)
-            self.ledger.open(GATE_TRACED)
+            self.counter.open(GATE_TRACED)
             if self.chance(0.3):
                 # By a schedule.
-                self.ledger.close(GATE_TRACED)
+                self.counter.close(GATE_TRACED)
             self.one_of_many(self.together.random(), value)
             while self.started and self.mine.random() < 0.3:
                 handle, want = self.started.pop(self.mine.randrange(len(self.started)))
@@ -164,9 +164,9 @@ def main():
     comm.prepare(DTYPES)
     Program(comm, total).run()
     known = [a for a, _ in comm._group.repeated._rounds.values()]
-    codes, places = {a.begin is not None for a in known}, sum(a.in_place for a in known)
+    codes, places = {a.code is not None for a in known}, sum(a.in_place for a in known)
     form = {True: "compiled", False: "in Python"}
-    print(f"rank {comm.rank}: {total} right, {comm._group.sharing.ledger.rounds} of them rounds, "
+    print(f"rank {comm.rank}: {total} right, {comm._group.sharing.counter.rounds} of them rounds, "
           f"{' or '.join(sorted(form[code] for code in codes))}, {places} places", flush=True)
     comm.close()
 

@@ -1,11 +1,5 @@
 """Tests that a rank alone on its node needs nobody."""
 
-from types import SimpleNamespace
-
-import numpy as np
-
-from mpiring.collectives import shared
-from mpiring.memory.reduction import Reduction
 from mpiring.transport.alone import Alone
 from mpiring.transport.base import Task
 
@@ -23,11 +17,3 @@ def test_it_meets_itself():
     assert node.test() and node.agrees() and node.headers() == []
     assert finished(node.share(3, 4)) == [(3, 4)]
     assert node.lane(1).barrier().test()
-
-
-def test_schedules_of_a_node_run_on_it():
-    x = np.arange(5.0)
-    alone = SimpleNamespace(node=Alone(2))
-    finished(shared.eager(alone, x, "sum", Reduction("sum", x.dtype, 1)))
-    finished(shared.staged(Alone(2), x, Reduction("sum", x.dtype, 1)))
-    assert list(x) == [0, 1, 2, 3, 4]

@@ -8,8 +8,8 @@ import pytest
 
 from mpiring.collectives import shared
 from mpiring.memory.reduction import reduction
-from mpiring.record.ledger import Ledger
-from mpiring.transport import pipeline
+from mpiring.record.counter import OperationCounter
+from mpiring.transport import compiled, node_call
 from mpiring.transport.base import HEADER_BYTES, Task
 from mpiring.transport.layout import NODE_MEMORY_BYTES
 from mpiring.transport.node_memory import NodeMemory
@@ -19,19 +19,20 @@ def combined(xs, op, piece_bytes, codes):
     """Combine vectors of ranks that come late in turns; `codes` says which have the code."""
     p, dice = len(xs), random.Random(xs[0].size)
     segments = [np.zeros(NODE_MEMORY_BYTES, np.uint8) for _ in range(p)]
-    nodes = [NodeMemory(segments, rank, range(p), Ledger().words).node(0, bytes(HEADER_BYTES), 7)
-             for rank in range(p)]
+    memories = [NodeMemory(segments, rank, range(p), OperationCounter().words)
+                for rank in range(p)]
+    nodes = [memory.node(0, bytes(HEADER_BYTES), 7) for memory in memories]
 
     def program(rank):
         yield (nodes[rank].barrier(),)
-        pipeline.code = codes[rank]
+        compiled.code = codes[rank]
         yield from shared.staged(nodes[rank], xs[rank], reduction(op, xs[0].dtype, p), piece_bytes)
 
     tasks = {rank: Task(program(rank)) for rank in range(p)}
     while tasks:
         rank = dice.choice(sorted(tasks))
         # Read when the schedule begins to combine; no other rank steps meanwhile.
-        pipeline.code = codes[rank]
+        compiled.code = codes[rank]
         for _ in range(dice.choice([1, 1, 5])):
             tasks[rank].step()
         if tasks[rank].done:
@@ -43,12 +44,12 @@ def combined(xs, op, piece_bytes, codes):
 @pytest.mark.parametrize("p", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_all_ways_give_the_same_bits_in_as_many_barriers(dtype, p, monkeypatch):
-    code = pipeline.code
-    monkeypatch.setattr(pipeline, "code", code)
-    monkeypatch.setattr(pipeline, "_SPINS", 2)
-    assert code(dtype) is not None
-    ways = {"Python": [lambda name: None] * p, "compiled": [code] * p,
-            "either": [code if rank % 2 else lambda name: None for rank in range(p)]}
+    code = compiled.code
+    monkeypatch.setattr(compiled, "code", code)
+    monkeypatch.setattr(node_call, "_LOOKS", 2)
+    assert code("sum", dtype, p) is not None
+    ways = {"Python": [lambda *_: None] * p, "compiled": [code] * p,
+            "either": [code if rank % 2 else lambda *_: None for rank in range(p)]}
     for op in ("sum", "mean"):
         for n in (1, p, 1000, 4097, 120_001):
             # A call of compiled code ends after 32 pieces.
@@ -68,7 +69,7 @@ def test_the_order_of_ranks_decides_and_nan_passes():
     for values, result in (((1e8, -1e8, 1.0), 1.0), ((1e8, 1.0, -1e8), 0.0),
                            ((np.inf, 1.0, -np.inf), np.nan), ((3e38, 3e38, 1.0), np.inf)):
         xs = [np.full(5000, value, np.float32) for value in values]
-        combined(xs, "sum", 4096, [pipeline.code] * 3)
+        combined(xs, "sum", 4096, [compiled.code] * 3)
         for x in xs:
             np.testing.assert_array_equal(x, np.float32(result))
 
@@ -79,5 +80,5 @@ def test_vectors_at_odd_places():
     xs = [x[1:].view(np.float32) for x in memory]
     for rank, x in enumerate(xs):
         x[...] = rank + 1
-    combined(xs, "sum", 4096, [pipeline.code] * 2)
+    combined(xs, "sum", 4096, [compiled.code] * 2)
     assert all((x == 3).all() for x in xs)

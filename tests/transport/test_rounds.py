@@ -12,28 +12,28 @@ import pytest
 from mpiring.collectives import shared
 from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
 from mpiring.errors import BufferMismatchError
-from mpiring.memory.arrays import bounds_of
+from mpiring.memory.arrays import bounds_of, dtype_name
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
 from mpiring.operations.windows import Windows
-from mpiring.record.ledger import Ledger
-from mpiring.transport import moves
+from mpiring.record.counter import OperationCounter
+from mpiring.transport import compiled, plans
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
-    BEGIN, DISAGREE, DONE, GATED, LATE, LEDGER_GATE, LEDGER_SEQUENCE, LOOK, NODE_MEMORY_BYTES,
-    NOTHING, OTHERWISE, PUBLISH, ROUND_BEGAN, ROUND_STAGE)
+    BEGIN, CALL_BEGAN, CALL_STAGE, COUNTER_GATE, COUNTER_SEQUENCE, DISAGREE, DONE, GATED, IDLE,
+    LATE, LOOK, NODE_MEMORY_BYTES, OTHERWISE, PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
-from mpiring.transport.rounds import Round
+from mpiring.transport.node_call import Identity, NodeCall, slot_call
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"
 # The last rank is the root of broadcasts.
 KINDS = {
-    "allreduce": lambda n, rank, p: moves.allreduce(n),
-    "reduce_scatter": lambda n, rank, p: moves.reduce_scatter(bounds_of(n, p), rank),
-    "allgather": lambda n, rank, p: moves.allgather(bounds_of(n, p), rank),
-    "broadcast": lambda n, rank, p: moves.broadcast(n, p - 1, rank, p),
-    "barrier": lambda n, rank, p: moves.BARRIER}
+    "allreduce": lambda n, rank, p: plans.allreduce(n),
+    "reduce_scatter": lambda n, rank, p: plans.reduce_scatter(bounds_of(n, p), rank),
+    "allgather": lambda n, rank, p: plans.allgather(bounds_of(n, p), rank),
+    "broadcast": lambda n, rank, p: plans.broadcast(n, p - 1, rank, p),
+    "barrier": lambda n, rank, p: plans.BARRIER}
 COMBINE = "allreduce", "reduce_scatter"
 
 
@@ -57,8 +57,8 @@ class Rank:
 
     def __init__(self, segments, rank, compiled):
         self.compiled = compiled
-        self.ledger = Ledger()
-        self.memory = NodeMemory(segments, rank, range(len(segments)), self.ledger.words)
+        self.counter = OperationCounter()
+        self.memory = NodeMemory(segments, rank, range(len(segments)), self.counter.words)
         self.rounds, self.windows = {}, Windows()
 
     def round(self, n, op="sum", kind="allreduce", dtype=FLOAT32, **settings):
@@ -66,12 +66,18 @@ class Rank:
         key = n, op, kind, *settings.values()
         if key not in self.rounds:
             call = Call(kind, f"{op} of {n}", nbytes=4 * n)
-            identity = self.ledger.identity_of(call, "eager")
-            self.rounds[key] = call, Round(
-                self.memory, identity, call.header, call.digest, dtype, n,
-                KINDS[kind](n, self.memory.rank, len(self.memory.ranks)),
-                op if kind in COMBINE else "", compiled=self.compiled, **settings)
+            identity = self.counter.identity_of(call, "eager")
+            size, op = len(self.memory.ranks), op if kind in COMBINE else ""
+            combine = reduction(op, dtype, size) if op else None
+            a = NodeCall(self.memory, dtype, n, WINDOWS, combine) if "find" in settings else (
+                slot_call(self.memory, dtype, n, self.plan(kind, n), combine))
+            a.whole(Identity(identity, call.header, call.digest), op, compiled.code(
+                op, dtype_name(dtype), size) if self.compiled else None, **settings)
+            self.rounds[key] = call, a
         return self.rounds[key]
+
+    def plan(self, kind, n):
+        return KINDS[kind](n, self.memory.rank, len(self.memory.ranks))
 
     def by_round(self, x, op="sum", kind="allreduce", **settings):
         """A collective, in steps."""
@@ -85,16 +91,16 @@ class Rank:
         if status == OTHERWISE:
             yield from self.rest(a, x)
             status = DONE
-        assert status == DONE and a.words[ROUND_STAGE] == NOTHING
+        assert status == DONE and a[CALL_STAGE] == IDLE
 
     def by_schedule(self, x, op="sum", kind="allreduce", in_place=False):
         call, a = self.round(x.size, op, kind)
-        node = self.memory.node(self.ledger.sequence, call.header, call.digest)
-        self.ledger.words[LEDGER_SEQUENCE] += 1
+        node = self.memory.node(self.counter.sequence, call.header, call.digest)
+        self.counter.words[COUNTER_SEQUENCE] += 1
         combine = reduction(op, x.dtype, node.size)
         yield from stepped(agreed(
             None, node, None, call, shared.allreduce(self.operation(node), x, op, combine)
-            if in_place else shared.moved(node, x, a.moves, combine)))
+            if in_place else shared.moved(node, x, self.plan(kind, x.size), combine)))
 
     def operation(self, node):
         return SimpleNamespace(node=node, windows=self.windows, tuning=Tuning())
@@ -113,7 +119,7 @@ class Rank:
         yield from stepped(shared.located(
             self.operation(node), node.notes(2), x, a.op, reduction(a.op, a.dtype, node.size)))
         node.leave()
-        a.words[ROUND_STAGE] = NOTHING
+        a[CALL_STAGE] = IDLE
 
     def started(self, x):
         """It may come back late."""
@@ -162,9 +168,9 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
 
     in_any_order(chance, [program(rank, random.Random(100 + rank)) for rank in range(size)])
     for rank in ranks:
-        assert rank.ledger.sequence == len(calls)
-        sequences = [flight.sequence for flight in rank.ledger.flights()]
-        assert sequences == sorted(set(sequences)) and rank.ledger.rounds == len(sequences) > 100
+        assert rank.counter.sequence == len(calls)
+        sequences = [flight.sequence for flight in rank.counter.flights()]
+        assert sequences == sorted(set(sequences)) and rank.counter.rounds == len(sequences) > 100
 
 
 def in_any_order(chance, left):
@@ -236,17 +242,17 @@ def test_a_round_begins_only_where_the_gate_is_open_and_none_of_its_own_is_under
     first, second = node(2)
     x, y = np.ones(3, np.float32), np.ones(3, np.float32)
     (_, a), (_, b) = first.round(3), second.round(3)
-    assert a.run(PUBLISH, x) == DONE and a.words[ROUND_STAGE]
+    assert a.run(PUBLISH, x) == DONE and a[CALL_STAGE]
     assert a.run(BEGIN, x) == GATED and a.run(PUBLISH, x) == GATED
     assert a.run(LOOK, x) == LATE
-    second.ledger.close(4)
-    assert b.run(BEGIN, y) == GATED and second.ledger.sequence == 0
-    second.ledger.words[LEDGER_GATE] = 0
+    second.counter.close(4)
+    assert b.run(BEGIN, y) == GATED and second.counter.sequence == 0
+    second.counter.words[COUNTER_GATE] = 0
     assert b.run(BEGIN, y) == DONE
-    a.words[ROUND_BEGAN] = 0
+    a[CALL_BEGAN] = 0
     assert a.run(LOOK, x) == DONE and x[0] == y[0] == 2
-    # Whose record the engine keeps, the ledger does not.
-    assert first.ledger.rounds == 0 and second.ledger.rounds == 1
+    # Whose record the engine keeps, the counter does not.
+    assert first.counter.rounds == 0 and second.counter.rounds == 1
 
 
 def combined(size, dtype, op, compiled):
@@ -262,8 +268,7 @@ def combined(size, dtype, op, compiled):
     steps = []
     for rank, x in zip(ranks, xs):
         _, a = rank.round(x.size, op, dtype=x.dtype)
-        of_code = a.run.__qualname__ == "CompiledRound.run"
-        assert of_code == (compiled and (size <= 4 or x.dtype.itemsize > 2))
+        assert (a.code is not None) == (compiled and (size <= 4 or x.dtype.itemsize > 2))
         steps.append(rank.by_round(x, op))
     together(steps)
     return xs
@@ -307,4 +312,4 @@ def test_any_16_bits_in_place_are_rounded_once(dtype, size):
             assert contract.same_bits(x, want)
             assert np.array_equal(root[:start], old[:start])
             assert np.array_equal(root[start + n:], old[start + n:])
-    assert all(a.begin is not None for rank in ranks for _, a in rank.rounds.values())
+    assert all(a.code is not None for rank in ranks for _, a in rank.rounds.values())

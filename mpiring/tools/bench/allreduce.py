@@ -110,10 +110,10 @@ class HostArrays:
         """
         # See World.
         self._world.comm.prepare(map(inputs.dtype_of, options.dtypes))
-        found = chosen(self._world, options.contenders, options.algorithms, options.interface)
+        contenders = chosen(self._world, options.contenders, options.algorithms, options.interface)
         if self._world.comm.num_nodes == 1:
-            found.append(memory_copy())
-        return found
+            contenders.append(memory_copy())
+        return contenders
 
 
 def _subjects(world: World, contenders: Sequence[Contender], x: Array, options: Namespace,
@@ -155,17 +155,17 @@ def _checked(world: World, contender: Contender, x: Array) -> Call | None:
     return call
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each measurement, compared with MPI's own call; case after case.
 
     On GPUs that is its naive use. At several thread levels the reference is the faster of MPI's
     calls.
     """
-    cases = list(dict.fromkeys(map(_case, found)))
-    found = sorted(found, key=lambda measurement: cases.index(_case(measurement)))
+    cases = list(dict.fromkeys(map(_case, measurements)))
+    measurements = sorted(measurements, key=lambda measurement: cases.index(_case(measurement)))
     references: dict[tuple[Any, ...], float] = {}
     limits: dict[tuple[Any, ...], float] = {}
-    for measurement in found:
+    for measurement in measurements:
         name, buffer = measurement.labels["contender"], measurement.labels["buffer"]
         best = (references if name in REFERENCES else
                 limits if buffer in LIMITS.get(name, ()) else None)
@@ -173,7 +173,7 @@ def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -
         if best is not None and median == median:
             best[_case(measurement)] = min(median, best.get(_case(measurement), median))
     return [_row(measurement, about, options, references.get(_case(measurement), float("nan")),
-                 limits.get(_case(measurement), float("nan"))) for measurement in found]
+                 limits.get(_case(measurement), float("nan"))) for measurement in measurements]
 
 
 def _case(measurement: Measurement) -> tuple[Any, ...]:

@@ -196,16 +196,16 @@ def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] 
 
     Collective: yes. Blocking: yes.
     """
-    found = [mpi(world), *own(world, kinds, algorithms)]
+    contenders = [mpi(world), *of_mpiring(world, kinds, algorithms)]
     if peers.takes_part("gloo", kinds, world):
-        found.append(gloo(world, interface))
+        contenders.append(gloo(world, interface))
     if peers.takes_part("horovod", kinds, world):
-        found.append(horovod())
-    return found
+        contenders.append(horovod())
+    return contenders
 
 
-def own(world: World, kinds: Sequence[str] | None,
-        algorithms: Sequence[str] | None) -> list[Contender]:
+def of_mpiring(world: World, kinds: Sequence[str] | None,
+               algorithms: Sequence[str] | None) -> list[Contender]:
     """Return mpiring with the algorithms that a command line asks for; see `chosen`."""
     wanted = NAMES if algorithms is None else algorithms
     ours = kinds is None or "mpiring" in kinds

@@ -93,8 +93,8 @@ def _first_numbers(dtype: np.dtype[Any], rank: int, size: int) -> Array:
         # So few that the sum over ranks is exact, where the dtype allows for that.
         bits = max(1, digits - 1 - math.ceil(math.log2(size)))
     signs = np.random.default_rng([0, _SEED]).choice([-1, 1], _PERIOD)
-    whole = np.random.default_rng([1 + rank, _SEED]).integers(1 << bits, 2 << bits, _PERIOD)
-    return np.ldexp((signs * whole).astype(np.float64), first - bits).astype(dtype)
+    integers = np.random.default_rng([1 + rank, _SEED]).integers(1 << bits, 2 << bits, _PERIOD)
+    return np.ldexp((signs * integers).astype(np.float64), first - bits).astype(dtype)
 
 
 @functools.lru_cache(maxsize=1)

@@ -32,6 +32,7 @@ _CALLS, _LARGE_SHARE, _WARM_SHARE = 200, 10, 10
 _CALLS_BEFORE_COMPUTE = 20
 # Some 2 µs of work that releases Python's lock.
 _UNIT_NUMBERS = 1024
+_AUTO, _PERSISTENT = "mpiring auto", "mpiring persistent"
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
 _TITLES = {"allreduce": "Allreduce", "iallreduce": "Non-blocking Allreduce",
            "allgather": "Allgather", "bcast": "Broadcast", "reduce_scatter": "Reduce_scatter"}
@@ -94,7 +95,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """
     dice, where, lengths = random.Random(options.seed), HostArrays(world), _lengths(options)
     for test, buffer in itertools.product(options.tests, options.buffers):
-        found: list[Measurement] = []
+        measurements: list[Measurement] = []
         for length in lengths:
             subjects = _SUBJECTS[test](world, lambda n: where.array(buffer, n, _DTYPE), length)
             nbytes = length * _DTYPE.itemsize
@@ -104,9 +105,9 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
             readings = yield from timing.in_turns(options, dice, {
                 subject.contender: partial(_round, world, calls, _actions(
                     world, subject, options.barrier)) for subject in subjects})
-            found += [Measurement({**labels, "contender": name}, its)
-                      for name, its in readings.items()]
-            yield found if length == lengths[-1] else []
+            measurements += [Measurement({**labels, "contender": name}, times)
+                             for name, times in readings.items()]
+            yield measurements if length == lengths[-1] else []
 
 
 def _summed(world: World, array: Callable[[int], Array], length: int,
@@ -150,7 +151,7 @@ def _summing(world: World, x: Array, nonblocking: bool) -> Iterator[tuple[str, C
         op.start()
         return op.wait
 
-    name = "mpiring persistent"
+    name = _PERSISTENT
     yield (name, _to_end(begin), begin) if nonblocking else (name, op, None)
 
 
@@ -158,74 +159,45 @@ def _to_end(start: Start) -> Call:
     return lambda: start()()
 
 
-def _gathered(world: World, array: Callable[[int], Array], length: int) -> list[_Subject]:
-    """Return the subjects of an allgather, in which each rank contributes `length` numbers.
-
-    Raises, collective and blocking: as `_summed`.
-    """
-    x = array(world.size * length)
-    right = np.empty_like(x)
-    for rank, chunk in enumerate(chunks_of(right, world.size)):
-        inputs.fill(chunk, rank, world.size)
-    mine = np.zeros_like(x)
-    own = slice(world.rank * length, (world.rank + 1) * length)
-    mine[own] = right[own]
-    return _moved(world, x, mine, right, {
-        "MPI_Allgather": lambda: (world.raw.Allgather(world.mpi.IN_PLACE, x), x)[1],
-        "mpiring auto": lambda: world.comm.allgather(x),
-        "mpiring persistent": world.comm.persistent_allgather(x)})
-
-
-def _copied(world: World, array: Callable[[int], Array], length: int) -> list[_Subject]:
-    """Return the subjects of a broadcast of `length` numbers from rank 0.
-
-    Raises, collective and blocking: as `_summed`.
-    """
-    x = array(length)
-    mine, right = np.empty_like(x), np.empty_like(x)
-    inputs.fill(mine, world.rank, world.size)
-    inputs.fill(right, 0, world.size)
-    return _moved(world, x, mine, right, {
-        "MPI_Bcast": lambda: (world.raw.Bcast(x), x)[1],
-        "mpiring auto": lambda: world.comm.broadcast(x),
-        "mpiring persistent": world.comm.persistent_broadcast(x)})
-
-
-def _scattered(world: World, array: Callable[[int], Array], length: int) -> list[_Subject]:
-    """Return the subjects of a reduce-scatter, in which each rank contributes `length` numbers.
-
-    Raises, collective and blocking: as `_summed`.
-    """
-    x = array(length)
-    mine, right = np.empty_like(x), np.zeros_like(x)
-    inputs.fill(mine, world.rank, world.size)
-    for rank in range(world.size):
-        theirs = np.empty_like(x)
-        inputs.fill(theirs, rank, world.size)
-        right += theirs
-    counts = [chunk.size for chunk in chunks_of(x, world.size)]
-    # MPI's, in place, would leave its result where the next call has its input.
-    own = np.empty_like(slice_of(x, world.rank, world.size))
-    return _moved(world, x, mine, slice_of(right, world.rank, world.size), {
-        "MPI_Reduce_scatter": lambda: (world.raw.Reduce_scatter(x, own, counts), own)[1],
-        "mpiring auto": lambda: world.comm.reduce_scatter(x),
-        "mpiring persistent": world.comm.persistent_reduce_scatter(x)})
-
-
-def _moved(world: World, x: Array, mine: Array, right: Array,
-           calls: dict[str, Callable[[], Array]]) -> list[_Subject]:
+def _moved(world: World, array: Callable[[int], Array], length: int, test: str) -> list[_Subject]:
     """Return the subjects of a collective whose array may be used again and again.
 
-    Args:
-        x: The array.
-        mine: What this rank has in it at first.
-        right: What a call must return.
-        calls: By contender.
+    Each rank contributes `length` numbers; of a broadcast, rank 0 does.
 
-    Raises, collective and blocking: as `_summed`.
+    Raises:
+        WrongAnswerError: A contender does not return what the ranks have contributed.
+
+    Collective: yes. Blocking: yes.
     """
+    def contribution(rank: int) -> Array:
+        part = np.empty(length, _DTYPE)
+        inputs.fill(part, rank, world.size)
+        return part
+
+    comm, raw, initial = world.comm, world.raw, contribution(world.rank)
+    x = array(world.size * length if test == "allgather" else length)
+    calls: dict[str, Callable[[], Array]]
+    if test == "allgather":
+        right = np.concatenate([contribution(rank) for rank in range(world.size)])
+        initial = np.zeros_like(x)
+        slice_of(initial, world.rank, world.size)[...] = slice_of(right, world.rank, world.size)
+        calls = {"MPI_Allgather": lambda: (raw.Allgather(world.mpi.IN_PLACE, x), x)[1],
+                 _AUTO: lambda: comm.allgather(x), _PERSISTENT: comm.persistent_allgather(x)}
+    elif test == "bcast":
+        right = contribution(0)
+        calls = {"MPI_Bcast": lambda: (raw.Bcast(x), x)[1],
+                 _AUTO: lambda: comm.broadcast(x), _PERSISTENT: comm.persistent_broadcast(x)}
+    else:
+        total = np.sum([contribution(rank) for rank in range(world.size)], axis=0)
+        right, counts = slice_of(total, world.rank, world.size), [
+            chunk.size for chunk in chunks_of(x, world.size)]
+        # MPI's, in place, would leave its result where the next call has its input.
+        result = np.empty_like(right)
+        calls = {"MPI_Reduce_scatter": lambda: (raw.Reduce_scatter(x, result, counts), result)[1],
+                 _AUTO: lambda: comm.reduce_scatter(x),
+                 _PERSISTENT: comm.persistent_reduce_scatter(x)}
     for name, call in calls.items():
-        x[...] = mine
+        x[...] = initial
         wrong = np.flatnonzero(call() != right)
         inputs.refuse_wrong(world, x, int(wrong[0]) if wrong.size else None, name,
                             "what the ranks have contributed")
@@ -235,7 +207,7 @@ def _moved(world: World, x: Array, mine: Array, right: Array,
 _SUBJECTS: dict[str, Callable[..., list[_Subject]]] = {
     "allreduce": partial(_summed, nonblocking=False),
     "iallreduce": partial(_summed, nonblocking=True),
-    "allgather": _gathered, "bcast": _copied, "reduce_scatter": _scattered}
+    **{test: partial(_moved, test=test) for test in ("allgather", "bcast", "reduce_scatter")}}
 
 
 def _round(world: World, calls: int, action: Callable[[int], dict[str, float]]) -> timing.Readings:
@@ -274,33 +246,33 @@ def _actions(world: World, subject: _Subject,
         for kind, step in zip(spent, steps):
             spent[kind] += timing.by_clock(step)
 
-    def both(calls: int) -> dict[str, float]:
-        found = alone(calls)
+    def alone_and_together(calls: int) -> dict[str, float]:
+        seconds_alone = alone(calls)
         spent.update(dict.fromkeys(spent, 0.0))
         subject.seconds(world, calls, barrier, together)
-        return found | {kind: seconds / calls for kind, seconds in spent.items()}
+        return seconds_alone | {kind: seconds / calls for kind, seconds in spent.items()}
 
-    return both
+    return alone_and_together
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each measurement, test after test, compared with MPI's own call.
 
     At several thread levels that is the faster of MPI's calls.
     """
     order = {test: number for number, test in enumerate(_TITLES)}
-    found = sorted(found, key=lambda measurement: (
+    measurements = sorted(measurements, key=lambda measurement: (
         order[measurement.labels["test"]], measurement.labels["buffer"],
         measurement.labels["contender"], measurement.labels["thread_level"],
         measurement.labels["bytes"]))
     p = about["ranks"]
     native: dict[tuple[Any, ...], float] = {}
-    for measurement in found:
+    for measurement in measurements:
         if measurement.labels["contender"].startswith("MPI_"):
             median = timing.median(_of_rounds(measurement, p))
             case = _case(measurement)
             native[case] = min(median, native.get(case, median))
-    return [_row(measurement, p, native[_case(measurement)]) for measurement in found]
+    return [_row(measurement, p, native[_case(measurement)]) for measurement in measurements]
 
 
 def _case(measurement: Measurement) -> tuple[Any, ...]:

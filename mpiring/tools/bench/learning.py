@@ -122,12 +122,12 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
 
     for method in dict.fromkeys(run.method for run in runs):
         _rehearse(world, begin(method, 0, _REHEARSED_RATE, rehearsal=True), texts)
-    traffic, found = HostTraffic(world), list[Measurement]()
+    traffic, measurements = HostTraffic(world), list[Measurement]()
     for number, run in enumerate(runs, 1):
-        rate = run.rate(found)
+        rate = run.rate(measurements)
         training = begin(run.method, run.seed, rate)
         readings = learn(world, options, training, texts, traffic, run.seed)
-        found.append(Measurement({
+        measurements.append(Measurement({
             key: run.method, "settings": training.method.settings,
             "parameters": training.parameter_count, "seed": run.seed, "batch": options.batch,
             "optimizer": options.optimizer, "learning_rate": rate, **labels,
@@ -135,7 +135,7 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
         del training
         # Modules and their hooks refer to each other.
         gc.collect()
-        yield found if number == len(runs) else []
+        yield measurements if number == len(runs) else []
 
 
 def _paused(batches: Iterator[Any], pause: Callable[[], object]) -> Iterator[Any]:
@@ -395,9 +395,9 @@ def _accuracy(trainings: Sequence[Measurement], dense: LossCurve, target: float)
 
 def _difference(curve: LossCurve, dense: LossCurve) -> float:
     """Return the loss minus dense's, at the last step that both have."""
-    both = [step for step in curve.steps if step in dense.steps]
+    common = [step for step in curve.steps if step in dense.steps]
     # Less than a ten thousandth of a bit means nothing; -0.0 + 0.0 is 0.0.
-    return round(curve.at(both[-1]) - dense.at(both[-1]), 4) + 0.0 if both else math.nan
+    return round(curve.at(common[-1]) - dense.at(common[-1]), 4) + 0.0 if common else math.nan
 
 
 def rows(trainings: Mapping[str, Sequence[Measurement]], options: Namespace,

@@ -41,8 +41,8 @@ class Growth:
         if not _is_known():
             return math.nan
         lines = (_PROC / "status").read_text().splitlines()
-        found = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
-        private = (int(found[key]) - int(found["RssShmem"])) << 10
+        status = {line.partition(":")[0]: line.split()[1] for line in lines if line.endswith(" kB")}
+        private = (int(status[key]) - int(status["RssShmem"])) << 10
         return private + _windows_bytes() / self._sharers
 
 
@@ -64,9 +64,9 @@ class NodeGrowth:
 
         Collective: yes. Blocking: yes.
         """
-        mine = self._world.comm.node_rank, self._now() - self._before
+        growth_here = self._world.comm.node_rank, self._now() - self._before
         nodes: dict[int, float] = {}
-        for node, growth in self._world.raw.allgather(mine):
+        for node, growth in self._world.raw.allgather(growth_here):
             nodes[node] = nodes.get(node, 0.0) + growth
         return max(nodes.values())
 
@@ -81,10 +81,10 @@ class NodeGrowth:
         if not _is_known():
             return math.nan
         lines = (_PROC / "smaps_rollup").read_text().splitlines()
-        found = sum(int(line.split()[1]) for line in lines
-                    if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+        kib = sum(int(line.split()[1]) for line in lines
+                  if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
         self._world.barrier()
-        return found << 10
+        return kib << 10
 
 
 def _is_known() -> bool:

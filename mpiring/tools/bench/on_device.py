@@ -11,7 +11,7 @@ from ...gpu.device import Device, DeviceVector
 from ...gpus import cupy_for
 from . import peers
 from .contenders import (
-    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, own, refuse_unknown,
+    DEVICE_COPY, NAIVE, NAIVE_PINNED, PINNED_COPIES, Call, Contender, of_mpiring, refuse_unknown,
 )
 from .timing import finish
 from .world import World
@@ -65,13 +65,13 @@ class GpuArrays:
         Collective: yes. Blocking: yes.
         """
         world, kinds = self._world, options.contenders
-        found = [naive(world)]
+        contenders = [naive(world)]
         if kinds is None or "mpi" in kinds:
-            found.append(naive_pinned(world))
-        found += own(world, kinds, options.algorithms)
+            contenders.append(naive_pinned(world))
+        contenders += of_mpiring(world, kinds, options.algorithms)
         if kinds is None or "nccl" in kinds:
-            found += _nccl(world, asked=kinds is not None)
-        return [*found, device_copy(), pinned_copies(world.size)]
+            contenders += _nccl(world, asked=kinds is not None)
+        return [*contenders, device_copy(), pinned_copies(world.size)]
 
 
 def naive(world: World) -> Contender:

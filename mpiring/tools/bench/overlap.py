@@ -148,9 +148,9 @@ def _subjects(world: World, contender: Contender, buckets: Sequence[Array], opti
                            "total": partial(together, compute)}
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each contender and kind of compute."""
-    return [_row(measurement) for measurement in found]
+    return [_row(measurement) for measurement in measurements]
 
 
 def _row(measurement: Measurement) -> Row:

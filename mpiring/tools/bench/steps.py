@@ -215,22 +215,22 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     labels = {"parameters": sum(value.size for value in right.values()),
               "batch": options.batch, "thread_level": world.thread_level}
     yield [Measurement({**labels, "contender": variant.name}, {
-        **readings[variant.name], "extra_bytes": [peak - variant.own_bytes]})
-        for variant, peak in begun]
+        **readings[variant.name], "extra_bytes": [memory["peak_bytes"][0] - variant.own_bytes]})
+        for variant, memory in begun]
 
 
 def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
     """Return the means over ranks of the first step's gradients, in float64."""
     network = _network(world, options)
-    mine = {name: np.empty_like(value) for name, value in network.params.items()}
-    network.backward(mine, lambda name: None)
-    return gradients.means_over_ranks(world, mine)
+    of_this_rank = {name: np.empty_like(value) for name, value in network.params.items()}
+    network.backward(of_this_rank, lambda name: None)
+    return gradients.means_over_ranks(world, of_this_rank)
 
 
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each variant, compared with the compute alone at its thread level."""
     table = []
-    for measurement, case in with_case(found, "thread_level"):
+    for measurement, case in with_case(measurements, "thread_level"):
         seconds, labels = measurement.readings["step"], measurement.labels
         median = timing.median(seconds)
         table.append({

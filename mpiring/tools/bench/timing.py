@@ -76,15 +76,15 @@ def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
     with _no_collector():
         for start in range(0, calls, every):
             prepare()
-            these = range(min(every, calls - start))
+            calls_in_row = range(min(every, calls - start))
             if barrier:
-                for _ in these:
+                for _ in calls_in_row:
                     world.barrier()
                     seconds += by_clock(action)
                 continue
             world.barrier()
             began = time.perf_counter()
-            for _ in these:
+            for _ in calls_in_row:
                 action()
             seconds += time.perf_counter() - began
     return seconds / calls
@@ -157,14 +157,14 @@ def summary(seconds: Sequence[float]) -> dict[str, float]:
     return {"steps": len(seconds), "median_ms": median(seconds) * 1e3, "p95_ms": p95(seconds) * 1e3}
 
 
-def over(mine: Sequence[float], theirs: Sequence[float], calls: int) -> float:
+def over(seconds: Sequence[float], others: Sequence[float], calls: int) -> float:
     """Return how many times longer one thing takes than another: the median of rounds.
 
     Args:
-        mine, theirs: Seconds of `calls` calls in each round; those of a round are close in time.
+        seconds, others: Seconds of `calls` calls in each round; those of a round are close in time.
     """
-    return median([median(mine[start:start + calls]) / median(theirs[start:start + calls])
-                   for start in range(0, len(mine), calls)])
+    return median([median(seconds[start:start + calls]) / median(others[start:start + calls])
+                   for start in range(0, len(seconds), calls)])
 
 
 def overlap_percentage(compute_s: float, communication_s: float, total_s: float) -> float:

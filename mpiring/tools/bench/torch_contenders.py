@@ -62,17 +62,17 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
     """
     share_cores(world.comm)
     kinds = options.contenders
-    found = [NOBODY, *_of_mpiring(world, options)]
+    contenders = [NOBODY, *_of_mpiring(world, options)]
     has_back_end = kinds is None or "mpiring" in kinds
     if has_back_end:
         dist.init_process_group("mpiring", init_method="mpi://")
-        found += _over(dist.group.WORLD, BACK_END, "mpiring", options)
+        contenders += _over(dist.group.WORLD, BACK_END, "mpiring", options)
     if peers.takes_part("gloo", kinds, world):
         group = _gloo(world, options.interface, is_second=has_back_end)
-        found += _over(group, GLOO, "Gloo", options)
+        contenders += _over(group, GLOO, "Gloo", options)
     if device.type == "cpu" and peers.takes_part("horovod", kinds, world):
-        found.append(_horovod())
-    return found
+        contenders.append(_horovod())
+    return contenders
 
 
 def _of_mpiring(world: World, options: Namespace) -> Iterator[Contender]:

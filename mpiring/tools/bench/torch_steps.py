@@ -4,23 +4,21 @@ import gc
 import math
 import random
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...memory.arrays import Array
 from ..files import Environment, Row
 from ..table import Column
 from . import gradients, peers, timing
 from .benchmark import Benchmark, Measurement, with_case
 from .contenders import ALONE, GLOO, Contender
-from .memory import NodeGrowth
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_training import ModelDevice, Training
+    from .torch_training import ModelDevice
 
 # Ways to share the optimizer's work.
 SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
@@ -55,20 +53,20 @@ def _measure(world: World, options: Namespace, contenders: Sequence[Contender], 
     from .torch_contenders import RECIPES
     from .torch_training import batch_of, training_of
     x, y = (part.to(device.torch) for part in batch_of(kind, options.batch, 1 + world.rank))
-
-    def begin(contender: Contender) -> "Training":
-        return training_of(contender, kind, width, RECIPES[options.optimizer], (x, y))
-
+    begin = partial(training_of, kind=kind, width=width, recipe=RECIPES[options.optimizer],
+                    batch=(x, y))
     alone = begin(contenders[0])
     alone.step()
     right = gradients.means_over_ranks(world, alone.gradients())
     del alone
     trainings, memories = [], {}
     for contender in contenders:
-        training, memories[contender.name] = _begun(
-            world, partial(begin, contender), right if contender.has_means else {},
-            on_host=device.torch.type == "cpu")
+        training, memory = gradients.begun(
+            world, partial(begin, contender), right if contender.has_means else {})
         trainings.append(training)
+        # The process's memory is not that of the GPU.
+        on_host = device.torch.type == "cpu"
+        memories[contender.name] = memory if on_host else dict.fromkeys(memory, [math.nan])
     flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
                             device=options.device)
     # Written to, so that it has memory of its own; sums of zeros never overflow.
@@ -92,23 +90,13 @@ def _measure(world: World, options: Namespace, contenders: Sequence[Contender], 
     gc.collect()
 
 
-def _begun(world: World, begin: "Callable[[], Training]", right: Mapping[str, Array], *,
-           on_host: bool) -> "tuple[Training, dict[str, list[float]]]":
-    """Return a training whose first step was right, and readings of the memory that it takes."""
-    growth = NodeGrowth(world)
-    training, peak = gradients.begun(world, begin, right, lambda training: training.step())
-    found = {"peak_bytes": [peak], "node_bytes": [growth.bytes_now()]}
-    # The process's memory is not that of the GPU.
-    return training, found if on_host else dict.fromkeys(found, [math.nan])
-
-
-def rows(found: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
     """Return a row for each model and contender, beside the compute alone and DDP with Gloo.
 
     Ratios are medians over rounds, whose readings are close in time.
     """
     return [_row(measurement, case, about, options)
-            for measurement, case in with_case(found, "model", "parameters", "thread_level")]
+            for measurement, case in with_case(measurements, "model", "parameters", "thread_level")]
 
 
 def _row(measurement: Measurement, case: Mapping[str, Measurement], about: Environment,

@@ -338,8 +338,8 @@ def standard_library(world: World, count: int) -> Texts:
                           f"{len(modules)} modules of the standard library")
     last = -len(modules) // 10
     training, validation = (
-        torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in some)),
-                         dtype=torch.uint8) for some in (modules[:last], modules[last:]))
+        torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in part)),
+                         dtype=torch.uint8) for part in (modules[:last], modules[last:]))
     starts = np.linspace(0, len(validation) - TEXT_LENGTH - 1, count, dtype=int)
     return Texts(training, _windows(validation, starts))
 
@@ -359,6 +359,6 @@ def drawn_from(text: torch.Tensor, samples: int, dice: np.random.Generator) -> I
 def bits_and_bytes(model: nn.Module, texts: torch.Tensor) -> tuple[float, int]:
     """Return the sum of a model's losses on texts, in bits, and the number of bytes predicted."""
     with torch.no_grad():
-        losses = [loss(model, some[:, :-1], some[:, 1:], reduction="sum").item()
-                  for some in texts.split(_AT_ONCE) if len(some)]
+        losses = [loss(model, part[:, :-1], part[:, 1:], reduction="sum").item()
+                  for part in texts.split(_AT_ONCE) if len(part)]
     return math.fsum(losses) / math.log(2), len(texts) * TEXT_LENGTH

@@ -82,10 +82,10 @@ class World:
 
         Collective: yes. Blocking: yes.
         """
-        few, many = np.ones(self.size), np.ones(self.size * _WARM_BYTES // 8)
-        self.comm.iallreduce(few).wait()
-        self.comm.allreduce(few)
-        self.raw.Alltoall(many, np.empty_like(many))
+        short, long = np.ones(self.size), np.ones(self.size * _WARM_BYTES // 8)
+        self.comm.iallreduce(short).wait()
+        self.comm.allreduce(short)
+        self.raw.Alltoall(long, np.empty_like(long))
 
     def environment(self) -> Environment:
         """Return everything about this run that may matter to a reader of its numbers.

@@ -22,7 +22,7 @@ from ...launch.environment import CONTAINERS, launch_variables, launched_first
 from ...launch.start import find_mpiexec
 from .facts import (
     Container, Gpus, Library, Memory, Mpirun, NetworkDevice, Processors, Rank, Slurm, related,
-    vendor_of)
+    vendor_of, version_of)
 
 # Packages that mpiring can use.
 PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "tqdm", "cupy")
@@ -225,10 +225,10 @@ def gpus(root: Path = _ROOT) -> Gpus:
         root: Where the system's files are.
     """
     modules = tuple(name for name in _GPU_MODULES if (root / "sys/module" / name).exists())
-    driver = re.search(r"(\d+\.[\d.]+)", text_of(root / "proc/driver/nvidia/version"))
-    count = len([path for path in (root / "dev").glob("nvidia[0-9]*")])
+    count = len(list((root / "dev").glob("nvidia[0-9]*")))
     if count:
-        return Gpus(kind="NVIDIA", count=count, driver=driver[0] if driver else "", modules=modules)
+        return Gpus(kind="NVIDIA", count=count, modules=modules,
+                    driver=version_of(text_of(root / "proc/driver/nvidia/version")))
     amd = [path for path in (root / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
            if text_of(path) not in ("", "0")]
     if amd:
@@ -271,11 +271,10 @@ def slurm(variables: Iterable[str]) -> Slurm:
                         output_of(["srun", "--mpi=list"], lines=True))
     config = (output_of(["scontrol", "show", "config"], lines=True)
               if "SLURM_JOB_ID" in variables else "")
-    kills = re.search(r"KillOnBadExit\s*=\s*(\d)", config)
-    default = re.search(r"MpiDefault\s*=\s*(\S+)", config)
+    settings = dict(re.findall(r"(KillOnBadExit|MpiDefault)\s*=\s*(\S+)", config))
     return Slurm(installed=True, mpi_types=tuple(dict.fromkeys(listed)),
-                 mpi_default=default[1] if default else "",
-                 kills=kills[1] == "1" if kills else None)
+                 mpi_default=settings.get("MpiDefault", ""),
+                 kills={"0": False, "1": True}.get(settings.get("KillOnBadExit", "")))
 
 
 def output_of(command: list[str], *, lines: bool = False) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ...launch.environment import launched_here, launcher_of
+from ...launch.environment import launched_here, launcher_of, survives_deaths
 from ...text import count, ranks_on_nodes
 from .facts import (
     ENDING, STARTING, Failure, JobFacts, Rank, is_closed, is_foreign, related, vendor_of,
@@ -325,14 +325,14 @@ def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
     library, variables = job.library, job.variables
     is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
     is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
-    is_enabled = variables.get("OMPI_MCA_mpi_ft_enable", "0").lower() in ("1", "true")
     yield check(
         "survival",
         (is_old, NOTE, f"{text}; since 5.0 the others can go on", _CHECKPOINTS),
         (is_open and launcher_of(variables) == "srun", NOTE,
          "under srun the job ends when a rank dies",
          f"{_CHECKPOINTS}; or mpirun --with-ft ulfm within the batch script"),
-        (is_open and is_enabled, OK, "the other ranks can go on (ULFM): mpiring.elastic"),
+        (is_open and survives_deaths(variables), OK,
+         "the other ranks can go on (ULFM): mpiring.elastic"),
         (is_open, NOTE, f"{library.name} can let the other ranks go on, but was not launched so",
          f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
         (library.text, NOTE, text, _CHECKPOINTS))

@@ -34,47 +34,47 @@ def _size(options: argparse.Namespace) -> tuple[int, str]:
 
 
 def _up(options: argparse.Namespace) -> int:
-    made = lab.up(*_size(options))
-    print(f"{made.hosts} hosts are up, with links of {made.rate}")
+    cluster = lab.up(*_size(options))
+    print(f"{cluster.hosts} hosts are up, with links of {cluster.rate}")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
-    standing = lab.standing()
-    if standing is None:
-        with lab.temporary(*_size(options)) as made:
-            return _run_in(made, options)
-    if options.rate not in (None, standing.rate):
-        raise ConfigError(f"--rate {options.rate}: the lab that is up has links of {standing.rate}")
-    return _run_in(standing, options)
+    running = lab.standing()
+    if running is None:
+        with lab.temporary(*_size(options)) as cluster:
+            return _run_in(cluster, options)
+    if options.rate not in (None, running.rate):
+        raise ConfigError(f"--rate {options.rate}: the lab that is up has links of {running.rate}")
+    return _run_in(running, options)
 
 
-def _run_in(made: lab.Lab, options: argparse.Namespace) -> int:
-    status = made.run(options.command, hosts=options.hosts, placement=options.placement,
-                      ranks_per_host=options.ranks_per_host)
+def _run_in(cluster: lab.Lab, options: argparse.Namespace) -> int:
+    status = cluster.run(options.command, hosts=options.hosts, placement=options.placement,
+                         ranks_per_host=options.ranks_per_host)
     if options.traffic:
-        _print_traffic(made)
+        _print_traffic(cluster)
     return status
 
 
 def _status(options: argparse.Namespace) -> int:
-    standing = lab.standing()
-    if standing is None:
+    running = lab.standing()
+    if running is None:
         print("no lab is up")
         return 1
-    _print_traffic(standing)
+    _print_traffic(running)
     return 0
 
 
 def _down(options: argparse.Namespace) -> int:
-    standing = lab.standing()
-    if standing is not None:
-        standing.down()
-    print("no lab is up" if standing is None else "the lab is down")
+    running = lab.standing()
+    if running is not None:
+        running.down()
+    print("no lab is up" if running is None else "the lab is down")
     return 0
 
 
-def _print_traffic(made: lab.Lab) -> None:
-    for host in made.traffic():
+def _print_traffic(cluster: lab.Lab) -> None:
+    for host in cluster.traffic():
         print(f"host {host.host}: sent {host.sent_bytes:,} bytes, "
               f"received {host.received_bytes:,}")

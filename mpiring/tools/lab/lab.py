@@ -173,13 +173,13 @@ def _check_tools() -> None:
 
 def _mpiexec() -> str:
     """Return the path of MPICH's mpiexec."""
-    found = find_mpiexec()
-    if found is not None:
-        version = subprocess.run([found, "--version"], capture_output=True, text=True).stdout
+    mpiexec = find_mpiexec()
+    if mpiexec is not None:
+        version = subprocess.run([mpiexec, "--version"], capture_output=True, text=True).stdout
         if "HYDRA" in version:
-            return found
+            return mpiexec
     raise MissingDependencyError(
-        f"the lab needs MPICH's mpiexec, but finds {found}; pip install 'mpiring[mpich]'")
+        f"the lab needs MPICH's mpiexec, but finds {mpiexec}; pip install 'mpiring[mpich]'")
 
 
 def _hold(hosts: int, rate: str, until: str) -> "tuple[Lab, subprocess.Popen[str]]":

@@ -150,8 +150,8 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
         began_s = network.time_s = network.time_s + cluster.pause_s
 
         def program(net: Channel, number: int = operation) -> Schedule[None]:
-            own = _Operation(cluster, nodes, network, memory, net, number)
-            return schedule(own, own.vector(n))
+            call = _Operation(cluster, nodes, network, memory, net, number)
+            return schedule(call, call.vector(n))
 
         network.run(program)
         operation += 1
@@ -165,24 +165,25 @@ def _schedule(name: str, case: Case) -> Callable[[_Operation, Array], Schedule[N
         None where it cannot run.
     """
     if name in SHARDED:
-        return lambda own, x: own.announced(_exchange(own, x, case, name == "once per node"))
+        return lambda call, x: call.announced(_exchange(call, x, case, name == "once per node"))
     row = named(name)
     if row is None or row.refusal(case):
         return None
     variant = row.variant(case)
     if name == "native":
-        return lambda own, x: mpich.allreduce(
-            own.net, own.node.size, x, own.vector(x.size), own.combiner("sum", DTYPE, own.size))
-    return lambda own, x: own.announced(
-        variant.allreduce(own, x, "sum", own.combiner("sum", DTYPE, own.size)))
+        return lambda call, x: mpich.allreduce(
+            call.net, call.node.size, x, call.vector(x.size),
+            call.combiner("sum", DTYPE, call.size))
+    return lambda call, x: call.announced(
+        variant.allreduce(call, x, "sum", call.combiner("sum", DTYPE, call.size)))
 
 
-def _exchange(own: _Operation, x: Array, case: Case, once: bool) -> Schedule[None]:
+def _exchange(call: _Operation, x: Array, case: Case, once: bool) -> Schedule[None]:
     """Run the reduce-scatter of gradients, and the allgather of weights."""
-    halves, bounds = choose_halves(case), bounds_of(x.size, own.size)
-    yield from halves.reduce_scatter(own, x, bounds, "sum", own.combiner("sum", DTYPE, own.size))
-    yield from (own.allgather_once(x, bounds=bounds) if once else
-                halves.allgather(own, x, bounds))
+    halves, bounds = choose_halves(case), bounds_of(x.size, call.size)
+    yield from halves.reduce_scatter(call, x, bounds, "sum", call.combiner("sum", DTYPE, call.size))
+    yield from (call.allgather_once(x, bounds=bounds) if once else
+                halves.allgather(call, x, bounds))
 
 
 def selected(cluster: Cluster, nbytes: int, seconds: Mapping[str, float]) -> str:

@@ -158,11 +158,11 @@ def _scaling(options: argparse.Namespace, usual: Cluster) -> list[Row]:
     rows = []
     for nodes in options.nodes:
         cluster = usual.of(nodes, usual.ranks_per_node)
-        found = {name: prediction for name in (*ALGORITHMS, *SHARDED[:2 * options.sharded])
-                 if (prediction := predict(name, cluster, options.size)) is not None}
-        seconds = {name: found[name].seconds for name in ALGORITHMS if name in found}
+        predictions = {name: prediction for name in (*ALGORITHMS, *SHARDED[:2 * options.sharded])
+                       if (prediction := predict(name, cluster, options.size)) is not None}
+        seconds = {name: predictions[name].seconds for name in ALGORITHMS if name in predictions}
         choice, limit_s = selected(cluster, options.size, seconds), cluster.limit_s(options.size)
-        for name, prediction in found.items():
+        for name, prediction in predictions.items():
             rows.append({
                 "nodes": nodes, "ranks": cluster.ranks, "bytes": options.size,
                 "algorithm": name, "ms": prediction.seconds * 1e3, "limit_ms": limit_s * 1e3,
@@ -189,11 +189,13 @@ def _against(path: str, usual: Cluster) -> list[Row]:
     rows = []
     for row in measured:
         name, median_ms = _CONTENDERS.get(row["contender"]), row["median_us"] / 1e3
-        found = predict(name, cluster, row["bytes"]) if name and median_ms == median_ms else None
-        if found is not None:
+        if name is None or median_ms != median_ms:
+            continue
+        predicted = predict(name, cluster, row["bytes"])
+        if predicted is not None:
             rows.append({
                 "nodes": cluster.nodes, "ranks": cluster.ranks, "bytes": row["bytes"],
                 "size": size_text(row["bytes"]), "contender": row["contender"],
-                "ms": found.seconds * 1e3, "measured_ms": median_ms,
-                "ratio": found.seconds * 1e3 / median_ms})
+                "ms": predicted.seconds * 1e3, "measured_ms": median_ms,
+                "ratio": predicted.seconds * 1e3 / median_ms})
     return rows

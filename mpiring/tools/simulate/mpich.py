@@ -84,9 +84,9 @@ def _between(net: Channel, x: Array, inbox: Array, combine: Combine) -> Schedule
         yield (net.irecv(inbox, r - 1),)
         combine.accumulate(x, inbox)
     if not aside:
-        rest = Members(net, [*range(1, paired, 2), *range(paired, p)])
+        remaining = Members(net, [*range(1, paired, 2), *range(paired, p)])
         algorithm = _doubling if x.nbytes <= SHORT_BYTES or x.size < q else _halving
-        yield from algorithm(rest, x, inbox, combine)
+        yield from algorithm(remaining, x, inbox, combine)
     if aside:
         yield (net.irecv(x, r + 1),)
     elif r < paired:

@@ -12,8 +12,8 @@ from ..table import Column
 from ..units import size_text
 from . import picture
 from .budget import (
-    Activity, Key, LastCall, Step, StepBudget, TracedOperation, Wait, activity_of, budgets_of,
-    idle_part, last_calls, mean, step_at, typical)
+    Activity, Key, LastCall, Step, StepBudget, activity_of, budgets_of, idle_part, last_calls, mean,
+    step_at, typical)
 from .files import open_job
 from .lateness import Lateness
 
@@ -92,25 +92,16 @@ def _chosen(wanted: int | None, activity: Activity, steps: Sequence[Step]) -> in
 def _add(kinds: _Kinds, activity: Activity, steps: Sequence[Step],
          last_called: Mapping[Key, LastCall]) -> None:
     """Add the costs of a rank's operations in some steps."""
-    waits: dict[Key, list[Wait]] = {}
+    costs: dict[Key, tuple[float, float]] = {}
     for wait in activity.waits:
-        waits.setdefault(wait.key, []).append(wait)
+        began, ended = idle_part(wait, last_called)
+        exposed, idle = costs.get(wait.key, (0.0, 0.0))
+        costs[wait.key] = exposed + wait.ended - ended + began - wait.began, idle + ended - began
     for operation in activity.operations:
         if step_at(steps, operation.began):
             kind = operation.name, operation.algorithm, operation.nbytes
             kinds.setdefault(kind, []).append(
-                _costs(operation, waits.get(operation.key, []), last_called))
-
-
-def _costs(operation: TracedOperation, waits: Sequence[Wait], last_called: Mapping[Key, LastCall],
-           ) -> tuple[float, float, float]:
-    """Return how long an operation took, was exposed, and was waited for in idleness."""
-    idle = waited = 0.0
-    for wait in waits:
-        began, ended = idle_part(wait, last_called)
-        idle += ended - began
-        waited += wait.ended - wait.began
-    return operation.ended - operation.began, waited - idle, idle
+                (operation.ended - operation.began, *costs.get(operation.key, (0.0, 0.0))))
 
 
 def _print_budgets(budgets: Mapping[int, StepBudget], counts: Mapping[int, int]) -> None:

@@ -232,7 +232,7 @@ def advise(comm: Communicator, model: Model, work: Workload) -> str:
     methods = []
     for name, loss, make in _REDUCERS:
         reducer = make()
-        sample.take_over(reducer)
+        sample.attach_buckets(reducer)
         taken = sample.measure(reducer)
         by_node = [sum(taken.sent[rank] for rank in ranks) for ranks in nodes]
         methods.append(Method(
@@ -287,12 +287,12 @@ class _Sample:
         self._gradients = np.random.default_rng(comm.rank).standard_normal(
             self._bucket.flat.size, np.float32)
 
-    def take_over(self, reducer: Compressor) -> None:
+    def attach_buckets(self, reducer: Compressor) -> None:
         """Make the sample known to a Reducer."""
         buckets, order = [self._bucket], list(self._bucket.views)
         self._comm.submit(
-            Call("take over", repr(reducer)),
-            lambda collectives: reducer.take_over(collectives, buckets, order)).wait()
+            Call("attach buckets", repr(reducer)),
+            lambda collectives: reducer.attach_buckets(collectives, buckets, order)).wait()
 
     def measure(self, reducer: Reducer) -> _Taken:
         """Return the least that a reduction takes; the same on all ranks."""
@@ -315,7 +315,7 @@ class _Sample:
                     lambda collectives: reducer.reduce(collectives, bucket)).wait()
         seconds = time.perf_counter() - began
         if isinstance(reducer, Compressor):
-            reducer.settle(True)
+            reducer.commit_step(True)
         rows = comm.allgather_object((
             seconds, _codec_s(reducer) - codec_s, comm.statistics.bytes_sent - sent))
         return _Taken(max(row[0] for row in rows), max(row[1] for row in rows),

@@ -6,52 +6,52 @@ from typing import NamedTuple
 NOTHING = slice(0, 0)
 
 
-class Moves(NamedTuple):
+class SlotPlan(NamedTuple):
     """One rank's part in a collective in which each rank of a node lays down once, and reads once.
 
     What is laid down lies in the slot where it lies in the vector.
 
     Attributes:
-        lays: What this rank lays down of its vector.
-        combines: What it combines of all ranks' vectors; None where nothing is combined.
-        takes: Else, per rank of the node, what it takes of that one's vector.
+        writes: What this rank lays down of its vector.
+        reduces: What it reduces of all ranks' vectors; None where nothing is combined.
+        reads: Else, per rank of the node, what it takes of that one's vector.
     """
 
-    lays: slice
-    combines: slice | None
-    takes: Sequence[slice] = ()
+    writes: slice
+    reduces: slice | None
+    reads: Sequence[slice] = ()
 
 
 # Nothing moves.
-BARRIER = Moves(NOTHING, None)
+BARRIER = SlotPlan(NOTHING, None)
 
 
-def allreduce(n: int) -> Moves:
+def allreduce(n: int) -> SlotPlan:
     """Return the moves by which a rank combines vectors of n elements."""
-    return Moves(slice(0, n), slice(0, n))
+    return SlotPlan(slice(0, n), slice(0, n))
 
 
-def reduce_scatter(bounds: Sequence[int], rank: int) -> Moves:
+def reduce_scatter(bounds: Sequence[int], rank: int) -> SlotPlan:
     """Return the moves by which a rank combines its slice of all vectors.
 
     Args:
         bounds: Rank r's slice is `bounds[r]` to `bounds[r + 1]`.
         rank: This rank, among those of the node.
     """
-    return Moves(slice(bounds[0], bounds[-1]), slice(bounds[rank], bounds[rank + 1]))
+    return SlotPlan(slice(bounds[0], bounds[-1]), slice(bounds[rank], bounds[rank + 1]))
 
 
-def allgather(bounds: Sequence[int], rank: int) -> Moves:
+def allgather(bounds: Sequence[int], rank: int) -> SlotPlan:
     """Return the moves by which a rank takes each other one's slice.
 
     Args: as for `reduce_scatter`.
     """
     slices = [slice(*pair) for pair in zip(bounds, bounds[1:])]
     own, slices[rank] = slices[rank], NOTHING
-    return Moves(own, None, slices)
+    return SlotPlan(own, None, slices)
 
 
-def broadcast(n: int, root: int, rank: int, ranks: int) -> Moves:
+def broadcast(n: int, root: int, rank: int, ranks: int) -> SlotPlan:
     """Return the moves by which a rank of a node takes the vector of another one.
 
     Args:
@@ -60,5 +60,5 @@ def broadcast(n: int, root: int, rank: int, ranks: int) -> Moves:
         ranks: How many these are.
     """
     whole = slice(0, n)
-    return Moves(whole if rank == root else NOTHING, None, [
+    return SlotPlan(whole if rank == root else NOTHING, None, [
         whole if r == root != rank else NOTHING for r in range(ranks)])

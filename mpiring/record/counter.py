@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from ..launch import forks
 from ..operations.agreement import Call
 from ..transport.layout import (
-    GATE_FORKED, LEDGER_GATE, LEDGER_NANOSECONDS, LEDGER_RING, LEDGER_ROUNDS, LEDGER_SEQUENCE,
-    LEDGER_WORDS, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS)
+    COUNTER_CALLS, COUNTER_GATE, COUNTER_HELD, COUNTER_NANOSECONDS, COUNTER_RING,
+    COUNTER_SEQUENCE, COUNTER_WORDS, GATE_FORKED, RING, RING_BEGAN, RING_ENDED, RING_IDENTITY,
+    RING_SEQUENCE, RING_WORDS)
 from .flight import Flight
 
 # So many calls are known by their identities. Beyond, those are forgotten that are neither in the
@@ -17,44 +18,49 @@ _MOST_CALLS = 4 * RING
 _FORGOTTEN = Call("a round", "of a call long ago")
 
 
-class Ledger:
+class OperationCounter:
     """The number of a group's next operation, and its last rounds; see transport.layout.
 
     Attributes:
-        words: LEDGER_WORDS words, which compiled code changes, too; never resized.
+        words: COUNTER_WORDS words, which compiled code changes, too; never resized.
         group: The group's name in reports; see Recorder.name.
-        lock: Held to number an operation, and to run a round outside of the engine; never for a
-            long wait, and never taken by a thread that holds the engine's. Reentrant, because a
-            signal's handler may make a call.
+
+    It is a lock, held (`with counter:`) to number an operation in Python, and to run a fast call
+    but its beginning in compiled code, which finds out by a word that the lock is held; never for a
+    long wait, and never taken by a thread that holds the engine's. Reentrant, because a signal's
+    handler may make a call.
     """
 
     def __init__(self) -> None:
-        self.words = array("q", bytes(8 * LEDGER_WORDS))
+        self.words = array("q", bytes(8 * COUNTER_WORDS))
         self.group = ""
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
         self._calls: dict[int, tuple[Call, str]] = {}
         self._identity = 0
         forks.gates.add(self)
 
-    @property
-    def address(self) -> int:
-        """Where the words lie."""
-        return self.words.buffer_info()[0]
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self.words[COUNTER_HELD] += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.words[COUNTER_HELD] -= 1
+        self._lock.release()
 
     @property
     def sequence(self) -> int:
         """The number of the next operation."""
-        return self.words[LEDGER_SEQUENCE]
+        return self.words[COUNTER_SEQUENCE]
 
     @property
     def rounds(self) -> int:
         """How many rounds were complete without the engine."""
-        return self.words[LEDGER_ROUNDS]
+        return self.words[COUNTER_CALLS]
 
     @property
     def rounds_s(self) -> float:
         """Seconds that callers spent in these."""
-        return self.words[LEDGER_NANOSECONDS] / 1e9
+        return self.words[COUNTER_NANOSECONDS] / 1e9
 
     def close(self, reason: int) -> None:
         """Close the gate: no round begins.
@@ -62,15 +68,16 @@ class Ledger:
         Args:
             reason: GATE_CLOSED or another bit, see transport.layout.
         """
-        self.words[LEDGER_GATE] |= reason
+        self.words[COUNTER_GATE] |= reason
 
     def open(self, reason: int) -> None:
         """Open the gate again, as far as it was closed for a reason."""
-        self.words[LEDGER_GATE] &= ~reason
+        self.words[COUNTER_GATE] &= ~reason
 
     def fork(self) -> None:
         """Close the gate in a fork of this process, where nobody may be left to free the lock."""
-        self.lock = threading.RLock()
+        self._lock = threading.RLock()
+        self.words[COUNTER_HELD] = 0
         self.close(GATE_FORKED)
 
     def identity_of(self, call: Call, algorithm: str) -> int:
@@ -80,7 +87,7 @@ class Ledger:
             call: What they are.
             algorithm: Which algorithm they take, for reports.
         """
-        with self.lock:
+        with self:
             if len(self._calls) >= _MOST_CALLS:
                 noted = {identity for identity, *_ in self._noted()}
                 noted.update(range(self._identity - _MOST_CALLS // 2, self._identity + 1))
@@ -89,6 +96,17 @@ class Ledger:
             self._calls[self._identity] = call, algorithm
             return self._identity
 
+    def note(self, identity: int, sequence: int, began_ns: int, ended_ns: int,
+             waited_ns: int) -> None:
+        """Note a complete fast call, and how long callers have waited for it."""
+        words = self.words
+        calls = words[COUNTER_CALLS]
+        entry = COUNTER_RING + calls % RING * RING_WORDS
+        words[entry + RING_IDENTITY], words[entry + RING_SEQUENCE] = identity, sequence
+        words[entry + RING_BEGAN], words[entry + RING_ENDED] = began_ns, ended_ns
+        words[COUNTER_NANOSECONDS] += waited_ns
+        words[COUNTER_CALLS] = calls + 1
+
     def flights(self, last: int = RING) -> list[Flight]:
         """Return the last rounds as operations, the newest last."""
         return [self._flight(*entry) for entry in self._noted(last)]
@@ -96,7 +114,7 @@ class Ledger:
     def _noted(self, last: int = RING) -> Iterator[tuple[int, int, int, int]]:
         rounds = self.rounds
         for k in range(max(0, rounds - min(last, RING)), rounds):
-            entry = LEDGER_RING + k % RING * RING_WORDS
+            entry = COUNTER_RING + k % RING * RING_WORDS
             words = self.words[entry:entry + RING_WORDS]
             yield (words[RING_IDENTITY], words[RING_SEQUENCE], words[RING_BEGAN],
                    words[RING_ENDED])

@@ -1,0 +1,287 @@
+"""The protocol in machine code: the dialect of numba's intrinsics, and the sums that it makes.
+
+Addresses are int64. Python's lock is held while a short call begins, for some microseconds at most,
+and released while it waits for longer, and for long vectors.
+"""
+
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from ..memory import machine
+from ..memory.arrays import SIXTEEN_BIT
+from ..memory.sums import adding_both, of_two
+from .base import HEADER_BYTES
+from .layout import (
+    CALL_ADDRESS, CALL_AREA, CALL_BASES, CALL_CLOCK, CALL_COUNTER, CALL_DIVISOR, CALL_HEADER,
+    CALL_ITEMSIZE, CALL_KIND, CALL_RANK, CALL_RANKS, CALL_VECTOR, COUNTER_CALLS,
+    COUNTER_NANOSECONDS, HEADER_WORD, PIECES, SLOTS, SLOT_WORD, WINDOWS)
+from .protocol import protocol
+
+# What is compiled: sums and means (of integers: sums). The code for any dtype also runs calls that
+# reduce nothing; this one is taken for them.
+COPIES = "float32"
+DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
+OPS = ("sum", "mean")
+# So many bytes are added up at a time: with those of four vectors they stay in the level-1 cache.
+_BLOCK_BYTES = 4096
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
+
+
+def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.Code | None:
+    """Return the code of calls for an op on a dtype, among some ranks; None where there is none.
+
+    Args:
+        op: "" for calls that reduce nothing.
+        name: Of the dtype.
+        compiles: Compile it if need be, for a second or two; else only what is on disk is taken.
+    """
+    if not op:
+        op, name = "sum", COPIES
+    # More vectors of 16 bits would be rounded on the way, see _adding.
+    if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
+        return None
+    find = machine.code if compiles else machine.saved
+    return find(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name)
+
+
+def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
+    """Return what numba compiles, given the address of a call's words plus how, and the vector's.
+
+    An address is a multiple of 8.
+    """
+    words_at = intrinsics.pointer_to(np.dtype(np.int64))
+    run = intrinsics.inlined(protocol(_dialect(intrinsics, name, words_at)))
+
+    def run_at(address_and_how, vector):  # type: ignore[no-untyped-def]
+        how = address_and_how & 7
+        return run(words_at(address_and_how - how), how, vector)
+
+    return run_at
+
+
+def _dialect(intrinsics: Any, name: str, words_at: Any) -> Any:
+    """Return the protocol's dialect for a dtype; see protocol.protocol."""
+    inlined, clock_gettime = intrinsics.inlined, intrinsics.clock_gettime
+    add_atomic = intrinsics.add_atomic
+    slot, write_header, write, read = _copying(intrinsics)
+
+    @inlined
+    def bind(call, vector):  # type: ignore[no-untyped-def]
+        call[CALL_VECTOR] = vector
+
+    @inlined
+    def now(call):  # type: ignore[no-untyped-def]
+        clock = words_at(call[CALL_ADDRESS] + 8 * CALL_CLOCK)
+        clock_gettime(np.int32(_CLOCK), clock)
+        return clock[0] * 1_000_000_000 + clock[1]
+
+    @inlined
+    def count(call, ns):  # type: ignore[no-untyped-def]
+        add_atomic(call[CALL_COUNTER] + 8 * COUNTER_NANOSECONDS, ns)
+        return add_atomic(call[CALL_COUNTER] + 8 * COUNTER_CALLS, 1)
+
+    load, have_come, store, publish = _words(intrinsics, words_at)
+    return SimpleNamespace(
+        form=1, inlined=inlined, counter=inlined(lambda call: words_at(call[CALL_COUNTER])),
+        bind=bind, load=load, have_come=have_come, store=store, publish=publish,
+        write_header=write_header, write=write, read=read,
+        reduce=_reducing(intrinsics, name, slot), now=now, count=count, relax=intrinsics.relax,
+        give_way=intrinsics.give_way)
+
+
+def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
+    """Return the functions that load and store words of segments."""
+    inlined = intrinsics.inlined
+    load_acquire, store_release = intrinsics.load_acquire, intrinsics.store_release
+
+    @inlined
+    def load(call, r, word):  # type: ignore[no-untyped-def]
+        return load_acquire(call[CALL_BASES + r] + 8 * word)
+
+    @inlined
+    def have_come(call, flag, value):  # type: ignore[no-untyped-def]
+        for r in range(call[CALL_RANKS]):
+            if load(call, r, flag) < value:
+                return False
+        return True
+
+    @inlined
+    def store(call, word, first, second):  # type: ignore[no-untyped-def]
+        words = words_at(call[CALL_BASES + call[CALL_RANK]])
+        words[word], words[word + 1] = first, second
+
+    @inlined
+    def publish(call, word, value):  # type: ignore[no-untyped-def]
+        store_release(call[CALL_BASES + call[CALL_RANK]] + 8 * word, value)
+
+    return load, have_come, store, publish
+
+
+def _copying(intrinsics: Any) -> tuple[Any, Any, Any, Any]:
+    """Return functions: the address of an element of a slot, and those that copy."""
+    inlined, copy_bytes = intrinsics.inlined, intrinsics.copy_bytes
+
+    @inlined
+    def slot(call, r, at):  # type: ignore[no-untyped-def]
+        return (call[CALL_BASES + r] + 8 * (call[CALL_AREA] + SLOT_WORD)
+                + at * call[CALL_ITEMSIZE])
+
+    @inlined
+    def write_header(call):  # type: ignore[no-untyped-def]
+        copy_bytes(call[CALL_BASES + call[CALL_RANK]] + 8 * (call[CALL_AREA] + HEADER_WORD),
+                   call[CALL_HEADER], HEADER_BYTES)
+
+    @inlined
+    def write(call, at, start, n):  # type: ignore[no-untyped-def]
+        size = call[CALL_ITEMSIZE]
+        copy_bytes(slot(call, call[CALL_RANK], at), call[CALL_VECTOR] + start * size, n * size)
+
+    @inlined
+    def read(call, r, at, start, n):  # type: ignore[no-untyped-def]
+        size = call[CALL_ITEMSIZE]
+        copy_bytes(call[CALL_VECTOR] + start * size, slot(call, r, at), n * size)
+
+    return slot, write_header, write, read
+
+
+def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
+    """Return a function that adds up n numbers of each rank: the dialect's `reduce`.
+
+    Slots are added up into the vector; vectors block by block, by way of this rank's slot: windows
+    into all of them, private ones into this rank's, and the results stay in the slot.
+    """
+    stored = np.dtype(np.uint16 if name in SIXTEEN_BIT else name)
+    pointer, itemsize = intrinsics.pointer_to(stored), stored.itemsize
+    number, both, add = _sums(intrinsics, name, pointer)
+    block = _BLOCK_BYTES // itemsize
+
+    @intrinsics.inlined
+    def reduce(call, at, start, n):  # type: ignore[no-untyped-def]
+        p, kind, divisor = call[CALL_RANKS], call[CALL_KIND], number(call[CALL_DIVISOR])
+        vector, slot = call[CALL_VECTOR] + start * itemsize, slot_of(call, call[CALL_RANK], at)
+        # The sources begin `offset` behind the addresses in the words from `first` on.
+        first, offset, out, step = CALL_BASES, slot - call[CALL_BASES + call[CALL_RANK]], vector, n
+        if kind != SLOTS:
+            first, offset, out, step = CALL_BASES + p, start * itemsize, slot, block
+        if kind == WINDOWS and p == 2:
+            both(call[first] + offset, call[first + 1] + offset, n, divisor)
+            return
+        if kind == PIECES:
+            for r in range(p):
+                call[first + r] = slot_of(call, r, at)
+            call[first + call[CALL_RANK]], offset = vector, 0
+        done = 0
+        while done < n:
+            length, total = min(step, n - done), pointer(out)
+            add(call, first, offset + done * itemsize, length, total, divisor)
+            # Not a variable: the loop would be compiled twice.
+            if call[CALL_KIND] != SLOTS:
+                target, stop = first, first + p
+                if kind == PIECES:
+                    target, stop = first + call[CALL_RANK], first + call[CALL_RANK] + 1
+                    out += length * itemsize
+                for r in range(target, stop):
+                    result = pointer(call[r] + offset + done * itemsize)
+                    for i in range(length):
+                        result[i] = total[i]
+            done += step
+
+    return reduce
+
+
+def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
+    """Return of a dtype: what makes its divisor; what adds up two vectors, into both; see _adding.
+    """
+    inlined = intrinsics.inlined
+    number, widen, narrow, divides = _arithmetic(intrinsics, name)
+    both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
+    if name == "bfloat16":
+        both = _by_pairs(intrinsics, both)
+    return number, both, _adding(
+        inlined, pointer, widen, *_finishing(inlined, name, narrow, divides))
+
+
+def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
+    """Return of a dtype: what makes its divisor; what widens its numbers, and narrows a sum; and
+    whether a sum may be divided."""
+    if name in SIXTEEN_BIT:
+        return np.float32, *intrinsics.conversions(name), True
+    same = intrinsics.inlined(lambda x: x)
+    # Integers have no mean.
+    return np.dtype(name).type, same, same, np.dtype(name).kind == "f"
+
+
+def _by_pairs(intrinsics: Any, one_by_one: Any) -> Any:
+    """Return what does as `one_by_one` with bfloat16, but two at a time where these are words."""
+    inlined, pointer = intrinsics.inlined, intrinsics.pointer_to(np.dtype(np.uint32))
+    first, second, two = (
+        intrinsics.first_bfloat, intrinsics.second_bfloat, intrinsics.two_bfloats)
+
+    @inlined
+    def add(x, y):  # type: ignore[no-untyped-def]
+        return two(first(x) + first(y), second(x) + second(y))
+
+    @inlined
+    def mean(x, y, divisor):  # type: ignore[no-untyped-def]
+        return two((first(x) + first(y)) / divisor, (second(x) + second(y)) / divisor)
+
+    pair_by_pair = adding_both(inlined, pointer, add, mean, True)
+
+    @inlined
+    def both(a, b, n, divisor):  # type: ignore[no-untyped-def]
+        pairs = 0
+        if (a | b) & 3 == 0:
+            pairs = n // 2
+            pair_by_pair(a, b, pairs, divisor)
+        one_by_one(a + 4 * pairs, b + 4 * pairs, n - 2 * pairs, divisor)
+
+    return both
+
+
+def _finishing(inlined: Any, name: str, narrow: Any, divides: bool) -> tuple[Any, bool]:
+    """Return what is done with a sum before it is stored, and whether it is divided afterwards."""
+    if name in SIXTEEN_BIT:
+        # Rounded once, at the end.
+        return inlined(lambda x, divisor: narrow(x / divisor)), False
+    return inlined(lambda x, divisor: x), divides
+
+
+def _adding(inlined: Any, pointer: Any, widen: Any, finish: Any, divides: bool) -> Any:
+    """Return a function that adds up n numbers of each rank, in rank order, and divides.
+
+    Their addresses are `offset` beyond what stands in the words from `first` on.
+    """
+    @inlined
+    def sums(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+        p = call[CALL_RANKS]
+        a, b = pointer(call[first] + offset), pointer(call[first + 1] + offset)
+        if p == 2:
+            for i in range(n):
+                out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
+            return
+        c = pointer(call[first + 2] + offset)
+        if p == 3:
+            for i in range(n):
+                out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
+            return
+        d = pointer(call[first + 3] + offset)
+        for i in range(n):
+            out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
+        # Not of 16 bits, see code: a sum has the type of `out`.
+        for r in range(4, p):
+            e = pointer(call[first + r] + offset)
+            for i in range(n):
+                out[i] += e[i]
+
+    @inlined
+    def add(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+        sums(call, first, offset, n, out, divisor)
+        if divides and divisor != 1:
+            for i in range(n):
+                out[i] /= divisor
+
+    return add

@@ -1,0 +1,387 @@
+"""Calls of the ranks of a node, and the protocol in Python: the dialect of NumPy's vectors."""
+
+import functools
+import os
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..gpu.vectors import copy_to
+from ..memory.arrays import Array, data_address
+from ..memory.machine import Code
+from ..memory.reduction import Combine, Reduction
+from . import compiled
+from .base import Node
+from .layout import (
+    AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_COUNT,
+    CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
+    CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_LOOKS, CALL_NOTE, CALL_PHASE,
+    CALL_RANK, CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE,
+    CALL_VECTOR, CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS,
+    COUNTER_NANOSECONDS, DONE, GO_ON, LOOK, OTHERWISE, PIECES, PUBLISH, READS, SLOTS, WINDOWS,
+    WRITING, call_words)
+from .node_memory import REORDERS, NodeMemory, SharedNode
+from .plans import SlotPlan
+from .protocol import protocol
+
+# How often Python looks at a meeting at first, and then while it gives the core away: most ranks
+# come within a few microseconds; then another rank may need it.
+_SPINS, _YIELDS = 20, 300
+# How often compiled code does at first, and where ranks share cores.
+_COMPILED_SPINS, _SPINS_TOGETHER = 200, 20
+# Compiled code looks so often at a barrier between pieces, for some 3 us: after that the engine
+# knows better. 20 to 5000 are the same.
+_LOOKS = 50
+# For longer vectors, Python's lock is not held.
+_WITH_LOCK_BYTES = 64 << 10
+
+give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+# Given per rank of the node what its note says, and this rank's vector: returns all ranks' vectors
+# if they lie in one window.
+Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
+
+
+class Identity(NamedTuple):
+    """What stands for a whole operation: its number in the counter, and how ranks compare it.
+
+    Attributes:
+        number: See OperationCounter.identity_of.
+        header, digest: As for NodeMemory.node.
+    """
+
+    number: int
+    header: bytes
+    digest: int
+
+
+# Of an area: all slots, what is written of this rank's, and what reduces all of them.
+_Views = tuple[Sequence[Array], Array | None, Any]
+
+
+class NodeCall(array):  # type: ignore[type-arg]
+    """A call that the ranks of a node make, once or again and again: its words, see layout.
+
+    A part of an operation, until `whole`.
+
+    Args:
+        memory: Where the ranks meet.
+        dtype, n: Of the vectors.
+        kind: What moves, see layout.
+        combine: What reduces, in Python; None where nothing is.
+
+    Attributes:
+        memory, dtype, combine: As above.
+        x, slots: The vector, and all ranks' slots: of the operation that goes on.
+        slices: Of WINDOWS, this rank's slice of all vectors.
+        code: Runs it in compiled code; None where Python does.
+        is_short: The code may begin with Python's lock held: `begin(address, data_address(x))`
+            does as `run(BEGIN, x)`, with less to do for Python; go on with `run` if it is not DONE.
+    """
+
+    def __new__(cls, memory: NodeMemory, *_: Any) -> Any:
+        return super().__new__(cls, "q", bytes(8 * call_words(len(memory.ranks))))
+
+    def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", n: int, kind: int,
+                 combine: Any) -> None:
+        self.memory, self.dtype, self.combine = memory, dtype, combine
+        self.counter, self.segments = memory.counter, memory.words
+        self.own_words = memory.words[memory.rank]
+        self.x: Any = None
+        self.slots: Sequence[Array] = ()
+        self.written: Array | None = None
+        self.combined: Any = None
+        self.views: list[_Views | None] = [None] * AREAS
+        self.slices: Sequence[Array] = ()
+        self.code: Code | None = None
+        self.is_short, self.address = False, 0
+        self.op = ""
+        self.node_of_part: Node | None = None
+        self.arrival: Any = None
+        self.header = b""
+        self._find: Find | None = None
+        self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
+        self[CALL_KIND], self[CALL_LENGTH], self[CALL_LOOKS] = kind, n, 1
+        self[CALL_SPINS], self[CALL_YIELDS] = _SPINS, _YIELDS
+
+    def whole(self, identity: Identity, op: str, code: Code | None, *,
+              note: tuple[int, int] = (0, 0), barriers: int = 1, find: Find | None = None) -> None:
+        """Become a whole operation.
+
+        Args:
+            identity: Of the call.
+            op: Of what is reduced; "" where nothing is.
+            code: Compiled code for the op and the dtype, if there is some.
+            note: What this rank tells the others of where its vector is, and always will be.
+            barriers: How many it has come to when its vector lies in its slot.
+            find: Of WINDOWS: finds all ranks' vectors.
+        """
+        self[CALL_IDENTITY], self.header, self[CALL_DIGEST] = identity
+        self[CALL_WHOLE], self._find, self.op = 1, find, op
+        self[CALL_LAST] = int(find is not None)
+        self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
+        self.compile(code, self[CALL_RANKS] if op == "mean" else 1)
+
+    def compile(self, code: Code | None, divisor: int) -> None:
+        """Let compiled code run it, if there is some.
+
+        Args:
+            divisor: Of sums.
+        """
+        self.code = code
+        if code is None:
+            return
+        ranks = len(self.segments)
+        self[CALL_ITEMSIZE] = self.dtype.itemsize
+        self[CALL_DIVISOR], self[CALL_SPINS] = divisor, (
+            _COMPILED_SPINS if _has_cores(ranks) else _SPINS_TOGETHER)
+        self[CALL_COUNTER] = self.counter.buffer_info()[0]
+        if self.header:
+            self[CALL_HEADER] = np.frombuffer(self.header, np.uint8).ctypes.data
+        self[CALL_ADDRESS] = self.address = self.buffer_info()[0]
+        for rank, segment in enumerate(self.memory.segments):
+            self[CALL_BASES + rank] = data_address(segment)
+        self.begin: Callable[[int, int], int] = code.call_with_lock
+        self.is_short = self[CALL_LENGTH] * self.dtype.itemsize <= _WITH_LOCK_BYTES
+
+    def join(self, sequence: int, count: int, x: Any) -> None:
+        """Begin as a part of operation number `sequence`, behind its barrier number `count`."""
+        self[CALL_SEQUENCE], self[CALL_COUNT] = sequence, count
+        self[CALL_AREA] = sequence % AREAS * AREA_WORDS
+        self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
+        _bind(self, x)
+        if self.code is not None:
+            self[CALL_VECTOR] = data_address(x)
+
+    def join_by_barriers(self, node: Node, x: Any) -> None:
+        """Begin as a part of an operation whose ranks arrive in a way of their own.
+
+        Args:
+            node: Has the slots, and barriers.
+        """
+        self.node_of_part, self.x = node, x
+        self.slots, self.written, self.combined = self.look(node.slots(self.dtype))
+        self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
+
+    def run(self, how: int, x: Array) -> int:
+        """Run it as far as it goes; see layout.
+
+        Args:
+            how: BEGIN (who holds the counter's lock adds HELD), PUBLISH, GO_ON or LOOK.
+            x: Its vector.
+        """
+        code = self.code
+        if code is None:
+            return run_plain(self, how, x)  # type: ignore[no-any-return]
+        if how == GO_ON or how == LOOK and not self.is_short:
+            status = code.call(self.address + how, 0)
+        elif self.is_short or how & 3 == PUBLISH or how == LOOK:
+            status = code.call_with_lock(self.address + how, data_address(x))
+        else:
+            # Numbered with Python's lock held; the others may be late.
+            status = code.call_with_lock(self.address + how + PUBLISH, data_address(x))
+            if status == DONE:
+                status = code.call(self.address + GO_ON, 0)
+        return self._go_on_otherwise(how, x) if status == OTHERWISE else status
+
+    def _go_on_otherwise(self, how: int, x: Array) -> int:
+        """Go on in Python; or where vectors are not where they were."""
+        how = LOOK if how == LOOK else GO_ON
+        if self._find is None:
+            _bind(self, x)
+            status: int = run_plain(self, how, x)
+            return status
+        notes = self.node().notes(2)
+        addresses = [data_address(vector) for vector in self._find(notes, x) or ()]
+        # At an odd place only NumPy can make sums.
+        if not addresses or any(a % x.itemsize for a in addresses):
+            return OTHERWISE
+        first, ranks = CALL_BASES + len(self.segments), len(self.segments)
+        for rank, (address, (window, offset)) in enumerate(zip(addresses, notes)):
+            self[first + rank] = address
+            self[first + ranks + 2 * rank], self[first + ranks + 2 * rank + 1] = window, offset
+        return self.run(how, x)
+
+    def reduced(self, x: Array) -> Array:
+        """Return the part of a vector that it reduces."""
+        start = self[CALL_REDUCES]
+        return x[start:start + self[CALL_REDUCED]]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether it reduces vectors in windows."""
+        return bool(self[CALL_KIND] == WINDOWS)
+
+    def node(self) -> SharedNode:
+        """Return its meeting place, after the first barrier."""
+        node = self.memory.node(self[CALL_SEQUENCE], self.header, self[CALL_DIGEST])
+        node.arrived(node.count + 1)
+        return node
+
+    def look(self, slots: Sequence[Array]) -> "_Views":
+        """Return what Python works on in an area, given all ranks' slots there."""
+        combined, written = None, None
+        if self[CALL_KIND] == SLOTS:
+            part = slice(self[CALL_REDUCES], self[CALL_REDUCES] + self[CALL_REDUCED])
+            combined = _reducer(self.combine, [slot[part] for slot in slots])
+        if self[CALL_KIND] <= SLOTS:
+            start = self[CALL_WRITES]
+            written = slots[self[CALL_RANK]][start:start + self[CALL_WRITTEN]]
+        return slots, written, combined
+
+
+def _reducer(combine: Any, sources: Sequence[Array]) -> Callable[[Array], None]:
+    """Return a function that combines all slots into a vector."""
+    if isinstance(combine, Reduction):
+        return combine.of(sources)
+    return functools.partial(combine.combine, sources)
+
+
+def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan,
+              combine: Combine | None = None) -> NodeCall:
+    """Return a call in which each rank writes once to its slot, and reads once."""
+    call = NodeCall(memory, dtype, n, READS if plan.reduces is None else SLOTS, combine)
+    call[CALL_WRITES], call[CALL_WRITTEN] = plan.writes.start, _length(plan.writes)
+    if plan.reduces is not None:
+        call[CALL_REDUCES], call[CALL_REDUCED] = plan.reduces.start, _length(plan.reduces)
+    first = CALL_BASES + 2 * len(memory.ranks)
+    for rank, part in enumerate(plan.reads):
+        call[first + 2 * rank], call[first + 2 * rank + 1] = part.start, _length(part)
+    return call
+
+
+def piece_call(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine) -> NodeCall:
+    """Return a call that reduces private vectors piece by piece, by compiled code if there is some.
+
+    Args:
+        piece_bytes: Longest piece.
+    """
+    p, n, half = len(memory.ranks), x.size, memory.slots(0, x.dtype, None)[0].size // 2
+    longest = min(half, piece_bytes // x.itemsize) // p
+    # A slice lies where those of other pieces do: of two pieces, one is read while one is written.
+    width = -(-n // max(1, -(-n // (longest * p)) * p))
+    call = NodeCall(memory, x.dtype, n, PIECES, combine)
+    call[CALL_LAST] = -(-n // max(1, width * p))
+    call[CALL_WIDTH], call[CALL_HALF] = width, half
+    # The words of a call are whole numbers; of a vector at an odd place only NumPy can make sums.
+    if (p > 1 and combine.adds and memory.segments and combine.divisor == int(combine.divisor)
+            and data_address(x) % x.itemsize == 0):
+        call.compile(compiled.code("sum", x.dtype.name, p), int(combine.divisor))
+        call[CALL_LOOKS] = _LOOKS
+    return call
+
+
+def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
+    """Return a call that goes on once all know where all vectors are: it reduces slices of them."""
+    call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
+    call.slices, call[CALL_FIRST], call[CALL_LAST] = slices, 1, 1
+    return call
+
+
+@functools.cache
+def _has_cores(ranks: int) -> bool:
+    """Return whether each rank of a node has a core of its own, as far as one can tell."""
+    every = os.cpu_count() or 1
+    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    # A rank that is bound to one core (of two threads) does not share it.
+    return ranks <= (every if mine <= 2 else mine)
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
+
+
+# The dialect.
+
+def _bind(call: NodeCall, vector: Any) -> None:
+    call.x, area = vector, call[CALL_SEQUENCE] % AREAS
+    views = call.views[area]
+    if views is None:
+        views = call.views[area] = call.look(call.memory.slots(area, call.dtype, None))
+    call.slots, call.written, call.combined = views
+
+
+def _load(call: NodeCall, rank: int, word: int) -> int:
+    return call.segments[rank][word]
+
+
+def _have_come(call: NodeCall, flag: int, value: int) -> bool:
+    if call.arrival is not None:
+        return bool(call.arrival.test())
+    for words in call.segments:
+        if words[flag] < value:
+            return False
+    if REORDERS:
+        call.memory.fence()
+    return True
+
+
+def _store(call: NodeCall, word: int, first: int, second: int) -> None:
+    words = call.own_words
+    words[word] = first
+    words[word + 1] = second
+
+
+def _publish(call: NodeCall, word: int, value: int) -> None:
+    if call.node_of_part is not None:
+        call.arrival = call.node_of_part.barrier()
+        return
+    if REORDERS:
+        call.memory.fence()
+    call.own_words[word] = value
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing: this processor reorders nothing, or what follows is a system call."""
+
+
+def _write_header(call: NodeCall) -> None:
+    call.memory.write_header(call[CALL_AREA], call.header)
+
+
+def _write(call: NodeCall, at: int, start: int, n: int) -> None:
+    x = call.x
+    if call.written is not None and n == x.size:
+        copy_to(call.written, x)
+    elif n > 0:
+        copy_to(call.slots[call[CALL_RANK]][at:at + n], x[start:start + n])
+
+
+def _read(call: NodeCall, rank: int, at: int, start: int, n: int) -> None:
+    if n > 0:
+        copy_to(call.x[start:start + n], call.slots[rank][at:at + n])
+
+
+def _reduce(call: NodeCall, at: int, start: int, n: int) -> None:
+    x, kind = call.x, call[CALL_KIND]
+    if kind == SLOTS:
+        if n > 0:
+            call.combined(x if n == x.size else x[start:start + n])
+    elif kind == WINDOWS:
+        call.combine.combine(call.slices, *call.slices)
+    elif n > 0:
+        sources, out = [slot[at:at + n] for slot in call.slots], x[start:start + n]
+        slot, sources[call[CALL_RANK]] = sources[call[CALL_RANK]], out
+        call.combine.combine(sources, out, slot)
+
+
+def _count(call: NodeCall, ns: int) -> int:
+    counter = call.counter
+    calls = counter[COUNTER_CALLS]
+    counter[COUNTER_NANOSECONDS] += ns
+    counter[COUNTER_CALLS] = calls + 1
+    return calls
+
+
+run_plain = protocol(SimpleNamespace(
+    form=0, inlined=lambda function: function, counter=lambda call: call.counter, bind=_bind,
+    load=_load, have_come=_have_come, store=_store,
+    publish=_publish,
+    write_header=_write_header, write=_write,
+    read=_read, reduce=_reduce, relax=_nothing, give_way=give_way,
+    now=lambda call: time.monotonic_ns(), count=_count))

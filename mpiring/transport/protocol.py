@@ -1,0 +1,323 @@
+"""The protocol by which the ranks of a node work in its memory: write, meet, reduce or read, leave.
+
+One text. `protocol` is given a dialect: what loads, stores, copies and reduces. Python and NumPy
+are one (`plain`), numba's intrinsics another (`compiled`); on simulated memory the first one meets
+an adversary. A call is words (see `layout`), so that any of them may go on where another one was.
+
+Operation s uses area `s % AREAS` of every rank's segment, once every rank's flag there is at least
+`(s + 1 - AREAS) << COUNT_BITS | ENDED`. Then it goes in phases. In each a rank writes to its own
+segment, publishes its flag `(s + 1) << COUNT_BITS | c` for its barrier number c, and waits until
+all flags are that far: what the others have written is there. After the last phase it publishes
+ENDED: it reads nothing of the others' any more. Publishing stores with release, waiting loads with
+acquire. Nobody writes to another rank's segment.
+
+The first flag comes with the digest of what was called, and its header: a rank compares all digests
+before it uses anything. What the phases do:
+
+READS   0: write a part of the vector; read others' parts.
+SLOTS   0: write it; reduce all ranks' slots, in rank order.
+WINDOWS 0: write a note of where the vector is; compare all notes with what is known.
+        1: reduce this rank's slice of all vectors, and store it into all of them.
+PIECES  j: write piece j but for this rank's slice of it, reduce that slice of piece j - 1, write
+        the result; read the others' results. Pieces go by the halves of the slots in turn.
+
+A rank of an allreduce in windows that may not come back soon for phase 1 writes its vector to its
+slot, notes that, and arrives at three barriers at once: then all others write theirs, too.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from .layout import (
+    AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_COUNT,
+    CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST, CALL_LENGTH,
+    CALL_LOOKS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED, CALL_REDUCES,
+    CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN,
+    CALL_YIELDS, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE, COUNTER_WRITTEN,
+    COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, GO_ON, HELD, IDLE, LATE,
+    LOOK, MEETING, NOTE_WORD, NOTE_WORDS, OTHERWISE, PIECES, PUBLISH, READS, RING, RING_BEGAN,
+    RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS, WRITING)
+
+# So many phases are run at a time: some milliseconds.
+_PHASES = 32
+# An area is free when the operation AREAS before has ended in it: how far its flag then lies behind
+# the count of this one's barriers.
+_AHEAD = (AREAS << COUNT_BITS) - ENDED
+# Where a rank's note of its first barrier lies.
+_NOTE = NOTE_WORD + NOTE_WORDS
+
+
+def protocol(d: Any) -> Callable[..., Any]:
+    """Return `run(call, how, vector)`, which runs a call as far as it goes; see layout.
+
+    Args:
+        d: The dialect: what the protocol is written in. `call` is the words of a call, in any form.
+            Offsets within areas are in words, those within slots and vectors in elements.
+
+    A dialect has:
+        form: What is written beside a digest; see layout.FORM_WORD.
+        inlined: Wraps each function of the text.
+        counter: Given a call, returns the words of its counter.
+        bind: Given a call and a vector, makes it the one that the call works on.
+        load: Given a call, a rank and a word's offset, returns what the rank's word says.
+        have_come: Given a flag's offset and a value: returns whether all ranks' flags are at least
+            that; then all that was stored before them is seen.
+        store: Given a call, an offset and two values, sets two words of this rank's.
+        publish: Sets one; whoever loads it then sees all that was stored before.
+        write_header: Copies the call's header to this rank's segment.
+        write: Given at, start, n: copies n elements of the vector to this rank's slot.
+        read: Given rank, at, start, n: copies n elements of a rank's slot to the vector.
+        reduce: Given at, start, n: of SLOTS, reduces n elements of all slots into the vector; of
+            WINDOWS, n elements of all vectors, into all of them; of PIECES, those of the others'
+            slots and of this rank's vector, into that and into its slot.
+        relax, give_way: Called between two looks: keep the core, or give it away.
+        now: Given a call, returns the time in ns.
+        count: Given a call and ns, counts one more fast call; returns how many there were.
+    """
+    counter_of, have_come, begin, meet, run_phases = (
+        d.counter, d.have_come, _beginning(d), _meeting(d), _phases(d))
+
+    def run(call, how, vector):  # type: ignore[no-untyped-def]
+        counter = counter_of(call)
+        # A part has begun already.
+        if call[CALL_WHOLE] != 0 and how != GO_ON and how != LOOK:
+            if not begin(call, counter, how, vector):
+                return GATED
+            how = how & 3
+        if call[CALL_STAGE] == BEGUN:
+            ended = ((call[CALL_SEQUENCE] + 1) << COUNT_BITS) - _AHEAD
+            if call[CALL_SEQUENCE] >= AREAS and not have_come(
+                    call, call[CALL_AREA], ended) and not meet(call, ended, how):
+                return LATE
+            call[CALL_STAGE] = WRITING
+        return run_phases(call, counter, how)
+
+    return run
+
+
+def _phases(d: Any) -> Any:
+    """Return a function that goes through the phases as far as the others have come."""
+    have_come, meet, leave = d.have_come, _meeting(d), _leaving(d)
+    write, reduce, read = _writing(d), _reducing(d), _reading(d)
+    arrive, agreement = _arriving(d), _agreeing(d)
+
+    @d.inlined
+    def run_phases(call, counter, how):  # type: ignore[no-untyped-def]
+        for _ in range(_PHASES):
+            j = call[CALL_PHASE]
+            if call[CALL_STAGE] == WRITING:
+                if j <= call[CALL_LAST]:
+                    write(call, j)
+                if j > 0:
+                    reduce(call, j)
+                if j > call[CALL_LAST]:
+                    leave(call, counter)
+                    return DONE
+                arrive(call, counter, j)
+                call[CALL_STAGE] = MEETING
+                if how == PUBLISH:
+                    return DONE
+            count = call[CALL_COUNT]
+            if not have_come(call, call[CALL_AREA], count) and not meet(call, count, how):
+                return LATE
+            if j == 0 and call[CALL_WHOLE] != 0:
+                status = agreement(call)
+                if status != DONE:
+                    return status
+            read(call, j)
+            call[CALL_PHASE] = j + 1
+            call[CALL_STAGE] = WRITING
+        return LATE
+
+    return run_phases
+
+
+def _beginning(d: Any) -> Any:
+    """Return a function that takes the next number if the gate is open; whether it was."""
+    bind, now = d.bind, d.now
+
+    @d.inlined
+    def begin(call, counter, how, vector):  # type: ignore[no-untyped-def]
+        if call[CALL_STAGE] != IDLE or counter[COUNTER_GATE] != 0 or (
+                how < HELD and counter[COUNTER_HELD] != 0):
+            return False
+        # First: who meets an interrupt finds that something has begun.
+        call[CALL_STAGE] = BEGUN
+        call[CALL_BEGAN] = now(call)
+        sequence = counter[COUNTER_SEQUENCE]
+        call[CALL_SEQUENCE] = sequence
+        counter[COUNTER_SEQUENCE] = sequence + 1
+        call[CALL_AREA] = sequence % AREAS * AREA_WORDS
+        call[CALL_COUNT] = (sequence + 1) << COUNT_BITS
+        call[CALL_PHASE] = call[CALL_FIRST]
+        bind(call, vector)
+        return True
+
+    return begin
+
+
+def _meeting(d: Any) -> Any:
+    """Return a function that waits a while for all flags to come to a value."""
+    have_come, relax, give_way = d.have_come, d.relax, d.give_way
+
+    @d.inlined
+    def meet(call, value, how):  # type: ignore[no-untyped-def]
+        look, spins, area = 1, call[CALL_SPINS], call[CALL_AREA]
+        looks = call[CALL_LOOKS] if how == LOOK else spins
+        if how == GO_ON:
+            looks = spins + call[CALL_YIELDS]
+        while look < looks:
+            if look < spins:
+                relax()
+            else:
+                give_way()
+            if have_come(call, area, value):
+                return True
+            look += 1
+        return False
+
+    return meet
+
+
+def _arriving(d: Any) -> Any:
+    """Return a function that publishes what was written, with the call if it is the first time."""
+    store, publish, write_header, form = d.store, d.publish, d.write_header, d.form
+
+    @d.inlined
+    def arrive(call, counter, j):  # type: ignore[no-untyped-def]
+        area, count = call[CALL_AREA], call[CALL_COUNT] + 1
+        if j == 0 and call[CALL_WHOLE] != 0:
+            count += call[CALL_BARRIERS] - 1
+            if call[CALL_NOTE] != 0:
+                store(call, area + _NOTE, call[CALL_NOTE], call[CALL_NOTE + 1])
+            # Whoever writes a vector after a note, does it by NumPy.
+            store(call, area + DIGEST_WORD, call[CALL_DIGEST],
+                  form if call[CALL_KIND] != WINDOWS else 0)
+            written = COUNTER_WRITTEN + call[CALL_SEQUENCE] % AREAS
+            if counter[written] != call[CALL_IDENTITY]:
+                write_header(call)
+                counter[written] = call[CALL_IDENTITY]
+        call[CALL_COUNT] = count
+        publish(call, area, count)
+
+    return arrive
+
+
+def _agreeing(d: Any) -> Any:
+    """Return a function that compares what all ranks have published: DONE, DISAGREE, OTHERWISE."""
+    load, form = d.load, d.form
+
+    @d.inlined
+    def agreement(call):  # type: ignore[no-untyped-def]
+        otherwise, area, kind, digest = False, call[CALL_AREA], call[CALL_KIND], call[CALL_DIGEST]
+        for r in range(call[CALL_RANKS]):
+            if load(call, r, area + DIGEST_WORD) != digest:
+                return DISAGREE
+            if kind == WINDOWS:
+                known = CALL_BASES + 2 * (call[CALL_RANKS] + r)
+                if load(call, r, area + _NOTE) != call[known] or (
+                        load(call, r, area + _NOTE + 1) != call[known + 1]):
+                    otherwise = True
+            elif form == 1 and kind == SLOTS and load(call, r, area + FORM_WORD) == 0:
+                otherwise = True
+        return OTHERWISE if otherwise else DONE
+
+    return agreement
+
+
+def _pieces(d: Any) -> Any:
+    """Return a function: where slice s of piece j begins in a slot, and in the vector.
+
+    Further its length, and those of what comes before and after it in the piece.
+    """
+    @d.inlined
+    def bounds(call, s, j):  # type: ignore[no-untyped-def]
+        width, p = call[CALL_WIDTH], call[CALL_RANKS]
+        size = min(width * p, call[CALL_LENGTH] - j * width * p)
+        before = min(s * width, size)
+        n = min(width, size - before)
+        return ((j & 1) * call[CALL_HALF] + before, j * width * p + before, n, before,
+                size - before - n)
+
+    return bounds
+
+
+def _writing(d: Any) -> Any:
+    """Return a function that writes what a phase writes."""
+    copy, bounds = d.write, _pieces(d)
+
+    @d.inlined
+    def write(call, j):  # type: ignore[no-untyped-def]
+        if call[CALL_KIND] == PIECES:
+            if j < call[CALL_LAST]:
+                at, start, n, before, after = bounds(call, call[CALL_RANK], j)
+                copy(call, at - before, start - before, before)
+                copy(call, at + n, start + n, after)
+        elif call[CALL_KIND] != WINDOWS:
+            copy(call, call[CALL_WRITES], call[CALL_WRITES], call[CALL_WRITTEN])
+
+    return write
+
+
+def _reducing(d: Any) -> Any:
+    """Return a function that reduces what lies ready since the phase before."""
+    reduce_part, bounds = d.reduce, _pieces(d)
+
+    @d.inlined
+    def reduce(call, j):  # type: ignore[no-untyped-def]
+        kind, rank, p = call[CALL_KIND], call[CALL_RANK], call[CALL_RANKS]
+        if kind == READS or j > 1 and j > call[CALL_LAST]:
+            return
+        at = start = call[CALL_REDUCES]
+        n = call[CALL_REDUCED]
+        if kind == WINDOWS:
+            # This rank's slice, see memory.arrays.slice_of.
+            at, start = 0, rank * call[CALL_LENGTH] // p
+            n = (rank + 1) * call[CALL_LENGTH] // p - start
+        if kind == PIECES:
+            at, start, n, before, after = bounds(call, rank, j - 1)
+        reduce_part(call, at, start, n)
+
+    return reduce
+
+
+def _reading(d: Any) -> Any:
+    """Return a function that reads from slots what is meant for this rank."""
+    copy, bounds = d.read, _pieces(d)
+
+    @d.inlined
+    def read(call, j):  # type: ignore[no-untyped-def]
+        p = call[CALL_RANKS]
+        if call[CALL_KIND] == READS:
+            for r in range(p):
+                part = CALL_BASES + 2 * (p + r)
+                copy(call, r, call[part], call[part], call[part + 1])
+        elif call[CALL_KIND] == PIECES and j > 0:
+            for r in range(p):
+                if r != call[CALL_RANK]:
+                    at, start, n, before, after = bounds(call, r, j - 1)
+                    copy(call, r, at, start, n)
+
+    return read
+
+
+def _leaving(d: Any) -> Any:
+    """Return a function that ends the operation, if the call is all of it, and notes it."""
+    publish, now, count = d.publish, d.now, d.count
+
+    @d.inlined
+    def leave(call, counter):  # type: ignore[no-untyped-def]
+        if call[CALL_WHOLE] != 0:
+            publish(call, call[CALL_AREA], (call[CALL_SEQUENCE] + 1) << COUNT_BITS | ENDED)
+        began = call[CALL_BEGAN]
+        if began != 0:
+            ended = now(call)
+            entry = COUNTER_RING + count(call, ended - began) % RING * RING_WORDS
+            counter[entry + RING_IDENTITY] = call[CALL_IDENTITY]
+            counter[entry + RING_SEQUENCE] = call[CALL_SEQUENCE]
+            counter[entry + RING_BEGAN] = began
+            counter[entry + RING_ENDED] = ended
+        # Last: another thread may begin it again.
+        call[CALL_STAGE] = IDLE
+
+    return leave

@@ -1,0 +1,103 @@
+"""Fast calls on simulated memory: whatever flags are seen late, and however ranks interleave."""
+
+import random
+
+import numpy as np
+import pytest
+
+from mpiring.memory.arrays import bounds_of
+from mpiring.memory.reduction import reduction
+from mpiring.simulated.network import SimulatedNetwork
+from mpiring.simulated.node import SimulatedMemory
+from mpiring.transport import plans
+from mpiring.transport.layout import BEGIN, DISAGREE, DONE, LATE, LOOK, PUBLISH
+from mpiring.transport.node_call import Identity, slot_call
+
+FLOAT32 = np.dtype(np.float32)
+PLANS = {
+    "allreduce": lambda n, rank, p: plans.allreduce(n),
+    "reduce_scatter": lambda n, rank, p: plans.reduce_scatter(bounds_of(n, p), rank),
+    "allgather": lambda n, rank, p: plans.allgather(bounds_of(n, p), rank),
+    "broadcast": lambda n, rank, p: plans.broadcast(n, p - 1, rank, p)}
+
+
+class Changed:
+    """Complete when another rank's flag was seen, or its own rank looks again."""
+
+    def __init__(self, call, how, x):
+        self.call, self.status, self.x = call, call.run(how, x), x
+
+    def test(self):
+        if self.status == LATE:
+            self.status = self.call.run(LOOK, self.x)
+        return self.status != LATE
+
+
+def calls_of(memory, rank, size):
+    """One call per kind and length, as a program makes them again and again."""
+    made = {}
+
+    def call(kind, n):
+        if (kind, n) not in made:
+            number = 1 + list(PLANS).index(kind) * 100 + n
+            combine = reduction("sum", FLOAT32, size)
+            made[kind, n] = slot_call(
+                memory.ranks[rank], FLOAT32, n, PLANS[kind](n, rank, size), combine)
+            made[kind, n].whole(Identity(number, b"h" * 192, number), "sum", None)
+        return made[kind, n]
+
+    return call
+
+
+def expected(kind, before, rank):
+    total, size, n = sum(before), len(before), before[0].size
+    if kind == "allreduce":
+        return slice(None), total
+    if kind == "reduce_scatter":
+        part = slice(rank * n // size, (rank + 1) * n // size)
+        return part, total[part]
+    if kind == "broadcast":
+        return slice(None), before[-1]
+    return slice(None), np.concatenate(
+        [x[r * n // size:(r + 1) * n // size] for r, x in enumerate(before)])
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_results_are_right_whatever_is_seen_late(size, seed):
+    network = SimulatedNetwork(size, ranks_per_node=size, seed=seed)
+    memory, chance = SimulatedMemory(network), random.Random(seed)
+    steps = [(chance.choice(list(PLANS)), chance.choice([1, 5, 100])) for _ in range(30)]
+
+    def program(net):
+        call_of, rank = calls_of(memory, net.rank, size), net.rank
+        for step, (kind, n) in enumerate(steps):
+            before = [np.arange(n, dtype=np.float32) + 10 * step + r for r in range(size)]
+            x, call = before[rank].copy(), call_of(kind, n)
+            if random.Random(seed + step + 7 * rank).random() < 0.3:
+                # Started, and finished later.
+                assert call.run(PUBLISH, x) in (DONE, LATE)
+                changed = Changed(call, LOOK, x)
+            else:
+                changed = Changed(call, BEGIN, x)
+            yield (changed,)
+            assert changed.status == DONE
+            part, values = expected(kind, before, rank)
+            assert np.array_equal(x[part], values)
+
+    network.run(program)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_another_call_is_found_before_anything_is_used(seed):
+    network = SimulatedNetwork(2, ranks_per_node=2, seed=seed)
+    memory = SimulatedMemory(network)
+
+    def program(net):
+        x = np.ones(5, np.float32)
+        changed = Changed(calls_of(memory, net.rank, 2)(
+            "allreduce" if net.rank else "broadcast", 5), BEGIN, x)
+        yield (changed,)
+        assert changed.status == DISAGREE and (x == 1).all()
+
+    network.run(program)
