@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import needed
 
 from mpiring.numpy import Checkpoints
 from mpiring.resilience import Sliced, whole
@@ -34,7 +35,7 @@ def test_fewer_ranks_go_on_from_slices(comm, tmp_path):
 
 
 def test_what_older_versions_have_saved_is_loaded(comm, tmp_path):
-    torch = pytest.importorskip("torch")
+    torch = needed("torch")
     import mpiring.torch
     from mpiring.numpy import DataParallel
     from mpiring.optim import AdamW

@@ -6,6 +6,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from launching import needed
 
 import mpiring
 from mpiring import BufferMismatchError, ClosedError, ConfigError, GradientError, StallError
@@ -115,7 +116,7 @@ def test_arrays_may_be_replaced_by_their_like(comm, delay):
 
 
 def test_parameters_of_a_module_may_be_replaced(comm):
-    torch = pytest.importorskip("torch")
+    torch = needed("torch")
     module = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
     with PairAveraging(module, comm, delay=0) as pairs:
         module.load_state_dict({name: torch.full_like(x, comm.rank) for name, x in
