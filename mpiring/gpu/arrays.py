@@ -47,11 +47,11 @@ def gpu_named(wish: object) -> tuple[str, int | None]:
     Raises:
         ConfigError: No kind of GPU.
     """
-    found = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(wish), re.ASCII)
-    if found is None:
+    match = re.fullmatch(rf"({'|'.join(GPU_TYPES)})(?::(\d+))?", str(wish), re.ASCII)
+    if match is None:
         raise ConfigError(f"device={str(wish)!r}: expected cpu, cuda, or cuda: and a number; xpu "
                           f"for Intel's GPUs")
-    return found[1], int(found[2]) if found[2] else None
+    return match[1], int(match[2]) if match[2] else None
 
 
 def vector_of(x: Any, *, writeable: bool = True) -> Any:

@@ -289,15 +289,15 @@ class Staging:
         # Few lengths, so that slots of one operation fit the next.
         size = 1 << max(nbytes - 1, 4095).bit_length()
         busy: list[_Slot] = []
-        while len(busy) < _LOOKS and (found := self._removed(size)) is not None:
-            if _is_free(found):
+        while len(busy) < _LOOKS and (slot := self._removed(size)) is not None:
+            if _is_free(slot):
                 break
-            busy.append(found)
+            busy.append(slot)
         else:
-            found = None
-        for slot in busy:
-            self._add(slot)
-        return self._gpu.pinned(size) if found is None else found[0]
+            slot = None
+        for busy_slot in busy:
+            self._add(busy_slot)
+        return self._gpu.pinned(size) if slot is None else slot[0]
 
     def give(self, slot: Array, until: Event | None = None) -> None:
         """Take memory back; a copy may use it until an event."""

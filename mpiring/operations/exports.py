@@ -71,22 +71,22 @@ class Exports:
         yield from self._free(node)
         dtype = np.dtype(dtype)
         n = math.prod(shape)
-        mine = device.allocate(n * dtype.itemsize)
-        segments = yield from self._opened(node, device, mine)
+        memory = device.allocate(n * dtype.itemsize)
+        segments = yield from self._opened(node, device, memory)
         if segments is None:
-            return mine.view(dtype)
-        root = _Root(mine)
+            return memory.view(dtype)
+        root = _Root(memory)
         self._segments[number] = segments
         self._windows.add(root, number, cast(Any, segments), node.rank)
         weakref.finalize(root, self._given_up.append, number).atexit = False
-        return DeviceVector(device, mine.address, n, dtype, root)
+        return DeviceVector(device, memory.address, n, dtype, root)
 
     def _opened(self, node: Node, device: Device,
-                mine: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
+                memory: DeviceVector) -> Schedule[Sequence[DeviceVector] | None]:
         """Open all ranks' memory; None on all of them where one cannot."""
         problem, handle, opened = "", (0,) * _MOST, []
         try:
-            handle = device.gpu.export(mine)
+            handle = device.gpu.export(memory)
         except OSError as error:
             problem = str(error)
         handles = yield from node.share(*handle)
@@ -94,8 +94,8 @@ class Exports:
         if all(any(other) for other in handles):
             try:
                 for rank, other in enumerate(handles):
-                    opened.append(mine if rank == node.rank else
-                                  device.gpu.open(other, mine.nbytes, device))
+                    opened.append(memory if rank == node.rank else
+                                  device.gpu.open(other, memory.nbytes, device))
             except OSError as error:
                 problem = str(error)
         if problem:
@@ -110,8 +110,8 @@ class Exports:
 
     def _free(self, node: Node) -> Schedule[None]:
         """Close what all ranks of the node have given up, and free this rank's part of it."""
-        mine = (*self._given_up[:_MOST], *(-1 for _ in range(_MOST)))[:_MOST]
-        offers = yield from node.share(*mine)
+        offered = (*self._given_up[:_MOST], *(-1 for _ in range(_MOST)))[:_MOST]
+        offers = yield from node.share(*offered)
         common = set(offers[0]).intersection(*offers[1:]) - {-1}
         for number in common:
             self._given_up.remove(number)

@@ -21,6 +21,7 @@ class Update:
     """An update of vectors in one pass over memory.
 
     All ways of running it have the same bits: each operation of the text is rounded by itself.
+    CuPy's kernels alone take subnormal numbers for zero.
 
     Args:
         name: Different from all others'.
@@ -65,9 +66,9 @@ class Update:
     def _in_blocks(self, vectors: Sequence[Array], numbers: Sequence[Any]) -> None:
         stored = [vectors[self.vectors.index(name)] for name in self.stored]
         for start in range(0, vectors[0].size, BLOCK):
-            here = slice(start, start + BLOCK)
-            for x, result in zip(stored, self._of_arrays(*[x[here] for x in vectors], *numbers)):
-                x[here] = result
+            block = slice(start, start + BLOCK)
+            for x, result in zip(stored, self._of_arrays(*[x[block] for x in vectors], *numbers)):
+                x[block] = result
 
     @functools.cached_property
     def _of_arrays(self) -> Callable[..., Sequence[Array]]:

@@ -307,23 +307,24 @@ class Compressor(ABC):
 
     def _refuse_other_ranks(self, state: Mapping[str, Any]) -> None:
         rank, size, nodes = self._world
-        theirs = state["rank"], state["size"], tuple(map(tuple, state["nodes"]))
-        if theirs != (rank, size, nodes):
+        saved_rank, saved_size, saved_nodes = (
+            state["rank"], state["size"], tuple(map(tuple, state["nodes"])))
+        if (saved_rank, saved_size, saved_nodes) != (rank, size, nodes):
             raise ConfigError(
                 f"rank {rank} of {size} on {len(nodes)} node(s): the state that was loaded is of "
-                f"rank {theirs[0]} of {theirs[1]} on {len(theirs[2])} node(s). Each rank's "
+                f"rank {saved_rank} of {saved_size} on {len(saved_nodes)} node(s). Each rank's "
                 f"residuals are what it has not yet sent of its own gradients and cannot be "
                 f"divided anew; resume on the same ranks and nodes, or begin with a fresh "
                 f"Reducer, which loses at most what is not yet sent")
 
     def _refuse_other_tensors(self, state: Mapping[str, Any], buckets: Sequence[Bucket]) -> None:
-        mine = {name for bucket in buckets for name in bucket.views}
+        reduced = {name for bucket in buckets for name in bucket.views}
         # It also has tensors that were not trained at the time.
-        theirs = {name for name in state["order"] if name in state["tensors"]}
-        if mine != theirs:
+        saved = {name for name in state["order"] if name in state["tensors"]}
+        if reduced != saved:
             raise ConfigError(
-                f"rank {self._world[0]}: {self!r} is to reduce {', '.join(sorted(mine))}, but the "
-                f"state that was loaded is of {', '.join(sorted(theirs))}; resume with the same "
+                f"rank {self._world[0]}: {self!r} is to reduce {', '.join(sorted(reduced))}, but "
+                f"the state that was loaded is of {', '.join(sorted(saved))}; resume with the same "
                 f"model and reducers")
 
 

@@ -131,15 +131,15 @@ class TopK(Compressor):
     def _select(self, exchange: SliceExchange, gathered: Wide) -> tuple[Array, bool]:
         """Return the indices of what is to be sent, ascending, and whether all is finite."""
         density = self.density_at(exchange.step)
-        found, finite = [np.empty(0, np.int64)], True
+        parts, finite = [np.empty(0, np.int64)], True
         for i, part in enumerate(exchange.state.ranges):
             # At least one number, at most all.
             k = min(part.size, max(1, math.ceil(part.size * density)))
             indices, is_finite_here = largest.select_largest(
                 gathered[part.start:part.stop], k, exchange.key(i))
-            found.append(indices + part.start)
+            parts.append(indices + part.start)
             finite &= is_finite_here
-        return np.concatenate(found), finite
+        return np.concatenate(parts), finite
 
     def _forget(self, exchange: SliceExchange, gathered: Wide, indices: Array) -> None:
         """Forget what is sent, and its momentum (momentum factor masking)."""
@@ -165,10 +165,10 @@ def _average_sparse(
             x[...] = 0
             finite = True
             for payload in payloads:
-                theirs, positions = largest.unpack(payload, k, n)
-                finite &= is_finite(theirs)
+                received, positions = largest.unpack(payload, k, n)
+                finite &= is_finite(received)
                 # No index comes twice from one node.
-                quietly(_add_at, x, positions, theirs, np.float32(p))
+                quietly(_add_at, x, positions, received, np.float32(p))
     return finite
 
 

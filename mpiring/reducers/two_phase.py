@@ -75,9 +75,9 @@ def _average(exchange: SliceExchange, codec: Codec, x: Wide, lost: Wide | None) 
         payloads, inbox = memory[:p], memory[p:]
         yield from _add_own_chunk(exchange, codec, chunks, payloads, inbox, losses)
         with exchange.encoding():
-            own, loss = chunks[r], None if losses is None else losses[r]
-            vectors.divide(own, p)
-            codec.encode(own, payloads[r], loss, exchange.key(p))
+            chunk, loss = chunks[r], None if losses is None else losses[r]
+            vectors.divide(chunk, p)
+            codec.encode(chunk, payloads[r], loss, exchange.key(p))
             if loss is not None:
                 # In the mean it is divided by p again.
                 vectors.multiply(loss, p)

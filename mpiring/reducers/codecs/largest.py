@@ -117,25 +117,25 @@ def _thresholds(bits: Array, k: int, key: int) -> list[int]:
 
 def _above(bits: Array, threshold: int, k: int) -> tuple[Indices, NDArray[np.int32]]:
     """Return indices and magnitudes above the threshold, or of the largest, at least k."""
-    found, count = [(np.empty(0, np.int64), np.empty(0, np.int32))], 0
+    parts, count = [(np.empty(0, np.int64), np.empty(0, np.int32))], 0
     for start in range(0, bits.size, BLOCK):
         block = bits[start:start + BLOCK]
         magnitudes = block & _MAGNITUDE
         indices = np.flatnonzero(magnitudes > threshold)
-        found.append((indices + start, magnitudes[indices]))
+        parts.append((indices + start, magnitudes[indices]))
         count += indices.size
         if count >= 2 * k + BLOCK:
-            best = _largest(*_joined(found), k)
+            best = _largest(*_joined(parts), k)
             # Any k that are left out from now on may be: as many are no smaller.
-            found, count, threshold = [best], k, int(best[1].min())
-    return _joined(found)
+            parts, count, threshold = [best], k, int(best[1].min())
+    return _joined(parts)
 
 
 def _joined(
-    found: list[tuple[Indices, NDArray[np.int32]]],
+    parts: list[tuple[Indices, NDArray[np.int32]]],
 ) -> tuple[Indices, NDArray[np.int32]]:
-    return (np.concatenate([indices for indices, _ in found]),
-            np.concatenate([magnitudes for _, magnitudes in found]))
+    return (np.concatenate([indices for indices, _ in parts]),
+            np.concatenate([magnitudes for _, magnitudes in parts]))
 
 
 def _largest(
