@@ -130,7 +130,7 @@ class DeviceNode:
         call.run(PUBLISH, x)
         status = LATE
         while status == LATE:
-            yield (call.arrival,)
+            yield (call.barriers.arrival,)
             status = call.run(LOOK, x)
 
     def lane(self, index: int) -> "DeviceNode":

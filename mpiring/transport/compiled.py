@@ -16,7 +16,7 @@ from ..memory.arrays import SIXTEEN_BIT
 from ..memory.sums import adding_both, of_two
 from .base import HEADER_BYTES
 from .layout import (
-    CALL_ADDRESS, CALL_AREA, CALL_BASES, CALL_CLOCK, CALL_COUNTER, CALL_DIVISOR, CALL_HEADER,
+    CALL_AREA, CALL_BASES, CALL_COUNTER, CALL_DIVISOR, CALL_HEADER,
     CALL_ITEMSIZE, CALL_KIND, CALL_RANK, CALL_RANKS, CALL_VECTOR, COUNTER_CALLS,
     COUNTER_NANOSECONDS, HEADER_WORD, PIECES, SLOTS, SLOT_WORD, WINDOWS)
 from .protocol import protocol
@@ -74,8 +74,8 @@ def _dialect(intrinsics: Any, name: str, words_at: Any) -> Any:
         call[CALL_VECTOR] = vector
 
     @inlined
-    def now(call):  # type: ignore[no-untyped-def]
-        clock = words_at(call[CALL_ADDRESS] + 8 * CALL_CLOCK)
+    def now(address):  # type: ignore[no-untyped-def]
+        clock = words_at(address)
         clock_gettime(np.int32(_CLOCK), clock)
         return clock[0] * 1_000_000_000 + clock[1]
 
@@ -99,24 +99,23 @@ def _words(intrinsics: Any, words_at: Any) -> tuple[Any, Any, Any, Any]:
     load_acquire, store_release = intrinsics.load_acquire, intrinsics.store_release
 
     @inlined
-    def load(call, r, word):  # type: ignore[no-untyped-def]
-        return load_acquire(call[CALL_BASES + r] + 8 * word)
+    def load(base, word):  # type: ignore[no-untyped-def]
+        return load_acquire(base + 8 * word)
 
     @inlined
     def have_come(call, flag, value):  # type: ignore[no-untyped-def]
         for r in range(call[CALL_RANKS]):
-            if load(call, r, flag) < value:
+            if load(call[CALL_BASES + r], flag) < value:
                 return False
         return True
 
     @inlined
-    def store(call, word, first, second):  # type: ignore[no-untyped-def]
-        words = words_at(call[CALL_BASES + call[CALL_RANK]])
-        words[word], words[word + 1] = first, second
+    def store(base, word, value):  # type: ignore[no-untyped-def]
+        words_at(base)[word] = value
 
     @inlined
-    def publish(call, word, value):  # type: ignore[no-untyped-def]
-        store_release(call[CALL_BASES + call[CALL_RANK]] + 8 * word, value)
+    def publish(base, word, value):  # type: ignore[no-untyped-def]
+        store_release(base + 8 * word, value)
 
     return load, have_come, store, publish
 

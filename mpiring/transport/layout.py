@@ -59,7 +59,8 @@ RING: Final = 1024
 RING_IDENTITY, RING_SEQUENCE, RING_BEGAN, RING_ENDED, RING_WORDS = range(5)
 COUNTER_WORDS: Final = COUNTER_RING + RING * RING_WORDS
 
-# A call: one operation after another, all of them the same; see protocol. Private memory.
+# A call: one operation after another, all of them the same; see protocol. Private memory. In Python
+# objects stand where compiled code has addresses: the counter's words, the call itself, segments.
 
 # Made once: the address of the counter's words; what stands for the call there, never 0; how many
 # ranks the node has, and which of them this one is; what moves (below); the length of the vector;
@@ -87,15 +88,16 @@ CALL_STAGE, CALL_PHASE, CALL_SEQUENCE, CALL_AREA, CALL_COUNT = range(25, 30)
 # When it began, in ns. Who completes a call notes it in the counter unless this is 0: the engine
 # then keeps its record.
 CALL_BEGAN: Final = 30
-# Two words for the clock of compiled code: seconds, nanoseconds. Where the call's words are.
+# The clock: its number; of compiled code, the address of the two words behind, seconds and
+# nanoseconds. Where the call's words are.
 CALL_CLOCK: Final = 31
-CALL_ADDRESS: Final = 33
+CALL_ADDRESS: Final = 34
 # How many bytes an element has, for compiled code that copies.
-CALL_ITEMSIZE: Final = 34
+CALL_ITEMSIZE: Final = 35
 # Per rank of the node, the address of its segment of node memory; then the addresses of the vectors
 # that are reduced; then two words: where the rank's vector is known to be (its note), or what is
 # read from its slot (start, length).
-CALL_BASES: Final = 35
+CALL_BASES: Final = 36
 
 # What moves: parts of the slots are read; all slots are reduced; all windows, in place; or all
 # private vectors, piece by piece.

@@ -1,6 +1,8 @@
 """Calls of the ranks of a node, and the protocol in Python: the dialect of NumPy's vectors."""
 
 import functools
+import math
+import operator
 import os
 import time
 from array import array
@@ -17,12 +19,12 @@ from ..memory.reduction import Combine, Reduction
 from . import compiled
 from .base import Node
 from .layout import (
-    AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_COUNT,
+    AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_CLOCK, CALL_COUNT,
     CALL_COUNTER, CALL_DIGEST, CALL_DIVISOR, CALL_FIRST, CALL_HALF, CALL_HEADER, CALL_IDENTITY,
     CALL_ITEMSIZE, CALL_KIND, CALL_LAST, CALL_LENGTH, CALL_LOOKS, CALL_NOTE, CALL_PHASE,
     CALL_RANK, CALL_RANKS, CALL_REDUCED, CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE,
     CALL_VECTOR, CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN, CALL_YIELDS, COUNTER_CALLS,
-    COUNTER_NANOSECONDS, DONE, GO_ON, LOOK, OTHERWISE, PIECES, PUBLISH, READS, SLOTS, WINDOWS,
+    COUNTER_NANOSECONDS, DONE, GO_ON, IDLE, LOOK, OTHERWISE, PIECES, PUBLISH, READS, SLOTS, WINDOWS,
     WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
 from .plans import SlotPlan
@@ -63,8 +65,8 @@ class Identity(NamedTuple):
 _Views = tuple[Sequence[Array], Array | None, Any]
 
 
-class NodeCall(array):  # type: ignore[type-arg]
-    """A call that the ranks of a node make, once or again and again: its words, see layout.
+class NodeCall:
+    """A call that the ranks of a node make, once or again and again.
 
     A part of an operation, until `whole`.
 
@@ -76,6 +78,8 @@ class NodeCall(array):  # type: ignore[type-arg]
 
     Attributes:
         memory, dtype, combine: As above.
+        words: See layout. An array where compiled code runs it. Where Python does, a list, which
+            it reads in a third of the time: with objects in the place of their addresses.
         x, slots: The vector, and all ranks' slots: of the operation that goes on.
         slices: Of WINDOWS, this rank's slice of all vectors.
         code: Runs it in compiled code; None where Python does.
@@ -83,14 +87,12 @@ class NodeCall(array):  # type: ignore[type-arg]
             does as `run(BEGIN, x)`, with less to do for Python; go on with `run` if it is not DONE.
     """
 
-    def __new__(cls, memory: NodeMemory, *_: Any) -> Any:
-        return super().__new__(cls, "q", bytes(8 * call_words(len(memory.ranks))))
-
     def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", n: int, kind: int,
                  combine: Any) -> None:
         self.memory, self.dtype, self.combine = memory, dtype, combine
-        self.counter, self.segments = memory.counter, memory.words
-        self.own_words = memory.words[memory.rank]
+        self.words: Any = [0] * call_words(len(memory.ranks))
+        self._of_code: Any = None
+        self.counter, self.segments = memory.counter, list[Any](memory.words)
         self.x: Any = None
         self.slots: Sequence[Array] = ()
         self.written: Array | None = None
@@ -100,13 +102,23 @@ class NodeCall(array):  # type: ignore[type-arg]
         self.code: Code | None = None
         self.is_short, self.address = False, 0
         self.op = ""
-        self.node_of_part: Node | None = None
-        self.arrival: Any = None
         self.header = b""
         self._find: Find | None = None
         self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
         self[CALL_KIND], self[CALL_LENGTH], self[CALL_LOOKS] = kind, n, 1
         self[CALL_SPINS], self[CALL_YIELDS] = _SPINS, _YIELDS
+        self._name_objects()
+
+    def _name_objects(self) -> None:
+        self.words[CALL_ADDRESS], self.words[CALL_COUNTER] = self, self.counter
+        self.words[CALL_CLOCK] = time.CLOCK_MONOTONIC
+        self.words[CALL_BASES:CALL_BASES + len(self.segments)] = self.segments
+
+    def __getitem__(self, word: int) -> Any:
+        return self.words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.words[word] = value
 
     def whole(self, identity: Identity, op: str, code: Code | None, *,
               note: tuple[int, int] = (0, 0), barriers: int = 1, find: Find | None = None) -> None:
@@ -136,13 +148,16 @@ class NodeCall(array):  # type: ignore[type-arg]
         if code is None:
             return
         ranks = len(self.segments)
+        self.words = self._of_code = array("q", [
+            word if isinstance(word, int) else 0 for word in self.words])
         self[CALL_ITEMSIZE] = self.dtype.itemsize
         self[CALL_DIVISOR], self[CALL_SPINS] = divisor, (
             _COMPILED_SPINS if _has_cores(ranks) else _SPINS_TOGETHER)
         self[CALL_COUNTER] = self.counter.buffer_info()[0]
         if self.header:
             self[CALL_HEADER] = np.frombuffer(self.header, np.uint8).ctypes.data
-        self[CALL_ADDRESS] = self.address = self.buffer_info()[0]
+        self[CALL_ADDRESS] = self.address = self._of_code.buffer_info()[0]
+        self[CALL_CLOCK] = self.address + 8 * (CALL_CLOCK + 1)
         for rank, segment in enumerate(self.memory.segments):
             self[CALL_BASES + rank] = data_address(segment)
         self.begin: Callable[[int, int], int] = code.call_with_lock
@@ -153,8 +168,9 @@ class NodeCall(array):  # type: ignore[type-arg]
         self[CALL_SEQUENCE], self[CALL_COUNT] = sequence, count
         self[CALL_AREA] = sequence % AREAS * AREA_WORDS
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
-        _bind(self, x)
-        if self.code is not None:
+        if self.code is None:
+            _bind(self.words, x)
+        else:
             self[CALL_VECTOR] = data_address(x)
 
     def join_by_barriers(self, node: Node, x: Any) -> None:
@@ -163,7 +179,9 @@ class NodeCall(array):  # type: ignore[type-arg]
         Args:
             node: Has the slots, and barriers.
         """
-        self.node_of_part, self.x = node, x
+        self.x, self.barriers = x, _Barriers(node)
+        ranks = len(self.segments)
+        self.segments = self.words[CALL_BASES:CALL_BASES + ranks] = [self.barriers] * ranks
         self.slots, self.written, self.combined = self.look(node.slots(self.dtype))
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
 
@@ -176,7 +194,9 @@ class NodeCall(array):  # type: ignore[type-arg]
         """
         code = self.code
         if code is None:
-            return run_plain(self, how, x)  # type: ignore[no-any-return]
+            return run_plain(self.words, how, x)  # type: ignore[no-any-return]
+        if self.words is not self._of_code:
+            return self._run_in_python(how, x)
         if how == GO_ON or how == LOOK and not self.is_short:
             status = code.call(self.address + how, 0)
         elif self.is_short or how & 3 == PUBLISH or how == LOOK:
@@ -188,13 +208,22 @@ class NodeCall(array):  # type: ignore[type-arg]
                 status = code.call(self.address + GO_ON, 0)
         return self._go_on_otherwise(how, x) if status == OTHERWISE else status
 
+    def _run_in_python(self, how: int, x: Array) -> int:
+        status: int = run_plain(self.words, how, x)
+        if self.words[CALL_STAGE] == IDLE:
+            # The next time is that of compiled code again.
+            self.words = self._of_code
+            self.words[CALL_STAGE] = IDLE
+        return status
+
     def _go_on_otherwise(self, how: int, x: Array) -> int:
         """Go on in Python; or where vectors are not where they were."""
         how = LOOK if how == LOOK else GO_ON
         if self._find is None:
-            _bind(self, x)
-            status: int = run_plain(self, how, x)
-            return status
+            self.words = list(self._of_code)
+            self._name_objects()
+            _bind(self.words, x)
+            return self._run_in_python(how, x)
         notes = self.node().notes(2)
         addresses = [data_address(vector) for vector in self._find(notes, x) or ()]
         # At an odd place only NumPy can make sums.
@@ -232,6 +261,24 @@ class NodeCall(array):  # type: ignore[type-arg]
             start = self[CALL_WRITES]
             written = slots[self[CALL_RANK]][start:start + self[CALL_WRITTEN]]
         return slots, written, combined
+
+
+class _Barriers:
+    """Stands for the segments where ranks meet by barriers: to set a flag is to arrive at one.
+
+    Attributes:
+        arrival: The request for the others.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self.arrival: Any = None
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.arrival = self._node.barrier()
+
+    def __getitem__(self, word: int) -> float:
+        return math.inf if self.arrival.test() else -math.inf
 
 
 def _reducer(combine: Any, sources: Sequence[Array]) -> Callable[[Array], None]:
@@ -296,69 +343,62 @@ def _length(part: slice) -> int:
     return length
 
 
-# The dialect.
+# The dialect. A call is the list of its words.
 
-def _bind(call: NodeCall, vector: Any) -> None:
-    call.x, area = vector, call[CALL_SEQUENCE] % AREAS
+def _bind(words: Any, vector: Any) -> None:
+    call, area = words[CALL_ADDRESS], words[CALL_SEQUENCE] % AREAS
     views = call.views[area]
     if views is None:
         views = call.views[area] = call.look(call.memory.slots(area, call.dtype, None))
+    call.x = vector
     call.slots, call.written, call.combined = views
 
 
-def _load(call: NodeCall, rank: int, word: int) -> int:
-    return call.segments[rank][word]
-
-
-def _have_come(call: NodeCall, flag: int, value: int) -> bool:
-    if call.arrival is not None:
-        return bool(call.arrival.test())
-    for words in call.segments:
-        if words[flag] < value:
+def _have_come(words: Any, flag: int, value: int) -> bool:
+    call = words[CALL_ADDRESS]
+    for segment in call.segments:
+        if segment[flag] < value:
             return False
     if REORDERS:
-        call.memory.fence()
+        NodeMemory.fence()
     return True
 
 
-def _store(call: NodeCall, word: int, first: int, second: int) -> None:
-    words = call.own_words
-    words[word] = first
-    words[word + 1] = second
+def _publish(segment: Any, word: int, value: int) -> None:
+    NodeMemory.fence()
+    segment[word] = value
 
 
-def _publish(call: NodeCall, word: int, value: int) -> None:
-    if call.node_of_part is not None:
-        call.arrival = call.node_of_part.barrier()
-        return
-    if REORDERS:
-        call.memory.fence()
-    call.own_words[word] = value
+def _nothing() -> None:
+    """Do nothing: looks follow each other, and a look takes Python long enough."""
 
 
-def _nothing(*_: Any) -> None:
-    """Do nothing: this processor reorders nothing, or what follows is a system call."""
+def _write_header(words: Any) -> None:
+    call = words[CALL_ADDRESS]
+    call.memory.write_header(words[CALL_AREA], call.header)
 
 
-def _write_header(call: NodeCall) -> None:
-    call.memory.write_header(call[CALL_AREA], call.header)
-
-
-def _write(call: NodeCall, at: int, start: int, n: int) -> None:
+def _write(words: Any, at: int, start: int, n: int) -> None:
+    call = words[CALL_ADDRESS]
     x = call.x
     if call.written is not None and n == x.size:
-        copy_to(call.written, x)
+        if type(x) is np.ndarray:
+            np.copyto(call.written, x)
+        else:
+            copy_to(call.written, x)
     elif n > 0:
-        copy_to(call.slots[call[CALL_RANK]][at:at + n], x[start:start + n])
+        copy_to(call.slots[words[CALL_RANK]][at:at + n], x[start:start + n])
 
 
-def _read(call: NodeCall, rank: int, at: int, start: int, n: int) -> None:
+def _read(words: Any, rank: int, at: int, start: int, n: int) -> None:
     if n > 0:
+        call = words[CALL_ADDRESS]
         copy_to(call.x[start:start + n], call.slots[rank][at:at + n])
 
 
-def _reduce(call: NodeCall, at: int, start: int, n: int) -> None:
-    x, kind = call.x, call[CALL_KIND]
+def _reduce(words: Any, at: int, start: int, n: int) -> None:
+    call, kind = words[CALL_ADDRESS], words[CALL_KIND]
+    x = call.x
     if kind == SLOTS:
         if n > 0:
             call.combined(x if n == x.size else x[start:start + n])
@@ -366,22 +406,21 @@ def _reduce(call: NodeCall, at: int, start: int, n: int) -> None:
         call.combine.combine(call.slices, *call.slices)
     elif n > 0:
         sources, out = [slot[at:at + n] for slot in call.slots], x[start:start + n]
-        slot, sources[call[CALL_RANK]] = sources[call[CALL_RANK]], out
+        slot, sources[words[CALL_RANK]] = sources[words[CALL_RANK]], out
         call.combine.combine(sources, out, slot)
 
 
-def _count(call: NodeCall, ns: int) -> int:
-    counter = call.counter
-    calls = counter[COUNTER_CALLS]
+def _count(words: Any, ns: int) -> int:
+    counter = words[CALL_COUNTER]
+    calls: int = counter[COUNTER_CALLS]
     counter[COUNTER_NANOSECONDS] += ns
     counter[COUNTER_CALLS] = calls + 1
     return calls
 
 
 run_plain = protocol(SimpleNamespace(
-    form=0, inlined=lambda function: function, counter=lambda call: call.counter, bind=_bind,
-    load=_load, have_come=_have_come, store=_store,
-    publish=_publish,
-    write_header=_write_header, write=_write,
-    read=_read, reduce=_reduce, relax=_nothing, give_way=give_way,
-    now=lambda call: time.monotonic_ns(), count=_count))
+    form=0, inlined=lambda function: function, counter=operator.itemgetter(CALL_COUNTER),
+    bind=_bind, load=operator.getitem, have_come=_have_come, store=operator.setitem,
+    publish=_publish if REORDERS else operator.setitem,
+    write_header=_write_header, write=_write, read=_read, reduce=_reduce, relax=_nothing,
+    give_way=give_way, now=time.clock_gettime_ns, count=_count))

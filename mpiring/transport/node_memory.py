@@ -85,7 +85,8 @@ class NodeMemory:
         start = (area + HEADER_WORD) * 8
         self.texts[self.rank][start:start + HEADER_BYTES] = header
 
-    def fence(self) -> None:
+    @staticmethod
+    def fence() -> None:
         """Let no access to memory move across this line, where the processor would do that.
 
         Giving a lock away and taking it again forbids it on each. Not always the same lock: rounds

@@ -29,14 +29,15 @@ from collections.abc import Callable
 from typing import Any
 
 from .layout import (
-    AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_COUNT,
-    CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST, CALL_LENGTH,
-    CALL_LOOKS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED, CALL_REDUCES,
-    CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES, CALL_WRITTEN,
-    CALL_YIELDS, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE, COUNTER_WRITTEN,
-    COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, GO_ON, HELD, IDLE, LATE,
-    LOOK, MEETING, NOTE_WORD, NOTE_WORDS, OTHERWISE, PIECES, PUBLISH, READS, RING, RING_BEGAN,
-    RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS, WRITING)
+    AREAS, AREA_WORDS, BEGUN, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_BEGAN, CALL_CLOCK,
+    CALL_COUNT, CALL_DIGEST, CALL_FIRST, CALL_HALF, CALL_IDENTITY, CALL_KIND, CALL_LAST,
+    CALL_LENGTH, CALL_LOOKS, CALL_NOTE, CALL_PHASE, CALL_RANK, CALL_RANKS, CALL_REDUCED,
+    CALL_REDUCES, CALL_SEQUENCE, CALL_SPINS, CALL_STAGE, CALL_WHOLE, CALL_WIDTH, CALL_WRITES,
+    CALL_WRITTEN, CALL_YIELDS, COUNTER_GATE, COUNTER_HELD, COUNTER_RING, COUNTER_SEQUENCE,
+    COUNTER_WRITTEN, COUNT_BITS, DIGEST_WORD, DISAGREE, DONE, ENDED, FORM_WORD, GATED, GO_ON,
+    HELD, IDLE, LATE, LOOK, MEETING, NOTE_WORD, NOTE_WORDS, OTHERWISE, PIECES, PUBLISH, READS,
+    RING, RING_BEGAN, RING_ENDED, RING_IDENTITY, RING_SEQUENCE, RING_WORDS, SLOTS, WINDOWS,
+    WRITING)
 
 # So many phases are run at a time: some milliseconds.
 _PHASES = 32
@@ -59,11 +60,11 @@ def protocol(d: Any) -> Callable[..., Any]:
         inlined: Wraps each function of the text.
         counter: Given a call, returns the words of its counter.
         bind: Given a call and a vector, makes it the one that the call works on.
-        load: Given a call, a rank and a word's offset, returns what the rank's word says.
+        load: Given where a rank's segment is, and a word's offset, returns what the word says.
         have_come: Given a flag's offset and a value: returns whether all ranks' flags are at least
             that; then all that was stored before them is seen.
-        store: Given a call, an offset and two values, sets two words of this rank's.
-        publish: Sets one; whoever loads it then sees all that was stored before.
+        store: Given where a segment is, an offset and a value, sets a word.
+        publish: The same; whoever loads it then sees all that was stored before.
         write_header: Copies the call's header to this rank's segment.
         write: Given at, start, n: copies n elements of the vector to this rank's slot.
         read: Given rank, at, start, n: copies n elements of a rank's slot to the vector.
@@ -71,7 +72,7 @@ def protocol(d: Any) -> Callable[..., Any]:
             WINDOWS, n elements of all vectors, into all of them; of PIECES, those of the others'
             slots and of this rank's vector, into that and into its slot.
         relax, give_way: Called between two looks: keep the core, or give it away.
-        now: Given a call, returns the time in ns.
+        now: Given a clock, returns the time in ns.
         count: Given a call and ns, counts one more fast call; returns how many there were.
     """
     counter_of, have_come, begin, meet, run_phases = (
@@ -143,7 +144,7 @@ def _beginning(d: Any) -> Any:
             return False
         # First: who meets an interrupt finds that something has begun.
         call[CALL_STAGE] = BEGUN
-        call[CALL_BEGAN] = now(call)
+        call[CALL_BEGAN] = now(call[CALL_CLOCK])
         sequence = counter[COUNTER_SEQUENCE]
         call[CALL_SEQUENCE] = sequence
         counter[COUNTER_SEQUENCE] = sequence + 1
@@ -187,18 +188,20 @@ def _arriving(d: Any) -> Any:
     def arrive(call, counter, j):  # type: ignore[no-untyped-def]
         area, count = call[CALL_AREA], call[CALL_COUNT] + 1
         if j == 0 and call[CALL_WHOLE] != 0:
+            base = call[CALL_BASES + call[CALL_RANK]]
             count += call[CALL_BARRIERS] - 1
             if call[CALL_NOTE] != 0:
-                store(call, area + _NOTE, call[CALL_NOTE], call[CALL_NOTE + 1])
+                store(base, area + _NOTE, call[CALL_NOTE])
+                store(base, area + _NOTE + 1, call[CALL_NOTE + 1])
+            store(base, area + DIGEST_WORD, call[CALL_DIGEST])
             # Whoever writes a vector after a note, does it by NumPy.
-            store(call, area + DIGEST_WORD, call[CALL_DIGEST],
-                  form if call[CALL_KIND] != WINDOWS else 0)
+            store(base, area + FORM_WORD, form if call[CALL_KIND] != WINDOWS else 0)
             written = COUNTER_WRITTEN + call[CALL_SEQUENCE] % AREAS
             if counter[written] != call[CALL_IDENTITY]:
                 write_header(call)
                 counter[written] = call[CALL_IDENTITY]
         call[CALL_COUNT] = count
-        publish(call, area, count)
+        publish(call[CALL_BASES + call[CALL_RANK]], area, count)
 
     return arrive
 
@@ -211,14 +214,15 @@ def _agreeing(d: Any) -> Any:
     def agreement(call):  # type: ignore[no-untyped-def]
         otherwise, area, kind, digest = False, call[CALL_AREA], call[CALL_KIND], call[CALL_DIGEST]
         for r in range(call[CALL_RANKS]):
-            if load(call, r, area + DIGEST_WORD) != digest:
+            base = call[CALL_BASES + r]
+            if load(base, area + DIGEST_WORD) != digest:
                 return DISAGREE
             if kind == WINDOWS:
                 known = CALL_BASES + 2 * (call[CALL_RANKS] + r)
-                if load(call, r, area + _NOTE) != call[known] or (
-                        load(call, r, area + _NOTE + 1) != call[known + 1]):
+                if load(base, area + _NOTE) != call[known] or (
+                        load(base, area + _NOTE + 1) != call[known + 1]):
                     otherwise = True
-            elif form == 1 and kind == SLOTS and load(call, r, area + FORM_WORD) == 0:
+            elif form == 1 and kind == SLOTS and load(base, area + FORM_WORD) == 0:
                 otherwise = True
         return OTHERWISE if otherwise else DONE
 
@@ -308,10 +312,11 @@ def _leaving(d: Any) -> Any:
     @d.inlined
     def leave(call, counter):  # type: ignore[no-untyped-def]
         if call[CALL_WHOLE] != 0:
-            publish(call, call[CALL_AREA], (call[CALL_SEQUENCE] + 1) << COUNT_BITS | ENDED)
+            publish(call[CALL_BASES + call[CALL_RANK]], call[CALL_AREA],
+                    (call[CALL_SEQUENCE] + 1) << COUNT_BITS | ENDED)
         began = call[CALL_BEGAN]
         if began != 0:
-            ended = now(call)
+            ended = now(call[CALL_CLOCK])
             entry = COUNTER_RING + count(call, ended - began) % RING * RING_WORDS
             counter[entry + RING_IDENTITY] = call[CALL_IDENTITY]
             counter[entry + RING_SEQUENCE] = call[CALL_SEQUENCE]
