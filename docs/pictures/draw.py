@@ -27,7 +27,7 @@ GRADIENT = (
     ("backward", 0, ["backward() writes", "a gradient into p.grad"], []),
     ("=ready", 1, ["a hook marks it as ready"], ["torch/averaging.py"]),
     ("full", 1, ["its bucket is full, and all", "earlier ones are sent"],
-     ["training/averager.py", "buckets/bucket.py"]),
+     ["training/averager.py", "training/fused.py"]),
     ("schedule", 1, ["the Reducer builds a schedule;", "the table has the algorithm"],
      ["reducers/reducer.py", "operations/operation.py", "operations/algorithms.py"]),
     ("=further", 0, ["backward() goes on:", "nothing of this blocks"], []),
@@ -36,7 +36,7 @@ GRADIENT = (
     ("=stepped", 2, ["steps the schedules", "of all operations in turn"],
      ["engine/engine.py", "transport/base.py"]),
     ("agreed", 2, ["compares calls before any", "data is used"],
-     ["operations/agreement.py", "transport/node_memory.py"]),
+     ["operations/agreement.py", "transport/protocol.py"]),
     ("=calls", 3, ["what they called"], []),
     ("combined", 2,
      ["combines this rank's slice out", "of all ranks' buckets, and", "writes it into all"],
@@ -53,6 +53,42 @@ GRADIENT_ARROWS = (
     ("agreed", "combined"), ("combined", "buckets", "both"), ("step", "wait"),
 )
 GRADIENT_LANES = ("PyTorch", "mpiring, in your thread", "mpiring's own thread", "other ranks")
+
+
+BLOCKING = (
+    ("call", 0, ["allreduce(x)"], ["communicator.py"]),
+    ("made", 0, ["was such a call made before?", "then its words are at hand"],
+     ["engine/repeated.py"]),
+    ("begin", 0, ["takes the next number, unless", "something else is under way"],
+     ["transport/protocol.py"]),
+    ("=ordinary", 1, ["first time, or under way:", "a schedule is built"],
+     ["operations/operation.py", "operations/algorithms.py"]),
+    ("write", 0, ["writes x to its slot,", "and publishes its flag"], ["transport/node_call.py"]),
+    ("=look", 1, ["some hundred looks"], ["engine/group.py"]),
+    ("=others", 2, ["do the same"], []),
+    ("meet", 0, ["waits for all flags;", "compares all digests"], ["transport/protocol.py"]),
+    ("=late", 1, ["late: the engine steps it"], ["engine/engine.py"]),
+    ("reduce", 0, ["reduces all slots into x,", "and publishes that it is done"],
+     ["transport/node_call.py"]),
+)
+BLOCKING_ARROWS = (
+    ("call", "made"), ("made", "begin"), ("begin", "write"), ("begin", "ordinary"),
+    ("ordinary", "look"), ("write", "meet"), ("meet", "reduce"), ("meet", "late"),
+)
+BLOCKING_LANES = ("a call made before", "the ordinary way", "other ranks")
+
+# From the top: what a layer is, and its rooms. Imports go down.
+LAYERS = (
+    ("commands", ["tools/"]),
+    ("adapters", ["torch/", "numpy/", "elastic/"]),
+    ("ways to train", ["training/", "optim/", "asynchronous/"]),
+    ("what travels, and what lasts", ["reducers/", "sharding/", "data/", "resilience/"]),
+    ("the public face", ["communicator", "persistent", "objects"]),
+    ("when", ["engine/", "record/"]),
+    ("one operation", ["operations/", "collectives/", "simulated/"]),
+    ("messages and memory", ["transport/", "launch/", "buckets/"]),
+    ("vectors", ["gpu/", "memory/", "config"]),
+)
 
 
 def picture(lanes, steps, arrows):
@@ -81,6 +117,25 @@ def picture(lanes, steps, arrows):
         lines = [("", text) for text in texts] + [(' class="file"', file) for file in files]
         out += [f'<text{kind} x="{x + 10}" y="{y + 19 + LINE * number}">{escape(line)}</text>'
                 for number, (kind, line) in enumerate(lines)]
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
+def layers(rows):
+    """Return the SVG of layers, the highest first: a name, and its rooms beside it."""
+    left, room, row = 230, 150, 44
+    width = left + room * max(len(rooms) for _, rooms in rows) + 2 * MARGIN
+    height = row * len(rows) + 2 * MARGIN
+    out = _opened(width, height)
+    for number, (name, rooms) in enumerate(rows):
+        y = MARGIN + number * row
+        if number % 2 == 0:
+            out.append(f'<rect class="stripe" x="0" y="{y}" width="{width}" height="{row}"/>')
+        out.append(f'<text class="lane" x="{MARGIN}" y="{y + 27}">{escape(name)}</text>')
+        for place, text in enumerate(rooms):
+            x = left + place * room
+            out.append(f'<rect class="box" x="{x}" y="{y + 6}" width="{room - 14}" '
+                       f'height="{row - 12}" rx="5"/>')
+            out.append(f'<text class="file" x="{x + 10}" y="{y + 27}">{escape(text)}</text>')
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
@@ -159,7 +214,9 @@ def _hop(start, sides, lane, down, is_last):
 
 # A function that returns the SVG, for each file.
 PICTURES = {
+    "blocking_call.svg": partial(picture, BLOCKING_LANES, BLOCKING, BLOCKING_ARROWS),
     "gradient.svg": partial(picture, GRADIENT_LANES, GRADIENT, GRADIENT_ARROWS),
+    "layers.svg": partial(layers, LAYERS),
     "ring.svg": partial(ring, 4),
 }
 

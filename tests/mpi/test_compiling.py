@@ -29,9 +29,9 @@ def test_ranks_share_the_work_and_who_keeps_nothing_does_none(compiled, rounds, 
     if not (keeps and shares):
         assert not compiled
         return
-    for what in ("sums of float16 on a node", "sums of float32 on a node"):
-        assert (what in compiled) == (rounds == "auto")
-    assert "long sums of float32" in compiled
+    # Those on a node also add up private vectors, piece by piece, whatever `rounds` says.
+    assert {"sums of float16 on a node", "sums of float32 on a node",
+            "long sums of float32"} <= set(compiled)
     everything = sorted(set(compiled))
     mine = compiled[:-len(everything)]
     assert sorted(compiled[len(mine):]) == everything and set(mine) < set(everything)
