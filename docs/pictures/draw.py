@@ -65,8 +65,8 @@ BLOCKING = (
      ["operations/operation.py", "operations/algorithms.py"]),
     ("write", 0, ["writes x to its slot,", "and publishes its flag"], ["transport/node_call.py"]),
     ("=look", 1, ["some hundred looks"], ["engine/group.py"]),
-    ("=others", 2, ["do the same"], []),
-    ("meet", 0, ["waits for all flags;", "compares all digests"], ["transport/protocol.py"]),
+    ("meet", 0, ["waits for the others' flags,", "and compares all digests"],
+     ["transport/protocol.py"]),
     ("=late", 1, ["late: the engine steps it"], ["engine/engine.py"]),
     ("reduce", 0, ["reduces all slots into x,", "and publishes that it is done"],
      ["transport/node_call.py"]),
@@ -75,18 +75,18 @@ BLOCKING_ARROWS = (
     ("call", "made"), ("made", "begin"), ("begin", "write"), ("begin", "ordinary"),
     ("ordinary", "look"), ("write", "meet"), ("meet", "reduce"), ("meet", "late"),
 )
-BLOCKING_LANES = ("a call made before", "the ordinary way", "other ranks")
+BLOCKING_LANES = ("a call like an earlier one", "the ordinary way")
 
 # From the top: what a layer is, and its rooms. Imports go down.
 LAYERS = (
     ("commands", ["tools/"]),
     ("adapters", ["torch/", "numpy/", "elastic/"]),
     ("ways to train", ["training/", "optim/", "asynchronous/"]),
-    ("what travels, and what lasts", ["reducers/", "sharding/", "data/", "resilience/"]),
+    ("what travels, and what lasts", ["reducers/", "data/", "resilience/"]),
     ("the public face", ["communicator", "persistent", "objects"]),
     ("when", ["engine/", "record/"]),
     ("one operation", ["operations/", "collectives/", "simulated/"]),
-    ("messages and memory", ["transport/", "launch/", "buckets/"]),
+    ("messages and memory", ["transport/", "launch/", "buckets/", "sharding/"]),
     ("vectors", ["gpu/", "memory/", "config"]),
 )
 
