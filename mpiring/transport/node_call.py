@@ -65,6 +65,29 @@ class Identity(NamedTuple):
 _Views = tuple[Sequence[Array], Array | None, Any]
 
 
+class _Operands:
+    """What Python works on when it runs a call: the objects behind the words.
+
+    Attributes:
+        segments: All ranks' words of node memory.
+        header: How ranks compare the call.
+        x, slots: The vector, and all ranks' slots: of the operation that goes on.
+        written, combined: What is written of this rank's slot; reduces all slots.
+        views: Per area, the slots and the two.
+        slices: Of WINDOWS, this rank's slice of all vectors.
+    """
+
+    def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", combine: Any) -> None:
+        self.memory, self.dtype, self.combine = memory, dtype, combine
+        self.segments, self.header = list[Any](memory.words), b""
+        self.x: Any = None
+        self.slots: Sequence[Array] = ()
+        self.written: Array | None = None
+        self.combined: Any = None
+        self.views: list[_Views | None] = [None] * AREAS
+        self.slices: Sequence[Array] = ()
+
+
 class NodeCall:
     """A call that the ranks of a node make, once or again and again.
 
@@ -80,8 +103,7 @@ class NodeCall:
         memory, dtype, combine: As above.
         words: See layout. An array where compiled code runs it. Where Python does, a list, which
             it reads in a third of the time: with objects in the place of their addresses.
-        x, slots: The vector, and all ranks' slots: of the operation that goes on.
-        slices: Of WINDOWS, this rank's slice of all vectors.
+        operands: What Python works on.
         code: Runs it in compiled code; None where Python does.
         is_short: The code may begin with Python's lock held: `begin(address, data_address(x))`
             does as `run(BEGIN, x)`, with less to do for Python; go on with `run` if it is not DONE.
@@ -92,17 +114,10 @@ class NodeCall:
         self.memory, self.dtype, self.combine = memory, dtype, combine
         self.words: Any = [0] * call_words(len(memory.ranks))
         self._of_code: Any = None
-        self.counter, self.segments = memory.counter, list[Any](memory.words)
-        self.x: Any = None
-        self.slots: Sequence[Array] = ()
-        self.written: Array | None = None
-        self.combined: Any = None
-        self.views: list[_Views | None] = [None] * AREAS
-        self.slices: Sequence[Array] = ()
+        self.operands = _Operands(memory, dtype, combine)
         self.code: Code | None = None
         self.is_short, self.address = False, 0
         self.op = ""
-        self.header = b""
         self._find: Find | None = None
         self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
         self[CALL_KIND], self[CALL_LENGTH], self[CALL_LOOKS] = kind, n, 1
@@ -110,9 +125,10 @@ class NodeCall:
         self._name_objects()
 
     def _name_objects(self) -> None:
-        self.words[CALL_ADDRESS], self.words[CALL_COUNTER] = self, self.counter
-        self.words[CALL_CLOCK] = time.CLOCK_MONOTONIC
-        self.words[CALL_BASES:CALL_BASES + len(self.segments)] = self.segments
+        words, segments = self.words, self.operands.segments
+        words[CALL_ADDRESS], words[CALL_COUNTER] = self.operands, self.memory.counter
+        words[CALL_CLOCK] = time.CLOCK_MONOTONIC
+        words[CALL_BASES:CALL_BASES + len(segments)] = segments
 
     def __getitem__(self, word: int) -> Any:
         return self.words[word]
@@ -132,7 +148,7 @@ class NodeCall:
             barriers: How many it has come to when its vector lies in its slot.
             find: Of WINDOWS: finds all ranks' vectors.
         """
-        self[CALL_IDENTITY], self.header, self[CALL_DIGEST] = identity
+        self[CALL_IDENTITY], self.operands.header, self[CALL_DIGEST] = identity
         self[CALL_WHOLE], self._find, self.op = 1, find, op
         self[CALL_LAST] = int(find is not None)
         self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
@@ -147,15 +163,15 @@ class NodeCall:
         self.code = code
         if code is None:
             return
-        ranks = len(self.segments)
+        header = self.operands.header
         self.words = self._of_code = array("q", [
             word if isinstance(word, int) else 0 for word in self.words])
         self[CALL_ITEMSIZE] = self.dtype.itemsize
         self[CALL_DIVISOR], self[CALL_SPINS] = divisor, (
-            _COMPILED_SPINS if _has_cores(ranks) else _SPINS_TOGETHER)
-        self[CALL_COUNTER] = self.counter.buffer_info()[0]
-        if self.header:
-            self[CALL_HEADER] = np.frombuffer(self.header, np.uint8).ctypes.data
+            _COMPILED_SPINS if _has_cores(self[CALL_RANKS]) else _SPINS_TOGETHER)
+        self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
+        if header:
+            self[CALL_HEADER] = np.frombuffer(header, np.uint8).ctypes.data
         self[CALL_ADDRESS] = self.address = self._of_code.buffer_info()[0]
         self[CALL_CLOCK] = self.address + 8 * (CALL_CLOCK + 1)
         for rank, segment in enumerate(self.memory.segments):
@@ -179,10 +195,11 @@ class NodeCall:
         Args:
             node: Has the slots, and barriers.
         """
-        self.x, self.barriers = x, _Barriers(node)
-        ranks = len(self.segments)
-        self.segments = self.words[CALL_BASES:CALL_BASES + ranks] = [self.barriers] * ranks
-        self.slots, self.written, self.combined = self.look(node.slots(self.dtype))
+        operands, ranks, self.barriers = self.operands, self[CALL_RANKS], _Barriers(node)
+        operands.segments = self.words[CALL_BASES:CALL_BASES + ranks] = [self.barriers] * ranks
+        operands.x = x
+        operands.slots, operands.written, operands.combined = _views(
+            self.words, node.slots(self.dtype))
         self[CALL_STAGE], self[CALL_PHASE] = WRITING, self[CALL_FIRST]
 
     def run(self, how: int, x: Array) -> int:
@@ -229,7 +246,8 @@ class NodeCall:
         # At an odd place only NumPy can make sums.
         if not addresses or any(a % x.itemsize for a in addresses):
             return OTHERWISE
-        first, ranks = CALL_BASES + len(self.segments), len(self.segments)
+        ranks = self[CALL_RANKS]
+        first = CALL_BASES + ranks
         for rank, (address, (window, offset)) in enumerate(zip(addresses, notes)):
             self[first + rank] = address
             self[first + ranks + 2 * rank], self[first + ranks + 2 * rank + 1] = window, offset
@@ -247,20 +265,10 @@ class NodeCall:
 
     def node(self) -> SharedNode:
         """Return its meeting place, after the first barrier."""
-        node = self.memory.node(self[CALL_SEQUENCE], self.header, self[CALL_DIGEST])
+        node = self.memory.node(
+            self[CALL_SEQUENCE], self.operands.header, self[CALL_DIGEST])
         node.arrived(node.count + 1)
         return node
-
-    def look(self, slots: Sequence[Array]) -> "_Views":
-        """Return what Python works on in an area, given all ranks' slots there."""
-        combined, written = None, None
-        if self[CALL_KIND] == SLOTS:
-            part = slice(self[CALL_REDUCES], self[CALL_REDUCES] + self[CALL_REDUCED])
-            combined = _reducer(self.combine, [slot[part] for slot in slots])
-        if self[CALL_KIND] <= SLOTS:
-            start = self[CALL_WRITES]
-            written = slots[self[CALL_RANK]][start:start + self[CALL_WRITTEN]]
-        return slots, written, combined
 
 
 class _Barriers:
@@ -325,7 +333,7 @@ def piece_call(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
 def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -> NodeCall:
     """Return a call that goes on once all know where all vectors are: it reduces slices of them."""
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
-    call.slices, call[CALL_FIRST], call[CALL_LAST] = slices, 1, 1
+    call.operands.slices, call[CALL_FIRST], call[CALL_LAST] = slices, 1, 1
     return call
 
 
@@ -346,17 +354,30 @@ def _length(part: slice) -> int:
 # The dialect. A call is the list of its words.
 
 def _bind(words: Any, vector: Any) -> None:
-    call, area = words[CALL_ADDRESS], words[CALL_SEQUENCE] % AREAS
-    views = call.views[area]
+    operands, area = words[CALL_ADDRESS], words[CALL_SEQUENCE] % AREAS
+    views = operands.views[area]
     if views is None:
-        views = call.views[area] = call.look(call.memory.slots(area, call.dtype, None))
-    call.x = vector
-    call.slots, call.written, call.combined = views
+        views = operands.views[area] = _views(
+            words, operands.memory.slots(area, operands.dtype, None))
+    operands.x = vector
+    operands.slots, operands.written, operands.combined = views
+
+
+def _views(words: Any, slots: Sequence[Array]) -> _Views:
+    """Return what Python works on in an area, given all ranks' slots there."""
+    combined, written = None, None
+    if words[CALL_KIND] == SLOTS:
+        part = slice(words[CALL_REDUCES], words[CALL_REDUCES] + words[CALL_REDUCED])
+        combined = _reducer(words[CALL_ADDRESS].combine, [slot[part] for slot in slots])
+    if words[CALL_KIND] <= SLOTS:
+        start = words[CALL_WRITES]
+        written = slots[words[CALL_RANK]][start:start + words[CALL_WRITTEN]]
+    return slots, written, combined
 
 
 def _have_come(words: Any, flag: int, value: int) -> bool:
-    call = words[CALL_ADDRESS]
-    for segment in call.segments:
+    operands = words[CALL_ADDRESS]
+    for segment in operands.segments:
         if segment[flag] < value:
             return False
     if REORDERS:
@@ -374,40 +395,40 @@ def _nothing() -> None:
 
 
 def _write_header(words: Any) -> None:
-    call = words[CALL_ADDRESS]
-    call.memory.write_header(words[CALL_AREA], call.header)
+    operands = words[CALL_ADDRESS]
+    operands.memory.write_header(words[CALL_AREA], operands.header)
 
 
 def _write(words: Any, at: int, start: int, n: int) -> None:
-    call = words[CALL_ADDRESS]
-    x = call.x
-    if call.written is not None and n == x.size:
+    operands = words[CALL_ADDRESS]
+    x = operands.x
+    if operands.written is not None and n == x.size:
         if type(x) is np.ndarray:
-            np.copyto(call.written, x)
+            np.copyto(operands.written, x)
         else:
-            copy_to(call.written, x)
+            copy_to(operands.written, x)
     elif n > 0:
-        copy_to(call.slots[words[CALL_RANK]][at:at + n], x[start:start + n])
+        copy_to(operands.slots[words[CALL_RANK]][at:at + n], x[start:start + n])
 
 
 def _read(words: Any, rank: int, at: int, start: int, n: int) -> None:
     if n > 0:
-        call = words[CALL_ADDRESS]
-        copy_to(call.x[start:start + n], call.slots[rank][at:at + n])
+        operands = words[CALL_ADDRESS]
+        copy_to(operands.x[start:start + n], operands.slots[rank][at:at + n])
 
 
 def _reduce(words: Any, at: int, start: int, n: int) -> None:
-    call, kind = words[CALL_ADDRESS], words[CALL_KIND]
-    x = call.x
+    operands, kind = words[CALL_ADDRESS], words[CALL_KIND]
+    x = operands.x
     if kind == SLOTS:
         if n > 0:
-            call.combined(x if n == x.size else x[start:start + n])
+            operands.combined(x if n == x.size else x[start:start + n])
     elif kind == WINDOWS:
-        call.combine.combine(call.slices, *call.slices)
+        operands.combine.combine(operands.slices, *operands.slices)
     elif n > 0:
-        sources, out = [slot[at:at + n] for slot in call.slots], x[start:start + n]
+        sources, out = [slot[at:at + n] for slot in operands.slots], x[start:start + n]
         slot, sources[words[CALL_RANK]] = sources[words[CALL_RANK]], out
-        call.combine.combine(sources, out, slot)
+        operands.combine.combine(sources, out, slot)
 
 
 def _count(words: Any, ns: int) -> int:
