@@ -106,98 +106,106 @@ class Algorithm:
 
 # Builders. What a schedule needs beside the operation's channel is scratch memory.
 
-def _ring(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
-    piece_bytes = own.tuning.ring_bytes
-    with own.borrow(ring.inbox_size(x.size, own.size, x.itemsize, piece_bytes), x.dtype) as inbox:
-        yield from ring.allreduce(own.ring, x, inbox, combine, piece_bytes)
+def _ring(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    piece_bytes = operation.tuning.ring_bytes
+    size = ring.inbox_size(x.size, operation.size, x.itemsize, piece_bytes)
+    with operation.borrow(size, x.dtype) as inbox:
+        yield from ring.allreduce(operation.ring, x, inbox, combine, piece_bytes)
 
 
-def _ring_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], op: str,
+def _ring_reduce_scatter(operation: "Collectives", x: Array, bounds: Sequence[int], op: str,
                          combine: Combine) -> Schedule[None]:
-    slices, piece_bytes = cut(x, bounds), own.tuning.ring_bytes
-    n = own.size * max(map(len, slices))
-    with own.borrow(ring.inbox_size(n, own.size, x.itemsize, piece_bytes), x.dtype) as inbox:
-        yield from ring.reduce_scatter(own.ring, [slices[rank] for rank in own.order], inbox,
-                                       combine, piece_bytes)
+    slices, piece_bytes = cut(x, bounds), operation.tuning.ring_bytes
+    n = operation.size * max(map(len, slices))
+    size = ring.inbox_size(n, operation.size, x.itemsize, piece_bytes)
+    with operation.borrow(size, x.dtype) as inbox:
+        yield from ring.reduce_scatter(
+            operation.ring, [slices[rank] for rank in operation.order], inbox, combine, piece_bytes)
 
 
-def _ring_allgather(own: "Collectives", x: Array, bounds: Sequence[int]) -> Schedule[None]:
+def _ring_allgather(operation: "Collectives", x: Array, bounds: Sequence[int]) -> Schedule[None]:
     slices = cut(x, bounds)
-    return ring.allgather(own.ring, [slices[rank] for rank in own.order], own.tuning.ring_bytes)
+    return ring.allgather(operation.ring, [slices[rank] for rank in operation.order],
+                          operation.tuning.ring_bytes)
 
 
-def _direct(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
-    tuning = own.tuning
-    size = direct.inbox_size(x.size, own.size, x.itemsize, tuning.direct_bytes)
-    with own.borrow(size, x.dtype) as inbox:
+def _direct(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    tuning = operation.tuning
+    size = direct.inbox_size(x.size, operation.size, x.itemsize, tuning.direct_bytes)
+    with operation.borrow(size, x.dtype) as inbox:
         yield from direct.allreduce(
-            own.net, x, inbox, combine, tuning.direct_bytes, tuning.ring_bytes)
+            operation.net, x, inbox, combine, tuning.direct_bytes, tuning.ring_bytes)
 
 
-def _direct_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], op: str,
+def _direct_reduce_scatter(operation: "Collectives", x: Array, bounds: Sequence[int], op: str,
                            combine: Combine) -> Schedule[None]:
-    return own.confirmed(own.combine_directly(cut(x, bounds), combine))
+    return operation.confirmed(operation.combine_directly(cut(x, bounds), combine))
 
 
-def _native(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
-    resources = own.resources
-    turn = resources.turns.join(own.sequence)
+def _native(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    resources = operation.resources
+    turn = resources.turns.join(operation.sequence)
     # The least: MPI does not report what it sends.
-    own.count_sent(own.dense_bytes(x.nbytes))
-    return native.allreduce(resources.transport, turn, x, reduction(op, x.dtype, own.size))
+    operation.count_sent(operation.dense_bytes(x.nbytes))
+    return native.allreduce(resources.transport, turn, x, reduction(op, x.dtype, operation.size))
 
 
-def _levels(own: "Collectives", op: str, x: Array) -> hierarchical.Levels:
-    return hierarchical.Levels.of(op, x.dtype, own.nodes, own.combiner)
+def _levels(operation: "Collectives", op: str, x: Array) -> hierarchical.Levels:
+    return hierarchical.Levels.of(op, x.dtype, operation.nodes, operation.combiner)
 
 
-def _hierarchical(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
-    levels = _levels(own, op, x)
-    inside = yield from hierarchical.meet(own, x, levels.within)
-    yield from _by_levels(own, x, levels, inside)
+def _hierarchical(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    levels = _levels(operation, op, x)
+    inside = yield from hierarchical.meet(operation, x, levels.within)
+    yield from _by_levels(operation, x, levels, inside)
 
 
-def _by_levels(own: "Collectives", x: Array, levels: hierarchical.Levels,
+def _by_levels(operation: "Collectives", x: Array, levels: hierarchical.Levels,
                inside: Sequence[hierarchical.Inside]) -> Schedule[None]:
-    size = hierarchical.inbox_size(x.size, x.itemsize, own.nodes, levels, own.tuning)
-    with own.borrow(size, x.dtype) as inbox:
+    size = hierarchical.inbox_size(x.size, x.itemsize, operation.nodes, levels, operation.tuning)
+    with operation.borrow(size, x.dtype) as inbox:
         yield from hierarchical.allreduce(
-            own.net, own.nodes, inside, own.node, x, inbox, levels, own.tuning)
+            operation.net, operation.nodes, inside, operation.node, x, inbox, levels,
+            operation.tuning)
 
 
-def _hierarchical_reduce_scatter(own: "Collectives", x: Array, bounds: Sequence[int], op: str,
+def _hierarchical_reduce_scatter(operation: "Collectives", x: Array, bounds: Sequence[int], op: str,
                                  combine: Combine) -> Schedule[None]:
-    levels = _levels(own, op, x)
-    inside = yield from hierarchical.meet(own, x, levels.within)
-    size = hierarchical.inbox_size_of_slices(bounds, x.itemsize, own.nodes, levels, own.tuning)
-    with own.borrow(size, x.dtype) as inbox:
+    levels = _levels(operation, op, x)
+    inside = yield from hierarchical.meet(operation, x, levels.within)
+    size = hierarchical.inbox_size_of_slices(
+        bounds, x.itemsize, operation.nodes, levels, operation.tuning)
+    with operation.borrow(size, x.dtype) as inbox:
         yield from hierarchical.reduce_scatter(
-            own.net, own.nodes, inside, own.node, x, bounds, inbox, levels, own.tuning)
+            operation.net, operation.nodes, inside, operation.node, x, bounds, inbox, levels,
+            operation.tuning)
 
 
-def _hierarchical_allgather(own: "Collectives", x: Array,
+def _hierarchical_allgather(operation: "Collectives", x: Array,
                             bounds: Sequence[int]) -> Schedule[None]:
     # Nothing is combined.
-    inside = yield from hierarchical.meet(own, x, own.combiner("max", np.dtype(bool), 1))
+    inside = yield from hierarchical.meet(
+        operation, x, operation.combiner("max", np.dtype(bool), 1))
     yield from hierarchical.allgather(
-        own.net, own.nodes, inside, own.node, x, bounds, own.tuning)
+        operation.net, operation.nodes, inside, operation.node, x, bounds, operation.tuning)
 
 
-def _short(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
-    with own.borrow((len(own.nodes) - 1) * x.size, x.dtype) as inbox:
+def _short(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+    with operation.borrow((len(operation.nodes) - 1) * x.size, x.dtype) as inbox:
         yield from hierarchical.short(
-            own.net, own.nodes, own.node, x, inbox, _levels(own, op, x))
+            operation.net, operation.nodes, operation.node, x, inbox, _levels(operation, op, x))
 
 
-def _shared_on_gpus(own: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
-    positions = yield from own.node.share(*own.windows.position_of(x))
-    slices = own.windows.slices(own.node, positions, x)
+def _shared_on_gpus(operation: "Collectives", x: Array, op: str,
+                    combine: Combine) -> Schedule[None]:
+    positions = yield from operation.node.share(*operation.windows.position_of(x))
+    slices = operation.windows.slices(operation.node, positions, x)
     if slices is not None:
-        yield from shared.in_place(own.node, slices, combine)
+        yield from shared.in_place(operation.node, slices, combine)
     else:
-        levels = _levels(own, op, x)
-        yield from _by_levels(own, x, levels, hierarchical.by_slots(
-            own.node, x, levels.within, own.tuning.in_flight))
+        levels = _levels(operation, op, x)
+        yield from _by_levels(operation, x, levels, hierarchical.by_slots(
+            operation.node, x, levels.within, operation.tuning.in_flight))
 
 
 # Refusals.
