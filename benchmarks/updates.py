@@ -35,7 +35,9 @@ def declare(parser: ArgumentParser) -> None:
 
 def _rows(n: int) -> Iterator[Row]:
     """Measure each method's bytes per second, and the median of its ratio to a copy's."""
-    weights = {name: np.full(n, 0.5, np.float32) for name in "wgmvb"}
+    vectors_of_all = {x for updates in METHODS.values() for update in updates
+                      for x in update.vectors}
+    weights = {name: np.full(n, 0.5, np.float32) for name in vectors_of_all}
     source, copy = np.ones(n, np.float32), np.zeros(n, np.float32)
     for name, updates in METHODS.items():
         numbers = {number: 0.5 for update in updates for number in update.numbers}
