@@ -159,13 +159,13 @@ def _first_report(memory: NodeMemory) -> FirstReport:
 
 
 def _refuse_different_settings(comm: "MPI.Intracomm", config: Config) -> None:
-    mine: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
-    for rank, theirs in enumerate(comm.allgather(mine)):
-        if theirs != mine:
+    for rank, other_settings in enumerate(comm.allgather(settings)):
+        if other_settings != settings:
             raise ConfigError(
-                f"rank {comm.rank} has {mine} but rank {rank} has {theirs}; give every rank "
-                f"the same Config and the same MPIRING_* variables")
+                f"rank {comm.rank} has {settings} but rank {rank} has {other_settings}; give every "
+                f"rank the same Config and the same MPIRING_* variables")
 
 
 def _share(comm: "MPI.Intracomm", config: Config) -> Sharing:
