@@ -1,6 +1,7 @@
 """Holds the code to the rules of the house: layers, size, docstrings, exports, light imports."""
 
 import ast
+import collections
 import functools
 import importlib
 import inspect
@@ -40,6 +41,10 @@ LAYERS = [
     ["tools"],
     ["__main__", "__init__"],
 ]
+# What users of PyTorch and of NumPy know by the same names.
+OF_EACH_ADAPTER = {"AsyncDataParallel", "Checkpoints", "DataParallel", "DiLoCo", "LocalSGD"}
+# Constructors of more than 8 arguments: users pass them by keyword.
+KEYWORDS = {"Adam", "AdamW", "DataParallel", "LAMB", "LARS", "SGD", "StreamingDiLoCo"}
 ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 # All others open files by `mpiring.files`, as another user may have prepared the folder: the tools
 # open what their user names, the rest what the kernel makes.
@@ -71,11 +76,11 @@ def tree_of(path):
 
 
 @functools.cache
-def imports_of(path):
-    """Return the files of the package that a file imports, but for what only types need."""
+def imports_of(path, types=False):
+    """Return the files of the package that a file imports; on request, also what types need."""
     found = set()
     inside = path.relative_to(PACKAGE).parts
-    for node in (node for top in tree_of(path).body if "TYPE_CHECKING" not in ast.dump(top)
+    for node in (node for top in tree_of(path).body if types or "TYPE_CHECKING" not in ast.dump(top)
                  for node in ast.walk(top)):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = PACKAGE.joinpath(*inside[:len(inside) - node.level],
@@ -127,11 +132,33 @@ def test_the_package_needs_no_study():
 
 
 def test_imports_make_no_circle():
-    graph = {path: imports_of(path) - {PACKAGE / "__init__.py"} for path in FILES}
+    """Nor do those that only types need: what cannot be understood alone is a circle, too."""
+    graph = {path: imports_of(path, types=True) for path in FILES if path.name != "__init__.py"}
     while graph:
         leaves = {file for file, needs in graph.items() if not needs & graph.keys()}
         assert leaves, f"a circle of imports among {sorted(map(name_of, graph))}"
         graph = {file: needs for file, needs in graph.items() if file not in leaves}
+
+
+def test_a_class_name_means_one_thing():
+    files = collections.defaultdict(list)
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(name_of(path))
+    assert {name for name, paths in files.items() if len(paths) > 1} == OF_EACH_ADAPTER
+
+
+def test_constructors_have_few_arguments():
+    """A user's has keywords, which stay; any other one groups what belongs together."""
+    long = set()
+    for path in FILES:
+        for node in (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)):
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef) and function.name == "__init__":
+                    arguments = len(function.args.args) - 1 + len(function.args.kwonlyargs)
+                    long |= {node.name} if arguments > 8 else set()
+    assert long == KEYWORDS
 
 
 def docstring_lines(tree):

@@ -59,7 +59,7 @@ NOWHERE = (-1, 0)
 IN_SLOT = (-2, 0)
 
 
-class Windows(Protocol):
+class WindowFinder(Protocol):
     """The arrays in node-shared memory."""
 
     def position_of(self, x: Array) -> tuple[int, int]:
@@ -89,7 +89,7 @@ class Operation(Protocol):
     tuning: Tuning
 
     @property
-    def windows(self) -> Windows:
+    def windows(self) -> WindowFinder:
         """What finds vectors in node-shared memory."""
 
     @property

@@ -1,6 +1,6 @@
 """Runs a group's calls as rounds, in the caller's thread; what is late goes to the engine."""
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -17,10 +17,7 @@ from ..transport.node_memory import NodeMemory
 from ..transport.node_call import Identity, NodeCall, slot_call
 from ..transport.plans import SlotPlan
 from .handle import Handle
-from .started import StartedRound
-
-if TYPE_CHECKING:
-    from .group import Group
+from .started import CallingGroup, StartedRound
 
 # A program may combine vectors of ever new shapes.
 _MOST_CALLS = 256
@@ -55,7 +52,7 @@ class RepeatedCalls:
         started: What was started, and was not complete when it was looked at last.
     """
 
-    def __init__(self, group: "Group") -> None:
+    def __init__(self, group: CallingGroup) -> None:
         self._group, self._counter = group, group.sharing.counter
         self.started: list[StartedRound[Any]] = []
         self._rounds: dict[_Key, tuple[NodeCall, Call]] = {}

@@ -2,21 +2,47 @@
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..collectives import shared
+from ..config import Config
 from ..memory.arrays import Array
 from ..operations.agreement import Call, refuse_others
+from ..operations.operation import Collectives
+from ..operations.windows import Windows
 from ..record.flight import Flight
-from ..transport.base import Schedule, T, Task
+from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import (
     CALL_BEGAN, CALL_IDENTITY, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, DISAGREE, GATE_STARTED,
     GO_ON, IDLE, LATE, LOOK, OTHERWISE)
 from ..transport.node_call import NodeCall
-from .handle import Action, Handle
+from .engine import Engine
+from .handle import Action, Handle, Lane
+from .opening import Sharing
 
-if TYPE_CHECKING:
-    from .group import Group
+
+class CallingGroup(Protocol):
+    """What calls like earlier ones need of their group; see group.Group."""
+
+    config: Config
+    rank: int
+    size: int
+    sharing: Sharing
+    engine: Engine
+    lane: Lane
+
+    @property
+    def windows(self) -> Windows:
+        """The arrays in node-shared memory."""
+
+    def collectives(self, node: Node | None = None, sequence: int = 0) -> Collectives:
+        """Return the schedules of an operation."""
+
+    def watch(self, handle: Handle[Any]) -> None:
+        """Watch an operation that has begun by itself."""
+
+    def check_open(self) -> None:
+        """Raise ClosedError unless the group is open, and MPI is running in this process."""
 
 
 class StartedRound(Handle[T]):
@@ -35,7 +61,7 @@ class StartedRound(Handle[T]):
         waited: The caller has waited since it began.
     """
 
-    def __init__(self, group: "Group", round_: NodeCall, call: Call, x: Array, result: T,
+    def __init__(self, group: CallingGroup, round_: NodeCall, call: Call, x: Array, result: T,
                  finished: Callable[[Handle[Any]], None], *, waited: bool = False) -> None:
         # Not that of Handle: what only the engine needs is made when it gets this.
         self._group, self._round, self._call = group, round_, call
@@ -167,7 +193,7 @@ def refuse(round_: NodeCall, call: Call) -> None:
     refuse_others(call, round_.node())
 
 
-def _rest(group: "Group", round_: NodeCall, call: Call, x: Any) -> Schedule[Any]:
+def _rest(group: CallingGroup, round_: NodeCall, call: Call, x: Any) -> Schedule[Any]:
     rest = _Rest(round_, x)
     yield (rest,)
     if rest.status == DISAGREE:

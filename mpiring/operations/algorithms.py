@@ -3,21 +3,21 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from ..collectives import direct, hierarchical, native, ring, shared
-from ..collectives.operation import Tuning
+from ..collectives.operation import Operation, Tuning
 from ..errors import ConfigError
 from ..memory.arrays import Array, cut, dtype_name
 from ..memory.reduction import Combine, reduction, widens
-from ..transport.base import Schedule
+from ..transport.base import Channel, Schedule
 from .model import Model
-
-if TYPE_CHECKING:
-    from .operation import Collectives
+from .resources import Resources
 
 _log = logging.getLogger("mpiring")
 
@@ -44,13 +44,50 @@ class Case(NamedTuple):
     gpu: str = ""
 
 
+class BuiltOperation(Operation, Protocol):
+    """One operation, as those see it who build its schedules; see operation.Collectives."""
+
+    sequence: int
+    resources: Resources
+
+    @property
+    def net(self) -> Channel:
+        """The channel, with ranks as the communicator numbers them."""
+
+    @property
+    def ring(self) -> Channel:
+        """The same, with ranks node after node."""
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The ranks, node after node."""
+
+    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
+        """Lend scratch memory for n elements."""
+
+    def combiner(self, op: str, dtype: np.dtype[Any], size: float) -> Combine:
+        """Return what combines vectors where they lie."""
+
+    def combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
+        """Combine all ranks' chunk `rank` on rank `rank`."""
+
+    def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
+        """Run a schedule in which ranks exchange data that are not neighbours on the ring."""
+
+    def count_sent(self, nbytes: int) -> None:
+        """Count bytes that MPI sends by itself."""
+
+    def dense_bytes(self, nbytes: int) -> int:
+        """Return how many bytes this rank has to send to other nodes to combine so many."""
+
+
 # Given the operation, its vector, op, and what combines by that; to be called when the operation
 # is made, not from inside a running schedule.
-Allreduce = Callable[["Collectives", Array, str, Combine], Schedule[None]]
+Allreduce = Callable[[BuiltOperation, Array, str, Combine], Schedule[None]]
 # Given the operation, its vector, the bounds of the ranks' slices, op, and what combines by that.
-ReduceScatter = Callable[["Collectives", Array, Sequence[int], str, Combine], Schedule[None]]
+ReduceScatter = Callable[[BuiltOperation, Array, Sequence[int], str, Combine], Schedule[None]]
 # Given the operation, its vector, and the bounds of the ranks' slices.
-Allgather = Callable[["Collectives", Array, Sequence[int]], Schedule[None]]
+Allgather = Callable[[BuiltOperation, Array, Sequence[int]], Schedule[None]]
 
 
 @dataclass(frozen=True)
@@ -106,14 +143,14 @@ class Algorithm:
 
 # Builders. What a schedule needs beside the operation's channel is scratch memory.
 
-def _ring(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+def _ring(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     piece_bytes = operation.tuning.ring_bytes
     size = ring.inbox_size(x.size, operation.size, x.itemsize, piece_bytes)
     with operation.borrow(size, x.dtype) as inbox:
         yield from ring.allreduce(operation.ring, x, inbox, combine, piece_bytes)
 
 
-def _ring_reduce_scatter(operation: "Collectives", x: Array, bounds: Sequence[int], op: str,
+def _ring_reduce_scatter(operation: BuiltOperation, x: Array, bounds: Sequence[int], op: str,
                          combine: Combine) -> Schedule[None]:
     slices, piece_bytes = cut(x, bounds), operation.tuning.ring_bytes
     n = operation.size * max(map(len, slices))
@@ -123,13 +160,13 @@ def _ring_reduce_scatter(operation: "Collectives", x: Array, bounds: Sequence[in
             operation.ring, [slices[rank] for rank in operation.order], inbox, combine, piece_bytes)
 
 
-def _ring_allgather(operation: "Collectives", x: Array, bounds: Sequence[int]) -> Schedule[None]:
+def _ring_allgather(operation: BuiltOperation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     slices = cut(x, bounds)
     return ring.allgather(operation.ring, [slices[rank] for rank in operation.order],
                           operation.tuning.ring_bytes)
 
 
-def _direct(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+def _direct(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     tuning = operation.tuning
     size = direct.inbox_size(x.size, operation.size, x.itemsize, tuning.direct_bytes)
     with operation.borrow(size, x.dtype) as inbox:
@@ -137,12 +174,12 @@ def _direct(operation: "Collectives", x: Array, op: str, combine: Combine) -> Sc
             operation.net, x, inbox, combine, tuning.direct_bytes, tuning.ring_bytes)
 
 
-def _direct_reduce_scatter(operation: "Collectives", x: Array, bounds: Sequence[int], op: str,
+def _direct_reduce_scatter(operation: BuiltOperation, x: Array, bounds: Sequence[int], op: str,
                            combine: Combine) -> Schedule[None]:
     return operation.confirmed(operation.combine_directly(cut(x, bounds), combine))
 
 
-def _native(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+def _native(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     resources = operation.resources
     turn = resources.turns.join(operation.sequence)
     # The least: MPI does not report what it sends.
@@ -150,17 +187,17 @@ def _native(operation: "Collectives", x: Array, op: str, combine: Combine) -> Sc
     return native.allreduce(resources.transport, turn, x, reduction(op, x.dtype, operation.size))
 
 
-def _levels(operation: "Collectives", op: str, x: Array) -> hierarchical.Levels:
+def _levels(operation: BuiltOperation, op: str, x: Array) -> hierarchical.Levels:
     return hierarchical.Levels.of(op, x.dtype, operation.nodes, operation.combiner)
 
 
-def _hierarchical(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+def _hierarchical(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     levels = _levels(operation, op, x)
     inside = yield from hierarchical.meet(operation, x, levels.within)
     yield from _by_levels(operation, x, levels, inside)
 
 
-def _by_levels(operation: "Collectives", x: Array, levels: hierarchical.Levels,
+def _by_levels(operation: BuiltOperation, x: Array, levels: hierarchical.Levels,
                inside: Sequence[hierarchical.Inside]) -> Schedule[None]:
     size = hierarchical.inbox_size(x.size, x.itemsize, operation.nodes, levels, operation.tuning)
     with operation.borrow(size, x.dtype) as inbox:
@@ -169,8 +206,8 @@ def _by_levels(operation: "Collectives", x: Array, levels: hierarchical.Levels,
             operation.tuning)
 
 
-def _hierarchical_reduce_scatter(operation: "Collectives", x: Array, bounds: Sequence[int], op: str,
-                                 combine: Combine) -> Schedule[None]:
+def _hierarchical_reduce_scatter(operation: BuiltOperation, x: Array, bounds: Sequence[int],
+                                 op: str, combine: Combine) -> Schedule[None]:
     levels = _levels(operation, op, x)
     inside = yield from hierarchical.meet(operation, x, levels.within)
     size = hierarchical.inbox_size_of_slices(
@@ -181,7 +218,7 @@ def _hierarchical_reduce_scatter(operation: "Collectives", x: Array, bounds: Seq
             operation.tuning)
 
 
-def _hierarchical_allgather(operation: "Collectives", x: Array,
+def _hierarchical_allgather(operation: BuiltOperation, x: Array,
                             bounds: Sequence[int]) -> Schedule[None]:
     # Nothing is combined.
     inside = yield from hierarchical.meet(
@@ -190,13 +227,13 @@ def _hierarchical_allgather(operation: "Collectives", x: Array,
         operation.net, operation.nodes, inside, operation.node, x, bounds, operation.tuning)
 
 
-def _short(operation: "Collectives", x: Array, op: str, combine: Combine) -> Schedule[None]:
+def _short(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     with operation.borrow((len(operation.nodes) - 1) * x.size, x.dtype) as inbox:
         yield from hierarchical.short(
             operation.net, operation.nodes, operation.node, x, inbox, _levels(operation, op, x))
 
 
-def _shared_on_gpus(operation: "Collectives", x: Array, op: str,
+def _shared_on_gpus(operation: BuiltOperation, x: Array, op: str,
                     combine: Combine) -> Schedule[None]:
     positions = yield from operation.node.share(*operation.windows.position_of(x))
     slices = operation.windows.slices(operation.node, positions, x)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError, StallError
 from ..transport.base import LANES, Array, Channel, Schedule, Task
-from .prices import Cores, Link
+from .prices import Computing, Cores, Link
 from .wires import Wires
 
 
@@ -125,10 +125,9 @@ class SimulatedNetwork:
         size: Number of ranks.
         between: Link between nodes; ranks of a node share its bandwidth, each way.
         within: Link between two ranks of a node.
-        ranks_per_node: Ranks r with equal `r // ranks_per_node` share a node.
-        node_of: The node of each rank, instead; any placement, also uneven.
-        overhead_s: Computing that each message costs its sender, and its receiver.
-        cores: Number of cores on which all ranks compute, as in a lab; 0: a core for each.
+        node_of: The node of each rank, also unevenly; or n, where ranks r with equal `r // n`
+            share a node.
+        computing: What computing costs.
         seed: Makes the network an adversary, deterministic in the seed.
         faults: What goes wrong.
         payload: False moves sizes only; give the schedules `ghost` arrays then.
@@ -144,8 +143,8 @@ class SimulatedNetwork:
 
     def __init__(
         self, size: int, *, between: Link = Link(), within: Link = Link(),
-        ranks_per_node: int = 1, node_of: Sequence[int] | None = None, overhead_s: float = 0.0,
-        cores: int = 0, seed: int | None = None, faults: Iterable[Fault] = (), payload: bool = True,
+        node_of: int | Sequence[int] = 1, computing: Computing = Computing(),
+        seed: int | None = None, faults: Iterable[Fault] = (), payload: bool = True,
     ) -> None:
         self.size = size
         self.stepped = range(size)
@@ -154,8 +153,9 @@ class SimulatedNetwork:
         self.bytes_sent = [0] * size
         self.messages_sent = [0] * size
         self._within = within
-        self._overhead_s = overhead_s
-        self.node_of = node_of or [rank // ranks_per_node for rank in range(size)]
+        self._overhead_s = computing.overhead_s
+        self.node_of = ([rank // node_of for rank in range(size)] if isinstance(node_of, int)
+                        else node_of)
         self.bytes_between = dict.fromkeys(self.node_of, 0)
         self._random = None if seed is None else random.Random(seed)
         self._payload = payload
@@ -165,7 +165,7 @@ class SimulatedNetwork:
         self._sent_to: dict[tuple[int, int], int] = defaultdict(int)
         self._lanes: dict[tuple[int, int, int, int], _Lane] = defaultdict(_Lane)
         self._wires = Wires(between, self)
-        self._cores = Cores(cores) if cores else None
+        self._cores = Cores(computing.cores) if computing.cores else None
         self._busy_until_s: dict[int, float] = defaultdict(float)
         self._to_wake: set[int] = set()
         self._events: list[tuple[float, float, int, int | None, Callable[[], None]]] = []

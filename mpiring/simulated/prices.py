@@ -25,6 +25,19 @@ class Link:
     burst_bytes: float = 0.0
 
 
+@dataclass(frozen=True)
+class Computing:
+    """What computing costs.
+
+    Attributes:
+        overhead_s: What each message costs its sender, and its receiver.
+        cores: Number of cores on which all ranks compute, as in a lab; 0: a core for each.
+    """
+
+    overhead_s: float = 0.0
+    cores: int = 0
+
+
 class Cores:
     """The cores of a machine, which take work as it comes.
 

@@ -33,7 +33,7 @@ class SymmetricNetwork(SimulatedNetwork):
 
     def __init__(self, nodes: int, ranks_per_node: int, symmetry: Callable[[int, int], int],
                  **prices: Any) -> None:
-        super().__init__(nodes * ranks_per_node, ranks_per_node=ranks_per_node, payload=False,
+        super().__init__(nodes * ranks_per_node, node_of=ranks_per_node, payload=False,
                          **prices)
         self.stepped = range(ranks_per_node)
         self.slack_bytes = _LONGEST_ELEMENT

@@ -74,6 +74,6 @@ def test_thousands_of_adversarial_deliveries():
     for seed in range(4_000):
         case = Deliveries(seed)
         schedules, checks = zip(*(case.KINDS[kind](case) for kind in case.chosen))
-        found = SimulatedNetwork(case.p, seed=seed, ranks_per_node=case.in_flight).run(*schedules)
+        found = SimulatedNetwork(case.p, seed=seed, node_of=case.in_flight).run(*schedules)
         for check, results in zip(checks, zip(*found)):
             check(results)

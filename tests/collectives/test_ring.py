@@ -93,7 +93,7 @@ def test_a_payload_free_ring_of_10_gigabytes_needs_no_memory():
 
 def test_ranks_that_share_a_nic_in_ring_order_cost_no_more():
     """Only one rank of each node sends out, so the NIC is not shared."""
-    assert time_of(8, 8000, ranks_per_node=2).time_s <= time_of(8, 8000).time_s
+    assert time_of(8, 8000, node_of=2).time_s <= time_of(8, 8000).time_s
 
 
 @settings(deadline=None, max_examples=200)

@@ -6,7 +6,7 @@ import pytest
 from mpiring.collectives import chain, ring
 from mpiring.errors import BufferMismatchError, StallError
 from mpiring.memory.reduction import Reduction
-from mpiring.simulated.prices import Link, PricedCombine, ghost
+from mpiring.simulated.prices import Computing, Link, PricedCombine, ghost
 from mpiring.simulated.network import Dead, Lost, SimulatedNetwork, Slow
 
 
@@ -32,11 +32,11 @@ def test_a_message_costs_latency_and_bytes_over_bandwidth():
 
 def test_the_ranks_of_a_node_share_its_nic_each_way():
     for source_or_dest in ((0, 2), (1, 3)), ((0, 2), (1, 2)), ((0, 2), (0, 3)):
-        net = SimulatedNetwork(4, between=Link(0, 1e6), ranks_per_node=2)
+        net = SimulatedNetwork(4, between=Link(0, 1e6), node_of=2)
         net.run(*(lambda channel, pair=pair: one_message(channel, *pair)
                   for pair in source_or_dest))
         assert net.time_s == pytest.approx(2 * 1000 / 1e6)
-    net = SimulatedNetwork(4, between=Link(0, 1e6), ranks_per_node=2)
+    net = SimulatedNetwork(4, between=Link(0, 1e6), node_of=2)
     net.run(lambda channel: one_message(channel, 0, 2), lambda channel: one_message(channel, 3, 1))
     assert net.time_s == pytest.approx(1000 / 1e6), "the two directions are independent"
 
@@ -57,7 +57,7 @@ def test_messages_that_meet_at_a_nic_share_it(long, short):
 
 
 def test_messages_within_a_node_use_no_nic():
-    net = SimulatedNetwork(2, between=Link(1, 1), within=Link(1e-6, 1e9), ranks_per_node=2)
+    net = SimulatedNetwork(2, between=Link(1, 1), within=Link(1e-6, 1e9), node_of=2)
     net.run(lambda channel: one_message(channel, 0, 1))
     assert net.time_s == pytest.approx(1e-6 + 1000 / 1e9)
 
@@ -210,7 +210,7 @@ def test_a_busy_rank_posts_later_and_goes_on_later():
 
 
 def test_ranks_that_share_cores_take_turns():
-    net = SimulatedNetwork(3, cores=2)
+    net = SimulatedNetwork(3, computing=Computing(cores=2))
 
     def program(channel):
         net.work(channel.rank, 1 + channel.rank)
@@ -236,7 +236,8 @@ def test_work_at_the_end_counts():
 @pytest.mark.parametrize("p", [2, 3, 8])
 def test_a_ring_with_prices_takes_what_theory_says(p):
     n, latency, rate, combining, overhead = p * 1000, 1e-3, 1e6, 2e5, 1e-4
-    net = SimulatedNetwork(p, between=Link(latency, rate), overhead_s=overhead, payload=False)
+    net = SimulatedNetwork(p, between=Link(latency, rate), computing=Computing(overhead),
+                           payload=False)
     net.run(lambda channel: ring.allreduce(
         channel, ghost(n, "uint8"), ghost(1000, "uint8"),
         PricedCombine(net, channel.rank, combining)))
@@ -251,7 +252,7 @@ def test_a_message_within_a_node_is_a_copy_that_its_sender_makes():
         else:
             yield [channel.irecv(np.zeros(1000, np.uint8), 0) for _ in range(3)]
 
-    net = SimulatedNetwork(2, within=Link(0.5, 1000), ranks_per_node=2)
+    net = SimulatedNetwork(2, within=Link(0.5, 1000), node_of=2)
     net.run(program)
     assert net.time_s == pytest.approx(3 + 0.5)
 

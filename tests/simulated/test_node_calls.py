@@ -65,7 +65,7 @@ def expected(kind, before, rank):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_results_are_right_whatever_is_seen_late(size, seed):
-    network = SimulatedNetwork(size, ranks_per_node=size, seed=seed)
+    network = SimulatedNetwork(size, node_of=size, seed=seed)
     memory, chance = SimulatedMemory(network), random.Random(seed)
     steps = [(chance.choice(list(PLANS)), chance.choice([1, 5, 100])) for _ in range(30)]
 
@@ -90,7 +90,7 @@ def test_results_are_right_whatever_is_seen_late(size, seed):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_another_call_is_found_before_anything_is_used(seed):
-    network = SimulatedNetwork(2, ranks_per_node=2, seed=seed)
+    network = SimulatedNetwork(2, node_of=2, seed=seed)
     memory = SimulatedMemory(network)
 
     def program(net):

@@ -59,7 +59,7 @@ def test_the_model_of_mpich_is_an_allreduce(p, ranks_per_node, n):
     if p % ranks_per_node:
         return
     xs = [contract.contribution(rank, n, "float32") for rank in range(p)]
-    SimulatedNetwork(p, ranks_per_node=ranks_per_node, seed=n).run(lambda net: mpich.allreduce(
+    SimulatedNetwork(p, node_of=ranks_per_node, seed=n).run(lambda net: mpich.allreduce(
         net, ranks_per_node, xs[net.rank], np.empty(n, "float32"), Reduction("sum", "float32", p)))
     contract.check(xs[0], p, "sum")
     assert all(x.tobytes() == xs[0].tobytes() for x in xs)

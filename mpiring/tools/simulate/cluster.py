@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from ...simulated.symmetry import SymmetricNetwork
 from ...simulated.network import SimulatedNetwork
-from ...simulated.prices import Link
+from ...simulated.prices import Computing, Link
 
 Symmetry = Callable[[int, int], int]
 
@@ -81,7 +81,7 @@ class Cluster:
         overhead_s = self.mpi_overhead_s + self.overhead_s * in_python
         if symmetry is None:
             return SimulatedNetwork(
-                self.ranks, ranks_per_node=self.ranks_per_node, payload=False,
-                between=between, within=within, overhead_s=overhead_s, cores=self.cores)
+                self.ranks, node_of=self.ranks_per_node, payload=False, between=between,
+                within=within, computing=Computing(overhead_s, self.cores))
         return SymmetricNetwork(self.nodes, self.ranks_per_node, symmetry,
-                                between=between, within=within, overhead_s=overhead_s)
+                                between=between, within=within, computing=Computing(overhead_s))
