@@ -16,7 +16,7 @@ _PATIENCE_S = 600.0
 COMPILED_EARLY = ("float32", "float64", "int64")
 
 
-def compile_rounds(group: "Group", dtypes: Sequence[str]) -> None:
+def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
     """Compile what runs sums and means, unless it is on disk; without numba, do nothing.
 
     The ranks of a node share the work. One that keeps nothing on disk (see the setting

@@ -44,7 +44,7 @@ class Sharing:
         order: All ranks, node after node.
         memory_groups: The ranks that share a memory, for each memory, in that order.
         memory: The memory that this rank shares; None where it is alone in its group.
-        counter: The number of the group's next operation, and its last rounds.
+        counter: The number of the group's next operation, and its last fast calls.
         neighbours: From `launch.topology.neighbours`.
     """
 

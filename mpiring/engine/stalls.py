@@ -38,13 +38,13 @@ class StallWatch:
         post: Carries questions and answers.
         config: `stall_warning_s` and `stall_timeout_s`.
         recorder: The last operations of this rank.
-        counter: Its last rounds in this communicator.
+        counter: Its last fast calls in this communicator.
         warn: Takes the text of a report; prints to standard error by default.
 
     Attributes:
         config: As above; may be replaced.
-        last: What this rank called last, other than rounds. Not its handle: that would keep the
-            user's array alive.
+        last: What this rank called last, other than fast calls. Not its handle: that would keep
+            the user's array alive.
     """
 
     def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
