@@ -69,7 +69,7 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(group.rank, group.size)
         self._store, self._group = store, group
         self._name = self._description = ""
-        self._beside: Group | None = None
+        self._callback_group: Group | None = None
         self._messages = group.messages()
         self._share = own_share(group.run, group.sharing.topology.node_rank)
         self._coalescing: list[Work] | None = None
@@ -118,8 +118,8 @@ class ProcessGroup(dist.ProcessGroup):
 
         Collective: yes. Blocking: yes.
         """
-        if self._beside is not None:
-            self._beside.close()
+        if self._callback_group is not None:
+            self._callback_group.close()
         self._group.close()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -137,10 +137,10 @@ class ProcessGroup(dist.ProcessGroup):
         group, handle = self._group, DONE
         if in_callback():
             # Collective, since callbacks run in the order of the operations on every rank.
-            group = self._beside = self._beside or group.beside()
+            group = self._callback_group = self._callback_group or group.beside()
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, buffers.nbytes)
-        if group is self._beside or timeout_s or getattr(opts, "asyncOp", True):
+        if group is self._callback_group or timeout_s or getattr(opts, "asyncOp", True):
             handle = group.submit(call, buffers.build(group, build))
         else:
             group.run(call, buffers.build(group, build))
