@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from .arguments import MOST_OF_MPI, whole_number
 from .config import Config
-from .engine.compiling import COMPILED_EARLY, compile_rounds
+from .engine.compiling import COMPILED_EARLY, compile_fast_calls
 from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
@@ -311,7 +311,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
                 raise ConfigError(f"rank {self.rank}: dtypes={dtypes!r:.200}: {exc}; expected a "
                                   f"list of NumPy's") from exc
         self._group.tune_once()
-        compile_rounds(self._group, names)
+        compile_fast_calls(self._group, names)
 
     def submit(self, call: Call, build: Build[T], *, device: Device | None = None,
                ready: Sequence[Event] = ()) -> Handle[T]:

@@ -37,13 +37,13 @@ class ObjectCollectives:
         Collective: yes. Blocking: yes.
         """
         root = self._root(root)
-        mine, problem = _pickled(obj) if self.rank == root else (np.empty(0, np.uint8), "")
-        head = _head(mine)
+        pickled, problem = _pickled(obj) if self.rank == root else (np.empty(0, np.uint8), "")
+        head = _head(pickled)
         self._run_short(Call("broadcast_object", f"from root {root}"), "broadcast", head, root)
         nbytes = _length(head)
         payload = head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
         if nbytes > payload.size:
-            payload = mine if self.rank == root else np.empty(nbytes, np.uint8)
+            payload = pickled if self.rank == root else np.empty(nbytes, np.uint8)
             self._group.run(Call("broadcast_object", f"of {nbytes} bytes from root {root}"),
                             lambda collectives: collectives.broadcast(payload, root))
         if self.rank != root:
@@ -63,22 +63,22 @@ class ObjectCollectives:
 
         Collective: yes. Blocking: yes.
         """
-        mine, _ = _pickled(obj)
+        pickled, _ = _pickled(obj)
         heads = np.empty((self.size, _HEAD_BYTES), np.uint8)
-        heads[self.rank] = _head(mine)
+        heads[self.rank] = _head(pickled)
         self._run_short(Call(label), "allgather", heads.reshape(-1), None)
         lengths = [_length(head) for head in heads]
         payloads = [head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
                     for head, nbytes in zip(heads, lengths)]
         if max(lengths) > _HEAD_BYTES - _LENGTH_BYTES:
             payloads = [np.empty(nbytes, np.uint8) for nbytes in lengths]
-            payloads[self.rank] = mine
+            payloads[self.rank] = pickled
             self._group.run(Call(label, f"of up to {max(lengths)} bytes"),
                             lambda collectives: collectives.allgather_chunks(payloads))
-        found = [pickle.loads(payload.data) for payload in payloads]
-        for rank, (_, problem) in enumerate(found):
+        unpickled = [pickle.loads(payload.data) for payload in payloads]
+        for rank, (_, problem) in enumerate(unpickled):
             _refuse_unpickled(rank, problem)
-        return [theirs for theirs, _ in found]
+        return [loaded for loaded, _ in unpickled]
 
     def _run_short(self, call: Call, kind: str, x: NDArray[Any], root: int | None) -> None:
         """Run a copy of a short vector, as a round from the second time on where that may be."""

@@ -252,9 +252,9 @@ class PairAveraging(BackgroundTraining):
 
     # Details
 
-    def _refuse_closed(self, what: str) -> None:
+    def _refuse_closed(self, method: str) -> None:
         if self.closed:
-            raise ClosedError(f"rank {self._comm.rank}: {what} after close() of this "
+            raise ClosedError(f"rank {self._comm.rank}: {method} after close() of this "
                               f"PairAveraging; make another one")
 
     def _partner(self, number: int) -> int | None:

@@ -291,9 +291,9 @@ class ParameterServer(BackgroundTraining):
     def _nbytes(self) -> int:
         return sum(flat.nbytes for flat in self._weights.flats)
 
-    def _refuse_finished(self, what: str) -> None:
+    def _refuse_finished(self, method: str) -> None:
         if self._finished:
-            raise ClosedError(f"rank {self._comm.rank}: {what} after finish(); this rank's "
+            raise ClosedError(f"rank {self._comm.rank}: {method} after finish(); this rank's "
                               f"training has ended")
 
     def _copy(self, gradients: Mapping[str, Any]) -> None:

@@ -38,12 +38,12 @@ def all_to_all(
 
 
 def gather(
-    net: Channel, mine: Array, parts: Sequence[Array], root: int, in_flight: int = IN_FLIGHT,
+    net: Channel, vector: Array, parts: Sequence[Array], root: int, in_flight: int = IN_FLIGHT,
 ) -> Schedule[None]:
-    """Copy `mine` of every rank r to `parts[r]` of rank `root`.
+    """Copy `vector` of every rank r to `parts[r]` of rank `root`.
 
     Args:
-        mine: Contiguous.
+        vector: Contiguous.
         parts: On `root`, p vectors, contiguous, each as long as what its rank sends; they
             are overwritten. Ignored elsewhere.
         root: The rank that receives.
@@ -56,22 +56,22 @@ def gather(
     """
     p, r = net.size, net.rank
     if r != root:
-        yield (net.isend(mine, root),)
+        yield (net.isend(vector, root),)
         return
-    if parts[r] is not mine:
-        copy_to(parts[r], mine)
+    if parts[r] is not vector:
+        copy_to(parts[r], vector)
     yield from _a_few_at_once(in_flight, (
         (net.irecv(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
 
 
 def scatter(
-    net: Channel, parts: Sequence[Array], mine: Array, root: int, in_flight: int = IN_FLIGHT,
+    net: Channel, parts: Sequence[Array], vector: Array, root: int, in_flight: int = IN_FLIGHT,
 ) -> Schedule[None]:
-    """Copy `parts[r]` of rank `root` to `mine` of every rank r.
+    """Copy `parts[r]` of rank `root` to `vector` of every rank r.
 
     Args:
         parts: On `root`, p vectors, contiguous. Ignored elsewhere.
-        mine: Contiguous, as long as what `root` sends; overwritten.
+        vector: Contiguous, as long as what `root` sends; overwritten.
         root: The rank that sends.
         in_flight: To so many ranks it sends at once.
 
@@ -82,9 +82,9 @@ def scatter(
     """
     p, r = net.size, net.rank
     if r != root:
-        yield (net.irecv(mine, root),)
+        yield (net.irecv(vector, root),)
         return
-    copy_to(mine, parts[r])
+    copy_to(vector, parts[r])
     yield from _a_few_at_once(in_flight, (
         (net.isend(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
 

@@ -245,10 +245,10 @@ def short(
         levels.within.combine(copies, x)
         leaders = [ranks[0] for ranks in nodes]
         others = [leader for leader in leaders if leader != net.rank]
-        theirs = dict(zip(others, chunks_of(inbox[:len(others) * x.size], len(others))))
-        yield [*(net.irecv(theirs[leader], leader) for leader in others),
+        received = dict(zip(others, chunks_of(inbox[:len(others) * x.size], len(others))))
+        yield [*(net.irecv(received[leader], leader) for leader in others),
                *(net.isend(x, leader) for leader in others)]
-        levels.between.combine([theirs.get(leader, x) for leader in leaders], x)
+        levels.between.combine([received.get(leader, x) for leader in leaders], x)
         copy_to(copies[0], x)
     yield (node.barrier(),)
     copy_to(x, copies[0])
@@ -415,11 +415,11 @@ class _InWindows:
         yield ()
 
     def spread(self, piece: Piece) -> Schedule[None]:
-        mine = self._vectors[self._rank]
+        source = self._vectors[self._rank]
         for part in piece[self._rank::len(self._vectors)]:
             for x in self._vectors:
-                if x is not mine:
-                    copy_to(x[part], mine[part])
+                if x is not source:
+                    copy_to(x[part], source[part])
         return
         yield ()
 

@@ -120,13 +120,13 @@ def allgather(node: Node, parts: Sequence[Array]) -> Schedule[None]:
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, own, others = _Slots(node, parts[0].dtype, 1), parts[node.rank], _others(node)
+    slots, local_part, others = _Slots(node, parts[0].dtype, 1), parts[node.rank], _others(node)
 
     def take(j: int) -> None:
         for rank in others:
             slots.take(parts[rank], rank, 0, j)
 
-    return slots.rounds(_longest(parts), lambda j: slots.lay(own, 0, j), take)
+    return slots.rounds(_longest(parts), lambda j: slots.lay(local_part, 0, j), take)
 
 
 def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
@@ -139,17 +139,17 @@ def reduce_scatter(node: Node, chunks: Sequence[Array], combine: Combine) -> Sch
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, own, others = _Slots(node, chunks[0].dtype, node.size), node.rank, _others(node)
+    slots, local_rank, others = _Slots(node, chunks[0].dtype, node.size), node.rank, _others(node)
 
     def lay(j: int) -> None:
         for rank in others:
             slots.lay(chunks[rank], rank, j)
 
     def take(j: int) -> None:
-        mine = slots.piece(chunks[own], j)
-        sources = [slots.position(rank, own, j, mine.size) for rank in range(node.size)]
-        sources[own] = mine
-        combine.combine(sources, mine)
+        piece = slots.piece(chunks[local_rank], j)
+        sources = [slots.position(rank, local_rank, j, piece.size) for rank in range(node.size)]
+        sources[local_rank] = piece
+        combine.combine(sources, piece)
 
     return slots.rounds(_longest(chunks), lay, take)
 
@@ -169,7 +169,7 @@ def all_to_all(
 
     Collective: yes. Blocking: no (a schedule).
     """
-    own, others = node.rank, _others(node)
+    local_rank, others = node.rank, _others(node)
     sends, receives = [*map(as_bytes, sends)], [*map(as_bytes, receives)]
     slots = _Slots(node, _BYTES, node.size)
 
@@ -182,20 +182,20 @@ def all_to_all(
     def check(_: Sequence[int]) -> None:
         for rank in range(node.size):
             slots.check(rank, receives[rank])
-        copy_to(receives[own], sends[own])
+        copy_to(receives[local_rank], sends[local_rank])
 
     def take(j: int) -> None:
         for rank in others:
-            slots.take(receives[rank], rank, own, j)
+            slots.take(receives[rank], rank, local_rank, j)
 
     return slots.rounds(_longest([*sends, *receives]), lay, take, check)
 
 
-def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-    """Copy the bytes of `mine` of each rank r of the node to `parts[r]` of its rank `root`.
+def gather(node: Node, vector: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+    """Copy the bytes of `vector` of each rank r of the node to `parts[r]` of its rank `root`.
 
     Args:
-        mine: Contiguous, of any length.
+        vector: Contiguous, of any length.
         parts: On `root`, per rank of the node a vector of as many bytes as that rank sends,
             contiguous; overwritten. Ignored elsewhere.
         root: Among the ranks of the node.
@@ -205,30 +205,30 @@ def gather(node: Node, mine: Array, parts: Sequence[Array], root: int) -> Schedu
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, own, others = _Slots(node, _BYTES, 1), as_bytes(mine), _others(node)
+    slots, data, others = _Slots(node, _BYTES, 1), as_bytes(vector), _others(node)
     if node.rank != root:
-        return slots.rounds(own.size, lambda j: slots.lay(own, 0, j), _nothing)
+        return slots.rounds(data.size, lambda j: slots.lay(data, 0, j), _nothing)
     targets = [*map(as_bytes, parts)]
 
     def check(lengths: Sequence[int]) -> None:
         for rank in others:
             _check(node, rank, lengths[rank], targets[rank])
-        if parts[root] is not mine:
-            copy_to(targets[root], own)
+        if parts[root] is not vector:
+            copy_to(targets[root], data)
 
     def take(j: int) -> None:
         for rank in others:
             slots.take(targets[rank], rank, 0, j)
 
-    return slots.rounds(own.size, _nothing, take, check)
+    return slots.rounds(data.size, _nothing, take, check)
 
 
-def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
-    """Copy the bytes of `parts[r]` of the node's rank `root` to `mine` of each rank r.
+def scatter(node: Node, parts: Sequence[Array], vector: Array, root: int) -> Schedule[None]:
+    """Copy the bytes of `parts[r]` of the node's rank `root` to `vector` of each rank r.
 
     Args:
         parts: On `root`, per rank of the node a vector, contiguous. Ignored elsewhere.
-        mine: Contiguous, as many bytes as `root` sends; overwritten.
+        vector: Contiguous, as many bytes as `root` sends; overwritten.
         root: Among the ranks of the node.
 
     Raises:
@@ -236,7 +236,7 @@ def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Sched
 
     Collective: yes. Blocking: no (a schedule).
     """
-    slots, own, others = _Slots(node, _BYTES, node.size), as_bytes(mine), _others(node)
+    slots, data, others = _Slots(node, _BYTES, node.size), as_bytes(vector), _others(node)
     sources = [*map(as_bytes, parts)] if node.rank == root else []
 
     def lay(j: int) -> None:
@@ -246,14 +246,14 @@ def scatter(node: Node, parts: Sequence[Array], mine: Array, root: int) -> Sched
             slots.lay(sources[rank], rank, j)
 
     def check(_: Sequence[int]) -> None:
-        slots.check(root, own)
+        slots.check(root, data)
         if node.rank == root:
-            copy_to(own, sources[root])
+            copy_to(data, sources[root])
 
     return slots.rounds(
-        own.size,
+        data.size,
         lay if node.rank == root else _nothing,
-        _nothing if node.rank == root else lambda j: slots.take(own, root, node.rank, j),
+        _nothing if node.rank == root else lambda j: slots.take(data, root, node.rank, j),
         check)
 
 

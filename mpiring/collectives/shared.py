@@ -180,8 +180,8 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
     if vectors is None:
         yield from node_copies.reduce_scatter(node, cut(x, bounds), combine)
         return
-    mine = slice(bounds[node.rank], bounds[node.rank + 1])
-    sources = [vector[mine] for vector in vectors]
+    rank_slice = slice(bounds[node.rank], bounds[node.rank + 1])
+    sources = [vector[rank_slice] for vector in vectors]
     combine.combine(sources, sources[node.rank])
     # The others may still read what this rank has contributed.
     yield (node.barrier(),)
@@ -204,8 +204,8 @@ def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule
         return
     for rank, vector in enumerate(vectors):
         if rank != node.rank:
-            theirs = slice(bounds[rank], bounds[rank + 1])
-            copy_to(x[theirs], vector[theirs])
+            rank_slice = slice(bounds[rank], bounds[rank + 1])
+            copy_to(x[rank_slice], vector[rank_slice])
     yield (node.barrier(),)
 
 

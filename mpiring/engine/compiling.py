@@ -16,7 +16,7 @@ _PATIENCE_S = 600.0
 COMPILED_EARLY = ("float32", "float64", "int64")
 
 
-def compile_rounds(group: "Group", dtypes: Sequence[str]) -> None:
+def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
     """Compile what runs sums and means, unless it is on disk; without numba, do nothing.
 
     The ranks of a node share the work. One that keeps nothing on disk (see the setting
@@ -32,9 +32,9 @@ def compile_rounds(group: "Group", dtypes: Sequence[str]) -> None:
     if not dtypes or all(len(ranks) == 1 for ranks in group.sharing.memory_groups):
         return
     memory = group.sharing.memory
-    mine = [*_compilations(group, dtypes)] if memory and group.config.tuning_folder else []
+    compilations = [*_compilations(group, dtypes)] if memory and group.config.tuning_folder else []
     # What others save is loaded; what cannot be saved is made by each.
-    for share in (mine[memory.rank::len(memory.ranks)] if memory else [], mine):
+    for share in (compilations[memory.rank::len(memory.ranks)] if memory else [], compilations):
         for compilation in share:
             compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),

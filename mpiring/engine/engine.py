@@ -126,7 +126,7 @@ class Engine:
         return lane
 
     def guard(self, counter: OperationCounter) -> None:
-        """Let no rounds of a communicator begin once any operation has failed."""
+        """Let no fast calls of a communicator begin once any operation has failed."""
         self._gates.add(counter)
         if self.failure is not None:
             counter.close(GATE_FAILED)

@@ -44,7 +44,7 @@ class Sharing:
         order: All ranks, node after node.
         memory_groups: The ranks that share a memory, for each memory, in that order.
         memory: The memory that this rank shares; None where it is alone in its group.
-        counter: The number of the group's next operation, and its last rounds.
+        counter: The number of the group's next operation, and its last fast calls.
         neighbours: From `launch.topology.neighbours`.
     """
 
@@ -159,13 +159,13 @@ def _first_report(memory: NodeMemory) -> FirstReport:
 
 
 def _refuse_different_settings(comm: "MPI.Intracomm", config: Config) -> None:
-    mine: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "trace": bool(config.trace), **{name: getattr(config, name) for name in AGREED}}
-    for rank, theirs in enumerate(comm.allgather(mine)):
-        if theirs != mine:
+    for rank, other_settings in enumerate(comm.allgather(settings)):
+        if other_settings != settings:
             raise ConfigError(
-                f"rank {comm.rank} has {mine} but rank {rank} has {theirs}; give every rank "
-                f"the same Config and the same MPIRING_* variables")
+                f"rank {comm.rank} has {settings} but rank {rank} has {other_settings}; give every "
+                f"rank the same Config and the same MPIRING_* variables")
 
 
 def _share(comm: "MPI.Intracomm", config: Config) -> Sharing:

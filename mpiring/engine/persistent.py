@@ -14,7 +14,7 @@ from ..operations.operation import Collectives
 from ..transport import compiled
 from ..transport.base import Schedule, T
 from ..transport.layout import DONE, GATED
-from .compiling import compile_rounds
+from .compiling import compile_fast_calls
 from .handle import Handle
 from .repeated import COPYING, IN_PLACE, RepeatedCalls
 
@@ -38,7 +38,7 @@ class Persistent(Generic[T]):
         build: Returns, for each time, what builds the schedule, after a look at the array.
         result: What `wait` returns.
         owner: Is kept alive.
-        vector: The array as a vector in host memory; None where it cannot be a round.
+        vector: The array as a vector in host memory; None where no fast call takes it.
         kind, op_or_root: Of the collective; see RepeatedCalls.note.
 
     Collective: yes. Blocking: yes.
@@ -56,11 +56,11 @@ class Persistent(Generic[T]):
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
         # What runs when it is called, and when it is started.
-        self._repeated, self._round, self._started = group.repeated, None, None
+        self._repeated, self._node_call, self._started = group.repeated, None, None
         in_windows = False
         if vector is not None:
             name = dtype_name(vector.dtype)
-            compile_rounds(group, [compiled.COPIES if kind in COPYING else name])
+            compile_fast_calls(group, [compiled.COPIES if kind in COPYING else name])
         if kind == "allreduce" and vector is not None and op_or_root in compiled.OPS:
             in_windows = group.run(
                 Call("persistent", "(whether vectors are in windows)"),
@@ -70,13 +70,14 @@ class Persistent(Generic[T]):
             self._build = lambda: (build(), _in_place(vector, op_or_root))[1]
         if self._repeated is not None and vector is not None:
             self._started = self._repeated.round(call, vector, kind, op_or_root, instead=in_windows)
-            self._round = self._started
+            self._node_call = self._started
             if in_windows or kind == "allreduce" and _is_long_in_window(
                     group, self._repeated, vector, op_or_root):
-                self._round = self._repeated.in_place(call, vector, op_or_root)
+                self._node_call = self._repeated.in_place(call, vector, op_or_root)
             # Where the memory may move, it has to be looked at each time.
-            if self._round is not None and self._round.is_short and type(result) is np.ndarray:
-                self._begin, self._address = self._round.begin, self._round.address
+            node_call = self._node_call
+            if node_call is not None and node_call.is_short and type(result) is np.ndarray:
+                self._begin, self._address = node_call.begin, node_call.address
                 self._x = data_address(vector)
 
     def __repr__(self) -> str:
@@ -122,19 +123,20 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             raise ConfigError(f"rank {self._group.rank}: {self!r}: call wait() first")
-        begin, repeated, round_ = self._begin, self._repeated, self._round
-        if begin is not None and repeated is not None and round_ is not None:
+        begin, repeated, node_call = self._begin, self._repeated, self._node_call
+        if begin is not None and repeated is not None and node_call is not None:
             # As repeated.run, but that the memory is known.
             try:
                 status = begin(self._address, self._x)
                 if status == DONE or status != GATED and repeated.go_on(
-                        status, round_, self._call, self._vector):
+                        status, node_call, self._call, self._vector):
                     return self._result
             except BaseException as error:
-                repeated.fail(round_, error)
+                repeated.fail(node_call, error)
                 raise
         build = self._build()
-        if round_ is None or repeated is None or not repeated.run(round_, self._call, self._vector):
+        if node_call is None or repeated is None or not repeated.run(
+                node_call, self._call, self._vector):
             self._group.run(self._call, build)
         return self._result
 

@@ -38,13 +38,13 @@ class StallWatch:
         post: Carries questions and answers.
         config: `stall_warning_s` and `stall_timeout_s`.
         recorder: The last operations of this rank.
-        counter: Its last rounds in this communicator.
+        counter: Its last fast calls in this communicator.
         warn: Takes the text of a report; prints to standard error by default.
 
     Attributes:
         config: As above; may be replaced.
-        last: What this rank called last, other than rounds. Not its handle: that would keep the
-            user's array alive.
+        last: What this rank called last, other than fast calls. Not its handle: that would keep
+            the user's array alive.
     """
 
     def __init__(self, rank: int, size: int, post: "Mailbox", config: Config, recorder: Recorder,
@@ -156,7 +156,7 @@ class StallWatch:
         ago = time.monotonic() - last.called_s
         return f"has NOT CALLED it; its last call was {last}, {ago:.0f} s ago", False
 
-    def _report(self, inquiry: "_Inquiry", what: str) -> str:
+    def _report(self, inquiry: "_Inquiry", verb: str) -> str:
         handle, timeout_s = inquiry.handle, self.config.stall_timeout_s
         patience_s, limit = self._patience_s(handle), "it waits for ever"
         if timeout_s:
@@ -166,7 +166,7 @@ class StallWatch:
         missing = sorted(inquiry.last.keys() - inquiry.waiting)[:_RANKS - 1]
         last = [self._recorder.report(_LAST), *(inquiry.last[rank] for rank in missing)]
         return "\n".join([
-            f"rank {self._rank}{what} {handle.waited_s:.0f} s in {handle}",
+            f"rank {self._rank}{verb} {handle.waited_s:.0f} s in {handle}",
             *(f"  rank {rank} {inquiry.answers.get(rank, _SILENT)}" for rank in self._others),
             f"  {limit}",
             *(f"  {line}" for text in last for line in text.splitlines())])

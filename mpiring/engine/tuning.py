@@ -75,8 +75,8 @@ class Tuner:
         points: dict[str, list[tuple[int, float]]] = {name: [] for name in self._candidates}
         began_s = time.perf_counter()
         for size in SIZES:
-            times = {name: found[-1][1] * size / found[-1][0]
-                     for name, found in points.items() if found}
+            times = {name: measured[-1][1] * size / measured[-1][0]
+                     for name, measured in points.items() if measured}
             ahead_s = sum(seconds * (1 + _calls(seconds)) for seconds in times.values())
             # With the smallest sizes, latency makes this a gross overestimate.
             if size > SIZES[1] and self._slowest(
@@ -85,7 +85,7 @@ class Tuner:
             for name in self._candidates:
                 seconds = self._time_of(name, x[:size // 4], times.get(name, 0.0))
                 points[name].append((size, seconds))
-        return Model(tuple((name, Curve(tuple(found))) for name, found in points.items()))
+        return Model(tuple((name, Curve(tuple(measured))) for name, measured in points.items()))
 
     def _zeros(self, nbytes: int) -> Array:
         """Return a vector of float32, in the memory that buckets use."""
@@ -135,9 +135,9 @@ class Tuner:
             text = Model.from_json(text).to_json() if text else ""
         except (ValueError, KeyError, TypeError):
             text = ""
-        mine = np.frombuffer(text.encode(), np.uint8)
+        content = np.frombuffer(text.encode(), np.uint8)
         text = bytes(self._run("read the saved model", lambda collectives: (
-            collectives.broadcast_bytes(mine, 0)))).decode()
+            collectives.broadcast_bytes(content, 0)))).decode()
         return Model.from_json(text) if text else None
 
     def _save(self, model: Model) -> None:

@@ -41,7 +41,7 @@ def combiner(name: str) -> Combine16 | None:
 
 
 def loop(
-    what: str, function: Callable[..., None], signature: str,
+    label: str, function: Callable[..., None], signature: str,
 ) -> Callable[..., None] | None:
     """Return a compiled loop over vectors; None where numba is missing or cannot compile it.
 
@@ -50,25 +50,25 @@ def loop(
     NaN without a warning. LLVM does not vectorise an inner loop over vectors that may overlap.
 
     Args:
-        what: What the loop computes, for the log: a plural.
+        label: What the loop computes, for the log: a plural.
         function: Of pointers and numbers, in the Python that numba compiles.
         signature: Their types, separated by spaces, such as "float32* int8* intp".
     """
-    return _of_vectors(machine.code(what, _alone, signature, function))
+    return _of_vectors(machine.code(label, _alone, signature, function))
 
 
 def loop_16(
-    what: str, make: Callable[..., Callable[..., None]], signature: str, name: str,
+    label: str, make: Callable[..., Callable[..., None]], signature: str, name: str,
 ) -> Callable[..., None] | None:
     """Return a compiled loop, as `loop` does, of a function that converts 16-bit numbers.
 
     Args:
-        what, signature: See `loop`.
+        label, signature: See `loop`.
         make: Returns the function, given two that convert one number: from the 16 bits of a
             uint16 to float32, and back.
         name: Of the dtype, "float16" or "bfloat16".
     """
-    return _of_vectors(machine.code(what, _with_conversions, signature, make, name))
+    return _of_vectors(machine.code(label, _with_conversions, signature, make, name))
 
 
 def _alone(intrinsics: Any, function: Callable[..., None]) -> Callable[..., None]:

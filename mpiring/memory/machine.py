@@ -93,54 +93,54 @@ def _report(problem: str, text: str, *values: object) -> None:
     _log.log(level, text, *values)
 
 
-def code(what: str, make: Make, signature: str, *arguments: Any) -> Code | None:
+def code(label: str, make: Make, signature: str, *arguments: Any) -> Code | None:
     """Return machine code, loaded or made by the first thread that needs it; None without numba.
 
     Args:
-        what: What it does, for the log: a plural.
+        label: What it does, for the log: a plural.
         make: `make(intrinsics, *arguments)` returns the function to compile, of pointers and
             numbers, in the Python that numba compiles; `intrinsics` is the module of that name.
         signature: The function's types, separated by spaces, such as "float32* int8* intp", then
             "-> int64" where it returns something.
         arguments: Functions, dtypes, numbers, texts.
     """
-    return _once(what, make, signature, arguments, compiles=True)
+    return _once(label, make, signature, arguments, compiles=True)
 
 
-def saved(what: str, make: Make, signature: str, *arguments: Any) -> Code | None:
+def saved(label: str, make: Make, signature: str, *arguments: Any) -> Code | None:
     """Return machine code as `code` does, if that takes no compiling; else None, until it is made.
 
     What was not found once is not looked for again.
     """
-    return _once(what, make, signature, arguments, compiles=False)
+    return _once(label, make, signature, arguments, compiles=False)
 
 
-def _once(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
+def _once(label: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
           compiles: bool) -> Code | None:
     key = (make, signature, arguments)
     if key not in _codes and (compiles or key not in _missing):
         with _compiling:
             if key not in _codes:
-                found = _loaded_or_made(what, make, signature, arguments, compiles=compiles)
-                if found is None and not compiles:
+                loaded = _loaded_or_made(label, make, signature, arguments, compiles=compiles)
+                if loaded is None and not compiles:
                     _missing.add(key)
                     return None
                 _missing.discard(key)
-                _codes[key] = None if found is None else Code(signature, *found)
+                _codes[key] = None if loaded is None else Code(signature, *loaded)
     return _codes.get(key)
 
 
-def _loaded_or_made(what: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
+def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
                     compiles: bool) -> _Found | None:
     """Return code, if it can be had: whatever it makes, NumPy makes, too."""
     global _problem
     if _problem:
         return None
     try:
-        about = _about(what, make, signature, arguments)
+        about = _about(label, make, signature, arguments)
         loaded = None if about is None else _read(about)
         if loaded is None and compiles:
-            return _made(what, make, signature, arguments, about)
+            return _made(label, make, signature, arguments, about)
         return loaded
     except _FAILURES as error:
         _problem = str(error) or type(error).__name__
@@ -150,26 +150,26 @@ def _loaded_or_made(what: str, make: Make, signature: str, arguments: tuple[Any,
         return None
 
 
-def _made(what: str, make: Make, signature: str, arguments: tuple[Any, ...],
+def _made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
           about: dict[str, str] | None) -> _Found | None:
     """Compile a function, and save the code if it can be loaded without numba."""
     try:
         numba = importlib.import_module("numba")
     except ImportError as error:
         # numba raises it, too, where NumPy is newer than it supports.
-        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
+        _log.info("%s are made by NumPy, which takes longer: %s", label, error)
         return None
-    _log.info("compiling %s, which takes about a second", what)
+    _log.info("compiling %s, which takes about a second", label)
     try:
         function = make(importlib.import_module(".intrinsics", __package__), *arguments)
         compiled = _compiled(numba, function, signature)
     except numba.errors.NumbaError as error:
-        _log.info("%s are made by NumPy, which takes longer: %s", what, error)
+        _log.info("%s are made by NumPy, which takes longer: %s", label, error)
         return None
     llvm = _llvm()
     image = _image(llvm, compiled)
     if not _is_loadable(llvm, image):
-        _log.debug("code of %s is not saved: it needs numba", what)
+        _log.debug("code of %s is not saved: it needs numba", label)
         return compiled.address, compiled
     if about is not None:
         _save(about, _processor(llvm), compiled.native_name, image)
@@ -180,10 +180,10 @@ def _compiled(numba: Any, function: Callable[..., Any], signature: str) -> Any:
     """Compile a function of pointers and numbers by numba."""
     def kind(name: str) -> Any:
         base = name.rstrip("*")
-        found = numba.from_dtype(np.dtype(base))
+        numba_type = numba.from_dtype(np.dtype(base))
         for _ in range(len(name) - len(base)):
-            found = numba.types.CPointer(found)
-        return found
+            numba_type = numba.types.CPointer(numba_type)
+        return numba_type
 
     arguments, result = _types(signature)
     returned = numba.types.void if result is None else kind(result)
@@ -240,9 +240,9 @@ def _read(about: dict[str, str]) -> _Found | None:
         if check != _checksum(body):
             raise ValueError("it is damaged")
         head, _, image = body.partition(b"\n")
-        told = parsed(head, 1)
-        symbol = told.pop("symbol")
-        if told != {**about, **processor}:
+        description = parsed(head, 1)
+        symbol = description.pop("symbol")
+        if description != {**about, **processor}:
             raise ValueError("it is of something else")
         if not _is_loadable(llvm, image):
             raise ValueError("it needs what this process does not have")
@@ -303,7 +303,7 @@ def _processor(llvm: Any) -> dict[str, str]:
             "features": llvm.get_host_cpu_features().flatten()}
 
 
-def _about(what: str, make: Make, signature: str,
+def _about(label: str, make: Make, signature: str,
            arguments: tuple[Any, ...]) -> dict[str, str] | None:
     """Return what machine code depends on; None where nothing is to be saved."""
     if _folder is None:
@@ -312,7 +312,7 @@ def _about(what: str, make: Make, signature: str,
         versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
     except ImportError:
         return None
-    return {"what": what, "versions": " ".join([*versions, platform.python_version()]),
+    return {"what": label, "versions": " ".join([*versions, platform.python_version()]),
             "function": _digest([*_described(make), signature, *_described(arguments),
                                  *_sources()])}
 

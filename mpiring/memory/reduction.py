@@ -194,8 +194,8 @@ class Reduction:
             quietly(self._store, sources, divisor, outs)
             return
         for start in range(0, n, step):
-            here = slice(start, start + step)
-            quietly(self._store, [x[here] for x in sources], divisor, [x[here] for x in outs])
+            block = slice(start, start + step)
+            quietly(self._store, [x[block] for x in sources], divisor, [x[block] for x in outs])
 
     def _store(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         done = outs[0]

@@ -89,12 +89,12 @@ def combine(
         out: Overwritten by the result; may be one of the sources.
     """
     for start in range(0, out.size, BLOCK):
-        here = slice(start, start + BLOCK)
-        total, term = _scratch.blocks[:, :out[here].size]
-        np.copyto(total, sources[0][here])
+        block = slice(start, start + BLOCK)
+        total, term = _scratch.blocks[:, :out[block].size]
+        np.copyto(total, sources[0][block])
         for x in sources[1:]:
-            np.copyto(term, x[here])
+            np.copyto(term, x[block])
             op(total, term, out=total)
         if divisor != 1:
             np.divide(total, np.float32(divisor), out=total)
-        np.copyto(out[here], total, casting="unsafe")
+        np.copyto(out[block], total, casting="unsafe")

@@ -37,8 +37,8 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
         outs: May be among the sources, but must not overlap them otherwise, nor each other.
     """
     x = outs[0]
-    found = code(x.dtype.name)
-    if found is None:
+    machine_code = code(x.dtype.name)
+    if machine_code is None:
         return False
     p, q = len(sources), len(outs)
     addresses = [data_address(y) for y in (*sources, *outs)]
@@ -48,7 +48,7 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
             return False
     pointers = (ctypes.c_int64 * (p + q))(*addresses)
     first = ctypes.addressof(pointers)
-    found.call(first, p, x.size, divisor, _scratch.address, first + 8 * p, q)
+    machine_code.call(first, p, x.size, divisor, _scratch.address, first + 8 * p, q)
     return True
 
 

@@ -38,8 +38,8 @@ def numpy_dtype(dtype: "torch.dtype") -> np.dtype[Any]:
 @functools.cache
 def torch_dtype(dtype: np.dtype[Any]) -> "torch.dtype":
     """Return PyTorch's equal of a dtype, from `numpy_dtype`."""
-    found: "torch.dtype" = getattr(sys.modules["torch"], dtype_name(dtype))
-    return found
+    equivalent: "torch.dtype" = getattr(sys.modules["torch"], dtype_name(dtype))
+    return equivalent
 
 
 def array_of(tensor: "torch.Tensor") -> Array:

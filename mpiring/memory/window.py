@@ -42,8 +42,8 @@ def create() -> int:
 
 def identity(descriptor: int) -> tuple[int, int]:
     """Return the device and number of an open file, which no other file of this system has."""
-    found = os.fstat(descriptor)
-    return found.st_dev, found.st_ino
+    status = os.fstat(descriptor)
+    return status.st_dev, status.st_ino
 
 
 def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
@@ -58,8 +58,8 @@ def attach(pid: int, descriptor: int, wanted: tuple[int, int]) -> int:
         OSError: The process lives in another container, or /proc is closed.
     """
     path = f"/proc/{pid}/fd/{descriptor}"
-    found = os.stat(path)
-    if (found.st_dev, found.st_ino) != wanted:
+    status = os.stat(path)
+    if (status.st_dev, status.st_ino) != wanted:
         raise OSError(errno.ENXIO, f"process {pid} is not of this container")
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 

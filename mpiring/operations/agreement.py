@@ -95,11 +95,11 @@ def op_named(op: Any, dtype: "np.dtype[Any]") -> str:
     # A program that has such an op has imported mpi4py.
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and isinstance(op, mpi.Op):
-        for theirs, name in (_OF_MPI | _LOGICAL_OF_MPI).items():
-            if op == getattr(mpi, theirs):
-                if theirs in _OF_MPI or dtype.kind == "b":
+        for mpi_name, name in (_OF_MPI | _LOGICAL_OF_MPI).items():
+            if op == getattr(mpi, mpi_name):
+                if mpi_name in _OF_MPI or dtype.kind == "b":
                     return name
-                raise ConfigError(f"op=MPI.{theirs} on {dtype_name(dtype)}: it is taken on bool "
+                raise ConfigError(f"op=MPI.{mpi_name} on {dtype_name(dtype)}: it is taken on bool "
                                   f"only; combine x != 0 with op={name!r}")
     raise ConfigError(f"op={op!r}: expected one of {', '.join(OPS)}, or one of mpi4py's "
                       f"MPI.{', MPI.'.join(_OF_MPI)}")
@@ -180,8 +180,8 @@ def agreed(
         yield (node,)
     if neighbours is not None:
         before, after = neighbours
-        theirs = np.empty(HEADER_BYTES, np.uint8)
-        arriving = net().irecv(theirs, before)
+        other_header = np.empty(HEADER_BYTES, np.uint8)
+        arriving = net().irecv(other_header, before)
         leaving = net().isend(np.frombuffer(header, np.uint8), after)
     try:
         first = next(schedule)
@@ -198,8 +198,8 @@ def agreed(
             refuse_others(call, node)
     if neighbours is not None:
         yield (arriving,)
-        if bytes(theirs) != header:
-            _refuse(net().rank, call, before, bytes(theirs))
+        if bytes(other_header) != header:
+            _refuse(net().rank, call, before, bytes(other_header))
         first = (leaving, *first)
     if first:
         yield first
@@ -221,10 +221,11 @@ def refuse_others(call: Call, node: Node) -> None:
 
 
 def _refuse(rank: int, call: Call, other: int, header: bytes) -> None:
-    own, theirs = (text.decode(errors="replace").strip() for text in (call.header, header))
-    remedy = call.remedy if theirs.startswith(f"{call.kind} ") else _REMEDY
+    call_text, other_text = (
+        text.decode(errors="replace").strip() for text in (call.header, header))
+    remedy = call.remedy if other_text.startswith(f"{call.kind} ") else _REMEDY
     raise BufferMismatchError(
-        f"rank {rank} called {own}, but rank {other} called {theirs}; {remedy}")
+        f"rank {rank} called {call_text}, but rank {other} called {other_text}; {remedy}")
 
 
 def _finished(value: T) -> Schedule[T]:

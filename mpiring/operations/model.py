@@ -117,9 +117,9 @@ class Model:
             ValueError: It holds none.
         """
         try:
-            found: Mapping[str, Any] = parsed(text.encode(), _LEVELS)
+            curves: Mapping[str, Any] = parsed(text.encode(), _LEVELS)
             return cls(tuple((str(name), Curve(_points(points)))
-                             for name, points in found.items()))
+                             for name, points in curves.items()))
         except (ArithmeticError, AttributeError, KeyError, TypeError) as exc:
             raise ValueError(f"not a model: {text[:100]!r}") from exc
 

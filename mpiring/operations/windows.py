@@ -87,10 +87,10 @@ def _mapped(node: NodeGroup, nbytes: int, layout: Callable[[int, int, int, int],
     device, number = window.identity(descriptor) if descriptor >= 0 else (0, 0)
     offers = yield from node.share(os.getpid(), descriptor, device, number)
     try:
-        pid, theirs, device, number = offers[0]
-        if theirs >= 0:
+        pid, root_descriptor, device, number = offers[0]
+        if root_descriptor >= 0:
             if node.rank:
-                descriptor = window.attach(pid, theirs, (device, number))
+                descriptor = window.attach(pid, root_descriptor, (device, number))
             memory = layout(descriptor, node.rank, node.size, nbytes)
     except OSError as error:
         problem = error.strerror or str(error)
@@ -196,13 +196,13 @@ class Windows:
         if window is None:
             return None
         key = x.nbytes, x.dtype, *positions
-        found = window.slices.get(key)
-        if found is None:
+        slices = window.slices.get(key)
+        if slices is None:
             if len(window.slices) >= _MOST_SLICES:
                 window.slices.clear()
-            found = window.slices[key] = [
+            slices = window.slices[key] = [
                 slice_of(vector, node.rank, node.size) for vector in window.vectors(positions, x)]
-        return found
+        return slices
 
     def vectors(self, positions: Sequence[tuple[int, ...]], x: Array) -> Sequence[Array] | None:
         """Return, per rank of the node, its vector in shared memory.

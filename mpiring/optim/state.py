@@ -126,7 +126,7 @@ def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
     return whole_number("steps", state["steps"], 0), leaves
 
 
-def leaf_of(x: Any, what: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
+def leaf_of(x: Any, label: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -> Sliced:
     """Return an array, or ranges of one, as ranges.
 
     Raises:
@@ -136,7 +136,7 @@ def leaf_of(x: Any, what: str, shape: tuple[int, ...], dtype: "np.dtype[Any]") -
     leaf: Sliced = x if isinstance(x, Sliced) else Sliced(
         array.shape, {(0, array.size): array.reshape(-1)}, array.dtype)
     if (leaf.shape, leaf.dtype) != (shape, dtype):
-        raise ConfigError(f"{what} is {leaf.dtype} {leaf.shape} in the state, but {dtype} {shape} "
+        raise ConfigError(f"{label} is {leaf.dtype} {leaf.shape} in the state, but {dtype} {shape} "
                           f"here; build the model that was saved")
     return leaf
 
@@ -147,6 +147,6 @@ def gathered(comm: Communicator, leaves: Leaves) -> Leaves:
     Collective: yes. Blocking: yes.
     """
     slices = [leaf for its in leaves.values() for leaf in its.values()]
-    whole = iter(comm.run(Call("gather", f"state in {len(slices)} vectors"),
-                          functools.partial(gather, slices=slices)))
-    return {name: {vector: next(whole) for vector in its} for name, its in leaves.items()}
+    tensors = iter(comm.run(Call("gather", f"state in {len(slices)} vectors"),
+                            functools.partial(gather, slices=slices)))
+    return {name: {vector: next(tensors) for vector in its} for name, its in leaves.items()}

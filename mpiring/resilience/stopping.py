@@ -86,7 +86,7 @@ class Stopping:
             raise ConfigError(f"checkpoints is a {type(checkpoints).__name__}; pass Checkpoints")
         self._comm, self._checkpoints, self._margin_s = comm, checkpoints, margin_s
         self._process = os.getpid()
-        self._mine = ""
+        self._local_reason = ""
         self._handle: Handle[Any] | None = None
         # Of a step, and of a checkpoint; the same on all ranks but for the first.
         self._step_s = self._slowest_step_s = self._slowest_save_s = 0.0
@@ -129,9 +129,9 @@ class Stopping:
     def _ask(self) -> None:
         """Begin to exchange which ranks are to stop, and what they measured."""
         save_s = 0.0 if self._checkpoints is None else self._checkpoints.save_s
-        if not self._mine:
-            self._mine = self._out_of_time()
-        x = np.array([bool(self._mine), self._step_s, save_s])
+        if not self._local_reason:
+            self._local_reason = self._out_of_time()
+        x = np.array([bool(self._local_reason), self._step_s, save_s])
         self._handle = self._comm.iallreduce(x, op="max")
 
     def _answered(self) -> bool:
@@ -142,7 +142,7 @@ class Stopping:
         self._handle = None
         self._waits = self._slowest_step_s >= _LONG_STEP_S
         if stop:
-            reasons = self._comm.allgather_object(self._mine)
+            reasons = self._comm.allgather_object(self._local_reason)
             rank = next(rank for rank, reason in enumerate(reasons) if reason)
             self.reason = f"{reasons[rank]} on rank {rank}"
         return bool(stop)
@@ -170,7 +170,7 @@ class Stopping:
             signal.signal(number, signal.SIG_DFL if before is None else before)
             os.kill(os.getpid(), number)
         elif since_s == 0:
-            self._mine = self._mine or signal.Signals(number).name
+            self._local_reason = self._local_reason or signal.Signals(number).name
             if callable(before):
                 before(number, frame)
 

@@ -214,12 +214,12 @@ class BucketState:
         steps: Steps that have counted.
     """
 
-    def __init__(self, bucket: Bucket, bounds: Sequence[int], own: Iterable[int]) -> None:
+    def __init__(self, bucket: Bucket, bounds: Sequence[int], slice_numbers: Iterable[int]) -> None:
         self.plan = bucket.plan
         self.bounds = tuple(bounds)
         self.steps = 0
         self.slices = {j: SliceState(bucket.plan, bounds[j], bounds[j + 1], bucket.device)
-                       for j in own}
+                       for j in slice_numbers}
 
     def commit_step(self, applied: bool) -> None:
         """End a step; one that was not applied changes nothing."""
@@ -266,7 +266,7 @@ class BucketStates:
         return self._buckets.get(bucket.plan)
 
     def rebuild(self, buckets: Sequence[Bucket], known: Vectors,
-                bounds: Callable[[Bucket], Sequence[int]], own: Sequence[int],
+                bounds: Callable[[Bucket], Sequence[int]], slice_numbers: Sequence[int],
                 gather: Gather) -> Schedule[None]:
         """Return the schedule that takes the state to other buckets, or there what was loaded.
 
@@ -277,7 +277,7 @@ class BucketStates:
             buckets: All that there are from now on.
             known: Returns the vectors that follow their tensors, given a bucket's plan.
             bounds: Returns the offsets at which a bucket is cut into slices, from 0 to its size.
-            own: Numbers of this rank's slices.
+            slice_numbers: Numbers of this rank's slices.
             gather: Returns the schedule that completes, in place, a vector over a bucket with
                 the slices of the ranks that have the others, given the bounds.
 
@@ -289,7 +289,7 @@ class BucketStates:
                 self._aside.update((yield from before.gathered(known, gather)))
         self._buckets = {}
         for bucket in buckets:
-            new = self._buckets[bucket.plan] = BucketState(bucket, bounds(bucket), own)
+            new = self._buckets[bucket.plan] = BucketState(bucket, bounds(bucket), slice_numbers)
             loaded = [self._aside[name] for name in bucket.views if name in self._aside]
             new.steps = max((tensor.steps for tensor in loaded), default=0)
             for state in new.slices.values():

@@ -299,7 +299,7 @@ class SimulatedNetwork:
 
     def _depart(self, channel: _Channel, message: _Message, dest: int, lost: bool) -> None:
         """Put a message on its way, and see to it when it has left and when it has arrived."""
-        here, there = self.node_of[channel.rank], self.node_of[dest]
+        source_node, dest_node = self.node_of[channel.rank], self.node_of[dest]
         source, to = self._received(channel.rank, dest)
         lane = self._lanes[source, to, channel.tag, channel.index]
         lane.messages.append(message)
@@ -315,15 +315,15 @@ class SimulatedNetwork:
                 self._at(lane.last_arrival_s, to, lambda: self._arrive(lane, message, source))
 
         factor = self._slow.get(channel.rank, 1.0)
-        if here == there:
+        if source_node == dest_node:
             # A message within a node is a copy, which its sender makes.
             self.work(channel.rank, factor * message.nbytes / self._within.bandwidth)
             left_s = self.clock_s(channel.rank)
             left(left_s)
             landed(left_s + factor * self._within.latency_s)
         else:
-            self.bytes_between[here] += message.nbytes
-            self._wires.carry((channel.rank, dest), here, self.node_of[to], message.nbytes,
+            self.bytes_between[source_node] += message.nbytes
+            self._wires.carry((channel.rank, dest), source_node, self.node_of[to], message.nbytes,
                               factor, left, landed)
 
     def _received(self, source: int, dest: int) -> tuple[int, int]:

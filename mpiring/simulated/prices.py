@@ -63,8 +63,8 @@ class _Ghost(np.ndarray[Any, np.dtype[Any]]):
 
     copied: Callable[[int], None] | None = None
 
-    def __array_finalize__(self, whole: Any) -> None:
-        self.copied = getattr(whole, "copied", None)
+    def __array_finalize__(self, parent: Any) -> None:
+        self.copied = getattr(parent, "copied", None)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self.copied:

@@ -86,7 +86,7 @@ class Wires:
         self._out: dict[int, Interface] = defaultdict(lambda: Interface(link, clock))
         self._in: dict[int, Interface] = defaultdict(lambda: Interface(link, clock))
 
-    def carry(self, flow: Flow, here: int, there: int, nbytes: int, slowness: float,
+    def carry(self, flow: Flow, source_node: int, dest_node: int, nbytes: int, slowness: float,
               left: Callable[[float], None], landed: Callable[[float], None]) -> None:
         """Carry a message from one node to another.
 
@@ -112,7 +112,7 @@ class Wires:
 
             if last:
                 left(last_s)
-            self._clock.at(first_s, partial(self._in[there].carry, flow, part, passed))
+            self._clock.at(first_s, partial(self._in[dest_node].carry, flow, part, passed))
 
         for remaining in reversed(range(count)):
-            self._out[here].carry(flow, part, partial(onward, remaining == 0))
+            self._out[source_node].carry(flow, part, partial(onward, remaining == 0))

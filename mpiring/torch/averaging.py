@@ -193,8 +193,8 @@ class Averaging:
         unreached, withheld = self._reached_nowhere(), self._withheld
         self._withheld = {}
         # Where the user has replaced a substitute, the gradient is not needed any more.
-        blanks = {name: blank for name, (blank, whole) in withheld.items()
-                  if self._dense[name].grad is whole}
+        blanks = {name: blank for name, (blank, gradient) in withheld.items()
+                  if self._dense[name].grad is gradient}
         # All at once, since each answer of a GPU takes a while.
         untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
         for name, is_untouched in zip(blanks, untouched, strict=True):

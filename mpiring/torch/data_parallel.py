@@ -179,11 +179,11 @@ class Uneven:
             return False
         return True
 
-    def _count(self, unit: int, mine: float) -> None:
+    def _count(self, unit: int, weight: float) -> None:
         """Weigh this rank by its share in what all ranks count, and set `root`."""
         # The unit of each rank, and the sum of what they count: exact below 2**53.
         counts = np.zeros(self._comm.size + 1)
-        counts[self._comm.rank], counts[-1] = unit, mine
+        counts[self._comm.rank], counts[-1] = unit, weight
         self._comm.allreduce(counts)
         weighed, others = (np.flatnonzero(counts[:-1] == each) for each in (_TOKENS, _SAMPLES))
         if weighed.size and others.size:
@@ -194,7 +194,7 @@ class Uneven:
                 f"batch, or on none")
         active = np.flatnonzero(counts[:-1])
         self.root = int(active[0]) if active.size else self._comm.size
-        self._weighing.use(mine, counts[-1])
+        self._weighing.use(weight, counts[-1])
 
 
 class DataParallel(Wrapper):

@@ -55,13 +55,13 @@ def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
     generator = torch.Generator().manual_seed(1)
     first, *gradients = (torch.randn(_SHAPE, generator=generator).to(like)
                          for _ in range(1 + _STEPS))
-    whole = _stepped(optimizer_class, defaults, group, [first], [[g] for g in gradients], apart)
+    uncut = _stepped(optimizer_class, defaults, group, [first], [[g] for g in gradients], apart)
     parts = _stepped(
         optimizer_class, defaults, group, _cut(first), list(map(_cut, gradients)), apart)
     name = optimizer_class.__name__
     joined = torch.cat([p.detach() for p, _ in parts])
     tolerance = _TOLERANCE.get(like.dtype, 2 ** -16)
-    (p, state), = whole
+    (p, state), = uncut
     if not torch.allclose(joined, p.detach().reshape(-1), rtol=tolerance, atol=tolerance):
         raise ConfigError(
             f"{name} cannot be sharded: a tensor became another one when it was cut in two; only "

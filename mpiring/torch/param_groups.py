@@ -77,9 +77,9 @@ def _group(group: Any, names: Mapping[torch.Tensor, str]) -> ParamGroup:
         items = [p for _, p in items]
     for p in items:
         if not isinstance(p, torch.Tensor) or p not in names:
-            what = (f"a tensor of shape {tuple(p.shape)}" if isinstance(p, torch.Tensor) else
-                    f"a {type(p).__name__}")
-            raise ConfigError(f"{what} in a group of parameters is no parameter of the model; "
+            label = (f"a tensor of shape {tuple(p.shape)}" if isinstance(p, torch.Tensor) else
+                     f"a {type(p).__name__}")
+            raise ConfigError(f"{label} in a group of parameters is no parameter of the model; "
                               f"pass those of model.parameters()")
     return ParamGroup([names[p] for p in items], settings)
 

@@ -69,7 +69,7 @@ class ProcessGroup(dist.ProcessGroup):
         super().__init__(group.rank, group.size)
         self._store, self._group = store, group
         self._name = self._description = ""
-        self._beside: Group | None = None
+        self._callback_group: Group | None = None
         self._messages = group.messages()
         self._share = own_share(group.run, group.sharing.topology.node_rank)
         self._coalescing: list[Work] | None = None
@@ -118,8 +118,8 @@ class ProcessGroup(dist.ProcessGroup):
 
         Collective: yes. Blocking: yes.
         """
-        if self._beside is not None:
-            self._beside.close()
+        if self._callback_group is not None:
+            self._callback_group.close()
         self._group.close()
 
     def _start_coalescing(self, device: torch.device) -> None:
@@ -137,10 +137,10 @@ class ProcessGroup(dist.ProcessGroup):
         group, handle = self._group, DONE
         if in_callback():
             # Collective, since callbacks run in the order of the operations on every rank.
-            group = self._beside = self._beside or group.beside()
+            group = self._callback_group = self._callback_group or group.beside()
         where = "" if buffers.stream is None else " on a GPU"
         call = _call(kind, detail + where, buffers.nbytes)
-        if group is self._beside or timeout_s or getattr(opts, "asyncOp", True):
+        if group is self._callback_group or timeout_s or getattr(opts, "asyncOp", True):
             handle = group.submit(call, buffers.build(group, build))
         else:
             group.run(call, buffers.build(group, build))
@@ -164,14 +164,14 @@ class ProcessGroup(dist.ProcessGroup):
             raise ConfigError(f"rank {self.rank()}: {name}={rank} is no rank of this group; "
                               f"expected 0 to {self.size() - 1}")
 
-    def _chunks(self, tensors: torch.Tensor | Tensors, model: torch.Tensor, what: str,
+    def _chunks(self, tensors: torch.Tensor | Tensors, model: torch.Tensor, label: str,
                 lend: Callable[[torch.Tensor], Array]) -> list[Array]:
         """Return a vector per rank: parts of one tensor, or a list of tensors, like `model`."""
         if isinstance(tensors, torch.Tensor):
-            check_multiple(tensors, model, self.size(), what)
+            check_multiple(tensors, model, self.size(), label)
             return chunks_of(lend(tensors), self.size())
-        check_count(tensors, self.size(), what)
-        check_alike(tensors, model, what)
+        check_count(tensors, self.size(), label)
+        check_alike(tensors, model, label)
         return [lend(tensor) for tensor in tensors]
 
     # Reductions
@@ -321,15 +321,15 @@ class ProcessGroup(dist.ProcessGroup):
             lambda collectives: collectives.scatter(chunks, x, root))
 
     def _of_root(self, kind: str, lists: Sequence[Tensors], model: torch.Tensor, root: int,
-                 what: str) -> Tensors:
+                 label: str) -> Tensors:
         """Return the root's list of tensors, one per rank; an empty one on other ranks."""
         self._check_peer(root, "root")
         tensors = lists[0] if lists else ()
         if self.rank() == root:
-            check_count(tensors, self.size(), what)
-            check_alike(tensors, model, what)
+            check_count(tensors, self.size(), label)
+            check_alike(tensors, model, label)
         elif tensors:
-            raise ConfigError(f"{what} tensors on another rank than the root of a {kind}")
+            raise ConfigError(f"{label} tensors on another rank than the root of a {kind}")
         return tensors
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:

@@ -250,16 +250,16 @@ class Sharded(torch.optim.Optimizer):
                 bucket.clear_padding()
         self._is_fresh = False
 
-    def _refuse_without_gradients(self, what: str) -> None:
+    def _refuse_without_gradients(self, method: str) -> None:
         if not self._is_fresh:
             raise GradientError(
-                f"rank {self._comm.rank}: {what} without new gradients: each step takes those of "
+                f"rank {self._comm.rank}: {method} without new gradients: each step takes those of "
                 f"one model(...) and backward(), which step() and zero_grad() drop")
         changed = [name for name, placeholder in self._averaging.placeholders.items()
                    if self._layout.parameters[name].grad is not placeholder]
         if changed:
             raise GradientError(
-                f"rank {self._comm.rank}: {what} after the gradients of {first_few(changed, 5)} "
+                f"rank {self._comm.rank}: {method} after the gradients of {first_few(changed, 5)} "
                 f"were dropped or replaced: that changes nothing here, since this rank has the "
                 f"means of its slices only; write into those of optimizer.param_groups, on all "
                 f"ranks alike, or call optimizer.zero_grad() to drop all")
@@ -282,10 +282,10 @@ class Sharded(torch.optim.Optimizer):
         """
         return self._norm("grad_norm", norm_type)
 
-    def _norm(self, what: str, norm_type: float, **more: Any) -> float:
-        self._refuse_without_gradients(f"{what}()")
+    def _norm(self, method: str, norm_type: float, **more: Any) -> float:
+        self._refuse_without_gradients(f"{method}()")
         return norm_of_slices(self._comm, [shard.gradient for shard in self._updates.shards],
-                              what, norm_type, **more)
+                              method, norm_type, **more)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *,
                         error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -460,14 +460,14 @@ _NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"
                                "max_norm": (lambda x: x >= 0, "a number from 0")}
 
 
-def norm_of_slices(comm: Communicator, gradients: Sequence[torch.Tensor], what: str,
+def norm_of_slices(comm: Communicator, gradients: Sequence[torch.Tensor], method: str,
                    norm_type: float, **more: Any) -> float:
     """Return the norm of all ranks' slices as one vector.
 
     Args:
         comm: The ranks.
         gradients: This rank's slices; at least one.
-        what: The method that was called.
+        method: The method that was called.
         norm_type, more: Its arguments.
 
     Raises:
@@ -477,8 +477,8 @@ def norm_of_slices(comm: Communicator, gradients: Sequence[torch.Tensor], what: 
     Collective: yes. Blocking: yes.
     """
     arguments = {"norm_type": norm_type, **more}
-    call = Call(what, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
-                remedy=f"pass the same to {what} on every rank")
+    call = Call(method, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
+                remedy=f"pass the same to {method} on every rank")
     total, failure = 0.0, None
     try:
         checked = {name: number(name, arguments[name], *_NUMBERS[name])

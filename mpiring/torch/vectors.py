@@ -220,26 +220,26 @@ def only(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return tensors[0]
 
 
-def check_count(tensors: Sequence[torch.Tensor], size: int, what: str) -> None:
+def check_count(tensors: Sequence[torch.Tensor], size: int, label: str) -> None:
     """Raise ConfigError unless there is one tensor per rank."""
     if len(tensors) != size:
-        raise ConfigError(f"{len(tensors)} {what} tensors: expected {size}, one per rank")
+        raise ConfigError(f"{len(tensors)} {label} tensors: expected {size}, one per rank")
 
 
-def check_alike(tensors: Sequence[torch.Tensor], model: torch.Tensor, what: str) -> None:
+def check_alike(tensors: Sequence[torch.Tensor], model: torch.Tensor, label: str) -> None:
     """Raise ConfigError unless all tensors have the shape and dtype of `model`."""
     for i, tensor in enumerate(tensors):
         if tensor.shape != model.shape or tensor.dtype != model.dtype:
             raise ConfigError(
-                f"{what} tensor {i} is {described(tensor)}: expected {described(model)}, as the "
+                f"{label} tensor {i} is {described(tensor)}: expected {described(model)}, as the "
                 f"others are")
 
 
-def check_multiple(long: torch.Tensor, short: torch.Tensor, size: int, what: str) -> None:
+def check_multiple(long: torch.Tensor, short: torch.Tensor, size: int, label: str) -> None:
     """Raise ConfigError unless `long` has `size` times as many elements as `short`."""
     if long.dtype != short.dtype or long.numel() != size * short.numel():
         raise ConfigError(
-            f"the {what} tensor is {described(long)}: expected {size} times {described(short)}")
+            f"the {label} tensor is {described(long)}: expected {size} times {described(short)}")
 
 
 def described(tensor: torch.Tensor) -> str:
@@ -247,7 +247,7 @@ def described(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) -> list[Array]:
+def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, label: str) -> list[Array]:
     """Cut a vector into one view per rank.
 
     Args:
@@ -255,17 +255,17 @@ def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, what: str) 
         rows: Length of the tensor's first dimension.
         splits: How many rows each rank has; none for equal shares.
         size: How many ranks there are.
-        what: For the message.
+        label: For the message.
 
     Raises:
         ConfigError: The rows cannot be shared like that.
     """
     if not splits and rows % size:
-        raise ConfigError(f"the {what} tensor has {rows} rows, which {size} ranks cannot share "
-                          f"evenly; pass {what}_split_sizes")
+        raise ConfigError(f"the {label} tensor has {rows} rows, which {size} ranks cannot share "
+                          f"evenly; pass {label}_split_sizes")
     counts = list(splits) or [rows // size] * size
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:
-        raise ConfigError(f"{what}_split_sizes={counts}: expected {size} numbers that add up to "
+        raise ConfigError(f"{label}_split_sizes={counts}: expected {size} numbers that add up to "
                           f"the tensor's {rows} rows")
     width = x.size // rows if rows else 0
     bounds = np.cumsum([0, *counts]) * width

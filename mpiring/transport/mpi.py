@@ -28,15 +28,15 @@ _OPS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN, "prod": MPI.PROD,
 _LOSSES = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED} - {MPI.ERR_UNKNOWN}
 
 
-def failure(what: str, error: MPI.Exception) -> TransportError:
+def failure(action: str, error: MPI.Exception) -> TransportError:
     """Return our error for one of MPI's.
 
     Args:
-        what: What was being done, and by which rank.
+        action: What was being done, and by which rank.
     """
     if error.Get_error_class() in _LOSSES:
-        return ProcessFailedError(f"{what}: a rank has died ({error.Get_error_string()})")
-    return TransportError(f"{what} failed: {error.Get_error_string()}")
+        return ProcessFailedError(f"{action}: a rank has died ({error.Get_error_string()})")
+    return TransportError(f"{action} failed: {error.Get_error_string()}")
 
 
 def made(comm: MPI.Comm, make: Callable[[], T]) -> T:

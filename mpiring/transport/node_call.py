@@ -341,9 +341,9 @@ def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -
 def _has_cores(ranks: int) -> bool:
     """Return whether each rank of a node has a core of its own, as far as one can tell."""
     every = os.cpu_count() or 1
-    mine = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     # A rank that is bound to one core (of two threads) does not share it.
-    return ranks <= (every if mine <= 2 else mine)
+    return ranks <= (every if usable <= 2 else usable)
 
 
 def _length(part: slice) -> int:

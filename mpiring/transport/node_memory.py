@@ -71,14 +71,14 @@ class NodeMemory:
     def slots(self, area: int, dtype: np.dtype[Any], size: int | None) -> Sequence[Array]:
         """Return, per rank, the first `size` elements of a area's slot."""
         key = area, dtype, size
-        found = self._slots.get(key)
-        if found is None:
+        slots = self._slots.get(key)
+        if slots is None:
             if len(self._slots) >= _MOST_SLOTS:
                 self._slots.clear()
             start = (area * AREA_WORDS + SLOT_WORD) * 8
-            found = self._slots[key] = [
+            slots = self._slots[key] = [
                 segment[start:start + SLOT_BYTES].view(dtype)[:size] for segment in self.segments]
-        return found
+        return slots
 
     def write_header(self, area: int, header: bytes) -> None:
         """Write the header of an operation that uses the area at word `area`."""
@@ -138,7 +138,7 @@ class SharedNode:
     def barrier(self, *numbers: int) -> "_Arrived":
         """Arrive, leave a note of up to 8 numbers, and return a request for the others."""
         memory, flag = self.memory, self._flag
-        mine = memory.words[self.rank]
+        words = memory.words[self.rank]
         self._count += 1
         if not self.met:
             self.met = True
@@ -146,10 +146,10 @@ class SharedNode:
         if numbers:
             note = flag + NOTE_WORD + (self._count & 1) * NOTE_WORDS
             for position, number in enumerate(numbers):
-                mine[note + position] = number
+                words[note + position] = number
         if REORDERS:
             memory.fence()
-        mine[flag] = self._count
+        words[flag] = self._count
         return _Arrived(memory, flag, self._count)
 
     @property
@@ -222,8 +222,8 @@ class SharedNode:
 
     def _write_header(self) -> None:
         memory = self.memory
-        mine = memory.words[self.rank]
-        mine[self._area + DIGEST_WORD], mine[self._area + FORM_WORD] = self._digest, 0
+        words = memory.words[self.rank]
+        words[self._area + DIGEST_WORD], words[self._area + FORM_WORD] = self._digest, 0
         # A program that makes the same calls again and again finds its header there already.
         area = self._sequence % AREAS
         counter, written = memory.counter, COUNTER_WRITTEN + area

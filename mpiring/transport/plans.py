@@ -47,8 +47,8 @@ def allgather(bounds: Sequence[int], rank: int) -> SlotPlan:
     Args: as for `reduce_scatter`.
     """
     slices = [slice(*pair) for pair in zip(bounds, bounds[1:])]
-    own, slices[rank] = slices[rank], NOTHING
-    return SlotPlan(own, None, slices)
+    rank_slice, slices[rank] = slices[rank], NOTHING
+    return SlotPlan(rank_slice, None, slices)
 
 
 def broadcast(n: int, root: int, rank: int, ranks: int) -> SlotPlan:
@@ -59,6 +59,6 @@ def broadcast(n: int, root: int, rank: int, ranks: int) -> SlotPlan:
         root, rank: Whose it is, and this rank, among those of the node.
         ranks: How many these are.
     """
-    whole = slice(0, n)
-    return SlotPlan(whole if rank == root else NOTHING, None, [
-        whole if r == root != rank else NOTHING for r in range(ranks)])
+    all_elements = slice(0, n)
+    return SlotPlan(all_elements if rank == root else NOTHING, None, [
+        all_elements if r == root != rank else NOTHING for r in range(ranks)])

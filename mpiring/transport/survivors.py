@@ -89,11 +89,11 @@ class Survivors:
         """
         return Survivors(cast(MPI.Intracomm, self._called("shrink", self.comm.Shrink)))
 
-    def _called(self, what: str, call: Callable[[], T]) -> T:
+    def _called(self, name: str, call: Callable[[], T]) -> T:
         try:
             return call()
         except MPI.Exception as exc:
-            raise failure(f"rank {self.comm.rank}: MPI_Comm_{what}", exc) from exc
+            raise failure(f"rank {self.comm.rank}: MPI_Comm_{name}", exc) from exc
 
 
 def _settle(tasks: Sequence[Task[Any]]) -> None:

@@ -248,8 +248,8 @@ def mpirun(library: Library) -> Mpirun:
                   if (file := shutil.which(name, path=str(home / "bin")))]
     if not candidates and not library.path:
         candidates = list(filter(None, [find_mpiexec()]))
-    beside = next((each for each in candidates if not _is_of_another(each, library)), "")
-    return Mpirun(path=path, text=output_of([path, "--version"]) if path else "", beside=beside)
+    installed = next((each for each in candidates if not _is_of_another(each, library)), "")
+    return Mpirun(path=path, text=output_of([path, "--version"]) if path else "", beside=installed)
 
 
 def _is_of_another(mpirun: str, library: Library) -> bool:

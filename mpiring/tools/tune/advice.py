@@ -69,10 +69,10 @@ class Workload:
 
     def buckets(self, nodes: int) -> list[int]:
         """Return the bytes of each bucket that DataParallel makes of the gradients by default."""
-        whole, rest = divmod(self.nbytes, self.tensor_bytes)
-        tensors = self.tensors(whole)
-        if rest >= 4 or not whole:
-            tensors.append(TensorSpec("rest", (max(1, rest // 4),), np.dtype(np.float32)))
+        full_tensors, left_bytes = divmod(self.nbytes, self.tensor_bytes)
+        tensors = self.tensors(full_tensors)
+        if left_bytes >= 4 or not full_tensors:
+            tensors.append(TensorSpec("rest", (max(1, left_bytes // 4),), np.dtype(np.float32)))
         return [4 * bucket.size for bucket in plan(tensors, usual_bytes(nodes))]
 
     def tensors(self, count: int) -> list[TensorSpec]:
@@ -165,7 +165,7 @@ def verdict(
     def ratio(prediction: Prediction) -> float:
         return prediction.step_s(compute_s or 0.0) / dense_s
 
-    what = "a step" if compute_s else "communication"
+    subject = "a step" if compute_s else "communication"
     paying = [prediction for prediction in others if ratio(prediction) <= 1 - _WORTHWHILE]
     fastest = min(others, key=ratio)
     if paying:
@@ -174,14 +174,16 @@ def verdict(
         limit = min(map(ratio, gentlest)) / (1 - _WORTHWHILE)
         # The first of those that are about as fast.
         gentle = next(prediction for prediction in gentlest if ratio(prediction) <= limit)
-        text = (f"{gentle.method.name} changes gradients least of those that pay: with it, {what} "
-                f"is predicted to take {ratio(gentle):.2f} of the time with the plain mean.")
+        text = (f"{gentle.method.name} changes gradients least of those that pay: with it, "
+                f"{subject} is predicted to take {ratio(gentle):.2f} of the time with the plain "
+                f"mean.")
         if ratio(fastest) <= (1 - _WORTHWHILE) * ratio(gentle):
             text += (f" {fastest.method.name} is predicted to take {ratio(fastest):.2f}, and may "
                      f"cost accuracy.")
     else:
         text = (f"Compression does not pay here: the fastest, {fastest.method.name}, is predicted "
-                f"to take {ratio(fastest):.2f} of the time that {what} takes with the plain mean.")
+                f"to take {ratio(fastest):.2f} of the time that {subject} takes with the plain "
+                f"mean.")
     if compute_s:
         hidden_s = compute_s + dense.wire_s - dense_s
         return [f"{text} Of the plain mean's communication, {_ms(hidden_s)} of "
@@ -298,12 +300,13 @@ class _Sample:
         """Return the least that a reduction takes; the same on all ranks."""
         # The first call compiles, and touches fresh memory.
         first = self._reduced(reducer)
-        found: list[_Taken] = []
-        while len(found) < _CALLS and (len(found) < _FEWEST_CALLS
-                                       or sum(one.seconds for one in found) < _ENOUGH_S):
-            found.append(self._reduced(reducer))
-        return _Taken(min(one.seconds for one in found), min(one.codec_s for one in found),
-                      first.sent)
+        samples: list[_Taken] = []
+        while len(samples) < _CALLS and (
+                len(samples) < _FEWEST_CALLS
+                or sum(sample.seconds for sample in samples) < _ENOUGH_S):
+            samples.append(self._reduced(reducer))
+        return _Taken(min(sample.seconds for sample in samples),
+                      min(sample.codec_s for sample in samples), first.sent)
 
     def _reduced(self, reducer: Reducer) -> _Taken:
         comm, bucket = self._comm, self._bucket
@@ -339,7 +342,7 @@ def parse_matrix(text: str) -> tuple[int, int]:
     Raises:
         ConfigError: Not a shape.
     """
-    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
-    if found is None:
+    match = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text.strip())
+    if match is None:
         raise ConfigError(f"matrix {text!r}: expected rows x columns, as 512x2048")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
