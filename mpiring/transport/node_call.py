@@ -211,7 +211,11 @@ class NodeCall:
         """
         code = self.code
         if code is None:
-            return run_plain(self.words, how, x)  # type: ignore[no-any-return]
+            status: int = run_plain(self.words, how, x)
+            if self.words[CALL_STAGE] == IDLE:
+                # Whoever remembers the call shall not keep the array.
+                self.operands.x = None
+            return status
         if self.words is not self._of_code:
             return self._run_in_python(how, x)
         if how == GO_ON or how == LOOK and not self.is_short:
@@ -228,6 +232,7 @@ class NodeCall:
     def _run_in_python(self, how: int, x: Array) -> int:
         status: int = run_plain(self.words, how, x)
         if self.words[CALL_STAGE] == IDLE:
+            self.operands.x = None
             # The next time is that of compiled code again.
             self.words = self._of_code
             self.words[CALL_STAGE] = IDLE
