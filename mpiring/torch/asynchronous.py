@@ -12,7 +12,7 @@ from ..errors import ConfigError, GradientError
 from ..operations.consistency import same_on_all
 from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
-from .data_parallel import Wrapper, refuse_untrainable
+from .modules import Wrapper, refuse_untrainable
 from .states import broadcast_parameters, trained_alike
 from .tensors import tensor_of
 from .threads import share_cores

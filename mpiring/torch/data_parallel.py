@@ -2,10 +2,10 @@
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,51 +17,20 @@ from ..arguments import truth
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import BufferMismatchError, ConfigError, GradientError
 from ..launch.heap import keep_freed_memory
-from ..memory.tensors import numpy_dtype
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec
 from ..text import ranks_text
-from ..training.replicas import Replicas, Replicated, replicated_in
+from ..training.replicas import Replicas
 from ..training.weighing import Weighing
 from .averaging import Averaging, GradientOwner, Settings
 from .devices import DEVICE_TYPES, described
 from .guarded import without_waiting
+from .modules import Buffers, Wrapper, refuse_several_devices, refuse_untrainable
 from .sparse import sparse_parameters
-from .states import SAME_MODEL, copy_from
+from .states import SAME_MODEL, copy_from, replicated_parts
 from .tensors import tensors_in
 from .threads import share_cores
-from .vectors import TensorBuffers
-
-
-class Wrapper(nn.Module):
-    """A module around another one, which is asked for what the wrapper does not have.
-
-    Args:
-        module: The bare module.
-
-    Attributes:
-        module: The same.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the module's state, under the names that the bare module has."""
-        return self.module.state_dict(*args, **kwargs)
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise ConfigError(
-            f"{type(self).__name__} cannot be pickled or copied: it holds MPI's memory; save "
-            f"model.state_dict(), or pickle model.module")
 
 
 def _follow_steps(model: "DataParallel") -> None:
@@ -75,52 +44,6 @@ def _follow_steps(model: "DataParallel") -> None:
 
     # For good: a hook that is removed while others run breaks PyTorch's loop over them.
     register_optimizer_step_pre_hook(hook)
-
-
-def replicated_parts(module: torch.nn.Module, stepped: Iterable[Optimizer],
-                     watched: Mapping[str, Any]) -> Iterator[Replicated]:
-    """Yield what should be equal on all ranks: parameters, optimizers' state, watched tensors.
-
-    Args:
-        module: Its parameters; for each, the state in the optimizer that updated it last.
-        stepped: Optimizers in the order of their last steps.
-        watched: Nests of tensors by name.
-    """
-    seen: set[int] = set()
-
-    def leaf(name: str, x: Any) -> Replicated | None:
-        if not isinstance(x, torch.Tensor) or id(x) in seen:
-            return None
-        if x.device.type not in DEVICE_TYPES or x.layout is not torch.strided:
-            return None
-        seen.add(id(x))
-        return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x, written=False),
-                          functools.partial(_write, x))
-
-    names = {p: name for name, p in module.named_parameters()}
-    for p, name in names.items():
-        yield from replicated_in(p, name, leaf)
-    latest = {p: optimizer for optimizer in stepped for group in optimizer.param_groups
-              for p in group["params"] if p in names}
-    for p, optimizer in latest.items():
-        if p in optimizer.state:
-            yield from replicated_in(
-                optimizer.state[p], f"{type(optimizer).__name__}[{names[p]!r}]", leaf)
-    for optimizer in dict.fromkeys(latest.values()):
-        for group in optimizer.param_groups:
-            first = next((p for p in group["params"] if latest.get(p) is optimizer), None)
-            if first is not None:
-                # Only the settings of the group.
-                seen.update(map(id, group["params"]))
-                yield from replicated_in(
-                    group, f"{type(optimizer).__name__}[{names[first]!r}, ...]", leaf)
-    for name, nest in watched.items():
-        yield from replicated_in(nest, name, leaf)
-
-
-def _write(tensor: torch.Tensor, raw: Any) -> None:
-    # `data`, since no user has written here, which NodeWeights would take it for.
-    tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))
 
 
 # What a rank counts in a step.
@@ -557,7 +480,7 @@ class DataParallel(Wrapper):
             self._owner.synchronize()
         with same_on_all(self._comm, "DataParallel", error=BufferMismatchError,
                          remedy="freeze and replace the same on every rank") as same:
-            _refuse_several_devices(parameters, self._comm)
+            refuse_several_devices(parameters, self._comm)
             same["trained"] = [f"{name} {described(p)}" for name, p in parameters.items()]
         if self._averaging is not None:
             self._averaging.close()
@@ -589,72 +512,7 @@ def _as_part(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: obj
         state_dict[f"{prefix}module.{name[len(prefix):]}"] = state_dict.pop(name)
 
 
-class Buffers:
-    """The buffers of a module, copied from one rank to all when a step is complete.
-
-    Args:
-        module: The module.
-        comm: The ranks.
-        copied: Else each rank has its own.
-
-    Attributes:
-        root: The rank to copy from.
-    """
-
-    def __init__(self, module: nn.Module, comm: Communicator, *, copied: bool) -> None:
-        self.root = 0
-        self._module = module
-        self._comm = comm
-        self._copied = copied
-
-    def copy(self) -> None:
-        """Copy the buffers of `root` to all ranks, if they are to be copied.
-
-        Collective: yes. Blocking: yes.
-        """
-        if self._copied:
-            # `data`, since a change of the tensors themselves would invalidate retained graphs;
-            # BatchNorm's own changes do not either.
-            copy_from(self.root, (x.data for x in self._module.buffers()), self._comm)
-
-
 def _end_step(buffers: Buffers, replicas: Replicas) -> None:
     """Copy buffers and compare replicas when all gradients of a step have arrived."""
     buffers.copy()
     replicas.end_step()
-
-
-def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
-    """Raise ConfigError where a module cannot be trained on several ranks."""
-    refuse_other_than_communicators(comm)
-    if not isinstance(module, nn.Module):
-        raise ConfigError(
-            f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
-    if isinstance(module, Wrapper):
-        raise ConfigError(f"rank {comm.rank}: the module is wrapped already, by "
-                          f"{type(module).__name__}; pass module.module")
-    _refuse_several_devices(dict(module.named_parameters()), comm)
-    for name, p in module.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ConfigError(
-                f"rank {comm.rank}: parameter {name} has no shape yet; run one batch through the "
-                f"module before it is wrapped")
-        if hasattr(p, "to_local"):
-            raise ConfigError(
-                f"rank {comm.rank}: parameter {name} is a {type(p).__name__}, of which each rank "
-                f"has a part; train it with torch.distributed.fsdp.fully_shard over the back end "
-                f"'mpiring', or give DataParallel a module of plain tensors")
-        if p.device.type not in DEVICE_TYPES:
-            raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
-                              f"CPU or a GPU: wrap module.cpu(), or module.to(device_for(comm))")
-        numpy_dtype(p.dtype)
-
-
-def _refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:
-    """Raise ConfigError unless parameters lie on one device."""
-    first = next(iter(parameters), "")
-    for name, p in parameters.items():
-        if p.device != parameters[first].device:
-            raise ConfigError(
-                f"rank {comm.rank}: parameter {name} is on {p.device}, but {first} on "
-                f"{parameters[first].device}; expected all of them on one device")

@@ -15,7 +15,8 @@ from ..operations.consistency import same_on_all
 from ..optim import outer
 from ..optim.fragments import LocalWeights
 from ..text import first_few
-from .data_parallel import Buffers, DataParallel, refuse_untrainable
+from .data_parallel import DataParallel
+from .modules import Buffers, refuse_untrainable
 from .devices import gpu_of, marker_of, selector_of
 from .states import trained_alike
 from .tensors import seen_as_tensor

@@ -1,17 +1,21 @@
-"""Copies parameters, buffers and the state of optimizers from one rank to all."""
+"""State that is alike on all ranks: copied from one rank to all, and listed to be compared."""
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..arguments import whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import BufferMismatchError, ConfigError
 from ..memory.pytrees import mapped
 from ..operations.consistency import same_on_all
-from .devices import described
+from ..training.replicas import Replicated, replicated_in
+from .devices import DEVICE_TYPES, described
+from .vectors import TensorBuffers
 
 SAME_MODEL = "build the same model, in the same order, on every rank"
 # Short tensors are fused, since each broadcast costs the latency of a message.
@@ -169,3 +173,49 @@ def _filled(leaf: Any, tensors: list[torch.Tensor]) -> Any:
         return leaf
     tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
     return tensors[-1]
+
+
+def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
+                     watched: Mapping[str, Any]) -> Iterator[Replicated]:
+    """Yield what should be equal on all ranks: parameters, optimizers' state, watched tensors.
+
+    Args:
+        module: Its parameters; for each, the state in the optimizer that updated it last.
+        stepped: Optimizers in the order of their last steps.
+        watched: Nests of tensors by name.
+    """
+    seen: set[int] = set()
+
+    def leaf(name: str, x: Any) -> Replicated | None:
+        if not isinstance(x, torch.Tensor) or id(x) in seen:
+            return None
+        if x.device.type not in DEVICE_TYPES or x.layout is not torch.strided:
+            return None
+        seen.add(id(x))
+        return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x, written=False),
+                          functools.partial(_write, x))
+
+    names = {p: name for name, p in module.named_parameters()}
+    for p, name in names.items():
+        yield from replicated_in(p, name, leaf)
+    latest = {p: optimizer for optimizer in stepped for group in optimizer.param_groups
+              for p in group["params"] if p in names}
+    for p, optimizer in latest.items():
+        if p in optimizer.state:
+            yield from replicated_in(
+                optimizer.state[p], f"{type(optimizer).__name__}[{names[p]!r}]", leaf)
+    for optimizer in dict.fromkeys(latest.values()):
+        for group in optimizer.param_groups:
+            first = next((p for p in group["params"] if latest.get(p) is optimizer), None)
+            if first is not None:
+                # Only the settings of the group.
+                seen.update(map(id, group["params"]))
+                yield from replicated_in(
+                    group, f"{type(optimizer).__name__}[{names[first]!r}, ...]", leaf)
+    for name, nest in watched.items():
+        yield from replicated_in(nest, name, leaf)
+
+
+def _write(tensor: torch.Tensor, raw: Any) -> None:
+    # `data`, since no user has written here, which NodeWeights would take it for.
+    tensor.data.copy_(torch.from_numpy(raw).view(tensor.dtype).view(tensor.shape))

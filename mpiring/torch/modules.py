@@ -1,0 +1,107 @@
+"""What every adapter of a PyTorch module needs: a wrapper, its buffers, and what it refuses."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ..communicator import Communicator, refuse_other_than_communicators
+from ..errors import ConfigError
+from ..memory.tensors import numpy_dtype
+from .devices import DEVICE_TYPES
+from .states import copy_from
+
+
+class Wrapper(nn.Module):
+    """A module around another one, which is asked for what the wrapper does not have.
+
+    Args:
+        module: The bare module.
+
+    Attributes:
+        module: The same.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's state, under the names that the bare module has."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise ConfigError(
+            f"{type(self).__name__} cannot be pickled or copied: it holds MPI's memory; save "
+            f"model.state_dict(), or pickle model.module")
+
+
+class Buffers:
+    """The buffers of a module, copied from one rank to all when a step is complete.
+
+    Args:
+        module: The module.
+        comm: The ranks.
+        copied: Else each rank has its own.
+
+    Attributes:
+        root: The rank to copy from.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, *, copied: bool) -> None:
+        self.root = 0
+        self._module = module
+        self._comm = comm
+        self._copied = copied
+
+    def copy(self) -> None:
+        """Copy the buffers of `root` to all ranks, if they are to be copied.
+
+        Collective: yes. Blocking: yes.
+        """
+        if self._copied:
+            # `data`, since a change of the tensors themselves would invalidate retained graphs;
+            # BatchNorm's own changes do not either.
+            copy_from(self.root, (x.data for x in self._module.buffers()), self._comm)
+
+
+def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
+    """Raise ConfigError where a module cannot be trained on several ranks."""
+    refuse_other_than_communicators(comm)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
+    if isinstance(module, Wrapper):
+        raise ConfigError(f"rank {comm.rank}: the module is wrapped already, by "
+                          f"{type(module).__name__}; pass module.module")
+    refuse_several_devices(dict(module.named_parameters()), comm)
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name} has no shape yet; run one batch through the "
+                f"module before it is wrapped")
+        if hasattr(p, "to_local"):
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name} is a {type(p).__name__}, of which each rank "
+                f"has a part; train it with torch.distributed.fsdp.fully_shard over the back end "
+                f"'mpiring', or give DataParallel a module of plain tensors")
+        if p.device.type not in DEVICE_TYPES:
+            raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
+                              f"CPU or a GPU: wrap module.cpu(), or module.to(device_for(comm))")
+        numpy_dtype(p.dtype)
+
+
+def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:
+    """Raise ConfigError unless parameters lie on one device."""
+    first = next(iter(parameters), "")
+    for name, p in parameters.items():
+        if p.device != parameters[first].device:
+            raise ConfigError(
+                f"rank {comm.rank}: parameter {name} is on {p.device}, but {first} on "
+                f"{parameters[first].device}; expected all of them on one device")
