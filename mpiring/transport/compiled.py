@@ -4,6 +4,7 @@ Addresses are int64. Python's lock is held while a short call begins, for some m
 and released while it waits for longer, and for long vectors.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -28,6 +29,9 @@ DTYPES = ("float32", "float64", "int32", "int64", *SIXTEEN_BIT)
 OPS = ("sum", "mean")
 # So many bytes are added up at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK_BYTES = 4096
+# Python's lock keeps two threads from taking the same number. A Python without it runs calls in
+# Python.
+_HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 
 
@@ -42,7 +46,7 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.C
     if not op:
         op, name = "sum", COPIES
     # More vectors of 16 bits would be rounded on the way, see _adding.
-    if op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
+    if not _HAS_LOCK or op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
     find = machine.code if compiles else machine.saved
     return find(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name)

@@ -1,8 +1,9 @@
 """The protocol by which the ranks of a node work in its memory: write, meet, reduce or read, leave.
 
 One text. `protocol` is given a dialect: what loads, stores, copies and reduces. Python and NumPy
-are one (`plain`), numba's intrinsics another (`compiled`); on simulated memory the first one meets
-an adversary. A call is words (see `layout`), so that any of them may go on where another one was.
+are one (`node_call`), numba's intrinsics another (`compiled`); on simulated memory the first one
+meets an adversary. A call is words (see `layout`), so that any of them may go on where another one
+was.
 
 Operation s uses area `s % AREAS` of every rank's segment, once every rank's flag there is at least
 `(s + 1 - AREAS) << COUNT_BITS | ENDED`. Then it goes in phases. In each a rank writes to its own
