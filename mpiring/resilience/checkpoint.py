@@ -3,6 +3,7 @@
 import collections
 import os
 import random
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +20,9 @@ from ..errors import CheckpointError, ClosedError
 from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
 from .checkpoint_file import Copy
-from .folder import Lock, open_folder, remove, where
+from .folder import Lock, delete_old, open_folder, remove, where
 from .plan import SavePlan, agree
-from .publisher import Publisher, leave_note
+from .publishing import await_files, leave_note, publish
 from .reader import Reader, Saved
 from .tree import Arrays, DeviceArrays, Kind, Scalars
 
@@ -33,14 +34,15 @@ class _Writing:
     Attributes:
         step: Of the training.
         folder: Where its files appear.
+        given_up: Set to publish it no more.
         files: Done when this rank's files are written.
-        publisher, published: On rank 0; done when the checkpoint is the newest.
+        published: On rank 0; done when the checkpoint is the newest.
     """
 
     step: int
     folder: Path
+    given_up: threading.Event
     files: "Future[None]"
-    publisher: Publisher | None = None
     published: "Future[None] | None" = None
 
 
@@ -139,13 +141,10 @@ class Checkpoints:
         digests = {
             name: self._threads.submit(self._copies[name].digest) for name in plan.outlines}
         files = self._threads.submit(self._write, written, digests, began)
-        if self._comm.rank:
-            self._writing = _Writing(plan.step, written, files)
-            return
-        publisher = Publisher(
-            self._folder, written, plan.names, self._comm.config.stall_timeout_s)
-        published = self._threads.submit(self._publish, publisher, files, plan, began)
-        self._writing = _Writing(plan.step, written, files, publisher, published)
+        given_up = threading.Event()
+        published = None if self._comm.rank else self._threads.submit(
+            self._publish, written, given_up, files, plan, began)
+        self._writing = _Writing(plan.step, written, given_up, files, published)
 
     def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
@@ -161,14 +160,16 @@ class Checkpoints:
             raise CheckpointError(problem) from exc
         self.save_s = time.monotonic() - began
 
-    def _publish(self, publisher: Publisher, files: "Future[None]", plan: SavePlan,
-                 began: float) -> None:
+    def _publish(self, written: Path, given_up: threading.Event, files: "Future[None]",
+                 plan: SavePlan, began: float) -> None:
         """Make the files of all ranks a checkpoint; in the background of rank 0."""
         files.result()
-        facts = {"step": plan.step, "size": self._comm.size, "seed": self._seed,
-                 "slices": plan.slices}
+        folder = written.parent
         try:
-            publisher.publish(facts, self._keep, self._refused)
+            names = await_files(written, plan.names, self._comm.config.stall_timeout_s, given_up)
+            publish(folder, written, names, {"step": plan.step, "size": self._comm.size,
+                                             "seed": self._seed, "slices": plan.slices})
+            delete_old(folder, self._keep, self._refused)
         except OSError as exc:
             raise CheckpointError(f"{where(self._comm)}: {exc}") from exc
         self.save_s = time.monotonic() - began
@@ -188,14 +189,12 @@ class Checkpoints:
         problems = self._comm.allgather_object(_problem_of(writing.files),
                                                label="Checkpoints.wait")
         problem = next(filter(None, problems), "")
-        if writing.publisher is not None:
-            if problem:
-                writing.publisher.give_up()
-            problem = problem or _problem_of(writing.published)
-        problem = self._comm.broadcast_object(problem, root=0)
         if problem:
-            if writing.publisher is not None:
-                _problem_of(writing.published)
+            writing.given_up.set()
+        late_problem = _problem_of(writing.published)
+        problem = self._comm.broadcast_object(problem or late_problem, root=0)
+        if problem:
+            if self._comm.rank == 0:
                 remove(writing.folder)
             raise CheckpointError(f"the checkpoint of step {writing.step} was not written: "
                                   f"{problem}. Those before are untouched")
@@ -231,8 +230,8 @@ class Checkpoints:
 
     def _release(self) -> None:
         self._closed = True
-        if self._writing is not None and self._writing.publisher is not None:
-            self._writing.publisher.give_up()
+        if self._writing is not None:
+            self._writing.given_up.set()
         self._threads.shutdown(wait=self._writing is None)
         if self._lock is not None:
             self._lock.release()

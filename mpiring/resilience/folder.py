@@ -1,4 +1,4 @@
-"""The layout of a folder of checkpoints: which is the newest, and which job may write."""
+"""A folder of checkpoints: which is the newest, which stay, and which job may write."""
 
 import fcntl
 import logging
@@ -9,15 +9,14 @@ import shutil
 import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ..communicator import Communicator
 from ..errors import CheckpointError, MpiringError
-from ..files import UNFINISHED, read, regular, replacing, sync_folder
+from ..files import UNFINISHED, read, regular
 from ..operations.consistency import Ranks
-from .manifest import MANIFEST, sealed
 
 _log = logging.getLogger("mpiring")
 
@@ -37,13 +36,14 @@ DELETING, MARK = ".deleting-", ".mark-"
 _POINTER_BYTES, _HOLDER_CHARACTERS = 4096, 300
 
 
-def complete(folder: Path) -> list[str]:
+def checkpoints_in(folder: Path) -> list[str]:
     """Return the names of the checkpoints in a folder, the newest first."""
     names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
-    return sorted(names, key=_number, reverse=True)
+    return sorted(names, key=number_of, reverse=True)
 
 
-def _number(name: str) -> int:
+def number_of(name: str) -> int:
+    """Return the number of a checkpoint, which grows in its folder."""
     return int(name.partition("-")[0])
 
 
@@ -59,7 +59,7 @@ def candidates(folder: Path) -> tuple[list[str], str]:
         Names; and what is wrong with the pointer, or "". Checkpoints that are newer than the
         pointer were not finished when their job ended.
     """
-    names = complete(folder)
+    names = checkpoints_in(folder)
     try:
         latest = read(folder / POINTER, _POINTER_BYTES).decode("ascii").strip()
     except FileNotFoundError:
@@ -71,29 +71,7 @@ def candidates(folder: Path) -> tuple[list[str], str]:
     return names, f"{POINTER} names {latest!r:.80}, which is not there"
 
 
-def publish(folder: Path, written: Path, step: int, manifest: Mapping[str, Any]) -> str:
-    """Make a checkpoint with complete files the newest; return its name.
-
-    Args:
-        folder: Of checkpoints.
-        written: The folder in it that has the files; renamed.
-        step: Of the checkpoint.
-        manifest: Facts about it.
-
-    Raises:
-        OSError: It is not published, and the one before is still the newest.
-    """
-    with replacing(written / MANIFEST, synced=True, links=False) as new:
-        new.file.write(sealed(manifest).encode())
-    name = f"{max(map(_number, complete(folder)), default=0) + 1:06d}-step-{step}"
-    os.rename(written, folder / name)
-    sync_folder(folder)
-    with replacing(folder / POINTER, synced=True) as new:
-        new.file.write(f"{name}\n".encode())
-    return name
-
-
-def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
+def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
     """Delete old checkpoints.
 
     Args:
@@ -101,7 +79,7 @@ def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
         keep: How many of the newest stay.
         refused: Names of those that cannot be used, which do not count.
     """
-    names = complete(folder)
+    names = checkpoints_in(folder)
     good = [name for name in names if name not in refused]
     if len(good) > keep:
         for name in names[names.index(good[keep - 1]) + 1:]:
@@ -148,32 +126,28 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / _LOCK, "a+", errors="replace", opener=regular)
         self._close = weakref.finalize(self, self._file.close)
-        # A job that has just ended may hold it for a moment longer.
-        error = _patiently(self._take, lambda error: not isinstance(error, BlockingIOError))
-        self.held = error is None
-        if isinstance(error, BlockingIOError):
+        self.held = True
+        try:
+            # A job that has just ended may hold it for a moment longer.
+            _patiently(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                       BlockingIOError)
+        except BlockingIOError as error:
             self._file.seek(0)
             holder = self._file.read(_HOLDER_CHARACTERS).strip() or "an unknown process"
             self.release()
             raise CheckpointError(
                 f"{folder} is in use: {holder} writes its checkpoints there; give each job a "
                 f"folder of its own, or, if that one is gone, delete {folder / _LOCK}") from error
-        if error is not None:
+        except OSError as error:
+            self.held = False
             _log.warning(
                 "%s is on a file system without locks (%s): see to it that no second job writes "
                 "its checkpoints there", folder, error.strerror or error)
         # With a second name, it may be a file that another user wants to be emptied.
-        elif os.fstat(self._file.fileno()).st_nlink == 1:
+        if self.held and os.fstat(self._file.fileno()).st_nlink == 1:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             self._file.flush()
-
-    def _take(self) -> OSError | None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            return exc
-        return None
 
     def release(self) -> None:
         """Let other jobs write."""
@@ -237,13 +211,14 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 
     Collective: yes. Blocking: yes.
     """
-    locks = []
+    lock: Lock | None = None
 
     def prepare() -> str:
+        nonlocal lock
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            locks.append(Lock(folder))
-            if locks[0].held:
+            lock = Lock(folder)
+            if lock.held:
                 sweep(folder)
         except (OSError, CheckpointError) as exc:
             raise CheckpointError(f"{where(comm)}: {exc}") from exc
@@ -253,55 +228,53 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
     try:
         _refuse_other_folders(folder, comm, token)
     except CheckpointError:
-        for lock in locks:
+        if lock is not None:
             lock.release()
         raise
-    return token, next(iter(locks), None)
+    return token, lock
 
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
     """Leave a mark in the folder on each rank, and look for all of them on rank 0."""
     marks = [folder / f"{MARK}{token}-{rank}" for rank in range(comm.size)]
     ranks = comm.allgather_object((where(comm), _touched(marks[comm.rank])))
-    lost: list[int] = []
-    if comm.rank == 0 and not any(problem for _, problem in ranks):
-        lost = _patiently(lambda: _unmarked(folder, marks), lambda lost: not lost)
-    lost = comm.broadcast_object(lost, root=0)
-    marks[comm.rank].unlink(missing_ok=True)
-    for name, problem in ranks:
-        if problem:
-            raise CheckpointError(
-                f"{name} cannot write into {folder} ({problem}), which {ranks[0][0]} can; "
-                f"checkpoints must lie on a file system that all nodes share")
-    if lost:
-        raise CheckpointError(
-            f"{ranks[lost[0]][0]} has another folder {folder} than {ranks[0][0]}; checkpoints "
-            f"must lie on a file system that all nodes share")
+
+    def look() -> None:
+        names = {entry.name for entry in folder.iterdir()}
+        for mark, (name, _) in zip(marks, ranks):
+            if mark.name not in names:
+                raise CheckpointError(
+                    f"{name} has another folder {folder} than {ranks[0][0]}; checkpoints must lie "
+                    f"on a file system that all nodes share")
+
+    try:
+        for name, problem in ranks:
+            if problem:
+                raise CheckpointError(
+                    f"{name} cannot write into {folder} ({problem}), which {ranks[0][0]} can; "
+                    f"checkpoints must lie on a file system that all nodes share")
+        on_rank_0(comm, lambda: _patiently(look, CheckpointError))
+    finally:
+        marks[comm.rank].unlink(missing_ok=True)
 
 
 def _touched(mark: Path) -> str:
     """Make an empty file; return why that failed, or ""."""
-    def touch() -> OSError | None:
-        try:
-            open(mark, "x", opener=regular).close()
-        except OSError as exc:
-            return exc
-        return None
-
-    # Rank 0 may have made the folder just now.
-    error = _patiently(touch, lambda error: not isinstance(error, FileNotFoundError))
-    return "" if error is None else error.strerror or str(error)
+    try:
+        # Rank 0 may have made the folder just now.
+        _patiently(lambda: open(mark, "x", opener=regular).close(), FileNotFoundError)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return ""
 
 
-def _unmarked(folder: Path, marks: Sequence[Path]) -> list[int]:
-    """Return the ranks whose marks are missing."""
-    names = {entry.name for entry in folder.iterdir()}
-    return [rank for rank, mark in enumerate(marks) if mark.name not in names]
-
-
-def _patiently(attempt: Callable[[], T], is_done: Callable[[T], bool]) -> T:
-    """Repeat an attempt until it is done, or for as long as changes take to appear on all nodes."""
+def _patiently(attempt: Callable[[], T], late: type[Exception]) -> T:
+    """Repeat an attempt that fails so, for as long as changes take to appear on all nodes."""
     end = time.monotonic() + PATIENCE_S
-    while not is_done(result := attempt()) and time.monotonic() <= end:
+    while True:
+        try:
+            return attempt()
+        except late:
+            if time.monotonic() > end:
+                raise
         time.sleep(PAUSE_S)
-    return result

@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, ConfigError, MissingDependencyError
 from ..files import parsed
 from ..gpu.arrays import is_on_gpu
-from ..memory.arrays import dtype_name
+from ..memory.arrays import dtype_name, dtype_named
 from ..memory.pytrees import Path
+from ..sharding.sliced import Range, Sliced
 
 Bytes = NDArray[np.uint8]
 
@@ -26,6 +27,7 @@ STORED = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8"}
 _PAIRS = {"complex128": "F64"}
+_BLOCK_BYTES = 32 << 20
 # The names of all kinds of arrays.
 KINDS = "array", "scalar", "gpu_array", "tensor", "sliced"
 _MOST_LEVELS = 100
@@ -157,6 +159,40 @@ class StoredKind:
     def build(self, dtype: str, shape: tuple[int, ...], data: Any) -> Any:
         """Return an array of these elements."""
         return Stored(self.name, dtype, shape, data)
+
+
+class SlicedTensors:
+    """Tensors of which ranges are here: a kind of arrays in a tree.
+
+    Args:
+        refused: Explain that such a tensor cannot be saved here.
+    """
+
+    name = "sliced"
+
+    def __init__(self, *, refused: bool = False) -> None:
+        self._refused = refused
+
+    def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype and shape of the whole tensor; None for other objects."""
+        if not isinstance(x, Sliced):
+            return None
+        if self._refused:
+            raise ConfigError("a Sliced, of which each rank has other ranges, cannot be saved "
+                              "here; pass this state as sharded=")
+        return dtype_name(x.dtype), x.shape
+
+    def copy(self, x: Any, out: Bytes) -> None:
+        """Copy the elements of the whole tensor to `out`, a block at a time."""
+        elements, block = out.view(x.dtype), max(1, _BLOCK_BYTES // x.dtype.itemsize)
+        for start in range(0, x.size, block):
+            stop = min(start + block, x.size)
+            elements[start:stop] = x.read(start, stop)
+
+    def build(self, dtype: str, shape: tuple[int, ...], data: Mapping[Range, Bytes]) -> Any:
+        """Return a tensor of these pieces, which share the memory of `data`."""
+        known = dtype_named(dtype, [dtype])
+        return Sliced(shape, {ends: x.view(known) for ends, x in data.items()}, known)
 
 
 STORED_KINDS = tuple(map(StoredKind, KINDS))
