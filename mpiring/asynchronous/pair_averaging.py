@@ -15,7 +15,7 @@ from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..transport.base import Channel, Request, Schedule
-from .background import BackgroundTraining
+from .base import AsynchronousTraining
 from .layout import FlatModel, ModelArrays
 
 _SNAPSHOT, _END = range(2)
@@ -100,7 +100,7 @@ def _hear(net: Channel, other: int) -> Schedule[int]:
 _log = logging.getLogger("mpiring")
 
 
-class PairAveraging(BackgroundTraining):
+class PairAveraging(AsynchronousTraining):
     """Weights that random pairs of ranks average, in the background, instead of all in each step.
 
         with PairAveraging(model, comm, seed=1) as pairs:

@@ -18,7 +18,7 @@ from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
 from ..transport.base import Schedule
-from .background import BackgroundTraining
+from .base import AsynchronousTraining
 from .clocks import Condition, SliceOwner, SliceWorker
 from .layout import FlatModel, ModelArrays, arrays_of
 from .store import SliceStore, refuse_other_than_makers
@@ -28,7 +28,7 @@ _log = logging.getLogger("mpiring")
 _NAMES = 4
 
 
-class ParameterServer(BackgroundTraining):
+class ParameterServer(AsynchronousTraining):
     """A model whose weights are updated by all ranks, each at its own pace.
 
         with ParameterServer(params, comm, optimizer=partial(SGD, lr=0.1)) as server:

@@ -11,10 +11,10 @@ from ..communicator import Communicator
 from ..operations.agreement import Call
 from ..record.statistics import Statistics
 
-_T = TypeVar("_T", bound="BackgroundTraining")
+_T = TypeVar("_T", bound="AsynchronousTraining")
 
 
-class BackgroundTraining(ABC):
+class AsynchronousTraining(ABC):
     """Training in which ranks exchange single messages while they compute.
 
     Args:
