@@ -4,7 +4,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TypeVar
 
 from ..communicator import Communicator
@@ -43,8 +42,7 @@ class AsynchronousTraining(ABC):
     def __enter__(self: _T) -> _T:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an exception the other ranks do not close: let it end the job.
         if error is None:
             self.close()

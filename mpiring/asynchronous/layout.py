@@ -31,6 +31,7 @@ class FlatModel:
         bounds: The offsets that cut each vector into slices, which start on cache lines.
         views: The tensors in them, by name.
         slices: Of all vectors, by rank.
+        nbytes: Of all vectors.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], size: int, holder: str) -> None:
@@ -44,6 +45,7 @@ class FlatModel:
         self.views = Views({name: view for bucket in self.buckets
                             for name, view in bucket.views.items()}, holder)
         self.slices = list(zip(*map(cut, self.flats, self.bounds)))
+        self.nbytes = sum(flat.nbytes for flat in self.flats)
 
     def ranges(self, rank: int) -> dict[str, Range]:
         """Return the range of each tensor that is in a rank's slices, by name; perhaps empty."""

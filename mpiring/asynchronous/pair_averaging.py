@@ -267,7 +267,7 @@ class PairAveraging(AsynchronousTraining):
             snapshot = self._copied()
             self._exchange = self._messages.submit(
                 Call("exchange", f"with rank {other} in round {self.rounds - 1}",
-                     nbytes=sum(x.nbytes for x in snapshot)),
+                     nbytes=self._snapshot.nbytes),
                 lambda net: self._exchanges.exchange(net, other, snapshot, self._partners.flats),
                 other), other
             self._age = 0

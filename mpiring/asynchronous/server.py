@@ -144,7 +144,7 @@ class ParameterServer(AsynchronousTraining):
                          self._comm.rank, self.clock, first_few(bad, _NAMES))
         slices = None if bad else self._gradients.slices
         self._pushed = self._messages.submit(
-            Call("push", f"number {self.clock}", nbytes=self._nbytes * (not bad)),
+            Call("push", f"number {self.clock}", nbytes=self._weights.nbytes * (not bad)),
             lambda net: self._worker.push(net, self.clock, slices))
 
     def pull(self) -> Mapping[str, Array]:
@@ -162,7 +162,7 @@ class ParameterServer(AsynchronousTraining):
         self._refuse_finished("pull()")
         self._calls += 1
         handle = self._messages.submit(
-            Call("pull", f"at clock {self.clock}", nbytes=self._nbytes),
+            Call("pull", f"at clock {self.clock}", nbytes=self._weights.nbytes),
             lambda net: self._worker.pull(net, self.clock, self._weights.slices))
         self._await(handle)
         self._in_flight_s += handle.flight.ended_s - handle.flight.called_s
@@ -286,10 +286,6 @@ class ParameterServer(AsynchronousTraining):
         self._comm.barrier()
 
     # Details
-
-    @property
-    def _nbytes(self) -> int:
-        return sum(flat.nbytes for flat in self._weights.flats)
 
     def _refuse_finished(self, method: str) -> None:
         if self._finished:

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -155,9 +154,8 @@ class Checkpoints:
             for name, digest in digests.items():
                 self._copies[name].write(written, name, digest)
         except OSError as exc:
-            problem = f"{where(self._comm)}: {exc}"
-            leave_note(written, self._comm.rank, problem)
-            raise CheckpointError(problem) from exc
+            leave_note(written, self._comm.rank, f"{where(self._comm)}: {exc}")
+            raise
         self.save_s = time.monotonic() - began
 
     def _publish(self, written: Path, given_up: threading.Event, files: "Future[None]",
@@ -165,13 +163,10 @@ class Checkpoints:
         """Make the files of all ranks a checkpoint; in the background of rank 0."""
         files.result()
         folder = written.parent
-        try:
-            names = await_files(written, plan.names, self._comm.config.stall_timeout_s, given_up)
-            publish(folder, written, names, {"step": plan.step, "size": self._comm.size,
-                                             "seed": self._seed, "slices": plan.slices})
-            delete_old(folder, self._keep, self._refused)
-        except OSError as exc:
-            raise CheckpointError(f"{where(self._comm)}: {exc}") from exc
+        names = await_files(written, plan.names, self._comm.config.stall_timeout_s, given_up)
+        publish(folder, written, names, {"step": plan.step, "size": self._comm.size,
+                                         "seed": self._seed, "slices": plan.slices})
+        delete_old(folder, self._keep, self._refused)
         self.save_s = time.monotonic() - began
 
     def wait(self) -> None:
@@ -186,18 +181,27 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        problems = self._comm.allgather_object(_problem_of(writing.files),
+        problems = self._comm.allgather_object(self._problem_of(writing.files),
                                                label="Checkpoints.wait")
         problem = next(filter(None, problems), "")
         if problem:
             writing.given_up.set()
-        late_problem = _problem_of(writing.published)
+        late_problem = self._problem_of(writing.published)
         problem = self._comm.broadcast_object(problem or late_problem, root=0)
         if problem:
             if self._comm.rank == 0:
                 remove(writing.folder)
             raise CheckpointError(f"the checkpoint of step {writing.step} was not written: "
                                   f"{problem}. Those before are untouched")
+
+    def _problem_of(self, future: "Future[None] | None") -> str:
+        """Wait for a thread; return what went wrong in it, or ""."""
+        error = None if future is None else future.exception()
+        if isinstance(error, OSError):
+            return f"{where(self._comm)}: {error}"
+        if error is None or isinstance(error, CheckpointError):
+            return str(error or "")
+        return f"{type(error).__name__}: {error}"
 
     def load(self) -> Saved | None:
         """Return the newest complete checkpoint; the same on all ranks.
@@ -239,21 +243,12 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an exception the other ranks do not close.
         if error is None:
             self.close()
         else:
             self._release()
-
-
-def _problem_of(future: "Future[None] | None") -> str:
-    """Wait for a thread; return what went wrong in it, or ""."""
-    error = None if future is None else future.exception()
-    if error is None:
-        return ""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def random_state() -> dict[str, Any]:

@@ -115,8 +115,8 @@ class Reader:
                  for file, nbytes in manifest["files"].items()}
         slices = manifest.get("slices")
         same_size = manifest["size"] == self._comm.size
-        own = own_name(self._comm.rank)
-        wanted = [own] if same_size else []
+        own_file = own_name(self._comm.rank)
+        wanted = [own_file] if same_size else []
         if self._comm.rank == 0:
             wanted += [REPLICATED, SHARDED]
         contents, pieces = self._opened(
@@ -130,7 +130,7 @@ class Reader:
         # Each rank has another `own`.
         with same_on_all(self._comm, "load", error=CheckpointError):
             saved = Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
-                          self._rebuilt(contents.get(own)), self._rebuilt(sharded, pieces))
+                          self._rebuilt(contents.get(own_file)), self._rebuilt(sharded, pieces))
         return saved
 
     def _opened(self, wanted: Mapping[str, File], slices: Mapping[str, Entry],
