@@ -4,7 +4,7 @@ import collections
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Protocol
 
@@ -120,37 +120,27 @@ class DeviceArrays(Arrays):
         return cuda.cupy().asarray(super().build(dtype, shape, data))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stored:
-    """An array of any kind.
+    """An array that is left as it lies in the files, as nobody calculates with it; and its kind.
 
     Attributes:
-        kind, dtype, shape: As in the tree.
-        data: Its elements; None where only the tree is looked at.
+        name: Of the kind.
+        dtype, shape: As in the tree.
+        data: Its elements; None if only the tree is compared.
     """
 
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any = field(default=None, compare=False)
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data: Any = None
 
     def __repr__(self) -> str:
-        return f"a {self.kind} of {self.dtype} and shape {self.shape}"
-
-
-class StoredKind:
-    """A kind of arrays that are left as they lie in the files, as nobody calculates with them.
-
-    Args:
-        name: Of the kind.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+        return f"a {self.name} of {self.dtype} and shape {self.shape}"
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape; None for other objects."""
-        return (x.dtype, x.shape) if isinstance(x, Stored) and x.kind == self.name else None
+        """Return dtype and shape of an array of this kind; None for other objects."""
+        return (x.dtype, x.shape) if isinstance(x, Stored) and x.name == self.name else None
 
     def copy(self, x: Any, out: Bytes) -> None:
         """Copy the elements to `out`."""
@@ -195,7 +185,7 @@ class SlicedTensors:
         return Sliced(shape, {ends: x.view(known) for ends, x in data.items()}, known)
 
 
-STORED_KINDS = tuple(map(StoredKind, KINDS))
+STORED_KINDS = tuple(map(Stored, KINDS))
 
 
 @dataclass(frozen=True)
