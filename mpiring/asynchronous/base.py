@@ -55,7 +55,7 @@ class AsynchronousTraining(ABC):
         finally:
             self._waited_s += time.monotonic() - began_s
 
-    def _meet(self, call: Call) -> None:
+    def _wait_for_all(self, call: Call) -> None:
         """Return when all ranks have called; others may train for hours, and who stalls is named.
 
         Raises:

@@ -94,8 +94,8 @@ class ModelArrays:
                 raise ConfigError(
                     f"rank {comm.rank}: params is {model!r:.80}; pass a dict of the model's "
                     f"arrays, for a PyTorch module dict(module.named_parameters())")
-            self._arrays = arrays_of(self._given(), comm.rank, "parameter")
-            self._marks = _marks_of(self._given())
+            self._arrays = arrays_of(self._tensors_now(), comm.rank, "parameter")
+            self._marks = _marks_of(self._tensors_now())
             self.tensors = _specs_of(self._arrays)
             same["parameters"] = [str(tensor) for tensor in self.tensors]
 
@@ -105,7 +105,7 @@ class ModelArrays:
         Raises:
             ConfigError: Shapes or dtypes are no longer those of before.
         """
-        given = self._given()
+        given = self._tensors_now()
         marks = _marks_of(given)
         if marks != self._marks:
             arrays = arrays_of(given, self._rank, "parameter")
@@ -113,7 +113,7 @@ class ModelArrays:
             self._arrays, self._marks = arrays, marks
         return self._arrays
 
-    def _given(self) -> Any:
+    def _tensors_now(self) -> Any:
         if not hasattr(self._model, "named_parameters"):
             return self._model
         tensors = dict(self._model.named_parameters())

@@ -216,7 +216,7 @@ class ParameterServer(AsynchronousTraining):
         if self.closed:
             return
         self.finish()
-        self._meet(Call("finish", "a ParameterServer"))
+        self._wait_for_all(Call("finish", "a ParameterServer"))
         self._await(self._serving)
         self._await_push()
         self._gather()
@@ -331,9 +331,9 @@ class ParameterServer(AsynchronousTraining):
             with self._waiting():
                 handle.wait()
         except StallError as error:
-            raise StallError("\n".join([*self._late(), str(error)])) from None
+            raise StallError("\n".join([*self._late_ranks(), str(error)])) from None
 
-    def _late(self) -> list[str]:
+    def _late_ranks(self) -> list[str]:
         """Return lines about ranks that keep this one waiting."""
         silent = sorted(self._worker.unanswered)
         behind = self._owner.behind(self.clock)

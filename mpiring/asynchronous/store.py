@@ -86,7 +86,7 @@ class SliceStore:
         weights, gradients = (model.slice_of(comm.rank) for _ in range(2))
         self.weights, self._gradients = weights.flats, gradients.flats
         self._slice = _Slice(comm, weights, _Gradients(gradients.buckets))
-        self.optimizer = _made(optimizer, self._slice, comm.rank)
+        self.optimizer = _make_optimizer(optimizer, self._slice, comm.rank)
         # The first update lays state out, a collective operation, and compiles, for seconds, while
         # nobody would be served. Zeros stay zeros.
         self.update([self.weights] * min(comm.size, 2), 1.0)
@@ -154,7 +154,7 @@ def refuse_other_than_makers(optimizer: Any) -> None:
         raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {_EXAMPLE}")
 
 
-def _made(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
+def _make_optimizer(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
     try:
         result = optimizer(model)
     except TypeError as exc:

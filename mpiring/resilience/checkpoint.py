@@ -19,7 +19,7 @@ from ..errors import CheckpointError, ClosedError
 from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
 from .checkpoint_file import Copy
-from .folder import Lock, delete_old, open_folder, remove, where
+from .folder import Lock, delete_old, open_folder, remove, rank_and_host
 from .plan import SavePlan, agree
 from .publishing import await_files, leave_note, publish
 from .reader import Reader, Saved
@@ -154,7 +154,7 @@ class Checkpoints:
             for name, digest in digests.items():
                 self._copies[name].write(written, name, digest)
         except OSError as exc:
-            leave_note(written, self._comm.rank, f"{where(self._comm)}: {exc}")
+            leave_note(written, self._comm.rank, f"{rank_and_host(self._comm)}: {exc}")
             raise
         self.save_s = time.monotonic() - began
 
@@ -198,7 +198,7 @@ class Checkpoints:
         """Wait for a thread; return what went wrong in it, or ""."""
         error = None if future is None else future.exception()
         if isinstance(error, OSError):
-            return f"{where(self._comm)}: {error}"
+            return f"{rank_and_host(self._comm)}: {error}"
         if error is None or isinstance(error, CheckpointError):
             return str(error or "")
         return f"{type(error).__name__}: {error}"

@@ -154,7 +154,7 @@ class Lock:
         self._close()
 
 
-def where(comm: Ranks) -> str:
+def rank_and_host(comm: Ranks) -> str:
     """Return this rank and its host, for messages."""
     return f"rank {comm.rank} on {socket.gethostname()}"
 
@@ -221,7 +221,7 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
             if lock.held:
                 sweep(folder)
         except (OSError, CheckpointError) as exc:
-            raise CheckpointError(f"{where(comm)}: {exc}") from exc
+            raise CheckpointError(f"{rank_and_host(comm)}: {exc}") from exc
         return secrets.token_hex(4)
 
     token = on_rank_0(comm, prepare)
@@ -237,7 +237,7 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
     """Leave a mark in the folder on each rank, and look for all of them on rank 0."""
     marks = [folder / f"{MARK}{token}-{rank}" for rank in range(comm.size)]
-    ranks = comm.allgather_object((where(comm), _touched(marks[comm.rank])))
+    ranks = comm.allgather_object((rank_and_host(comm), _touch(marks[comm.rank])))
 
     def look() -> None:
         names = {entry.name for entry in folder.iterdir()}
@@ -258,7 +258,7 @@ def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
         marks[comm.rank].unlink(missing_ok=True)
 
 
-def _touched(mark: Path) -> str:
+def _touch(mark: Path) -> str:
     """Make an empty file; return why that failed, or ""."""
     try:
         # Rank 0 may have made the folder just now.

@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..memory.arrays import dtype_name
 from ..memory.pytrees import leaves
 from ..sharding.sliced import Range, Sliced
-from .folder import on_all_ranks, where
+from .folder import on_all_ranks, rank_and_host
 from .manifest import (REPLICATED, SHARDED, Entry, gap, own_name, piece_name, range_text,
                        slices_name)
 from .tree import STORED_KINDS, Arrays, Kind, Leaf, Outline, SlicedTensors, outline, rebuild
@@ -76,7 +76,7 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
         return number, names, ranges, digest
 
     steps, names, ranges, digests = zip(
-        *on_all_ranks(comm, "Checkpoints.save", describe, ConfigError, where(comm)))
+        *on_all_ranks(comm, "Checkpoints.save", describe, ConfigError, rank_and_host(comm)))
     for rank, other in enumerate(steps):
         if other != steps[0]:
             raise ConfigError(f"rank {rank} saves step {other}, but rank 0 saves step {steps[0]}")
