@@ -19,9 +19,9 @@ from ..errors import CheckpointError, ClosedError
 from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
 from .checkpoint_file import Copy
-from .folder import Lock, delete_old, open_folder, remove, rank_and_host
+from .folder import (Lock, await_files, delete_old, leave_note, open_folder, publish, rank_and_host,
+                     remove)
 from .plan import SavePlan, agree
-from .publishing import await_files, leave_note, publish
 from .reader import Reader, Saved
 from .tree import Arrays, DeviceArrays, Kind, Scalars
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints: which is the newest, which stay, and which job may write."""
+"""A folder of checkpoints: how they appear in it, which is the newest, and which job may write."""
 
 import fcntl
 import logging
@@ -7,22 +7,26 @@ import re
 import secrets
 import shutil
 import socket
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..communicator import Communicator
 from ..errors import CheckpointError, MpiringError
-from ..files import UNFINISHED, read, regular
+from ..files import UNFINISHED, read, regular, replacing, sync_folder
 from ..operations.consistency import Ranks
+from .checkpoint_file import SUFFIX, name_of
+from .manifest import FORMAT, MANIFEST, VERSION, own_name, sealed
 
 _log = logging.getLogger("mpiring")
 
 T = TypeVar("T")
 
-POINTER = "latest"
+_POINTER = "latest"
 _LOCK = "lock"
 # A checkpoint: its number in this folder, which grows, and its step.
 _NAME = re.compile(r"(\d{6,})-step-\d+")
@@ -34,16 +38,18 @@ PAUSE_S = 0.1
 DELETING, MARK = ".deleting-", ".mark-"
 # Lengths of the longest texts of a pointer and a lock that are read.
 _POINTER_BYTES, _HOLDER_CHARACTERS = 4096, 300
+# Pauses between two looks; each is half as long again as the last.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
+_NOTE, _NOTE_BYTES = ".failed", 1 << 16
 
 
-def checkpoints_in(folder: Path) -> list[str]:
+def _complete(folder: Path) -> list[str]:
     """Return the names of the checkpoints in a folder, the newest first."""
     names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
-    return sorted(names, key=number_of, reverse=True)
+    return sorted(names, key=_number, reverse=True)
 
 
-def number_of(name: str) -> int:
-    """Return the number of a checkpoint, which grows in its folder."""
+def _number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
@@ -59,16 +65,101 @@ def candidates(folder: Path) -> tuple[list[str], str]:
         Names; and what is wrong with the pointer, or "". Checkpoints that are newer than the
         pointer were not finished when their job ended.
     """
-    names = checkpoints_in(folder)
+    names = _complete(folder)
     try:
-        latest = read(folder / POINTER, _POINTER_BYTES).decode("ascii").strip()
+        latest = read(folder / _POINTER, _POINTER_BYTES).decode("ascii").strip()
     except FileNotFoundError:
-        return names, f"there is no file {POINTER}" if names else ""
+        return names, f"there is no file {_POINTER}" if names else ""
     except (OSError, ValueError) as exc:
-        return names, f"{POINTER} cannot be read ({exc})"
+        return names, f"{_POINTER} cannot be read ({exc})"
     if latest in names:
         return names[names.index(latest):], ""
-    return names, f"{POINTER} names {latest!r:.80}, which is not there"
+    return names, f"{_POINTER} names {latest!r:.80}, which is not there"
+
+
+def leave_note(written: Path, rank: int, problem: str) -> None:
+    """Leave a note for rank 0, which would wait for this rank's file in vain."""
+    try:
+        with replacing(written / f"{own_name(rank)}{_NOTE}", links=False) as new:
+            new.file.write(problem.encode())
+    except OSError:
+        # Rank 0 learns it in the next `wait`.
+        return
+
+
+def await_files(written: Path, names: Collection[str], timeout_s: float,
+                given_up: threading.Event) -> list[str]:
+    """Return the names of the files of all ranks when all have appeared.
+
+    The name of a file shows that it is complete. So a checkpoint is published without a message:
+    before the ranks communicate again, and with no thread but the training's in MPI.
+
+    Args:
+        written: The folder where the files appear.
+        names: Of the files, without their hashes.
+        timeout_s: Give up when no file has appeared for so long; 0 waits for ever.
+        given_up: Set by another thread to give up at once.
+
+    Raises:
+        CheckpointError: A rank has failed, or its file has not appeared.
+        OSError: The folder cannot be read.
+    """
+    pause_s, seen, moved_s = _FIRST_PAUSE_S, 0, time.monotonic()
+    while True:
+        present = [path.name for path in written.iterdir()]
+        for name in present:
+            if name.endswith(_NOTE):
+                note = read(written / name, _NOTE_BYTES)
+                raise CheckpointError(note.decode(errors="replace"))
+        files = [name for name in present if name.endswith(SUFFIX)]
+        missing = {*names}.difference(map(name_of, files))
+        if not missing:
+            return files
+        if len(files) > seen:
+            pause_s, seen, moved_s = _FIRST_PAUSE_S, len(files), time.monotonic()
+        if timeout_s and time.monotonic() - moved_s > timeout_s:
+            raise CheckpointError(f"no file of {', '.join(sorted(missing)[:5])} appeared in "
+                                  f"{written} within {timeout_s:g} s")
+        if given_up.wait(pause_s):
+            raise CheckpointError("it was given up")
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def publish(folder: Path, written: Path, files: Collection[str],
+            facts: Mapping[str, Any]) -> None:
+    """Make a checkpoint with complete files the newest.
+
+    Args:
+        folder: Of checkpoints.
+        written: The folder in it that has the files; renamed.
+        files: Names of the files.
+        facts: Of the manifest; `step` among them.
+
+    Raises:
+        CheckpointError: The manifest would be too long.
+        OSError: It is not published, and the one before is still the newest.
+    """
+    manifest = {
+        "format": FORMAT, "version": VERSION, **facts,
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "versions": _versions(),
+        "files": {name: (written / name).stat().st_size for name in sorted(files)}}
+    with replacing(written / MANIFEST, synced=True, links=False) as new:
+        new.file.write(sealed(manifest).encode())
+    number = max(map(_number, _complete(folder)), default=0) + 1
+    name = f"{number:06d}-step-{facts['step']}"
+    os.rename(written, folder / name)
+    sync_folder(folder)
+    with replacing(folder / _POINTER, synced=True) as new:
+        new.file.write(f"{name}\n".encode())
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of packages that can change the bits of a training."""
+    versions = {"python": sys.version.split()[0]}
+    for name in ("mpiring", "mpi4py", "numpy", "torch"):
+        if name in sys.modules:
+            versions[name] = str(sys.modules[name].__version__)
+    return versions
 
 
 def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
@@ -79,7 +170,7 @@ def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
         keep: How many of the newest stay.
         refused: Names of those that cannot be used, which do not count.
     """
-    names = checkpoints_in(folder)
+    names = _complete(folder)
     good = [name for name in names if name not in refused]
     if len(good) > keep:
         for name in names[names.index(good[keep - 1]) + 1:]:

@@ -12,7 +12,7 @@ from threads import on_ranks, state
 
 from mpiring.errors import CheckpointError
 from mpiring.numpy import Checkpoints
-from mpiring.resilience import Sliced, checkpoint_file, folder, load_file, publishing
+from mpiring.resilience import Sliced, checkpoint_file, folder, load_file
 from mpiring.resilience.checkpoint_file import write_plain
 from mpiring.resilience.manifest import sealed
 from mpiring.resilience.tree import Arrays, outline
@@ -119,13 +119,13 @@ def test_a_checkpoint_is_not_written_through_a_link(run, victim):
 
 def test_notes_are_neither_links_nor_pipes(run, victim):
     (run / "rank-00001.failed").symlink_to(victim)
-    publishing.leave_note(run, 1, "a full disk")
+    folder.leave_note(run, 1, "a full disk")
     with pytest.raises(CheckpointError, match="a full disk"):
-        publishing.await_files(run, ["replicated"], 9, threading.Event())
+        folder.await_files(run, ["replicated"], 9, threading.Event())
     (run / "rank-00001.failed").unlink()
     os.mkfifo(run / "rank-00001.failed")
     with pytest.raises(OSError, match="not a regular file"):
-        publishing.await_files(run, ["replicated"], 9, threading.Event())
+        folder.await_files(run, ["replicated"], 9, threading.Event())
 
 
 def test_one_file_is_not_written_through_a_link(run, victim):
