@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, refuse_changed
-from ..sharding.state import TensorRange, ranges_in
 from ..communicator import Communicator
 from ..errors import BufferMismatchError, ConfigError
 from ..memory.arrays import COMPLEX, FLOATING, Array, cut, dtype_name
 from ..memory.tensors import array_of, is_tensor
 from ..operations.consistency import same_on_all
+from ..sharding.sliced import Range
+from ..sharding.state import ranges_in
 from ..training.fused import Views
 
 
@@ -25,43 +26,38 @@ class FlatModel:
 
     Attributes:
         tensors: By name.
+        buckets: The memory of each dtype.
         flats: The vectors, zeros at first.
         bounds: The offsets that cut each vector into slices, which start on cache lines.
         views: The tensors in them, by name.
         slices: Of all vectors, by rank.
+        nbytes: Of all vectors.
     """
 
     def __init__(self, tensors: Sequence[TensorSpec], size: int, holder: str) -> None:
         self.tensors = {tensor.name: tensor for tensor in tensors}
         dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
-        self._buckets = private_buckets([
-            BucketPlan(tuple(tensor for tensor in tensors if tensor.dtype == dtype))
-            for dtype in dtypes])
-        self.flats = [bucket.flat for bucket in self._buckets]
-        self.bounds = [bucket.bounds(size) for bucket in self._buckets]
-        self.views = Views({name: view for bucket in self._buckets
+        self.buckets = [
+            Bucket(i, BucketPlan(tuple(tensor for tensor in tensors if tensor.dtype == dtype)),
+                   np.empty) for i, dtype in enumerate(dtypes)]
+        self.flats = [bucket.flat for bucket in self.buckets]
+        self.bounds = [bucket.bounds(size) for bucket in self.buckets]
+        self.views = Views({name: view for bucket in self.buckets
                             for name, view in bucket.views.items()}, holder)
         self.slices = list(zip(*map(cut, self.flats, self.bounds)))
+        self.nbytes = sum(flat.nbytes for flat in self.flats)
 
-    def ranges(self, rank: int) -> dict[str, TensorRange]:
-        """Return the ranges of tensors that are in a rank's slices, by name."""
-        return {part.name: part for bucket, bounds in zip(self._buckets, self.bounds)
-                for part in ranges_in(bucket.plan, bounds[rank], bounds[rank + 1])}
+    def ranges(self, rank: int) -> dict[str, Range]:
+        """Return the range of each tensor that is in a rank's slices, by name; perhaps empty."""
+        return dict.fromkeys(self.tensors, (0, 0)) | {
+            part.name: part.ends for bucket, bounds in zip(self.buckets, self.bounds)
+            for part in ranges_in(bucket.plan, bounds[rank], bounds[rank + 1])}
 
-    def plans_of(self, rank: int) -> list[BucketPlan]:
-        """Return the plans of a rank's slices: of the same tensors, each cut, perhaps to nothing.
-
-        A slice has the same elements at the same offsets as such a vector.
-        """
+    def slice_of(self, rank: int) -> "FlatModel":
+        """Return new memory for a rank's slices, with the same elements at the same offsets."""
         ranges = self.ranges(rank)
-        return [BucketPlan(tuple(
-            TensorSpec(name, (ranges[name].size if name in ranges else 0,), bucket.plan.dtype)
-            for name in bucket.views)) for bucket in self._buckets]
-
-
-def private_buckets(plans: Sequence[BucketPlan]) -> list[Bucket]:
-    """Return buckets in this process's own memory."""
-    return [Bucket(i, plan, np.empty) for i, plan in enumerate(plans)]
+        return FlatModel([TensorSpec(name, (ranges[name][1] - ranges[name][0],), tensor.dtype)
+                          for name, tensor in self.tensors.items()], 1, "")
 
 
 class ModelArrays:
@@ -98,8 +94,8 @@ class ModelArrays:
                 raise ConfigError(
                     f"rank {comm.rank}: params is {model!r:.80}; pass a dict of the model's "
                     f"arrays, for a PyTorch module dict(module.named_parameters())")
-            self._arrays = arrays_of(self._given(), comm.rank, "parameter")
-            self._marks = _marks_of(self._given())
+            self._arrays = arrays_of(self._tensors_now(), comm.rank, "parameter")
+            self._marks = _marks_of(self._tensors_now())
             self.tensors = _specs_of(self._arrays)
             same["parameters"] = [str(tensor) for tensor in self.tensors]
 
@@ -109,7 +105,7 @@ class ModelArrays:
         Raises:
             ConfigError: Shapes or dtypes are no longer those of before.
         """
-        given = self._given()
+        given = self._tensors_now()
         marks = _marks_of(given)
         if marks != self._marks:
             arrays = arrays_of(given, self._rank, "parameter")
@@ -117,7 +113,7 @@ class ModelArrays:
             self._arrays, self._marks = arrays, marks
         return self._arrays
 
-    def _given(self) -> Any:
+    def _tensors_now(self) -> Any:
         if not hasattr(self._model, "named_parameters"):
             return self._model
         tensors = dict(self._model.named_parameters())

@@ -15,7 +15,7 @@ from ..operations.agreement import Call
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..transport.base import Channel, Request, Schedule
-from .background import BackgroundTraining
+from .base import AsynchronousTraining
 from .layout import FlatModel, ModelArrays
 
 _SNAPSHOT, _END = range(2)
@@ -50,7 +50,7 @@ class Exchanges:
             received: Overwritten.
         """
         leaving = self._send(net, other, snapshot)
-        while (yield from _hear(net, other)) == _END:
+        while (yield from _receive_note(net, other)) == _END:
             self.training.discard(other)
         yield [*leaving, *(net.irecv(x, other) for x in received)]
 
@@ -74,7 +74,7 @@ class Exchanges:
         while self.training:
             other = partner_of(number)
             if other in self.training:
-                if (yield from _hear(net, other)) == _END:
+                if (yield from _receive_note(net, other)) == _END:
                     self.training.discard(other)
                 else:
                     sent = self._send(net, other, snapshot())
@@ -90,7 +90,7 @@ class Exchanges:
         return [net.isend(x, other) for x in (np.array([_SNAPSHOT]), *snapshot)]
 
 
-def _hear(net: Channel, other: int) -> Schedule[int]:
+def _receive_note(net: Channel, other: int) -> Schedule[int]:
     """Return what a rank says next."""
     note = np.empty(1, np.int64)
     yield (net.irecv(note, other),)
@@ -100,7 +100,7 @@ def _hear(net: Channel, other: int) -> Schedule[int]:
 _log = logging.getLogger("mpiring")
 
 
-class PairAveraging(BackgroundTraining):
+class PairAveraging(AsynchronousTraining):
     """Weights that random pairs of ranks average, in the background, instead of all in each step.
 
         with PairAveraging(model, comm, seed=1) as pairs:
@@ -152,9 +152,9 @@ class PairAveraging(BackgroundTraining):
         self._exchanges = Exchanges(comm.rank, comm.size)
         self._exchange: tuple[Message[None], int] | None = None
         self._age = 0
-        for flat in self._copied():
+        for flat in self._take_snapshot():
             comm.broadcast(flat, root=0)
-        self._restore()
+        self._write_back()
         super().__init__(comm)
 
     def step(self) -> None:
@@ -194,16 +194,16 @@ class PairAveraging(BackgroundTraining):
         self._complete()
         handle = self._messages.submit(
             Call("answer", "partners in pair averaging"), lambda net: self._exchanges.answer(
-                net, self.rounds, self._partner, self._copied, self._partners.flats,
-                lambda: self._take(None)))
+                net, self.rounds, self._partner, self._take_snapshot, self._partners.flats,
+                lambda: self._add_difference(None)))
         with self._waiting():
-            self._meet(Call("agree", "in pair averaging"))
+            self._wait_for_all(Call("agree", "in pair averaging"))
             last = np.array([handle.wait()])
         self._comm.allreduce(last, op="max")
         self.rounds = int(last[0])
-        for flat in self._copied():
+        for flat in self._take_snapshot():
             self._comm.allreduce(flat, op="mean")
-        self._restore()
+        self._write_back()
 
     def close(self) -> None:
         """Let all ranks agree, and end.
@@ -264,10 +264,10 @@ class PairAveraging(BackgroundTraining):
         other = self._partner(self.rounds)
         self.rounds += 1
         if other is not None:
-            snapshot = self._copied()
+            snapshot = self._take_snapshot()
             self._exchange = self._messages.submit(
                 Call("exchange", f"with rank {other} in round {self.rounds - 1}",
-                     nbytes=sum(x.nbytes for x in snapshot)),
+                     nbytes=self._snapshot.nbytes),
                 lambda net: self._exchanges.exchange(net, other, snapshot, self._partners.flats),
                 other), other
             self._age = 0
@@ -281,18 +281,18 @@ class PairAveraging(BackgroundTraining):
                 handle.wait()
             self._in_flight_s += handle.flight.ended_s - handle.flight.called_s
             self._exchange = None
-            self._take(other)
+            self._add_difference(other)
 
-    def _copied(self) -> list[Array]:
+    def _take_snapshot(self) -> list[Array]:
         for name, x in self._params.items():
             self._snapshot.views[name][...] = x
         return self._snapshot.flats
 
-    def _restore(self) -> None:
+    def _write_back(self) -> None:
         for name, x in self._params.items():
             x[...] = self._snapshot.views[name]
 
-    def _take(self, other: int | None) -> None:
+    def _add_difference(self, other: int | None) -> None:
         """Add half of the difference of two snapshots to the weights."""
         for snapshot, received in zip(self._snapshot.flats, self._partners.flats):
             np.subtract(received, snapshot, out=received)

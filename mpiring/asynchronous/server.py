@@ -18,7 +18,7 @@ from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
 from ..text import first_few, ranks_text
 from ..transport.base import Schedule
-from .background import BackgroundTraining
+from .base import AsynchronousTraining
 from .clocks import Condition, SliceOwner, SliceWorker
 from .layout import FlatModel, ModelArrays, arrays_of
 from .store import SliceStore, refuse_other_than_makers
@@ -28,7 +28,7 @@ _log = logging.getLogger("mpiring")
 _NAMES = 4
 
 
-class ParameterServer(BackgroundTraining):
+class ParameterServer(AsynchronousTraining):
     """A model whose weights are updated by all ranks, each at its own pace.
 
         with ParameterServer(params, comm, optimizer=partial(SGD, lr=0.1)) as server:
@@ -144,7 +144,7 @@ class ParameterServer(BackgroundTraining):
                          self._comm.rank, self.clock, first_few(bad, _NAMES))
         slices = None if bad else self._gradients.slices
         self._pushed = self._messages.submit(
-            Call("push", f"number {self.clock}", nbytes=self._nbytes * (not bad)),
+            Call("push", f"number {self.clock}", nbytes=self._weights.nbytes * (not bad)),
             lambda net: self._worker.push(net, self.clock, slices))
 
     def pull(self) -> Mapping[str, Array]:
@@ -162,7 +162,7 @@ class ParameterServer(BackgroundTraining):
         self._refuse_finished("pull()")
         self._calls += 1
         handle = self._messages.submit(
-            Call("pull", f"at clock {self.clock}", nbytes=self._nbytes),
+            Call("pull", f"at clock {self.clock}", nbytes=self._weights.nbytes),
             lambda net: self._worker.pull(net, self.clock, self._weights.slices))
         self._await(handle)
         self._in_flight_s += handle.flight.ended_s - handle.flight.called_s
@@ -216,7 +216,7 @@ class ParameterServer(BackgroundTraining):
         if self.closed:
             return
         self.finish()
-        self._meet(Call("finish", "a ParameterServer"))
+        self._wait_for_all(Call("finish", "a ParameterServer"))
         self._await(self._serving)
         self._await_push()
         self._gather()
@@ -287,10 +287,6 @@ class ParameterServer(BackgroundTraining):
 
     # Details
 
-    @property
-    def _nbytes(self) -> int:
-        return sum(flat.nbytes for flat in self._weights.flats)
-
     def _refuse_finished(self, method: str) -> None:
         if self._finished:
             raise ClosedError(f"rank {self._comm.rank}: {method} after finish(); this rank's "
@@ -335,9 +331,9 @@ class ParameterServer(BackgroundTraining):
             with self._waiting():
                 handle.wait()
         except StallError as error:
-            raise StallError("\n".join([*self._late(), str(error)])) from None
+            raise StallError("\n".join([*self._late_ranks(), str(error)])) from None
 
-    def _late(self) -> list[str]:
+    def _late_ranks(self) -> list[str]:
         """Return lines about ranks that keep this one waiting."""
         silent = sorted(self._worker.unanswered)
         behind = self._owner.behind(self.clock)

@@ -3,18 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ..buckets.bucket import Bucket
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.arrays import Array
 from ..memory.reduction import Reduction
-from ..sharding.sliced import slices_of
 from ..operations.consistency import same_on_all
 from ..optim import state
 from ..optim.optimizer import Optimizer, TrainedModel
-from .layout import FlatModel, private_buckets
+from ..sharding.sliced import Sliced
+from .layout import FlatModel
 
 _EXAMPLE = "mpiring.optim.SGD or functools.partial(mpiring.optim.AdamW, lr=1e-3)"
 # The name of the weights among the vectors of a state.
@@ -51,14 +49,12 @@ class _Gradients:
 class _Slice:
     """A rank's slice of a model, as an optimiser sees a model."""
 
-    def __init__(self, comm: Communicator, weights: Sequence[Bucket],
-                 gradients: Any) -> None:
-        self.comm, self.gradients = comm, gradients
-        self._views = {name: view for bucket in weights for name, view in bucket.views.items()}
+    def __init__(self, comm: Communicator, weights: FlatModel, gradients: Any) -> None:
+        self.comm, self.gradients, self._weights = comm, gradients, weights
 
     def vector(self, name: str) -> Array:
         """Return the elements of a tensor that are here."""
-        return self._views[name]
+        return self._weights.views[name]
 
     def wait(self) -> None:
         """Return: there is nothing to wait for."""
@@ -87,10 +83,10 @@ class SliceStore:
                  optimizer: Callable[[TrainedModel], Optimizer]) -> None:
         self._tensors, self._comm = model.tensors, comm
         self._ranges = model.ranges(comm.rank)
-        weights, self._gradients = (private_buckets(model.plans_of(comm.rank)) for _ in range(2))
-        self.weights = [bucket.flat for bucket in weights]
-        self._slice = _Slice(comm, weights, _Gradients(self._gradients))
-        self.optimizer = _made(optimizer, self._slice, comm.rank)
+        weights, gradients = (model.slice_of(comm.rank) for _ in range(2))
+        self.weights, self._gradients = weights.flats, gradients.flats
+        self._slice = _Slice(comm, weights, _Gradients(gradients.buckets))
+        self.optimizer = _make_optimizer(optimizer, self._slice, comm.rank)
         # The first update lays state out, a collective operation, and compiles, for seconds, while
         # nobody would be served. Zeros stay zeros.
         self.update([self.weights] * min(comm.size, 2), 1.0)
@@ -98,8 +94,8 @@ class SliceStore:
 
     def update(self, gradients: Sequence[Sequence[Array]], rate: float) -> None:
         """Update the weights once, with the mean of some gradients; see Store."""
-        for bucket, *sources in zip(self._gradients, *gradients):
-            Reduction("mean", bucket.plan.dtype, len(sources)).combine(sources, bucket.flat)
+        for mean, *sources in zip(self._gradients, *gradients):
+            Reduction("mean", mean.dtype, len(sources)).combine(sources, mean)
         self.optimizer.update(1.0, lambda index: None, rate=rate)
 
     def sliced(self) -> dict[str, Any]:
@@ -107,14 +103,11 @@ class SliceStore:
 
         Collective: no.
         """
-        its = self._saved()
-        tensors = its["tensors"]
-        return {**its, "tensors": slices_of(
-            {name: tensor.shape for name, tensor in self._tensors.items()},
-            {name: {vector: x.dtype for vector, x in vectors.items()}
-             for name, vectors in tensors.items()},
-            ((name, vector, part.offset, x) for name, part in self._ranges.items()
-             for vector, x in tensors[name].items()))}
+        saved = self._saved()
+        return {**saved, "tensors": {
+            name: {vector: Sliced(self._tensors[name].shape, {self._ranges[name]: x}, x.dtype)
+                   for vector, x in vectors.items()}
+            for name, vectors in saved["tensors"].items()}}
 
     def whole(self) -> dict[str, Any]:
         """Return a copy of weights and state of the whole model, on all ranks.
@@ -140,8 +133,7 @@ class SliceStore:
                     name: {vector: x.dtype for vector, x in vectors.items()}
                     for name, vectors in loaded["tensors"].items()})
             loaded["tensors"] = {
-                name: {vector: leaf.read(*self._ranges[name].ends) if name in self._ranges else
-                       np.empty(0, leaf.dtype) for vector, leaf in vectors.items()}
+                name: {vector: leaf.read(*self._ranges[name]) for vector, leaf in vectors.items()}
                 for name, vectors in leaves.items()}
             same.update(saved)
         self.optimizer.load_alone(loaded)
@@ -162,7 +154,7 @@ def refuse_other_than_makers(optimizer: Any) -> None:
         raise ConfigError(f"optimizer={optimizer!r:.80}: pass what makes one, as {_EXAMPLE}")
 
 
-def _made(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
+def _make_optimizer(optimizer: Any, model: _Slice, rank: int) -> Optimizer:
     try:
         result = optimizer(model)
     except TypeError as exc:

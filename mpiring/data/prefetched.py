@@ -1,9 +1,16 @@
-"""Draws batches of data, and copies them to a GPU, while earlier ones are used."""
+"""Draws batches of data in a thread, and copies them to a GPU, while earlier ones are used."""
 
+import atexit
+import contextlib
 import copy
+import logging
+import queue
 import sys
-from collections.abc import Callable, Generator, Iterable
-from typing import Any, cast
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import numpy as np
 
@@ -15,10 +22,17 @@ from ..gpu.carriers import ArrayCarrier, Carrier, TensorCarrier
 from ..memory.arrays import dtype_name
 from ..memory.pytrees import mapped
 from ..memory.tensors import is_tensor
-from .background import BackgroundIterator
 
+T = TypeVar("T")
 # Returns a batch, where it is to be used.
 Arrive = Callable[[], Any]
+
+_log = logging.getLogger("mpiring")
+
+# A loader that is busy when nobody wants its batches any more is waited for so long.
+_PATIENCE_S = 5.0
+# CPython does not end a wait for a signal that came just before it began: the next look does.
+_LOOK_S = 1.0
 
 
 def prefetch(loader: Iterable[Any], device: object, *, depth: int = 2,
@@ -156,7 +170,7 @@ class Prefetched:
 
     def _drawn(self, batch: Any) -> tuple[Arrive, Any]:
         """Send a batch; return how to receive it, and the loader's state."""
-        arrive = _as_it_is(batch) if self._gpu is None else self._sent(batch)
+        arrive = (lambda: batch) if self._gpu is None else self._sent(batch)
         return arrive, self._loader_state() if self._has_state() else None
 
     def _received(self, drawn: tuple[Arrive, Any]) -> Any:
@@ -190,14 +204,20 @@ class Prefetched:
 
         return arrive
 
-    def _carrier_of(self, kind: type[Carrier]) -> Carrier:
-        if kind not in self._carriers:
-            self._carriers[kind] = _carrier(kind, *cast(tuple[str, int], self._gpu))
-        return self._carriers[kind]
-
-
-def _as_it_is(batch: Any) -> Arrive:
-    return lambda: batch
+    def _carrier_of(self, carrier: type[Carrier]) -> Carrier:
+        """Return the carrier to the GPU; raises MissingDependencyError, or ConfigError."""
+        if carrier not in self._carriers:
+            kind, index = cast(tuple[str, int], self._gpu)
+            if carrier is TensorCarrier:
+                self._carriers[carrier] = TensorCarrier(kind, index)
+            elif kind == "cuda":
+                from ..gpu import cuda
+                self._carriers[carrier] = ArrayCarrier(cuda.device(index))
+            else:
+                raise ConfigError(
+                    f"NumPy arrays, for {kind}:{index}: they become CuPy's, on one of NVIDIA's "
+                    f"GPUs; have the loader yield tensors of PyTorch's")
+        return self._carriers[carrier]
 
 
 def _kind_of(leaf: object) -> type[Carrier] | None:
@@ -212,17 +232,6 @@ def _kind_of(leaf: object) -> type[Carrier] | None:
     except ConfigError:
         return None
     return ArrayCarrier
-
-
-def _carrier(carrier: type[Carrier], kind: str, index: int) -> Carrier:
-    """Return a carrier to a GPU; raises MissingDependencyError, or ConfigError."""
-    if carrier is TensorCarrier:
-        return TensorCarrier(kind, index)
-    if kind != "cuda":
-        raise ConfigError(f"NumPy arrays, for {kind}:{index}: they become CuPy's, on one of "
-                          f"NVIDIA's GPUs; have the loader yield tensors of PyTorch's")
-    from ..gpu import cuda
-    return ArrayCarrier(cuda.device(index))
 
 
 def _gpu_of(device: object) -> tuple[str, int] | None:
@@ -248,3 +257,95 @@ def _current_gpu(kind: str) -> int:
         return int(cuda.cupy().cuda.runtime.getDevice())
     except MissingDependencyError as error:
         raise problem or error
+
+
+@dataclass(frozen=True)
+class _End:
+    """Comes after the last item: why there are no more."""
+
+    error: BaseException | None = None
+
+
+class BackgroundIterator(Iterator[T], Generic[T]):
+    """Items of an iterator, drawn by a thread; at most `depth` wait to be asked for.
+
+    Exceptions of the iterator are raised after the items before them. To be closed.
+
+    Args:
+        items: Asked for its items in the thread only.
+        depth: As above.
+        waited: Is told from when to when a caller has waited for an item or the end, in times of
+            time.monotonic().
+    """
+
+    def __init__(self, items: Iterator[T], depth: int,
+                 waited: Callable[[float, float], None] | None = None) -> None:
+        self._items, self._waited = items, waited
+        self._ready: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        self._room, self._stop = threading.Semaphore(depth), threading.Event()
+        self._patience_s = _PATIENCE_S
+        # A daemon, because the program may end while the iterator hangs.
+        self._thread = threading.Thread(target=self._draw, daemon=True, name="mpiring prefetch")
+        self._thread.start()
+        # A thread that runs on while Python is torn down may crash it.
+        atexit.register(self.close)
+
+    def __next__(self) -> T:
+        began_s = time.monotonic()
+        try:
+            item = self._item()
+        except BaseException:
+            # A signal, as of Ctrl-C: the iterator may never return.
+            self._patience_s = 0.0
+            raise
+        if self._waited is not None:
+            self._waited(began_s, time.monotonic())
+        if isinstance(item, _End):
+            self._ready.put(_End())
+            raise item.error or StopIteration
+        self._room.release()
+        return item
+
+    def _item(self) -> T | _End:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=_LOOK_S)
+
+    def close(self) -> bool:
+        """End the thread, which may be in the midst of a draw; wait some seconds for it.
+
+        Returns:
+            Whether it has ended.
+        """
+        atexit.unregister(self.close)
+        self._stop.set()
+        self._room.release()
+        patience_s, self._patience_s = self._patience_s, 0.0
+        # Garbage may be collected in any thread.
+        if patience_s and self._thread is not threading.current_thread():
+            self._thread.join(patience_s)
+            if self._thread.is_alive():
+                _log.warning("prefetch: the loader has not returned for %g s since the iteration "
+                             "was left; its thread goes on alone, and ends with that batch",
+                             patience_s)
+        return not self._thread.is_alive()
+
+    def join(self) -> None:
+        """Return when the thread has ended, after `close`.
+
+        Blocking: yes.
+        """
+        self._thread.join()
+
+    def _draw(self) -> None:
+        """Draw until there are no more items, or the iteration has been left."""
+        end = _End()
+        try:
+            while self._room.acquire() and not self._stop.is_set():
+                # No reference to an item stays here: its memory is its user's.
+                self._ready.put(next(self._items))
+        except StopIteration:
+            pass
+        except BaseException as error:
+            end = _End(error)
+        self._ready.put(end)

@@ -24,15 +24,19 @@ class _Iteration:
 
     Attributes:
         epoch, history: As TokenBatches has them.
-        plan, first: The batches of all ranks, and with which one the iteration begins.
+        plan: The batches of all ranks.
         drawn: How many batches were drawn from it.
     """
 
     epoch: int
     history: list[list[Any]]
     plan: EpochPlan
-    first: int
     drawn: int = 0
+
+    @property
+    def first(self) -> int:
+        """The batch with which the iteration begins."""
+        return int(self.plan.bounds.searchsorted(self.history[-1][-1]))
 
     def __len__(self) -> int:
         return len(self.plan) - self.first
@@ -174,9 +178,7 @@ class TokenBatches:
         Epochs may differ by some.
         """
         now = self._under_way()
-        if now is not None:
-            return len(now)
-        return len(self._planned()) - self._first()
+        return len(self._next() if now is None else now)
 
     @property
     def batch_size(self) -> NoReturn:
@@ -190,21 +192,20 @@ class TokenBatches:
 
     def __iter__(self) -> Iterator[list[int]]:
         self._leave_behind()
-        batches = self._planned()
-        now = self._iteration = _Iteration(self._epoch, self._history, batches, self._first())
-        for index in range(now.first, len(batches)):
+        now = self._iteration = self._next()
+        for index in range(now.first, len(now.plan)):
             # Before it is given away: who is behind says so by `seen`.
             now.drawn += 1
-            yield batches.shares(index, self._comm.size)[self._comm.rank]
+            yield now.plan.shares(index, self._comm.size)[self._comm.rank]
         # Unless set_epoch or load_state_dict have come in between, or a later iteration.
         if self._iteration is now:
             self._leave_behind()
 
-    def _planned(self) -> EpochPlan:
-        """Return the plan that the next iteration goes by."""
+    def _next(self) -> _Iteration:
+        """Return the next iteration."""
         if self._plan is None:
             self._plan = self._plan_of(self._epoch, self._history)
-        return self._plan
+        return _Iteration(self._epoch, self._history, self._plan)
 
     def _plan_of(self, epoch: int, history: list[list[Any]]) -> EpochPlan:
         """Plan an epoch by its last budget, without the samples that were done by earlier ones.
@@ -212,7 +213,9 @@ class TokenBatches:
         Raises:
             ConfigError: No batch begins where the history says that one did.
         """
-        samples = _all(len(self._lengths))
+        # In as few bytes as are signed and enough.
+        samples: Array = np.arange(
+            len(self._lengths), dtype=np.int32 if len(self._lengths) < 1 << 31 else np.int64)
         for number, (tokens, longest, window, done) in enumerate(history):
             # RandomState: its stream is the same in every version of NumPy.
             random = np.random.RandomState(np.random.MT19937(np.random.SeedSequence(
@@ -225,10 +228,6 @@ class TokenBatches:
                     f"state_dict() has returned")
             samples = planned.order[done:]
         return planned
-
-    def _first(self) -> int:
-        """Return the batch with which the next iteration begins."""
-        return int(self._planned().bounds.searchsorted(self._history[-1][-1]))
 
     @property
     def padding(self) -> float:
@@ -249,7 +248,7 @@ class TokenBatches:
 
     def _waste(self) -> tuple[float, float]:
         if self._wasted is None:
-            self._wasted = self._planned().waste(self._comm.size)
+            self._wasted = self._next().plan.waste(self._comm.size)
         return self._wasted
 
     def state_dict(self, *, seen: int | None = None) -> dict[str, Any]:
@@ -303,11 +302,6 @@ class TokenBatches:
     def _identity(self) -> dict[str, Any]:
         return {"lengths": len(self._lengths), "digest": self._digest, "seed": self._seed,
                 "shuffle": self._shuffle}
-
-
-def _all(n: int) -> Array:
-    """Return the indices of so many samples, in as few bytes as are signed and enough."""
-    return np.arange(n, dtype=np.int32 if n < 1 << 31 else np.int64)
 
 
 def _history(entries: Any, n: int) -> list[list[Any]]:

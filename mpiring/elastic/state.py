@@ -1,7 +1,7 @@
 """Holds the state from which training continues, and its last two commits, in memory."""
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -85,29 +85,18 @@ class State:
             vars(self)[name] = restored(value, vars(self).get(name))
 
 
-@dataclass
-class _Commit:
-    """A commit; the next but one takes over its memory."""
-
-    number: int | None = None
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-
 class Commits:
     """The last two commits of a rank: while one is being written, the other is whole."""
 
     def __init__(self) -> None:
-        self._slots = _Commit(), _Commit()
+        self._commits: dict[int, dict[str, Any]] = {}
         self._next = 0
 
     def add(self, attributes: dict[str, Any]) -> None:
-        """Commit a copy of the attributes, in place of the commit before the last."""
-        slot = self._slots[self._next % 2]
-        slot.number = None
-        slot.attributes = {
-            name: _committed(name, value, slot.attributes.get(name))
-            for name, value in attributes.items()}
-        slot.number = self._next
+        """Commit a copy of the attributes, in the memory of the commit before the last."""
+        memory = self._commits.pop(self._next - 2, {})
+        self._commits[self._next] = {
+            name: _committed(name, value, memory.get(name)) for name, value in attributes.items()}
         self._next += 1
 
     def agreed(self, comm: Communicator) -> int:
@@ -115,18 +104,17 @@ class Commits:
 
         Collective: yes. Blocking: yes.
         """
-        numbers = {slot.number for slot in self._slots if slot.number is not None}
-        common = set.intersection(*comm.allgather_object(numbers))
+        common = set.intersection(*comm.allgather_object({*self._commits}))
         if not common:
-            raise TransportError(
-                f"rank {comm.rank}: no commit is on all ranks; this one has {sorted(numbers)}")
+            raise TransportError(f"rank {comm.rank}: no commit is on all ranks; this one has "
+                                 f"{sorted(self._commits)}")
         return max(common)
 
     def at(self, number: int) -> dict[str, Any]:
         """Return the attributes of a commit, and forget later ones."""
+        self._commits.pop(number + 1, None)
         self._next = number + 1
-        self._slots[self._next % 2].number = None
-        return self._slots[number % 2].attributes
+        return self._commits[number]
 
 
 @dataclass

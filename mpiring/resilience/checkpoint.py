@@ -3,12 +3,12 @@
 import collections
 import os
 import random
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,9 +19,9 @@ from ..errors import CheckpointError, ClosedError
 from ..files import UNFINISHED
 from ..operations.consistency import same_on_all
 from .checkpoint_file import Copy
-from .folder import Lock, open_folder, remove, where
+from .folder import (Lock, await_files, delete_old, leave_note, open_folder, publish, rank_and_host,
+                     remove)
 from .plan import SavePlan, agree
-from .publisher import Publisher, leave_note
 from .reader import Reader, Saved
 from .tree import Arrays, DeviceArrays, Kind, Scalars
 
@@ -33,14 +33,15 @@ class _Writing:
     Attributes:
         step: Of the training.
         folder: Where its files appear.
+        given_up: Set to publish it no more.
         files: Done when this rank's files are written.
-        publisher, published: On rank 0; done when the checkpoint is the newest.
+        published: On rank 0; done when the checkpoint is the newest.
     """
 
     step: int
     folder: Path
+    given_up: threading.Event
     files: "Future[None]"
-    publisher: Publisher | None = None
     published: "Future[None] | None" = None
 
 
@@ -139,13 +140,10 @@ class Checkpoints:
         digests = {
             name: self._threads.submit(self._copies[name].digest) for name in plan.outlines}
         files = self._threads.submit(self._write, written, digests, began)
-        if self._comm.rank:
-            self._writing = _Writing(plan.step, written, files)
-            return
-        publisher = Publisher(
-            self._folder, written, plan.names, self._comm.config.stall_timeout_s)
-        published = self._threads.submit(self._publish, publisher, files, plan, began)
-        self._writing = _Writing(plan.step, written, files, publisher, published)
+        given_up = threading.Event()
+        published = None if self._comm.rank else self._threads.submit(
+            self._publish, written, given_up, files, plan, began)
+        self._writing = _Writing(plan.step, written, given_up, files, published)
 
     def _write(self, written: Path, digests: Mapping[str, "Future[str]"], began: float) -> None:
         """Write this rank's files; in the background."""
@@ -156,21 +154,19 @@ class Checkpoints:
             for name, digest in digests.items():
                 self._copies[name].write(written, name, digest)
         except OSError as exc:
-            problem = f"{where(self._comm)}: {exc}"
-            leave_note(written, self._comm.rank, problem)
-            raise CheckpointError(problem) from exc
+            leave_note(written, self._comm.rank, f"{rank_and_host(self._comm)}: {exc}")
+            raise
         self.save_s = time.monotonic() - began
 
-    def _publish(self, publisher: Publisher, files: "Future[None]", plan: SavePlan,
-                 began: float) -> None:
+    def _publish(self, written: Path, given_up: threading.Event, files: "Future[None]",
+                 plan: SavePlan, began: float) -> None:
         """Make the files of all ranks a checkpoint; in the background of rank 0."""
         files.result()
-        facts = {"step": plan.step, "size": self._comm.size, "seed": self._seed,
-                 "slices": plan.slices}
-        try:
-            publisher.publish(facts, self._keep, self._refused)
-        except OSError as exc:
-            raise CheckpointError(f"{where(self._comm)}: {exc}") from exc
+        folder = written.parent
+        names = await_files(written, plan.names, self._comm.config.stall_timeout_s, given_up)
+        publish(folder, written, names, {"step": plan.step, "size": self._comm.size,
+                                         "seed": self._seed, "slices": plan.slices})
+        delete_old(folder, self._keep, self._refused)
         self.save_s = time.monotonic() - began
 
     def wait(self) -> None:
@@ -185,20 +181,27 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is None:
             return
-        problems = self._comm.allgather_object(_problem_of(writing.files),
+        problems = self._comm.allgather_object(self._problem_of(writing.files),
                                                label="Checkpoints.wait")
         problem = next(filter(None, problems), "")
-        if writing.publisher is not None:
-            if problem:
-                writing.publisher.give_up()
-            problem = problem or _problem_of(writing.published)
-        problem = self._comm.broadcast_object(problem, root=0)
         if problem:
-            if writing.publisher is not None:
-                _problem_of(writing.published)
+            writing.given_up.set()
+        late_problem = self._problem_of(writing.published)
+        problem = self._comm.broadcast_object(problem or late_problem, root=0)
+        if problem:
+            if self._comm.rank == 0:
                 remove(writing.folder)
             raise CheckpointError(f"the checkpoint of step {writing.step} was not written: "
                                   f"{problem}. Those before are untouched")
+
+    def _problem_of(self, future: "Future[None] | None") -> str:
+        """Wait for a thread; return what went wrong in it, or ""."""
+        error = None if future is None else future.exception()
+        if isinstance(error, OSError):
+            return f"{rank_and_host(self._comm)}: {error}"
+        if error is None or isinstance(error, CheckpointError):
+            return str(error or "")
+        return f"{type(error).__name__}: {error}"
 
     def load(self) -> Saved | None:
         """Return the newest complete checkpoint; the same on all ranks.
@@ -231,8 +234,8 @@ class Checkpoints:
 
     def _release(self) -> None:
         self._closed = True
-        if self._writing is not None and self._writing.publisher is not None:
-            self._writing.publisher.give_up()
+        if self._writing is not None:
+            self._writing.given_up.set()
         self._threads.shutdown(wait=self._writing is None)
         if self._lock is not None:
             self._lock.release()
@@ -240,21 +243,12 @@ class Checkpoints:
     def __enter__(self) -> "Checkpoints":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an exception the other ranks do not close.
         if error is None:
             self.close()
         else:
             self._release()
-
-
-def _problem_of(future: "Future[None] | None") -> str:
-    """Wait for a thread; return what went wrong in it, or ""."""
-    error = None if future is None else future.exception()
-    if error is None:
-        return ""
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def random_state() -> dict[str, Any]:

@@ -9,15 +9,16 @@ pointers).
 Source: https://github.com/huggingface/safetensors, section "Format".
 """
 
+import contextlib
 import hashlib
+import io
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -153,10 +154,10 @@ def read(path: Path, nbytes: int) -> Content:
     Raises:
         CheckpointError: It differs from what was written; says how.
     """
-    with _Source(path, nbytes) as source:
+    with _opened(path, nbytes) as source:
         content = source.content()
         source.refuse_other_digest()
-        return content
+    return content
 
 
 def verify(path: Path, nbytes: int) -> Layout:
@@ -164,11 +165,10 @@ def verify(path: Path, nbytes: int) -> Layout:
 
     Args, Raises: as for `read`.
     """
-    with _Source(path, nbytes) as source:
+    with _opened(path, nbytes) as source:
         _, layout = source.header()
-        source.skip()
         source.refuse_other_digest()
-        return layout
+    return layout
 
 
 def map_file(path: Path, nbytes: int) -> Bytes:
@@ -176,8 +176,9 @@ def map_file(path: Path, nbytes: int) -> Bytes:
 
     Args, Raises: as for `read`.
     """
-    with _Source(path, nbytes) as source:
-        return source.mapped()
+    with _opened(path, nbytes) as source:
+        memory: Bytes = np.memmap(source.file, np.uint8, "r")
+    return memory
 
 
 def read_plain(path: Path) -> Content:
@@ -186,61 +187,57 @@ def read_plain(path: Path) -> Content:
     Raises:
         CheckpointError: It is not such a file.
     """
-    with _Source(path) as source:
+    with _opened(path) as source:
         return source.content()
 
 
-class _Source:
-    """A file that is hashed while it is read; a context manager that explains what goes wrong.
+@contextlib.contextmanager
+def reading(name: str) -> Iterator[None]:
+    """Raise CheckpointError if a file of this name cannot be read in the block; says why."""
+    try:
+        yield
+    except FileNotFoundError as exc:
+        raise CheckpointError(f"{name} is missing") from exc
+    # The length of a file is no reason to end a job: there may be a hole in it.
+    except (OSError, MemoryError) as exc:
+        reason = getattr(exc, "strerror", None) or exc
+        raise CheckpointError(f"{name} cannot be read: {reason}") from exc
+
+
+@contextlib.contextmanager
+def _opened(path: Path, nbytes: int | None = None) -> Iterator["_Source"]:
+    """Open a file.
 
     Args:
         path: Of the file.
         nbytes: Its length; None for any.
+
+    Raises:
+        CheckpointError: It cannot be read, or has another length.
+    """
+    with reading(path.name), open(path, "rb", opener=regular) as file:
+        length = os.fstat(file.fileno()).st_size
+        if nbytes not in (None, length):
+            raise CheckpointError(f"{path.name} has {length} bytes instead of {nbytes}")
+        yield _Source(file, path, length, CheckpointError(
+            f"{path.name} does not have the content that was written" if nbytes is not None else
+            f"{path} is not a file that was written by mpiring, or it is damaged"))
+
+
+class _Source:
+    """A file that is hashed while it is read.
+
+    Args:
+        file: The file, open at its beginning.
+        path: Name of the file.
+        length: Number of its bytes.
+        damaged: The error that is raised if the content is not as it was written.
     """
 
-    def __init__(self, path: Path, nbytes: int | None = None) -> None:
-        self._path, self._nbytes = path, nbytes
+    def __init__(self, file: io.BufferedReader, path: Path, length: int,
+                 damaged: CheckpointError) -> None:
+        self.file, self._path, self._left, self._damaged = file, path, length, damaged
         self._digest = hashlib.sha256()
-        self._damaged = CheckpointError(
-            f"{path.name} does not have the content that was written" if nbytes is not None else
-            f"{path} is not a file that was written by mpiring, or it is damaged")
-
-    def __enter__(self) -> "_Source":
-        try:
-            self._file = open(self._path, "rb", opener=regular)
-            there = os.fstat(self._file.fileno()).st_size
-        except OSError as exc:
-            raise self._told(exc) from exc
-        if self._nbytes not in (None, there):
-            self._file.close()
-            raise CheckpointError(
-                f"{self._path.name} has {there} bytes instead of {self._nbytes}")
-        self._left = there
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._file.close()
-        # The length of a file is no reason to end a job: there may be a hole in it.
-        if isinstance(error, OSError | MemoryError):
-            raise self._told(error) from error
-
-    def _told(self, error: OSError | MemoryError) -> CheckpointError:
-        if isinstance(error, FileNotFoundError):
-            return CheckpointError(f"{self._path.name} is missing")
-        reason = getattr(error, "strerror", None) or error
-        return CheckpointError(f"{self._path.name} cannot be read: {reason}")
-
-    def mapped(self) -> Bytes:
-        """Map the whole file into memory, read-only."""
-        memory: Bytes = np.memmap(self._file, np.uint8, "r")
-        return memory
-
-    def _into(self, data: Bytes) -> None:
-        if self._file.readinto(data.data) != data.size:
-            raise self._damaged
-        self._digest.update(data.data)
-        self._left -= data.size
 
     def take(self, size: int) -> Bytes:
         """Return the next bytes."""
@@ -248,14 +245,11 @@ class _Source:
         if not 0 <= size <= self._left:
             raise self._damaged
         data = np.empty(size, np.uint8)
-        self._into(data)
+        if self.file.readinto(data.data) != size:
+            raise self._damaged
+        self._digest.update(data.data)
+        self._left -= size
         return data
-
-    def skip(self) -> None:
-        """Hash all that is left."""
-        block = np.empty(min(self._left, _PIECE_BYTES), np.uint8)
-        while self._left:
-            self._into(block[:self._left])
 
     def header(self) -> tuple[str, dict[str, tuple[int, int]]]:
         """Read the header; return the tree, and where the file has its arrays."""
@@ -285,6 +279,8 @@ class _Source:
                               for name, (start, stop) in layout.items()})
 
     def refuse_other_digest(self) -> None:
-        """Raise CheckpointError if the content is not what the name of the file says."""
+        """Read the rest; raise CheckpointError if the content is not what the file's name says."""
+        while self._left:
+            self.take(min(self._left, _PIECE_BYTES))
         if self._digest.hexdigest()[:_HASH_DIGITS] != self._path.name.split(".")[-2]:
             raise self._damaged

@@ -1,5 +1,6 @@
 """One file with whole arrays, made of a checkpoint whose state is cut into slices; without MPI."""
 
+import copy
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from ..arguments import path
 from ..errors import CheckpointError
 from .checkpoint_file import read_plain, write_plain
 from .reader import Reader, Saved
-from .slices import SlicedTensors
-from .tree import STORED_KINDS, Arrays, DeviceArrays, Kind, Scalars, outline, rebuild
+from .tree import (STORED_KINDS, Arrays, DeviceArrays, Kind, Scalars, SlicedTensors, outline,
+                   rebuild)
 
 
 class _OneRank:
@@ -62,15 +63,6 @@ def consolidate(folder: Path, out: Path, step: int | None = None) -> Saved:
     return saved
 
 
-class _WholeTensors:
-    """Tensors that were cut into slices, as whole arrays of another kind."""
-
-    name = SlicedTensors.name
-
-    def __init__(self, kind: Kind) -> None:
-        self.describe, self.copy, self.build = kind.describe, kind.copy, kind.build
-
-
 def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what `python -m mpiring checkpoint consolidate` has written.
 
@@ -89,7 +81,10 @@ def load_file(file: str | os.PathLike[str]) -> dict[str, Any]:
 def load_as(file: str | os.PathLike[str], kinds: Sequence[Kind]) -> dict[str, Any]:
     """Return the content of a file, with arrays of these kinds, whole ones of the first."""
     content = read_plain(Path(path("file", file)))
-    tree = rebuild(content.text, content.data, [*kinds, _WholeTensors(kinds[0])])
+    # Tensors that were cut into slices.
+    whole = copy.copy(kinds[0])
+    whole.name = SlicedTensors.name
+    tree = rebuild(content.text, content.data, [*kinds, whole])
     if not isinstance(tree, dict) or "sharded" not in tree:
         raise CheckpointError(f"{file} was not written by python -m mpiring checkpoint consolidate")
     return tree

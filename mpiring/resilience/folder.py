@@ -1,4 +1,4 @@
-"""The layout of a folder of checkpoints: which is the newest, and which job may write."""
+"""A folder of checkpoints: how they appear in it, which is the newest, and which job may write."""
 
 import fcntl
 import logging
@@ -7,9 +7,11 @@ import re
 import secrets
 import shutil
 import socket
+import sys
+import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +19,14 @@ from ..communicator import Communicator
 from ..errors import CheckpointError, MpiringError
 from ..files import UNFINISHED, read, regular, replacing, sync_folder
 from ..operations.consistency import Ranks
-from .manifest import MANIFEST, sealed
+from .checkpoint_file import SUFFIX, name_of
+from .manifest import FORMAT, MANIFEST, VERSION, own_name, sealed
 
 _log = logging.getLogger("mpiring")
 
 T = TypeVar("T")
 
-POINTER = "latest"
+_POINTER = "latest"
 _LOCK = "lock"
 # A checkpoint: its number in this folder, which grows, and its step.
 _NAME = re.compile(r"(\d{6,})-step-\d+")
@@ -35,9 +38,12 @@ PAUSE_S = 0.1
 DELETING, MARK = ".deleting-", ".mark-"
 # Lengths of the longest texts of a pointer and a lock that are read.
 _POINTER_BYTES, _HOLDER_CHARACTERS = 4096, 300
+# Pauses between two looks; each is half as long again as the last.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.005, 1.0
+_NOTE, _NOTE_BYTES = ".failed", 1 << 16
 
 
-def complete(folder: Path) -> list[str]:
+def _complete(folder: Path) -> list[str]:
     """Return the names of the checkpoints in a folder, the newest first."""
     names = [entry.name for entry in folder.iterdir() if _NAME.fullmatch(entry.name)]
     return sorted(names, key=_number, reverse=True)
@@ -59,41 +65,104 @@ def candidates(folder: Path) -> tuple[list[str], str]:
         Names; and what is wrong with the pointer, or "". Checkpoints that are newer than the
         pointer were not finished when their job ended.
     """
-    names = complete(folder)
+    names = _complete(folder)
     try:
-        latest = read(folder / POINTER, _POINTER_BYTES).decode("ascii").strip()
+        latest = read(folder / _POINTER, _POINTER_BYTES).decode("ascii").strip()
     except FileNotFoundError:
-        return names, f"there is no file {POINTER}" if names else ""
+        return names, f"there is no file {_POINTER}" if names else ""
     except (OSError, ValueError) as exc:
-        return names, f"{POINTER} cannot be read ({exc})"
+        return names, f"{_POINTER} cannot be read ({exc})"
     if latest in names:
         return names[names.index(latest):], ""
-    return names, f"{POINTER} names {latest!r:.80}, which is not there"
+    return names, f"{_POINTER} names {latest!r:.80}, which is not there"
 
 
-def publish(folder: Path, written: Path, step: int, manifest: Mapping[str, Any]) -> str:
-    """Make a checkpoint with complete files the newest; return its name.
+def leave_note(written: Path, rank: int, problem: str) -> None:
+    """Leave a note for rank 0, which would wait for this rank's file in vain."""
+    try:
+        with replacing(written / f"{own_name(rank)}{_NOTE}", links=False) as new:
+            new.file.write(problem.encode())
+    except OSError:
+        # Rank 0 learns it in the next `wait`.
+        return
+
+
+def await_files(written: Path, names: Collection[str], timeout_s: float,
+                given_up: threading.Event) -> list[str]:
+    """Return the names of the files of all ranks when all have appeared.
+
+    The name of a file shows that it is complete. So a checkpoint is published without a message:
+    before the ranks communicate again, and with no thread but the training's in MPI.
+
+    Args:
+        written: The folder where the files appear.
+        names: Of the files, without their hashes.
+        timeout_s: Give up when no file has appeared for so long; 0 waits for ever.
+        given_up: Set by another thread to give up at once.
+
+    Raises:
+        CheckpointError: A rank has failed, or its file has not appeared.
+        OSError: The folder cannot be read.
+    """
+    pause_s, seen, moved_s = _FIRST_PAUSE_S, 0, time.monotonic()
+    while True:
+        present = [path.name for path in written.iterdir()]
+        for name in present:
+            if name.endswith(_NOTE):
+                note = read(written / name, _NOTE_BYTES)
+                raise CheckpointError(note.decode(errors="replace"))
+        files = [name for name in present if name.endswith(SUFFIX)]
+        missing = {*names}.difference(map(name_of, files))
+        if not missing:
+            return files
+        if len(files) > seen:
+            pause_s, seen, moved_s = _FIRST_PAUSE_S, len(files), time.monotonic()
+        if timeout_s and time.monotonic() - moved_s > timeout_s:
+            raise CheckpointError(f"no file of {', '.join(sorted(missing)[:5])} appeared in "
+                                  f"{written} within {timeout_s:g} s")
+        if given_up.wait(pause_s):
+            raise CheckpointError("it was given up")
+        pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+
+def publish(folder: Path, written: Path, files: Collection[str],
+            facts: Mapping[str, Any]) -> None:
+    """Make a checkpoint with complete files the newest.
 
     Args:
         folder: Of checkpoints.
         written: The folder in it that has the files; renamed.
-        step: Of the checkpoint.
-        manifest: Facts about it.
+        files: Names of the files.
+        facts: Of the manifest; `step` among them.
 
     Raises:
+        CheckpointError: The manifest would be too long.
         OSError: It is not published, and the one before is still the newest.
     """
+    manifest = {
+        "format": FORMAT, "version": VERSION, **facts,
+        "written": time.strftime("%Y-%m-%d %H:%M:%S %z"), "versions": _versions(),
+        "files": {name: (written / name).stat().st_size for name in sorted(files)}}
     with replacing(written / MANIFEST, synced=True, links=False) as new:
         new.file.write(sealed(manifest).encode())
-    name = f"{max(map(_number, complete(folder)), default=0) + 1:06d}-step-{step}"
+    number = max(map(_number, _complete(folder)), default=0) + 1
+    name = f"{number:06d}-step-{facts['step']}"
     os.rename(written, folder / name)
     sync_folder(folder)
-    with replacing(folder / POINTER, synced=True) as new:
+    with replacing(folder / _POINTER, synced=True) as new:
         new.file.write(f"{name}\n".encode())
-    return name
 
 
-def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
+def _versions() -> dict[str, str]:
+    """Return the versions of packages that can change the bits of a training."""
+    versions = {"python": sys.version.split()[0]}
+    for name in ("mpiring", "mpi4py", "numpy", "torch"):
+        if name in sys.modules:
+            versions[name] = str(sys.modules[name].__version__)
+    return versions
+
+
+def delete_old(folder: Path, keep: int, refused: set[str]) -> None:
     """Delete old checkpoints.
 
     Args:
@@ -101,7 +170,7 @@ def thin_out(folder: Path, keep: int, refused: set[str]) -> None:
         keep: How many of the newest stay.
         refused: Names of those that cannot be used, which do not count.
     """
-    names = complete(folder)
+    names = _complete(folder)
     good = [name for name in names if name not in refused]
     if len(good) > keep:
         for name in names[names.index(good[keep - 1]) + 1:]:
@@ -148,39 +217,35 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self._file = open(folder / _LOCK, "a+", errors="replace", opener=regular)
         self._close = weakref.finalize(self, self._file.close)
-        # A job that has just ended may hold it for a moment longer.
-        error = _patiently(self._take, lambda error: not isinstance(error, BlockingIOError))
-        self.held = error is None
-        if isinstance(error, BlockingIOError):
+        self.held = True
+        try:
+            # A job that has just ended may hold it for a moment longer.
+            _patiently(lambda: fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB),
+                       BlockingIOError)
+        except BlockingIOError as error:
             self._file.seek(0)
             holder = self._file.read(_HOLDER_CHARACTERS).strip() or "an unknown process"
             self.release()
             raise CheckpointError(
                 f"{folder} is in use: {holder} writes its checkpoints there; give each job a "
                 f"folder of its own, or, if that one is gone, delete {folder / _LOCK}") from error
-        if error is not None:
+        except OSError as error:
+            self.held = False
             _log.warning(
                 "%s is on a file system without locks (%s): see to it that no second job writes "
                 "its checkpoints there", folder, error.strerror or error)
         # With a second name, it may be a file that another user wants to be emptied.
-        elif os.fstat(self._file.fileno()).st_nlink == 1:
+        if self.held and os.fstat(self._file.fileno()).st_nlink == 1:
             self._file.truncate(0)
             self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             self._file.flush()
-
-    def _take(self) -> OSError | None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            return exc
-        return None
 
     def release(self) -> None:
         """Let other jobs write."""
         self._close()
 
 
-def where(comm: Ranks) -> str:
+def rank_and_host(comm: Ranks) -> str:
     """Return this rank and its host, for messages."""
     return f"rank {comm.rank} on {socket.gethostname()}"
 
@@ -237,71 +302,70 @@ def open_folder(folder: Path, comm: Communicator) -> tuple[str, Lock | None]:
 
     Collective: yes. Blocking: yes.
     """
-    locks = []
+    lock: Lock | None = None
 
     def prepare() -> str:
+        nonlocal lock
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            locks.append(Lock(folder))
-            if locks[0].held:
+            lock = Lock(folder)
+            if lock.held:
                 sweep(folder)
         except (OSError, CheckpointError) as exc:
-            raise CheckpointError(f"{where(comm)}: {exc}") from exc
+            raise CheckpointError(f"{rank_and_host(comm)}: {exc}") from exc
         return secrets.token_hex(4)
 
     token = on_rank_0(comm, prepare)
     try:
         _refuse_other_folders(folder, comm, token)
     except CheckpointError:
-        for lock in locks:
+        if lock is not None:
             lock.release()
         raise
-    return token, next(iter(locks), None)
+    return token, lock
 
 
 def _refuse_other_folders(folder: Path, comm: Communicator, token: str) -> None:
     """Leave a mark in the folder on each rank, and look for all of them on rank 0."""
     marks = [folder / f"{MARK}{token}-{rank}" for rank in range(comm.size)]
-    ranks = comm.allgather_object((where(comm), _touched(marks[comm.rank])))
-    lost: list[int] = []
-    if comm.rank == 0 and not any(problem for _, problem in ranks):
-        lost = _patiently(lambda: _unmarked(folder, marks), lambda lost: not lost)
-    lost = comm.broadcast_object(lost, root=0)
-    marks[comm.rank].unlink(missing_ok=True)
-    for name, problem in ranks:
-        if problem:
-            raise CheckpointError(
-                f"{name} cannot write into {folder} ({problem}), which {ranks[0][0]} can; "
-                f"checkpoints must lie on a file system that all nodes share")
-    if lost:
-        raise CheckpointError(
-            f"{ranks[lost[0]][0]} has another folder {folder} than {ranks[0][0]}; checkpoints "
-            f"must lie on a file system that all nodes share")
+    ranks = comm.allgather_object((rank_and_host(comm), _touch(marks[comm.rank])))
+
+    def look() -> None:
+        names = {entry.name for entry in folder.iterdir()}
+        for mark, (name, _) in zip(marks, ranks):
+            if mark.name not in names:
+                raise CheckpointError(
+                    f"{name} has another folder {folder} than {ranks[0][0]}; checkpoints must lie "
+                    f"on a file system that all nodes share")
+
+    try:
+        for name, problem in ranks:
+            if problem:
+                raise CheckpointError(
+                    f"{name} cannot write into {folder} ({problem}), which {ranks[0][0]} can; "
+                    f"checkpoints must lie on a file system that all nodes share")
+        on_rank_0(comm, lambda: _patiently(look, CheckpointError))
+    finally:
+        marks[comm.rank].unlink(missing_ok=True)
 
 
-def _touched(mark: Path) -> str:
+def _touch(mark: Path) -> str:
     """Make an empty file; return why that failed, or ""."""
-    def touch() -> OSError | None:
-        try:
-            open(mark, "x", opener=regular).close()
-        except OSError as exc:
-            return exc
-        return None
-
-    # Rank 0 may have made the folder just now.
-    error = _patiently(touch, lambda error: not isinstance(error, FileNotFoundError))
-    return "" if error is None else error.strerror or str(error)
+    try:
+        # Rank 0 may have made the folder just now.
+        _patiently(lambda: open(mark, "x", opener=regular).close(), FileNotFoundError)
+    except OSError as exc:
+        return exc.strerror or str(exc)
+    return ""
 
 
-def _unmarked(folder: Path, marks: Sequence[Path]) -> list[int]:
-    """Return the ranks whose marks are missing."""
-    names = {entry.name for entry in folder.iterdir()}
-    return [rank for rank, mark in enumerate(marks) if mark.name not in names]
-
-
-def _patiently(attempt: Callable[[], T], is_done: Callable[[T], bool]) -> T:
-    """Repeat an attempt until it is done, or for as long as changes take to appear on all nodes."""
+def _patiently(attempt: Callable[[], T], late: type[Exception]) -> T:
+    """Repeat an attempt that fails so, for as long as changes take to appear on all nodes."""
     end = time.monotonic() + PATIENCE_S
-    while not is_done(result := attempt()) and time.monotonic() <= end:
+    while True:
+        try:
+            return attempt()
+        except late:
+            if time.monotonic() > end:
+                raise
         time.sleep(PAUSE_S)
-    return result

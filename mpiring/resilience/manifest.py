@@ -1,24 +1,51 @@
-"""Writes and reads the manifest of a checkpoint: facts about it, in JSON with a hash of itself."""
+"""Writes and reads the manifest of a checkpoint: its files and facts, with a hash of itself."""
 
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
 from ..files import parsed, read
+from ..sharding.sliced import Range
+from .checkpoint_file import name_of, reading
 
 FORMAT = "mpiring checkpoint"
 # What is written, and the oldest that is read. Since 2 there is sharded state.
 VERSION, OLDEST = 2, 1
 MANIFEST = "manifest.json"
+# Of a tensor: dtype, shape, and the rank that has saved a range, by a text of the range.
+Entry = dict[str, Any]
+# Names of files, without their hashes: the state of all ranks; the tree of sharded state, and what
+# in it is equal on all ranks.
+REPLICATED, SHARDED = "replicated", "sharded"
 # 3 million ranges of slices, which is a thousand tensors on each of 3,000 ranks.
 _MOST_BYTES, _LEVELS = 128 << 20, 5
 _FILE = re.compile(r"(replicated|sharded|rank-\d{5,9}|slices-\d{5,9})\.[0-9a-f]{32}\.safetensors")
 _RANGE = re.compile(r"\d{1,18}:\d{1,18}")
+
+
+def own_name(rank: int) -> str:
+    """Return the name of the file with the state of one rank, without its hash."""
+    return f"rank-{rank:05d}"
+
+
+def slices_name(rank: int) -> str:
+    """Return the name of the file with a rank's pieces of sharded state, without its hash."""
+    return f"slices-{rank:05d}"
+
+
+def range_text(ends: Range) -> str:
+    """Return a range as it is written in names and in the manifest."""
+    return f"{ends[0]}:{ends[1]}"
+
+
+def piece_name(tensor: str, ends: Range) -> str:
+    """Return the name of a piece of a tensor in its file."""
+    return f"{tensor}[{range_text(ends)}]"
 
 
 def sealed(manifest: Mapping[str, Any]) -> str:
@@ -45,12 +72,10 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It differs from what was written, or is not mpiring's; says why.
     """
+    with reading(MANIFEST):
+        text = read(checkpoint / MANIFEST, _MOST_BYTES)
     try:
-        manifest = parsed(read(checkpoint / MANIFEST, _MOST_BYTES), _LEVELS)
-    except FileNotFoundError as exc:
-        raise CheckpointError(f"{MANIFEST} is missing") from exc
-    except OSError as exc:
-        raise CheckpointError(f"{MANIFEST} cannot be read: {exc.strerror or exc}") from exc
+        manifest = parsed(text, _LEVELS)
     except ValueError as exc:
         raise CheckpointError(f"{MANIFEST} is torn: {exc}") from exc
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
@@ -64,6 +89,9 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     problem = _malformed(manifest)
     if problem:
         raise CheckpointError(f"{MANIFEST} is not as mpiring writes it: {problem}")
+    problem = _missing(manifest)
+    if problem:
+        raise CheckpointError(f"the manifest is not whole: {problem}")
     return manifest
 
 
@@ -81,7 +109,7 @@ def _malformed(manifest: Mapping[str, Any]) -> str:
     if not isinstance(files, dict) or not all(
             _FILE.fullmatch(name) and is_number(nbytes, 0) for name, nbytes in files.items()):
         return "files are not names and lengths"
-    if not any(name.startswith("replicated.") for name in files):
+    if not any(name.startswith(f"{REPLICATED}.") for name in files):
         return "it has no replicated state"
     if slices is not None and not isinstance(slices, dict):
         return "slices are no object"
@@ -93,3 +121,44 @@ def _malformed(manifest: Mapping[str, Any]) -> str:
                         for ends, rank in entry["ranks"].items())):
             return f"{name!r:.80} in slices has no shape and ranks"
     return ""
+
+
+def _missing(manifest: Mapping[str, Any]) -> str:
+    """Return which elements of sharded state, or files with them, the manifest lacks; or ""."""
+    files, ranks = {name_of(file) for file in manifest["files"]}, set[int]()
+    for name, entry in (manifest.get("slices") or {}).items():
+        problem = gap(name, owned_ranges(entry), math.prod(entry["shape"]))
+        if problem:
+            return problem.partition(";")[0]
+        ranks.update(entry["ranks"].values())
+    lost = [rank for rank in sorted(ranks) if slices_name(rank) not in files]
+    return f"it names no file of rank {lost[0]}" if lost else ""
+
+
+def gap(name: str, owned: Iterable[tuple[Range, int]], size: int) -> str:
+    """Return which elements of a tensor no rank has saved, or two have; or ""."""
+    end, before = 0, 0
+    for (start, stop), rank in sorted(owned):
+        if start < end:
+            return _twice(name, start, min(end, stop), [before, rank])
+        if start > end:
+            return _nowhere(name, end, start)
+        end, before = stop, rank
+    return _nowhere(name, end, size) if end != size else ""
+
+
+def _twice(name: str, start: int, stop: int, ranks: Sequence[int]) -> str:
+    return (f"elements {start} to {stop - 1} of {name} in sharded are saved by rank {ranks[0]} and "
+            f"by rank {ranks[1]}; let each rank save its own slice")
+
+
+def _nowhere(name: str, start: int, stop: int) -> str:
+    return (f"elements {start} to {stop - 1} of {name} in sharded are saved by no rank; let each "
+            f"rank save its own slice, and save on all ranks")
+
+
+def owned_ranges(entry: Entry) -> Iterator[tuple[Range, int]]:
+    """Yield the ranges of a tensor, each with the rank that has saved it."""
+    for text, rank in entry["ranks"].items():
+        start, _, stop = text.partition(":")
+        yield (int(start), int(stop)), rank

@@ -9,12 +9,16 @@ from typing import Any
 from ..arguments import whole_number
 from ..communicator import Communicator
 from ..errors import ConfigError
+from ..memory.arrays import dtype_name
 from ..memory.pytrees import leaves
 from ..sharding.sliced import Range, Sliced
-from .folder import on_all_ranks, where
-from .publisher import SHARDED, slices_name, written_name
-from .slices import Entry, SlicedTensors, entries, outline_of_pieces, ranges_of, split_slices
-from .tree import STORED_KINDS, Kind, Outline, outline, rebuild
+from .folder import on_all_ranks, rank_and_host
+from .manifest import (REPLICATED, SHARDED, Entry, gap, own_name, piece_name, range_text,
+                       slices_name)
+from .tree import STORED_KINDS, Arrays, Kind, Leaf, Outline, SlicedTensors, outline, rebuild
+
+# Number of a tensor, start and stop.
+OwnRange = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -34,22 +38,6 @@ class SavePlan:
     slices: Mapping[str, Entry] | None
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """What a rank tells the others.
-
-    Attributes:
-        names: Of the files that it writes, if it is not rank 0: those of its own state.
-        ranges: See `ranges_of`.
-        digest: Of the sharded state's tree; "" without such state.
-    """
-
-    step: int
-    names: Sequence[str]
-    ranges: Mapping[int, Sequence[Range]]
-    digest: str
-
-
 def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any, own: Any,
           sharded: Any) -> SavePlan:
     """Return what this rank is to write; see Checkpoints.save.
@@ -63,36 +51,39 @@ def agree(comm: Communicator, kinds: Sequence[Kind], step: int, replicated: Any,
     outlines: dict[str, Outline] = {}
     slices: dict[str, Sliced] = {}
 
-    def describe() -> _Answer:
+    def describe() -> tuple[int, Sequence[str], Sequence[OwnRange], str]:
         # JSON has no integers of NumPy.
         number = int(whole_number("step", step, 0))
         elsewhere = (*kinds, SlicedTensors(refused=True))
-        outlines[written_name(None)] = outline(replicated, elsewhere, "replicated")
+        outlines[REPLICATED] = outline(replicated, elsewhere, "replicated")
         if own is not None:
-            outlines[written_name(comm.rank)] = outline(own, elsewhere, "own")
+            outlines[own_name(comm.rank)] = outline(own, elsewhere, "own")
         digest = ""
         if sharded is not None:
-            outlines[SHARDED], tensors = split_slices(
-                outline(sharded, (*kinds, SlicedTensors()), "sharded"))
-            slices.update(tensors)
-            digest = hashlib.sha256(outlines[SHARDED].text.encode()).hexdigest()
-        if any(tensor.pieces for tensor in slices.values()):
-            outlines[slices_name(comm.rank)] = outline_of_pieces(slices)
-        if comm.rank:
-            outlines.pop(written_name(None))
-        names = [name for name in outlines if comm.rank == 0 or name != SHARDED]
-        return _Answer(number, names, ranges_of(slices), digest)
+            tree = outline(sharded, (*kinds, SlicedTensors()), "sharded")
+            slices.update({name: leaf.value for name, leaf in tree.leaves.items()
+                           if isinstance(leaf.value, Sliced)})
+            outlines[SHARDED] = Outline(tree.text, {
+                name: leaf for name, leaf in tree.leaves.items() if name not in slices})
+            digest = hashlib.sha256(tree.text.encode()).hexdigest()
+        pieces = {piece_name(name, ends): Leaf(Arrays(), x, dtype_name(x.dtype), x.shape)
+                  for name, tensor in slices.items() for ends, x in tensor.pieces.items()}
+        if pieces:
+            outlines[slices_name(comm.rank)] = Outline("null", pieces)
+        names = [name for name in outlines if comm.rank == 0 or name not in (REPLICATED, SHARDED)]
+        ranges = [(index, *ends) for index, tensor in enumerate(slices.values())
+                  for ends in tensor.pieces]
+        return number, names, ranges, digest
 
-    answers = on_all_ranks(comm, "Checkpoints.save", describe, ConfigError, where(comm))
-    for rank, answer in enumerate(answers):
-        if answer.step != answers[0].step:
-            raise ConfigError(f"rank {rank} saves step {answer.step}, but rank 0 saves step "
-                              f"{answers[0].step}")
-    _refuse_other_trees(comm, [answer.digest for answer in answers], outlines)
-    located = None if sharded is None else entries(slices, [answer.ranges for answer in answers])
-    names = [name for answer in answers for name in answer.names]
-    return SavePlan(answers[0].step, {name: outlines[name] for name in answers[comm.rank].names},
-                    names, located)
+    steps, names, ranges, digests = zip(
+        *on_all_ranks(comm, "Checkpoints.save", describe, ConfigError, rank_and_host(comm)))
+    for rank, other in enumerate(steps):
+        if other != steps[0]:
+            raise ConfigError(f"rank {rank} saves step {other}, but rank 0 saves step {steps[0]}")
+    _refuse_other_trees(comm, digests, outlines)
+    return SavePlan(steps[0], {name: outlines[name] for name in names[comm.rank]},
+                    [name for of_rank in names for name in of_rank],
+                    None if sharded is None else _entries(slices, ranges))
 
 
 def _refuse_other_trees(comm: Communicator, digests: Sequence[str],
@@ -125,3 +116,26 @@ def _described(text: str) -> dict[str, str]:
     """Return the leaves of a tree, as texts."""
     tree = rebuild(text, collections.defaultdict(lambda: None), STORED_KINDS)
     return {"".join(f"[{key!r}]" for key in path): f"{leaf!r:.80}" for path, leaf in leaves(tree)}
+
+
+def _entries(slices: Mapping[str, Sliced], ranks: Sequence[Sequence[OwnRange]]) -> dict[str, Entry]:
+    """Return, for the manifest, which rank saves which ranges.
+
+    Args:
+        slices: This rank's.
+        ranks: The ranges of each rank.
+
+    Raises:
+        ConfigError: A range is saved by no rank, or by two.
+    """
+    owned: list[list[tuple[Range, int]]] = [[] for _ in slices]
+    for rank, ranges in enumerate(ranks):
+        for number, start, stop in ranges:
+            owned[number].append(((start, stop), rank))
+    for (name, tensor), its_ranges in zip(slices.items(), owned):
+        problem = gap(name, its_ranges, tensor.size)
+        if problem:
+            raise ConfigError(problem)
+    return {name: {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape),
+                   "ranks": {range_text(ends): rank for ends, rank in its_ranges}}
+            for (name, tensor), its_ranges in zip(slices.items(), owned)}

@@ -1,6 +1,7 @@
 """Finds the newest checkpoint that all ranks can resume from, and reads it on all of them."""
 
 import logging
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,15 +11,18 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..operations.consistency import Ranks, same_on_all
+from ..sharding.sliced import Range
 from ..text import count
-from .checkpoint_file import Content, Layout, name_of, read, verify
+from .checkpoint_file import Content, Layout, map_file, name_of, read, verify
 from .folder import candidates, on_all_ranks, on_rank_0, step_of
-from .manifest import read_manifest
-from .publisher import SHARDED, written_name
-from .slices import File, MappedSlices, SlicedTensors, files_of, refuse_gaps
-from .tree import Kind, rebuild
+from .manifest import (REPLICATED, SHARDED, Entry, own_name, owned_ranges, piece_name, range_text,
+                       read_manifest, slices_name)
+from .tree import Bytes, Kind, SlicedTensors, rebuild
 
 _log = logging.getLogger("mpiring")
+
+# Path and length.
+File = tuple[Path, int]
 
 
 @dataclass(frozen=True)
@@ -107,62 +111,62 @@ class Reader:
         manifest = on_rank_0(self._comm, lambda: read_manifest(path))
         if self._seed is not None and manifest["seed"] != self._seed:
             raise CheckpointError(f"it is of seed {manifest['seed']}, not {self._seed}")
-        files = {name_of(file): (file, nbytes) for file, nbytes in manifest["files"].items()}
+        files = {name_of(file): (path / file, nbytes)
+                 for file, nbytes in manifest["files"].items()}
         slices = manifest.get("slices")
-        refuse_gaps(slices or {})
         same_size = manifest["size"] == self._comm.size
-        wanted = [written_name(self._comm.rank)] if same_size else []
+        own_file = own_name(self._comm.rank)
+        wanted = [own_file] if same_size else []
         if self._comm.rank == 0:
-            wanted += [written_name(None), SHARDED]
-        contents, mapped, layouts = self._opened(
-            path, {name: files[name] for name in wanted if name in files},
-            files_of(slices or {}, files))
-        pieces = mapped.pieces(slices or {}, layouts)
+            wanted += [REPLICATED, SHARDED]
+        contents, pieces = self._opened(
+            {name: files[name] for name in wanted if name in files}, slices or {}, files)
         if not same_size and any(name.startswith("rank-") for name in files):
             self._warn(
                 f"{path}: the own state of {count(manifest['size'], 'rank')} (residuals, random "
                 f"numbers) does not fit {count(self._comm.size, 'rank')}, and is left out")
-        replicated = self._shared(contents.get(written_name(None)))
-        own = contents.get(written_name(self._comm.rank))
+        replicated = self._shared(contents.get(REPLICATED))
         sharded = None if slices is None else self._shared(contents.get(SHARDED))
         # Each rank has another `own`.
         with same_on_all(self._comm, "load", error=CheckpointError):
             saved = Saved(name, manifest["step"], manifest["size"], self._rebuilt(replicated),
-                          None if own is None else self._rebuilt(own),
-                          None if sharded is None else self._rebuilt(sharded, pieces))
+                          self._rebuilt(contents.get(own_file)), self._rebuilt(sharded, pieces))
         return saved
 
-    def _opened(self, path: Path, wanted: Mapping[str, File], slices: Mapping[int, File],
-                ) -> tuple[dict[str, Content], MappedSlices, dict[int, Layout]]:
-        """Read and check the files of a checkpoint; each of `slices` is checked by one rank.
+    def _opened(self, wanted: Mapping[str, File], slices: Mapping[str, Entry],
+                files: Mapping[str, File],
+                ) -> tuple[dict[str, Content], dict[str, dict[Range, Bytes]]]:
+        """Read and check the files of a checkpoint; each file with slices is checked by one rank.
 
         Args:
-            wanted: What this rank reads.
-            slices: The files with pieces, by the rank that has saved them.
+            wanted: What this rank reads, of `files`.
+            slices: Of the manifest.
+            files: All, by name.
 
         Returns:
-            What was read; the files with pieces; where these have them, found by all ranks.
+            What was read; the pieces of slices, which are read when they are looked at.
 
         Raises:
             CheckpointError: A rank cannot use a file; the same on all ranks.
         """
+        by_rank = {rank: files[slices_name(rank)] for rank in sorted(
+            {rank for entry in slices.values() for rank in entry["ranks"].values()})}
         contents: dict[str, Content] = {}
-        mapped: list[MappedSlices] = []
+        mapped: dict[int, Bytes] = {}
 
         def check() -> dict[int, Layout]:
-            contents.update({name: read(path / file, nbytes)
-                             for name, (file, nbytes) in wanted.items()})
-            mapped.append(MappedSlices(path, slices))
-            return {rank: verify(path / slices[rank][0], slices[rank][1])
-                    for rank in list(slices)[self._comm.rank::self._comm.size]}
+            contents.update({name: read(*file) for name, file in wanted.items()})
+            mapped.update({rank: map_file(*file) for rank, file in by_rank.items()})
+            return {rank: verify(*by_rank[rank])
+                    for rank in list(by_rank)[self._comm.rank::self._comm.size]}
 
-        layouts = on_all_ranks(self._comm, "Checkpoints.load", check, CheckpointError,
+        checked = on_all_ranks(self._comm, "Checkpoints.load", check, CheckpointError,
                                f"rank {self._comm.rank}")
-        return contents, mapped[0], {
-            rank: layout for checked in layouts for rank, layout in checked.items()}
+        return contents, _pieces_of(slices, mapped, dict(ChainMap(*checked)))
 
-    def _rebuilt(self, content: Content, pieces: Mapping[str, Any] | None = None) -> Any:
-        return rebuild(content.text, {**content.data, **(pieces or {})}, self._kinds)
+    def _rebuilt(self, content: Content | None, pieces: Mapping[str, Any] = {}) -> Any:
+        return None if content is None else rebuild(
+            content.text, {**content.data, **pieces}, self._kinds)
 
     def _shared(self, content: Content | None) -> Content:
         """Return on all ranks what rank 0 has read: the network is faster than a shared disk."""
@@ -178,3 +182,26 @@ class Reader:
     def _warn(self, text: str) -> None:
         if self._comm.rank == 0:
             _log.warning("%s", text)
+
+
+def _pieces_of(by_name: Mapping[str, Entry], files: Mapping[int, Bytes],
+               layouts: Mapping[int, Layout]) -> dict[str, dict[Range, Bytes]]:
+    """Return the bytes of the pieces of all ranks, by the name of their tensor and their range.
+
+    Args:
+        by_name: Of the manifest.
+        files: By the rank that has saved it, mapped into memory: read when it is looked at.
+        layouts: Where a rank's file has its pieces.
+
+    Raises:
+        CheckpointError: A file does not have the pieces that the manifest names.
+    """
+    pieces: dict[str, dict[Range, Bytes]] = {name: {} for name in by_name}
+    for name, entry in by_name.items():
+        for ends, rank in owned_ranges(entry):
+            bounds = layouts[rank].get(piece_name(name, ends))
+            if bounds is None:
+                raise CheckpointError(f"the file of rank {rank} does not have the elements "
+                                      f"{range_text(ends)} of {name}, which the manifest names")
+            pieces[name][ends] = files[rank][slice(*bounds)]
+    return pieces

@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Protocol
 
 import numpy as np
@@ -192,8 +192,7 @@ class Stopping:
     def __enter__(self) -> "Stopping":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an exception the other ranks may not call.
         if error is None:
             self.close()

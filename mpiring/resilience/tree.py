@@ -4,7 +4,7 @@ import collections
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import index
 from typing import Any, Protocol
 
@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from ..errors import CheckpointError, ConfigError, MissingDependencyError
 from ..files import parsed
 from ..gpu.arrays import is_on_gpu
-from ..memory.arrays import dtype_name
+from ..memory.arrays import dtype_name, dtype_named
 from ..memory.pytrees import Path
+from ..sharding.sliced import Range, Sliced
 
 Bytes = NDArray[np.uint8]
 
@@ -26,6 +27,7 @@ STORED = {
     "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "bool": "BOOL",
     "uint64": "U64", "uint32": "U32", "uint16": "U16", "uint8": "U8"}
 _PAIRS = {"complex128": "F64"}
+_BLOCK_BYTES = 32 << 20
 # The names of all kinds of arrays.
 KINDS = "array", "scalar", "gpu_array", "tensor", "sliced"
 _MOST_LEVELS = 100
@@ -118,37 +120,27 @@ class DeviceArrays(Arrays):
         return cuda.cupy().asarray(super().build(dtype, shape, data))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stored:
-    """An array of any kind.
+    """An array that is left as it lies in the files, as nobody calculates with it; and its kind.
 
     Attributes:
-        kind, dtype, shape: As in the tree.
-        data: Its elements; None where only the tree is looked at.
+        name: Of the kind.
+        dtype, shape: As in the tree.
+        data: Its elements; None if only the tree is compared.
     """
 
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any = field(default=None, compare=False)
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data: Any = None
 
     def __repr__(self) -> str:
-        return f"a {self.kind} of {self.dtype} and shape {self.shape}"
-
-
-class StoredKind:
-    """A kind of arrays that are left as they lie in the files, as nobody calculates with them.
-
-    Args:
-        name: Of the kind.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+        return f"a {self.name} of {self.dtype} and shape {self.shape}"
 
     def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
-        """Return dtype and shape; None for other objects."""
-        return (x.dtype, x.shape) if isinstance(x, Stored) and x.kind == self.name else None
+        """Return dtype and shape of an array of this kind; None for other objects."""
+        return (x.dtype, x.shape) if isinstance(x, Stored) and x.name == self.name else None
 
     def copy(self, x: Any, out: Bytes) -> None:
         """Copy the elements to `out`."""
@@ -159,7 +151,41 @@ class StoredKind:
         return Stored(self.name, dtype, shape, data)
 
 
-STORED_KINDS = tuple(map(StoredKind, KINDS))
+class SlicedTensors:
+    """Tensors of which ranges are here: a kind of arrays in a tree.
+
+    Args:
+        refused: Explain that such a tensor cannot be saved here.
+    """
+
+    name = "sliced"
+
+    def __init__(self, *, refused: bool = False) -> None:
+        self._refused = refused
+
+    def describe(self, x: Any) -> tuple[str, tuple[int, ...]] | None:
+        """Return dtype and shape of the whole tensor; None for other objects."""
+        if not isinstance(x, Sliced):
+            return None
+        if self._refused:
+            raise ConfigError("a Sliced, of which each rank has other ranges, cannot be saved "
+                              "here; pass this state as sharded=")
+        return dtype_name(x.dtype), x.shape
+
+    def copy(self, x: Any, out: Bytes) -> None:
+        """Copy the elements of the whole tensor to `out`, a block at a time."""
+        elements, block = out.view(x.dtype), max(1, _BLOCK_BYTES // x.dtype.itemsize)
+        for start in range(0, x.size, block):
+            stop = min(start + block, x.size)
+            elements[start:stop] = x.read(start, stop)
+
+    def build(self, dtype: str, shape: tuple[int, ...], data: Mapping[Range, Bytes]) -> Any:
+        """Return a tensor of these pieces, which share the memory of `data`."""
+        known = dtype_named(dtype, [dtype])
+        return Sliced(shape, {ends: x.view(known) for ends, x in data.items()}, known)
+
+
+STORED_KINDS = tuple(map(Stored, KINDS))
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import simulated_gpu
 from launching import PROGRAMS, ROOT, SOON_S, environment, finish, needed
 
 from mpiring import ConfigError, MissingDependencyError
-from mpiring.data import background, prefetch
+from mpiring.data import prefetch, prefetched
 from mpiring.data.prefetched import Prefetched
 from mpiring.gpu import carriers, cuda
 
@@ -242,7 +242,7 @@ def test_a_loader_without_a_state_is_refused():
 
 def test_an_iteration_can_be_left_while_the_loader_is_busy(monkeypatch, caplog):
     """After 5 s it is left alone; the next iteration begins when it has ended."""
-    monkeypatch.setattr(background, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(prefetched, "_PATIENCE_S", 0.1)
     go_on, begun = threading.Event(), []
 
     class Stream:

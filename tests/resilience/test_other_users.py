@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from threads import on_ranks, state
 
 from mpiring.errors import CheckpointError
 from mpiring.numpy import Checkpoints
-from mpiring.resilience import Sliced, checkpoint_file, folder, load_file, publisher
+from mpiring.resilience import Sliced, checkpoint_file, folder, load_file
 from mpiring.resilience.checkpoint_file import write_plain
 from mpiring.resilience.manifest import sealed
 from mpiring.resilience.tree import Arrays, outline
@@ -118,14 +119,13 @@ def test_a_checkpoint_is_not_written_through_a_link(run, victim):
 
 def test_notes_are_neither_links_nor_pipes(run, victim):
     (run / "rank-00001.failed").symlink_to(victim)
-    publisher.leave_note(run, 1, "a full disk")
-    waiting = publisher.Publisher(run, run, ["replicated"], 9)
+    folder.leave_note(run, 1, "a full disk")
     with pytest.raises(CheckpointError, match="a full disk"):
-        waiting.publish({"step": 1}, 3, set())
+        folder.await_files(run, ["replicated"], 9, threading.Event())
     (run / "rank-00001.failed").unlink()
     os.mkfifo(run / "rank-00001.failed")
     with pytest.raises(OSError, match="not a regular file"):
-        waiting.publish({"step": 1}, 3, set())
+        folder.await_files(run, ["replicated"], 9, threading.Event())
 
 
 def test_one_file_is_not_written_through_a_link(run, victim):

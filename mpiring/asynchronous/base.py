@@ -4,17 +4,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TypeVar
 
 from ..communicator import Communicator
 from ..operations.agreement import Call
 from ..record.statistics import Statistics
 
-_T = TypeVar("_T", bound="BackgroundTraining")
+_T = TypeVar("_T", bound="AsynchronousTraining")
 
 
-class BackgroundTraining(ABC):
+class AsynchronousTraining(ABC):
     """Training in which ranks exchange single messages while they compute.
 
     Args:
@@ -43,8 +42,7 @@ class BackgroundTraining(ABC):
     def __enter__(self: _T) -> _T:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         # After an exception the other ranks do not close: let it end the job.
         if error is None:
             self.close()
@@ -57,7 +55,7 @@ class BackgroundTraining(ABC):
         finally:
             self._waited_s += time.monotonic() - began_s
 
-    def _meet(self, call: Call) -> None:
+    def _wait_for_all(self, call: Call) -> None:
         """Return when all ranks have called; others may train for hours, and who stalls is named.
 
         Raises:
