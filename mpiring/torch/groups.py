@@ -1,23 +1,17 @@
 """Opens the MPI group behind a process group: the default group, and groups of its ranks."""
 
-import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 from torch.distributed.constants import default_pg_timeout
 
 from ..config import Config
 from ..engine.group import Group
-from ..errors import ConfigError, StallError
+from ..errors import ConfigError
 from ..launch.start import mpi_world, refusal
-from ..transport.base import NO_BYTES
-
-# Below all tags of users.
-_TAG = -1
 
 
 def open_group(options: Any, default: Group | None) -> Group:
@@ -72,41 +66,3 @@ def _gather(store: Any, size: int, timeout: timedelta) -> None:
     if store.add("arrived", 1) == size:
         store.set("all here", "yes")
     store.wait(["all here"], timeout)
-
-
-def monitored_barrier(group: Group, timeout_s: float | None, *, wait_all_ranks: bool) -> None:
-    """Return when every rank has called; on rank 0 an error names the ranks that have not.
-
-    Every rank reports to rank 0, which answers when all have.
-
-    Args:
-        group: The ranks.
-        timeout_s: How long they wait; by default, the group's timeout.
-        wait_all_ranks: Name all ranks that are missing, not only the first.
-
-    Raises:
-        StallError: A rank has not called in time.
-
-    Collective: yes. Blocking: yes.
-    """
-    messages, limit = group.messages(), timeout_s or group.config.stall_timeout_s
-    deadline = time.monotonic() + limit if limit else None
-    if group.rank:
-        messages.isend(NO_BYTES, 0, _TAG)
-        messages.irecv(np.empty(0, np.uint8), 0, _TAG).wait(limit or None)
-        return
-    reports = {rank: messages.irecv(np.empty(0, np.uint8), rank, _TAG)
-               for rank in range(1, group.size)}
-    missing = []
-    for rank, report in reports.items():
-        try:
-            report.wait(None if deadline is None else max(deadline - time.monotonic(), 1e-3))
-        except StallError:
-            missing.append(rank)
-            if not wait_all_ranks:
-                break
-    if missing:
-        raise StallError(f"rank 0: Timed out after {limit:g} s in monitored_barrier, which was not "
-                         f"called by rank {', '.join(map(str, missing))}")
-    for rank in reports:
-        messages.isend(NO_BYTES, rank, _TAG)
