@@ -18,6 +18,7 @@ from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
 from .devices import gpu_of, marker_of, selector_of
+from .hooks import weakly
 from .private import adds_to_gradients, call_after_backward, current_pass, leaves_behind
 from .sparse import SparseGradients
 from .tensors import seen_as_tensor, tensors_in
@@ -90,7 +91,6 @@ class Averaging:
         self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
         self.comm, self._settings, self._completed = comm, settings, completed
-        self._unused: list[str] = []
         # Per parameter, whether this rank has a gradient at the end of backward.
         self._has = np.empty(0, bool)
         # Substitutes of gradients that are under way: a NaN, and the same NaN in their shape.
@@ -115,9 +115,7 @@ class Averaging:
             self._move(name)
         self._owner: GradientOwner | None = None
         self.placeholders: dict[str, torch.Tensor] = {}
-        # Python's garbage collector does not find cycles through a parameter's hooks.
-        reference = weakref.ref(self)
-        self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
+        self._hooks = [p.register_post_accumulate_grad_hook(weakly(self._accumulated, name))
                        for name, p in parameters.items()]
         weakref.finalize(self, _remove, self._hooks).atexit = False
 
@@ -264,31 +262,21 @@ class Averaging:
         with self._select_gpu():
             self.gradients.ready(name)
 
-    @property
-    def _missing(self) -> list[str]:
-        return [*self.gradients.missing, *self._sparse.missing]
-
     def _end(self) -> None:
         """Complete the step at the end of a backward pass."""
         self._pass = -1
         if not self.active:
             return
-        missing = self._missing
+        missing = [*self.gradients.missing, *self._sparse.missing]
         if missing and not self._settings.find_unused:
             raise GradientError(
                 f"rank {self.comm.rank}: backward did not reach {len(missing)} of "
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
                 f"find_unused_parameters=True, or freeze them with requires_grad_(False), or "
                 f"name them in backward(inputs=[...]) if it left them out")
-        if missing:
-            self._contribute_unreached(missing)
-        self.under_way = True
-        if self._owner is not None:
-            for name, x in self.placeholders.items():
-                self._dense[name].grad = x
-            self.wait()
-            return
-        self._note_reached()
+        self._contribute(missing)
+        for name, x in self.placeholders.items():
+            self._dense[name].grad = x
         if self._settings.deferred:
             self._withhold()
         else:
@@ -304,35 +292,26 @@ class Averaging:
             self._withheld[name] = blank, blank.expand(p.shape)
             p.grad = self._withheld[name][1]
 
-    def _contribute_unreached(self, names: Sequence[str]) -> None:
-        """Contribute what parameters have accumulated before, or zeros."""
-        self._unused = list(names)
-        for name in names:
+    def _contribute(self, unreached: Sequence[str]) -> None:
+        """Complete this rank's part: what other parameters have accumulated before, or zeros."""
+        for name in unreached:
             if name in self._dense:
                 self._put(name, self._dense[name])
             self._ready(name)
+        self.under_way = True
+        if self._settings.find_unused:
+            self._has = np.array([name not in unreached or p.grad is not None
+                                  for name, p in self._dense.items()])
 
     def step_with_nothing(self) -> None:
         """Take part in a step of the others, for which this rank has no gradients.
 
         Collective: yes. Blocking: yes.
         """
-        self._unused = list(self._parameters)
-        for name, p in self._parameters.items():
+        for p in self._parameters.values():
             p.grad = None
-            if name in self._dense:
-                self._views[name].zero_()
-            self._ready(name)
-        self.under_way = True
-        self._note_reached()
+        self._contribute(list(self._parameters))
         self.wait()
-
-    def _note_reached(self) -> None:
-        """Note which gradients this rank has."""
-        if self._settings.find_unused:
-            self._has = np.array([name not in self._unused or p.grad is not None
-                                  for name, p in self._dense.items()])
-        self._unused = []
 
     def _reached_nowhere(self) -> set[str]:
         """Return the names of the parameters that have a gradient on no rank."""
@@ -347,16 +326,6 @@ class Averaging:
         self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
-
-
-def _hook(reference: "weakref.ref[Averaging]", name: str) -> Callable[[Parameter], None]:
-    """Return a hook that reports a complete gradient to an Averaging while that lives."""
-    def hook(p: Parameter) -> None:
-        averaging = reference()
-        if averaging is not None:
-            averaging._accumulated(name, p)
-
-    return hook
 
 
 def _remove(hooks: Sequence[Any]) -> None:

@@ -1,6 +1,5 @@
 """Lets whoever reads a parameter wait until it is complete, and nobody else."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,8 +7,9 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
+from .hooks import Uncopied, weakly
 from .private import is_compiled, parameters_of, set_parameters
-from .weights import Uncopied, WeightBuckets
+from .weights import WeightBuckets
 
 
 class Guarded(dict[str, Any]):
@@ -71,7 +71,6 @@ class Guard:
         self.unguarded: set[int] = set()
         self._guarded: list[nn.Module] = []
         self._hooks: list[Any] = []
-        reference = weakref.ref(weights)
         compiled = {part for root in module.modules() if is_compiled(root)
                     for part in root.modules()}
         for part in module.modules():
@@ -79,7 +78,7 @@ class Guard:
             if part in compiled:
                 self.unguarded |= indices
             elif indices:
-                self._add(part, Uncopied(functools.partial(_wait, reference, sorted(indices))))
+                self._add(part, Uncopied(weakly(weights.wait_for, sorted(indices))))
         # Once: others may guard the module afterwards.
         self._end = weakref.finalize(self, _remove, self._hooks, self._guarded)
         self._end.atexit = False
@@ -92,13 +91,6 @@ class Guard:
     def remove(self) -> None:
         """Leave the module as it was."""
         self._end()
-
-
-def _wait(reference: "weakref.ref[WeightBuckets]", indices: Sequence[int], *_: object) -> None:
-    weights = reference()
-    if weights is not None:
-        for index in indices:
-            weights.wait(index)
 
 
 def _remove(hooks: Sequence[Any], guarded: Sequence[nn.Module]) -> None:

@@ -200,8 +200,7 @@ class Sharded(torch.optim.Optimizer):
         if self._guard is None:
             self.synchronize()
         else:
-            for index in self._guard.unguarded:
-                self._weights.wait(index)
+            self._weights.wait_for(self._guard.unguarded)
 
     def synchronize(self) -> None:
         """Return when all weights are complete; for `overlap`.

@@ -1,7 +1,6 @@
 """Keeps a model's weights in buckets, of which ranks update slices: on each rank, or per node."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,6 +21,7 @@ from ..training.averager import Averager
 from ..transport.base import Schedule
 from .averaging import in_shape_of
 from .devices import gpu_of, marker_of
+from .hooks import Uncopied
 from .private import version_of
 from .tensors import seen_as_tensor
 
@@ -173,6 +173,14 @@ class WeightBuckets:
                    bounds: Sequence[int]) -> Schedule[None]:
         return collectives.allgather(vector, bounds=bounds)
 
+    def wait_for(self, indices: Iterable[int], *_: object) -> None:
+        """Return when all of some buckets is there, as far as they were sent; for hooks.
+
+        Collective: no. Blocking: yes.
+        """
+        for index in indices:
+            self.wait(index)
+
     def wait(self, index: int) -> None:
         """Return when all of a bucket is there, if it was sent.
 
@@ -188,8 +196,7 @@ class WeightBuckets:
 
         Collective: no. Blocking: yes.
         """
-        for index in list(self._handles):
-            self.wait(index)
+        self.wait_for(list(self._handles))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -350,28 +357,6 @@ class NodeWeights(WeightBuckets):
         self.leave()
         # No other rank writes them before.
         self._meet()
-
-
-class Uncopied:
-    """A hook of a module that does nothing in copies and pickles of the module.
-
-    Args:
-        call: The hook.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Call the hook."""
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (_nothing,)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, in the place of a hook."""
 
 
 class LoadHooks:
