@@ -1,5 +1,6 @@
 """Averages gradients while backward runs, by hooks on parameters and views into buckets."""
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -115,9 +116,11 @@ class Averaging:
             self._move(name)
         self._owner: GradientOwner | None = None
         self.placeholders: dict[str, torch.Tensor] = {}
-        self._hooks = [p.register_post_accumulate_grad_hook(weakly(self._accumulated, name))
-                       for name, p in parameters.items()]
-        weakref.finalize(self, _remove, self._hooks).atexit = False
+        self._hooks = contextlib.ExitStack()
+        for name, p in parameters.items():
+            self._hooks.enter_context(
+                p.register_post_accumulate_grad_hook(weakly(self._accumulated, name)))
+        weakref.finalize(self, self._hooks.close).atexit = False
 
     @property
     def finite(self) -> bool:
@@ -149,7 +152,7 @@ class Averaging:
         """Detach from the parameters; their gradients stay as they are."""
         self.wait()
         self.gradients.close()
-        _remove(self._hooks)
+        self._hooks.close()
 
     def watch(self, outputs: object) -> None:
         """Watch for the backward pass that begins at these outputs of the model.
@@ -326,11 +329,6 @@ class Averaging:
         self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
-
-
-def _remove(hooks: Sequence[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
 
 
 def in_shape_of(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..arguments import truth
@@ -26,24 +25,12 @@ from ..training.weighing import Weighing
 from .averaging import Averaging, GradientOwner, Settings
 from .devices import DEVICE_TYPES, described
 from .guarded import without_waiting
+from .hooks import weakly
 from .modules import Buffers, Wrapper, refuse_several_devices, refuse_untrainable
 from .sparse import sparse_parameters
 from .states import SAME_MODEL, copy_from, replicated_parts
 from .tensors import tensors_in
 from .threads import share_cores
-
-
-def _follow_steps(model: "DataParallel") -> None:
-    """Call `before_step` of a model before each step of any optimizer, while it lives."""
-    reference = weakref.ref(model)
-
-    def hook(optimizer: Optimizer, *_: object) -> None:
-        living = reference()
-        if living is not None:
-            living.before_step(optimizer)
-
-    # For good: a hook that is removed while others run breaks PyTorch's loop over them.
-    register_optimizer_step_pre_hook(hook)
 
 
 # What a rank counts in a step.
@@ -219,7 +206,8 @@ class DataParallel(Wrapper):
         keep_freed_memory()
         copy_from(0, parts.values(), comm)
         self._follow_freezing()
-        _follow_steps(self)
+        # For good: a hook that is removed while others run breaks PyTorch's loop over them.
+        register_optimizer_step_pre_hook(weakly(self.before_step))
         self.register_load_state_dict_pre_hook(_as_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -404,7 +392,7 @@ class DataParallel(Wrapper):
         """
         self._replicas.compare()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Complete the gradients that an optimizer is about to use; called by a hook."""
         self._stepped.pop(optimizer, None)
         self._stepped[optimizer] = None

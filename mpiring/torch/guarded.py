@@ -1,7 +1,8 @@
 """Lets whoever reads a parameter wait until it is complete, and nobody else."""
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,15 @@ from torch.nn import Parameter
 from .hooks import Uncopied, weakly
 from .private import is_compiled, parameters_of, set_parameters
 from .weights import WeightBuckets
+
+
+def _waiting(read: Callable[..., Any]) -> Any:
+    """Return a method of `dict` for `Guarded`, which waits first."""
+    def read_complete(parameters: "Guarded", *args: Any) -> Any:
+        parameters.wait()
+        return read(parameters, *args)
+
+    return read_complete
 
 
 class Guarded(dict[str, Any]):
@@ -24,29 +34,15 @@ class Guarded(dict[str, Any]):
 
     def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
         super().__init__(parameters)
-        self._wait = wait
+        self.wait = wait
 
-    def __getitem__(self, name: str) -> Any:
-        self._wait()
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a parameter, or `default`."""
-        self._wait()
-        return super().get(name, default)
-
-    def items(self) -> Any:
-        """Return names and parameters."""
-        self._wait()
-        return super().items()
-
-    def values(self) -> Any:
-        """Return the parameters."""
-        self._wait()
-        return super().values()
+    __getitem__ = _waiting(dict.__getitem__)
+    get = _waiting(dict.get)
+    items = _waiting(dict.items)
+    values = _waiting(dict.values)
 
     def __reduce__(self) -> Any:
-        self._wait()
+        self.wait()
         return dict, (dict(super().items()),)
 
 
@@ -64,13 +60,13 @@ class Guard:
 
     Attributes:
         unguarded: The buckets of what nobody would wait for: compiled modules have no such hooks.
+        remove: Leaves the module as it was.
     """
 
     def __init__(self, module: nn.Module, weights: WeightBuckets,
                  buckets: Mapping[Parameter, int]) -> None:
         self.unguarded: set[int] = set()
-        self._guarded: list[nn.Module] = []
-        self._hooks: list[Any] = []
+        restored = contextlib.ExitStack()
         compiled = {part for root in module.modules() if is_compiled(root)
                     for part in root.modules()}
         for part in module.modules():
@@ -78,26 +74,17 @@ class Guard:
             if part in compiled:
                 self.unguarded |= indices
             elif indices:
-                self._add(part, Uncopied(weakly(weights.wait_for, sorted(indices))))
+                wait = Uncopied(weakly(weights.wait_for, sorted(indices)))
+                set_parameters(part, Guarded(parameters_of(part), wait))
+                restored.callback(_unguard, part)
+                restored.enter_context(part.register_forward_pre_hook(wait, prepend=True))
         # Once: others may guard the module afterwards.
-        self._end = weakref.finalize(self, _remove, self._hooks, self._guarded)
-        self._end.atexit = False
-
-    def _add(self, part: nn.Module, wait: Callable[..., None]) -> None:
-        set_parameters(part, Guarded(parameters_of(part), wait))
-        self._guarded.append(part)
-        self._hooks.append(part.register_forward_pre_hook(wait, prepend=True))
-
-    def remove(self) -> None:
-        """Leave the module as it was."""
-        self._end()
+        self.remove = weakref.finalize(self, restored.close)
+        self.remove.atexit = False
 
 
-def _remove(hooks: Sequence[Any], guarded: Sequence[nn.Module]) -> None:
-    for hook in hooks:
-        hook.remove()
-    for part in guarded:
-        set_parameters(part, dict(parameters_of(part)))
+def _unguard(part: nn.Module) -> None:
+    set_parameters(part, dict(parameters_of(part)))
 
 
 def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:

@@ -46,7 +46,7 @@ class ParameterWeights(LocalWeights):
         if module is model:
             share_cores(comm)
         trained = trained_alike(module, comm)
-        self._comm, self._buffers = comm, Buffers(module, comm, copied=True)
+        self._comm, self._buffers = comm, Buffers(module, comm)
         self.tensors = [_spec_of(name, p) for name, p in trained.items()]
         first = next(iter(trained.values()))
         self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)

@@ -1,11 +1,12 @@
 """What every adapter of a PyTorch module needs: a wrapper, its buffers, and what it refuses."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
 
-from ..communicator import Communicator, refuse_other_than_communicators
+from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.tensors import numpy_dtype
 from .devices import DEVICE_TYPES
@@ -42,38 +43,35 @@ class Wrapper(nn.Module):
             f"model.state_dict(), or pickle model.module")
 
 
+@dataclass
 class Buffers:
     """The buffers of a module, copied from one rank to all when a step is complete.
 
-    Args:
+    Attributes:
         module: The module.
         comm: The ranks.
         copied: Else each rank has its own.
-
-    Attributes:
         root: The rank to copy from.
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator, *, copied: bool) -> None:
-        self.root = 0
-        self._module = module
-        self._comm = comm
-        self._copied = copied
+    module: nn.Module
+    comm: Communicator
+    copied: bool = True
+    root: int = 0
 
     def copy(self) -> None:
         """Copy the buffers of `root` to all ranks, if they are to be copied.
 
         Collective: yes. Blocking: yes.
         """
-        if self._copied:
+        if self.copied:
             # `data`, since a change of the tensors themselves would invalidate retained graphs;
             # BatchNorm's own changes do not either.
-            copy_from(self.root, (x.data for x in self._module.buffers()), self._comm)
+            copy_from(self.root, (x.data for x in self.module.buffers()), self.comm)
 
 
 def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
     """Raise ConfigError where a module cannot be trained on several ranks."""
-    refuse_other_than_communicators(comm)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")

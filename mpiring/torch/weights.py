@@ -1,7 +1,7 @@
 """Keeps a model's weights in buckets, of which ranks update slices: on each rank, or per node."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,8 @@ class WeightBuckets:
 
     Collective: yes. Blocking: yes.
     """
+
+    _allgather: Callable[..., Schedule[None]] = staticmethod(Collectives.allgather)
 
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
@@ -166,12 +168,8 @@ class WeightBuckets:
                     bucket.label, bucket.flat.nbytes, remedy=_REMEDY)
         self._handles[bucket.index] = self._submit(
             call,
-            lambda collectives: self._allgather(collectives, vector, bounds),
+            lambda collectives: self._allgather(collectives, vector, bounds=bounds),
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
-
-    def _allgather(self, collectives: Collectives, vector: Any,
-                   bounds: Sequence[int]) -> Schedule[None]:
-        return collectives.allgather(vector, bounds=bounds)
 
     def wait_for(self, indices: Iterable[int], *_: object) -> None:
         """Return when all of some buckets is there, as far as they were sent; for hooks.
@@ -243,6 +241,8 @@ class NodeWeights(WeightBuckets):
         ConfigError: The weights are on a GPU, or a node's memory is too short; on all ranks.
     """
 
+    _allgather = staticmethod(Collectives.allgather_once)
+
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
         device = next(iter(parameters.values())).device
@@ -300,10 +300,6 @@ class NodeWeights(WeightBuckets):
                 f"what each rank does is done several times, or while others read; write them in "
                 f"a block `with optimizer.writing_weights():`, on all ranks")
         self._meet()
-
-    def _allgather(self, collectives: Collectives, vector: Array,
-                   bounds: Sequence[int]) -> Schedule[None]:
-        return collectives.allgather_once(vector, bounds=bounds)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -375,9 +371,10 @@ class LoadHooks:
     def __init__(self, module: torch.nn.Module) -> None:
         self.weights: Any = None
         self._block: AbstractContextManager[None] | None = None
-        self._hooks = [
-            module.register_load_state_dict_pre_hook(Uncopied(self._before)),
-            module.register_load_state_dict_post_hook(Uncopied(self._after))]
+        self._hooks = ExitStack()
+        for hook in (module.register_load_state_dict_pre_hook(Uncopied(self._before)),
+                     module.register_load_state_dict_post_hook(Uncopied(self._after))):
+            self._hooks.enter_context(hook)
 
     def _before(self, *_: object) -> None:
         weights = self.weights
@@ -398,8 +395,7 @@ class LoadHooks:
 
     def remove(self) -> None:
         """Leave loading to the module, on this rank alone."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
 
 def _met(collectives: Collectives) -> Schedule[None]:
