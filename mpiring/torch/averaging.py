@@ -32,12 +32,12 @@ class Settings(Fusion):
     """How gradients are averaged.
 
     Attributes:
-        find_unused: Contribute zeros for parameters that a backward pass did not reach.
-        deferred: Gradients arrive in `wait`, not at the end of backward.
+        find_unused_parameters: Contribute zeros for those that a backward pass did not reach.
+        defer_wait: Gradients arrive in `wait`, not at the end of backward.
     """
 
-    find_unused: bool = False
-    deferred: bool = False
+    find_unused_parameters: bool = False
+    defer_wait: bool = False
 
 
 class GradientOwner(Protocol):
@@ -92,7 +92,7 @@ class Averaging:
         self._trained = set(parameters.values())
         self._dense = {name: p for name, p in parameters.items() if p not in sparse}
         self.comm, self._settings, self._completed = comm, settings, completed
-        # Per parameter, whether this rank has a gradient at the end of backward.
+        # Per parameter, whether this rank has a gradient at the end of backward; later, any rank.
         self._has = np.empty(0, bool)
         # Substitutes of gradients that are under way: a NaN, and the same NaN in their shape.
         self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -121,12 +121,6 @@ class Averaging:
             self._hooks.enter_context(
                 p.register_post_accumulate_grad_hook(weakly(self._accumulated, name)))
         weakref.finalize(self, self._hooks.close).atexit = False
-
-    @property
-    def finite(self) -> bool:
-        """Whether all means of the last complete step are finite; the same on all ranks."""
-        with self._select_gpu():
-            return self.gradients.finite
 
     def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has any of the parameters."""
@@ -191,8 +185,11 @@ class Averaging:
 
     def _show(self) -> None:
         """Give parameters the gradients that have arrived."""
-        unreached, withheld = self._reached_nowhere(), self._withheld
-        self._withheld = {}
+        unreached: set[str] = set()
+        if self._settings.find_unused_parameters:
+            self.comm.allreduce(self._has, op="max")
+            unreached = {name for name, has in zip(self._dense, self._has) if not has}
+        withheld, self._withheld = self._withheld, {}
         # Where the user has replaced a substitute, the gradient is not needed any more.
         blanks = {name: blank for name, (blank, gradient) in withheld.items()
                   if self._dense[name].grad is gradient}
@@ -271,7 +268,7 @@ class Averaging:
         if not self.active:
             return
         missing = [*self.gradients.missing, *self._sparse.missing]
-        if missing and not self._settings.find_unused:
+        if missing and not self._settings.find_unused_parameters:
             raise GradientError(
                 f"rank {self.comm.rank}: backward did not reach {len(missing)} of "
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
@@ -280,7 +277,7 @@ class Averaging:
         self._contribute(missing)
         for name, x in self.placeholders.items():
             self._dense[name].grad = x
-        if self._settings.deferred:
+        if self._settings.defer_wait:
             self._withhold()
         else:
             self.wait()
@@ -302,7 +299,7 @@ class Averaging:
                 self._put(name, self._dense[name])
             self._ready(name)
         self.under_way = True
-        if self._settings.find_unused:
+        if self._settings.find_unused_parameters:
             self._has = np.array([name not in unreached or p.grad is not None
                                   for name, p in self._dense.items()])
 
@@ -315,13 +312,6 @@ class Averaging:
             p.grad = None
         self._contribute(list(self._parameters))
         self.wait()
-
-    def _reached_nowhere(self) -> set[str]:
-        """Return the names of the parameters that have a gradient on no rank."""
-        if not self._settings.find_unused:
-            return set()
-        self.comm.allreduce(self._has, op="max")
-        return {name for name, has in zip(self._dense, self._has) if not has}
 
     def _move(self, name: str) -> None:
         """Follow a gradient to another bucket, without a reference to the old memory."""

@@ -1,9 +1,10 @@
 """Runs an optimizer class of PyTorch on this rank's shards, with state by parameter."""
 
+import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..sharding.sliced import Leaves, Sliced, gather, slices_of
 from ..sharding.state import TensorRange
 from .averaging import in_shape_of
 from .elementwise import attributes, elementwise_state, is_number
-from .param_groups import ParamGroup, refuse_ungrouped
+from .param_groups import ParamGroup, refuse_ungrouped, settings_of
 from .shards import ShardLayout, Shard, cut
 from .tensors import tensor_of
 
@@ -54,9 +55,9 @@ class ShardedState:
         self._parameters, self._comm = layout.parameters, layout.comm
         outline = {part.name: {key: _outlined(x, shard) for key, x in its.items()}
                    for shard, its in self._shards for part in shard.ranges}
-        self.outline: States = {}
-        for of_rank in self._comm.allgather_object(outline):
-            self.outline.update(of_rank)
+        self.outline: States = {
+            name: its for of_rank in self._comm.allgather_object(outline)
+            for name, its in of_rank.items()}
         self.elementwise = {key for its in self.outline.values() for key, x in its.items()
                             if isinstance(x, Elements)}
 
@@ -65,9 +66,8 @@ class ShardedState:
 
         Collective: yes. Blocking: yes.
         """
-        keep = root is None or self._comm.rank == root
-        states: States = {name: dict(its) for name, its in self.outline.items()} if keep else {}
-        for name, key, x in self._gathered(self._vectors(), keep=keep):
+        states: States = {name: dict(its) for name, its in self.outline.items()}
+        for name, key, x in self._gathered(self._vectors(), keep=root in (None, self._comm.rank)):
             states[name][key] = x.to(self._parameters[name].device)
         return states
 
@@ -82,11 +82,8 @@ class ShardedState:
         states: States = {name: dict(its) for name, its in self.outline.items()}
         other_orders: Leaves = {}
         for name, its in self._vectors().items():
-            p = self._parameters[name]
-            if p.is_contiguous():
-                states[name] |= {
-                    key: Sliced(p.shape, {ends: piece.copy() for ends, piece in x.pieces.items()},
-                                x.dtype) for key, x in its.items()}
+            if self._parameters[name].is_contiguous():
+                states[name] |= copy.deepcopy(its)
             else:
                 other_orders[name] = its
         # Their slices are no ranges in C order: they are saved whole, by those with the first.
@@ -98,11 +95,11 @@ class ShardedState:
                          for name, its in aside.items()}
 
     def _vectors(self) -> Leaves:
-        """Return this rank's ranges of all state, each as a vector in the order of memory."""
+        """Return this rank's ranges of all state, in the order of memory."""
         dtypes = {name: {key: numpy_dtype(x.dtype) for key, x in its.items()
                          if isinstance(x, Elements)} for name, its in self.outline.items()}
         return slices_of(
-            {name: (self._parameters[name].numel(),) for name in dtypes}, dtypes,
+            {name: self._parameters[name].shape for name in dtypes}, dtypes,
             ((part.name, key, part.offset, array_of(x[part.elements].cpu()))
              for shard, its in self._shards for part in shard.ranges
              for key, x in its.items() if key in dtypes[part.name]))
@@ -115,7 +112,7 @@ class ShardedState:
                 Call("gather", f"{', '.join(map(str, its))} of {name}"),
                 functools.partial(gather, slices=list(its.values()), keep=keep))
             for key, x in zip(its, gathered):
-                yield name, key, in_shape_of(self._parameters[name], tensor_of(x))
+                yield name, key, in_shape_of(self._parameters[name], tensor_of(x.reshape(-1)))
 
 
 def _sliced(x: Any, *, is_saved: bool) -> Any:
@@ -184,25 +181,6 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
     return x.reshape(-1)[slice(*part.ends)]
 
 
-@dataclass(frozen=True)
-class NextUpdates:
-    """An optimizer of this rank's shards, with all that is known of their state.
-
-    Attributes:
-        layout: Which the shards are of.
-        shards: Of this rank.
-        optimizer: Of these.
-        aside: State of parameters that are frozen at present.
-        elementwise: The names of state with an element for each of a parameter's.
-    """
-
-    layout: ShardLayout
-    shards: list[Shard]
-    optimizer: Any
-    aside: States
-    elementwise: set[str]
-
-
 class ClassUpdates:
     """Updates by an optimizer class of PyTorch's, which treats each element for itself.
 
@@ -214,8 +192,8 @@ class ClassUpdates:
 
     Attributes:
         shards: Of this rank, once it has begun.
-        optimizer: Of these. Another one after each `follow` and `use`, but its groups stay the
-            same dicts.
+        optimizer: Of these. Another one after each `follow`, and after a state was loaded, but its
+            groups stay the same dicts.
 
     Raises:
         ConfigError: The class looks at whole tensors.
@@ -227,9 +205,9 @@ class ClassUpdates:
                  groups: Sequence[ParamGroup], trained: Mapping[str, Parameter], *,
                  apart: bool) -> None:
         self._class, self._defaults, self._apart = optimizer_class, defaults, apart
-        self._names = [list(group.names) for group in groups]
+        self._names = [group["params"] for group in groups]
         self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
-        self._settings = [group.settings for group in groups]
+        self._settings = settings_of(groups)
         self._elementwise = self._tried(self._settings, trained)
         self.optimizer: Any = None
 
@@ -249,7 +227,7 @@ class ClassUpdates:
 
         Collective: no.
         """
-        self.use(self._cut(layout, {}, self._settings, self._elementwise))
+        self._planned(layout, {}, self._settings, self._elementwise)()
 
     def follow(self, layout: ShardLayout) -> None:
         """Go on where weights and gradients lie now.
@@ -263,12 +241,12 @@ class ClassUpdates:
         state = self._state()
         # Others than at first, where a setting was raised from 0 since.
         elementwise = self._elementwise | state.elementwise
-        self.use(self._cut(layout, state.whole() | self._aside,
-                           _settings(self.optimizer.param_groups), elementwise))
+        self._planned(layout, state.whole() | self._aside,
+                      settings_of(self.optimizer.param_groups), elementwise)()
 
-    def _cut(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
-             elementwise: set[str]) -> NextUpdates:
-        """Cut new shards, and make their optimizer; with the state of all that is known."""
+    def _planned(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
+                 elementwise: set[str]) -> Callable[[], None]:
+        """Cut new shards, and make their optimizer, with their state; return how to use it."""
         parameters = layout.parameters
         # What is cut now need not be kept whole.
         aside = {name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
@@ -281,28 +259,25 @@ class ClassUpdates:
         shards = list(chain.from_iterable(groups))
         state_of_shards = {i: state_of(shard, states, parameters, elementwise)
                            for i, shard in enumerate(shards)}
-        numbers = iter(range(len(shards)))
         optimizer.load_state_dict({
             "state": {i: state for i, state in state_of_shards.items() if state},
-            "param_groups": [{**group, **its, "params": [next(numbers) for _ in group["params"]]}
-                             for group, its in zip(optimizer.param_groups, settings)]})
-        return NextUpdates(layout, shards, optimizer, aside, elementwise)
+            "param_groups": _numbered([{**group, **its} for group, its in zip(
+                optimizer.param_groups, settings)], groups)})
+        return functools.partial(self._use, layout, shards, optimizer, aside, elementwise)
 
-    def use(self, plan: NextUpdates) -> None:
-        """Go on with a planned optimizer.
-
-        Collective: no.
-        """
+    def _use(self, layout: ShardLayout, shards: list[Shard], optimizer: Any, aside: States,
+             elementwise: set[str]) -> None:
         if self.optimizer is not None:
             # Such as a count of steps; others belong to the parameters of before.
             plain, _ = attributes(self.optimizer)
-            vars(plan.optimizer).update(plain)
-            for old, new in zip(self.optimizer.param_groups, plan.optimizer.param_groups):
+            vars(optimizer).update(plain)
+            for old, new in zip(self.optimizer.param_groups, optimizer.param_groups):
                 old.clear()
                 old.update(new)
-            plan.optimizer.param_groups[:] = self.optimizer.param_groups
-        self._layout, self.shards, self.optimizer = plan.layout, plan.shards, plan.optimizer
-        self._aside, self._elementwise = plan.aside, plan.elementwise
+            optimizer.param_groups[:] = self.optimizer.param_groups
+        self._layout, self.shards, self.optimizer = layout, shards, optimizer
+        # State of parameters that are frozen at present.
+        self._aside, self._elementwise = aside, elementwise
 
     def update(self, send: Callable[[int], None]) -> None:
         """Update the shards.
@@ -338,11 +313,9 @@ class ClassUpdates:
     def _state(self) -> ShardedState:
         return ShardedState(self.shards, self.optimizer.state, self._layout)
 
-    def state_dict(self, root: int | None) -> dict[str, Any] | None:
-        """Return what the class's own would be, of whole parameters; see Sharded."""
-        states = self._state().whole(root=root)
-        return self._packed(states | self._aside) if root in (None, self._layout.comm.rank) else (
-            None)
+    def state_dict(self, root: int | None) -> dict[str, Any]:
+        """Return what the class's own would be, of whole parameters; on rank `root`, if any."""
+        return self._packed(self._state().whole(root=root) | self._aside)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same with this rank's slices."""
@@ -350,15 +323,12 @@ class ClassUpdates:
 
     def _packed(self, states: States) -> dict[str, Any]:
         """Return state by the numbers that parameters have in their groups, one after the other."""
-        names = list(chain.from_iterable(self._names))
-        numbers = iter(range(len(names)))
-        groups = [{**group, "params": [next(numbers) for _ in its]}
-                  for group, its in zip(self.optimizer.param_groups, self._names)]
+        names = chain.from_iterable(self._names)
         return {"state": {i: states[name] for i, name in enumerate(names) if name in states},
-                "param_groups": groups}
+                "param_groups": _numbered(self.optimizer.param_groups, self._names)}
 
-    def planned(self, state_dict: Mapping[str, Any]) -> NextUpdates:
-        """Return what `use` needs to go on from either kind of state; nothing changes.
+    def loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Return a function that goes on from either kind of state; nothing changes before.
 
         Raises:
             ConfigError: It is of other groups or parameters, or slices are missing.
@@ -376,7 +346,7 @@ class ClassUpdates:
         states = {name: state_dict["state"][number]
                   for name, number in zip(chain.from_iterable(self._names), numbers)
                   if number in state_dict["state"]}
-        settings, elementwise = _settings(groups), self._elementwise
+        settings, elementwise = settings_of(groups), self._elementwise
         if any(_unknown(states, elementwise)):
             elementwise = elementwise | self._tried(settings, self._layout.parameters)
         for name, key in _unknown(states, elementwise):
@@ -384,7 +354,7 @@ class ClassUpdates:
                 f"rank {self._layout.comm.rank}: the state of {name} has {key!r}, which "
                 f"{self._class.__name__} with these settings has not; load what an optimizer of "
                 f"this class has returned")
-        return self._cut(self._layout, states, settings, elementwise)
+        return self._planned(self._layout, states, settings, elementwise)
 
 
 def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]:
@@ -395,5 +365,9 @@ def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]
                 yield name, key
 
 
-def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: x for key, x in group.items() if key != "params"} for group in groups]
+def _numbered(groups: Iterable[Mapping[str, Any]],
+              members: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return groups whose parameters are numbers, as in the `state_dict` of an optimizer."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in its]}
+            for group, its in zip(groups, members)]

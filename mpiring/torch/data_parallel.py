@@ -176,20 +176,18 @@ class DataParallel(Wrapper):
         refuse_other_than_communicators(comm)
         with same_on_all(comm, "DataParallel", error=BufferMismatchError,
                          remedy=SAME_MODEL) as same:
-            same.update(
-                bucket_bytes=bucket_bytes, reducer=reducer, order=order,
-                find_unused_parameters=truth("find_unused_parameters", find_unused_parameters),
-                broadcast_buffers=truth("broadcast_buffers", broadcast_buffers),
-                deterministic=truth("deterministic", deterministic),
-                defer_wait=truth("defer_wait", defer_wait))
+            settings = Settings(bucket_bytes, reducer, truth("deterministic", deterministic), order,
+                                truth("find_unused_parameters", find_unused_parameters),
+                                truth("defer_wait", defer_wait))
+            same.update(vars(settings),
+                        broadcast_buffers=truth("broadcast_buffers", broadcast_buffers))
             refuse_untrainable(module, comm)
             parts = dict(module.named_parameters()) | dict(module.named_buffers())
             same["tensors"] = [f"{name} {described(tensor)}" for name, tensor in parts.items()]
         super().__init__(module)
         self._comm = comm
         self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
-        self._settings = Settings(bucket_bytes, reducer, deterministic, order,
-                                  find_unused_parameters, defer_wait)
+        self._settings = settings
         self._watched: dict[str, Any] = {}
         # A set of weak references, in the order of their last steps.
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = (
@@ -341,7 +339,7 @@ class DataParallel(Wrapper):
         A NaN or Inf of any rank is in the means of all. Where this is False, take no step, as
         GradScaler would not: reducers have not counted it either.
         """
-        return self._averaging is None or self._averaging.finite
+        return self._averaging is None or self._averaging.gradients.finite
 
     @property
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
@@ -435,7 +433,7 @@ class DataParallel(Wrapper):
         if owner is None:
             # In the next forward pass, for the parameters.
             self._trained = None
-        elif self._settings.deferred:
+        elif self._settings.defer_wait:
             raise ConfigError(f"rank {self._comm.rank}: a Sharded optimizer takes gradients at the "
                               f"end of backward; leave out defer_wait=True")
         else:

@@ -34,7 +34,10 @@ def open_group(options: Any, default: Group | None) -> Group:
         raise ConfigError("a group with the back end 'mpiring' needs a default group with it; "
                           "call init_process_group('mpiring')")
     # MPI has no timeout: begin when all members are here.
-    _gather(options.store, len(ranks), options.timeout)
+    store = options.store
+    if store.add("arrived", 1) == len(ranks):
+        store.set("all here", "yes")
+    store.wait(["all here"], options.timeout)
     tag = zlib.crc32(str(options.group_id).encode())
     return default.subgroup(ranks, tag, _settings(default.config, options.timeout))
 
@@ -59,10 +62,3 @@ def _settings(config: Config, timeout: timedelta) -> Config:
     if timeout == default_pg_timeout:
         return config
     return replace(config, stall_timeout_s=timeout.total_seconds())
-
-
-def _gather(store: Any, size: int, timeout: timedelta) -> None:
-    """Return when all members have called."""
-    if store.add("arrived", 1) == size:
-        store.set("all here", "yes")
-    store.wait(["all here"], timeout)

@@ -1,7 +1,6 @@
 """Reads groups of parameters, as PyTorch's optimizers take them, by the parameters' names."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,17 +11,9 @@ from ..text import first_few
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 
-@dataclass(frozen=True)
-class ParamGroup:
-    """Parameters with the same settings.
-
-    Attributes:
-        names: In the model, in the user's order.
-        settings: Those that the group has of its own; without "params".
-    """
-
-    names: Sequence[str]
-    settings: Mapping[str, Any]
+# Parameters with the same settings: as "params", their names in the model, in the user's order, and
+# the settings that the group has of its own.
+ParamGroup = Mapping[str, Any]
 
 
 def param_groups(module: torch.nn.Module, params: Any) -> list[ParamGroup]:
@@ -46,7 +37,7 @@ def param_groups(module: torch.nn.Module, params: Any) -> list[ParamGroup]:
         given = [{"params": given}]
     groups = [_group(group, names) for group in given]
     seen: set[str] = set()
-    for name in (name for group in groups for name in group.names):
+    for name in (name for group in groups for name in group["params"]):
         if name in seen:
             raise ConfigError(f"{name} is twice in the groups of parameters; give it to one")
         seen.add(name)
@@ -68,7 +59,7 @@ def _group(group: Any, names: Mapping[torch.Tensor, str]) -> ParamGroup:
     if not isinstance(group, Mapping) or "params" not in group:
         raise ConfigError(f"a group of parameters is a {type(group).__name__}; expected a dict "
                           f"with 'params'")
-    settings = {key: value for key, value in group.items() if key != "params"}
+    settings, = settings_of([group])
     params = group["params"]
     items = [params] if isinstance(params, torch.Tensor) else list(params)
     if items and all(isinstance(item, tuple) for item in items):
@@ -81,7 +72,12 @@ def _group(group: Any, names: Mapping[torch.Tensor, str]) -> ParamGroup:
                      f"a {type(p).__name__}")
             raise ConfigError(f"{label} in a group of parameters is no parameter of the model; "
                               f"pass those of model.parameters()")
-    return ParamGroup([names[p] for p in items], settings)
+    return {"params": [names[p] for p in items], **settings}
+
+
+def settings_of(groups: Iterable[ParamGroup]) -> list[dict[str, Any]]:
+    """Return the settings of groups, without their parameters."""
+    return [{key: x for key, x in group.items() if key != "params"} for group in groups]
 
 
 def described(groups: Sequence[Mapping[str, Any]]) -> str:
@@ -91,8 +87,7 @@ def described(groups: Sequence[Mapping[str, Any]]) -> str:
     groups stands there once.
     """
     texts = [{name: f"{float(x) if isinstance(x, torch.Tensor) else x}"
-              for name, x in group.items() if name != "params" and _is_plain(x)}
-             for group in groups]
+              for name, x in its.items() if _is_plain(x)} for its in settings_of(groups)]
     names = sorted({name for its in texts for name in its},
                    key=lambda name: (name not in _SCHEDULED, name))
     values = {name: [its.get(name, "nothing") for its in texts] for name in names}

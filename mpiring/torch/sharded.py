@@ -89,7 +89,7 @@ class Sharded(torch.optim.Optimizer):
             self._overlaps = truth("overlap", overlap)
             same.update(optimizer_class=optimizer_class.__qualname__, overlap=overlap,
                         weights=weights, **defaults)
-            same["params"] = [{"params": group.names, **group.settings} for group in groups]
+            same["params"] = groups
         self._kind = _WEIGHTS[weights]
         self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
@@ -100,8 +100,8 @@ class Sharded(torch.optim.Optimizer):
         try:
             layout = self._lay_out(averaging)
             with same_on_all(self._comm, "Sharded, its optimizer"):
-                self._updates = updates(optimizer_class, defaults, groups, layout.parameters,
-                                        apart=self._overlaps)
+                self._updates: ClassUpdates | TensorUpdates = updates(
+                    optimizer_class, defaults, groups, layout.parameters, apart=self._overlaps)
             self._updates.begin(layout)
         except BaseException:
             # Where ranks cannot agree any more, the first error says why.
@@ -125,7 +125,7 @@ class Sharded(torch.optim.Optimizer):
         """
         unused = [name for name, placeholder in self._averaging.placeholders.items()
                   if self._is_fresh and self._layout.parameters[name].grad is placeholder]
-        if unused and self._averaging.finite:
+        if unused and self._averaging.gradients.finite:
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
                 f"after the first: its gradients are means in slices already; to add up several "
@@ -155,7 +155,7 @@ class Sharded(torch.optim.Optimizer):
         """Give the shards their gradients."""
         for shard in self._updates.shards:
             if not shard.ranges:
-                shard.gradient.fill_(0 if self._averaging.finite else math.nan)
+                shard.gradient.fill_(0 if self._averaging.gradients.finite else math.nan)
             shard.parameter.grad = shard.gradient.as_subclass(SliceGradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -180,7 +180,7 @@ class Sharded(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._refuse_without_gradients("step()")
-        if self._averaging.finite:
+        if self._averaging.gradients.finite:
             self._update()
         else:
             self._averaging.gradients.nonfinite.report()
@@ -188,10 +188,9 @@ class Sharded(torch.optim.Optimizer):
         return result
 
     def _update(self) -> None:
-        self._weights.follow()
+        self._weights.follow(f"updated with {described(self.param_groups)}")
         inner = self._updates.optimizer
         inner.param_groups, inner.state = self.param_groups, self.state
-        self._weights.made_with = f"updated with {described(self.param_groups)}"
         for shard in self._updates.shards:
             if isinstance(shard.parameter.grad, SliceGradient):
                 shard.parameter.grad = shard.gradient
@@ -243,7 +242,7 @@ class Sharded(torch.optim.Optimizer):
     def _drop(self) -> None:
         for shard in self._updates.shards:
             shard.parameter.grad = None
-        if self._is_fresh and not self._averaging.finite:
+        if self._is_fresh and not self._averaging.gradients.finite:
             # Whoever has scaled by NaN has also scaled what is between the tensors.
             for bucket in self._averaging.gradients.buckets:
                 bucket.clear_padding()
@@ -339,7 +338,9 @@ class Sharded(torch.optim.Optimizer):
             same["root"] = root
         run_state_hooks(self, "state_dict_pre")
         state = self._updates.state_dict(root)
-        return None if state is None else run_state_hooks(self, "state_dict_post", state)
+        if root not in (None, self._comm.rank):
+            return None
+        return run_state_hooks(self, "state_dict_post", state)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same nest with copies of this rank's slices, as `mpiring` saves them.
@@ -367,16 +368,16 @@ class Sharded(torch.optim.Optimizer):
             refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
             state_dict = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
             same["state"] = state_dict
-            plan = self._planned(state_dict)
-        self._updates.use(plan)
+            load = self._loader_of(state_dict)
+        load()
         self.state = self._updates.optimizer.state
         if self._is_fresh:
             self._give()
         run_state_hooks(self, "load_state_dict_post")
 
-    def _planned(self, state_dict: Mapping[str, Any]) -> Any:
+    def _loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         try:
-            return self._updates.planned(state_dict)
+            return self._updates.loader_of(state_dict)
         except MpiringError:
             raise
         except Exception as error:

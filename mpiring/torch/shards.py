@@ -21,7 +21,6 @@ class Shard:
         parameter: Shape (n,); a view of the weights.
         gradient: Shape (n,); a view of the means of the gradients, once they have arrived.
         bucket: Index of the bucket.
-        start: First element of this rank's slice of it.
         ranges: The tensors, by elements of the shard; between them is padding, which is 0. None
             in a shard that stands for no weights.
     """
@@ -29,7 +28,6 @@ class Shard:
     parameter: Parameter
     gradient: torch.Tensor
     bucket: int
-    start: int
     ranges: Sequence[TensorRange]
 
 
@@ -70,20 +68,18 @@ def cut(layout: ShardLayout, group_of: Mapping[str, int], groups: int,
 def _shards(layout: ShardLayout, kind_of: Callable[[str], Hashable]) -> list[Shard]:
     shards = []
     for index, bucket in enumerate(layout.weights.buckets):
-        bounds = layout.weights.own(index)
         gradients = layout.gradients.buckets[index]
-        ranges = ranges_in(bucket.plan, bounds.start, bounds.stop)
+        own = layout.gradients.own(gradients)
+        ranges = ranges_in(bucket.plan, own.start, own.stop)
         for _, alike in itertools.groupby(ranges, lambda part: kind_of(part.name)):
             run = list(alike)
-            first = run[0].start
-            elements = slice(bounds.start + first, bounds.start + run[-1].stop)
+            start, stop = own.start + run[0].start, own.start + run[-1].stop
             shards.append(Shard(
-                Parameter(flat(bucket, elements)), flat(gradients, elements), index, first,
-                [TensorRange(s.name, s.shape, s.start - first, s.stop - first, s.offset)
-                 for s in run]))
+                Parameter(flat(bucket, slice(start, stop))), flat(gradients, slice(start, stop)),
+                index, list(ranges_in(bucket.plan, start, stop))))
     return shards
 
 
 def _placeholder(device: torch.device) -> Shard:
     """Return a shard that stands for no weights: GradScaler wants a gradient to look at."""
-    return Shard(Parameter(torch.zeros(1, device=device)), torch.zeros(1, device=device), -1, 0, [])
+    return Shard(Parameter(torch.zeros(1, device=device)), torch.zeros(1, device=device), -1, [])

@@ -43,7 +43,6 @@ class WeightBuckets:
     Attributes:
         comm: As given.
         buckets: In the order of the gradients'.
-        made_with: By what the slices that are sent are made, in words; compared across ranks.
         written_before: What the user had written when these buckets took the place of others.
 
     Collective: yes. Blocking: yes.
@@ -63,9 +62,9 @@ class WeightBuckets:
         if self._device is not None:
             # CuPy clears them, on a stream of its own.
             await_event(self._device.gpu.mark())
-        self.made_with, self.written_before = "", list[str]()
-        # What the user has written, in words; compared, too.
-        self._written = ""
+        self.written_before = list[str]()
+        # What the user has written, and by what slices are made, in words; compared across ranks.
+        self._made_with = ""
         self._versions: dict[str, int] = {}
         self._handles: dict[int, Handle[None]] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -82,8 +81,7 @@ class WeightBuckets:
 
     def _fill(self) -> None:
         """Move the weights into the buckets."""
-        for name in self._views:
-            self._adopt(name)
+        self._adopt(self._views)
         self._note()
 
     def _note(self) -> None:
@@ -104,17 +102,15 @@ class WeightBuckets:
                 names.append(name)
         return names
 
-    def own(self, index: int) -> slice:
-        """Return which elements of a bucket are this rank's."""
-        bounds, rank = self.buckets[index].bounds(self.comm.size), self.comm.rank
-        return slice(bounds[rank], bounds[rank + 1])
-
-    def follow(self) -> None:
+    def follow(self, made_with: str) -> None:
         """Prepare for an update of slices.
 
         Take over weights where the user has given a parameter other memory (`p.data = ...`). What
         the user has written is compared across ranks when slices are sent: of what one rank alone
         has written the update would leave its own slice.
+
+        Args:
+            made_with: By what slices are made, in words; compared across ranks.
 
         Raises:
             ConfigError: They do not fit.
@@ -122,26 +118,24 @@ class WeightBuckets:
         Collective: yes.
         """
         written = self.written()
-        self._adopt_moved(written)
-        self._written = (
-            f" after writes outside of writing_weights() to {first_few(written, 3)};"
-            if written else "")
+        self._adopt(written)
+        writes = f"after writes outside of writing_weights() to {first_few(written, 3)}; "
+        self._made_with = f"{writes if written else ''}{made_with}"
 
-    def _adopt_moved(self, names: Sequence[str]) -> None:
+    def _adopt(self, names: Iterable[str]) -> None:
+        """Take over weights that are elsewhere."""
         for name in names:
-            if self._parameters[name].data_ptr() != self._views[name].data_ptr():
-                self._adopt(name)
-
-    def _adopt(self, name: str) -> None:
-        p, view = self._parameters[name], self._views[name]
-        if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
-            raise ConfigError(
-                f"rank {self.comm.rank}: the data of {name} were replaced by {p.dtype} "
-                f"{tuple(p.shape)} on {p.device}, which do not fit its slices; expected "
-                f"{view.dtype} {tuple(view.shape)} on {view.device}: replace the parameter, or "
-                f"write into it: p.data.copy_(...)")
-        view.copy_(p.data)
-        p.data = view
+            p, view = self._parameters[name], self._views[name]
+            if p.data_ptr() == view.data_ptr():
+                continue
+            if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
+                raise ConfigError(
+                    f"rank {self.comm.rank}: the data of {name} were replaced by {p.dtype} "
+                    f"{tuple(p.shape)} on {p.device}, which do not fit its slices; expected "
+                    f"{view.dtype} {tuple(view.shape)} on {view.device}: replace the parameter, or "
+                    f"write into it: p.data.copy_(...)")
+            view.copy_(p.data)
+            p.data = view
 
     def updated(self) -> None:
         """Note that this rank's slices have changed: graphs that were kept do not hold any more.
@@ -163,8 +157,7 @@ class WeightBuckets:
         if not bucket.plan.size:
             return
         vector = bucket.vector
-        call = Call("weights", f"{bucket.plan.dtype.name} ({bucket.plan.size},){self._written} "
-                    f"{self.made_with}",
+        call = Call("weights", f"{bucket.plan.dtype.name} ({bucket.plan.size},) {self._made_with}",
                     bucket.label, bucket.flat.nbytes, remedy=_REMEDY)
         self._handles[bucket.index] = self._submit(
             call,
@@ -204,7 +197,7 @@ class WeightBuckets:
         """
         self.synchronize()
         yield
-        self._adopt_moved(self.written())
+        self._adopt(self.written())
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -242,20 +235,15 @@ class NodeWeights(WeightBuckets):
     """
 
     _allgather = staticmethod(Collectives.allgather_once)
-
-    def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
-                 comm: Communicator) -> None:
-        device = next(iter(parameters.values())).device
-        if device.type != "cpu":
-            raise ConfigError(
-                f"rank {comm.rank}: weights='node' for parameters on {device}: each GPU computes "
-                f"with a copy in its own memory; leave out weights='node'")
-        # Whether a block runs in which weights may be written.
-        self._is_written = False
-        self._is_first = any(ranks[0] == comm.rank for ranks in comm.memory_groups)
-        super().__init__(parameters, gradients, comm)
+    # Whether a block runs in which weights may be written.
+    _is_written = False
 
     def _empty(self, n: int, dtype: "np.dtype[Any]") -> Array:
+        device = next(iter(self._parameters.values())).device
+        if device.type != "cpu":
+            raise ConfigError(
+                f"rank {self.comm.rank}: weights='node' for parameters on {device}: each GPU "
+                f"computes with a copy in its own memory; leave out weights='node'")
         array = self.comm.run(
             Call("node array", f"{dtype.name} ({n},)", nbytes=n * dtype.itemsize),
             lambda collectives: _node_array(collectives, n, dtype))
@@ -264,6 +252,7 @@ class NodeWeights(WeightBuckets):
         return array
 
     def _fill(self) -> None:
+        self._is_first = any(ranks[0] == self.comm.rank for ranks in self.comm.memory_groups)
         # A bucket is cleared by all ranks of the node.
         self._meet()
         if self._is_first:
@@ -281,7 +270,7 @@ class NodeWeights(WeightBuckets):
         """Return when all ranks of this node have called."""
         self.comm.run(Call("meet", "the ranks that share weights"), _met)
 
-    def follow(self) -> None:
+    def follow(self, made_with: str) -> None:
         """Return when all ranks of this node have ended reading, so that slices may be updated.
 
         That gradients have arrived does not suffice: between backward and step a rank may still
@@ -300,6 +289,7 @@ class NodeWeights(WeightBuckets):
                 f"what each rank does is done several times, or while others read; write them in "
                 f"a block `with optimizer.writing_weights():`, on all ranks")
         self._meet()
+        self._made_with = made_with
 
     @contextmanager
     def writing(self) -> Iterator[None]:

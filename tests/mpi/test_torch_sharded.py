@@ -111,8 +111,10 @@ class Late:
 
     def __init__(self, weights, index, begin):
         self.weights, self.index, self.begin = weights, index, begin
-        own, x = weights.own(index), flat(weights.buckets[index], slice(None))
-        x[:own.start] = x[own.stop:] = torch.nan
+        bucket, rank = weights.buckets[index], weights.comm.rank
+        start, stop = bucket.bounds(weights.comm.size)[rank:rank + 2]
+        x = flat(bucket, slice(None))
+        x[:start] = x[stop:] = torch.nan
 
     def wait(self):
         self.begin(self.weights, self.index)
