@@ -23,13 +23,11 @@ from ..text import ranks_text
 from ..training.replicas import Replicas
 from ..training.weighing import Weighing
 from .averaging import Averaging, GradientOwner, Settings
-from .devices import DEVICE_TYPES, described
-from .guarded import without_waiting
-from .hooks import weakly
-from .modules import Buffers, Wrapper, refuse_several_devices, refuse_untrainable
+from .weights import without_waiting
+from .modules import Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weakly
 from .sparse import sparse_parameters
 from .states import SAME_MODEL, copy_from, replicated_parts
-from .tensors import tensors_in
+from .tensors import DEVICE_TYPES, described, tensors_in
 from .threads import share_cores
 
 

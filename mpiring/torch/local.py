@@ -17,9 +17,8 @@ from ..optim.fragments import LocalWeights
 from ..text import first_few
 from .data_parallel import DataParallel
 from .modules import Buffers, refuse_untrainable
-from .devices import gpu_of, marker_of, selector_of
 from .states import trained_alike
-from .tensors import seen_as_tensor
+from .tensors import gpu_of, marker_of, seen_as_tensor, selector_of
 from .threads import share_cores
 
 

@@ -1,6 +1,8 @@
-"""What every adapter of a PyTorch module needs: a wrapper, its buffers, and what it refuses."""
+"""What every adapter of a PyTorch module needs: a wrapper, buffers, refusals, and hooks."""
 
-from collections.abc import Mapping
+import functools
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -9,7 +11,7 @@ from torch import nn
 from ..communicator import Communicator
 from ..errors import ConfigError
 from ..memory.tensors import numpy_dtype
-from .devices import DEVICE_TYPES
+from .tensors import DEVICE_TYPES
 from .states import copy_from
 
 
@@ -103,3 +105,30 @@ def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communi
             raise ConfigError(
                 f"rank {comm.rank}: parameter {name} is on {p.device}, but {first} on "
                 f"{parameters[first].device}; expected all of them on one device")
+
+
+def weakly(method: Callable[..., object], *args: Any) -> Callable[..., None]:
+    """Return a hook that calls a method, with these arguments first, while its object lives.
+
+    Python's garbage collector does not find cycles through the hooks of tensors, and some hooks
+    are never removed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(*more: Any) -> None:
+        living = reference()
+        if living is not None:
+            living(*args, *more)
+
+    return hook
+
+
+class Uncopied(functools.partial[None]):
+    """A hook of a module that does nothing in copies and pickles of the module."""
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (_nothing,)
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, in the place of a hook."""

@@ -15,18 +15,15 @@ from ..operations.agreement import Call
 from ..operations.consistency import same_on_all, text_of
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
-from .averaging import Averaging
-from .class_updates import ClassUpdates
+from .averaging import Averaging, SliceGradient
+from .class_updates import ClassUpdates, refuse_whole_tensors
 from .data_parallel import DataParallel
-from .elementwise import refuse_whole_tensors
-from .guarded import Guard, without_waiting
 
 from .param_groups import described, param_groups
 from .private import run_state_hooks
 from .shards import ShardLayout
 from .tensor_updates import TensorUpdates
-from .weights import LoadHooks, NodeWeights, WeightBuckets
-from .placeholders import SliceGradient
+from .weights import Guard, LoadHooks, NodeWeights, WeightBuckets, without_waiting
 
 _WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 

@@ -14,7 +14,7 @@ from ..errors import BufferMismatchError, ConfigError
 from ..memory.pytrees import leaves, mapped
 from ..operations.consistency import same_on_all
 from ..training.replicas import Replicated, replicated_in
-from .devices import DEVICE_TYPES, described
+from .tensors import DEVICE_TYPES, described
 from .vectors import TensorBuffers
 
 SAME_MODEL = "build the same model, in the same order, on every rank"

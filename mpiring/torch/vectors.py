@@ -16,7 +16,7 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
 from ..memory.tensors import array_of
 from ..transport.base import T, Schedule
-from .devices import DEVICE_TYPES
+from .tensors import DEVICE_TYPES
 
 _Kind = dist.ReduceOp.RedOpType
 _NAMES = {

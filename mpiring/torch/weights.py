@@ -1,11 +1,13 @@
-"""Keeps a model's weights in buckets, of which ranks update slices: on each rank, or per node."""
+"""Keeps a model's weights in buckets, of which ranks update slices, and guards them meanwhile."""
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from ..buckets.bucket import Bucket
@@ -19,11 +21,9 @@ from ..operations.operation import Collectives
 from ..text import first_few
 from ..training.averager import Averager
 from ..transport.base import Schedule
-from .averaging import in_shape_of
-from .devices import gpu_of, marker_of
-from .hooks import Uncopied
-from .private import version_of
-from .tensors import seen_as_tensor
+from .modules import Uncopied, weakly
+from .private import is_compiled, parameters_of, set_parameters, version_of
+from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor
 
 _REMEDY = ("give param_groups the same settings on every rank, and write weights on all ranks, or "
            "in a block `with optimizer.writing_weights():`")
@@ -358,7 +358,7 @@ class LoadHooks:
         weights: The NodeWeights of the module at present.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.weights: Any = None
         self._block: AbstractContextManager[None] | None = None
         self._hooks = ExitStack()
@@ -399,3 +399,90 @@ def _node_array(collectives: Collectives, n: int,
         return (yield from collectives.node_array(n, dtype))
     except ConfigError as error:
         return error
+
+
+def _waiting(read: Callable[..., Any]) -> Any:
+    """Return a method of `dict` for `Guarded`, which waits first."""
+    def read_complete(parameters: "Guarded", *args: Any) -> Any:
+        parameters.wait()
+        return read(parameters, *args)
+
+    return read_complete
+
+
+class Guarded(dict[str, Any]):
+    """The parameters of a module by name, which wait before they are read.
+
+    PyTorch reads them here; see `private.parameters_of`.
+
+    Args:
+        parameters: As they were.
+        wait: Called each time.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self.wait = wait
+
+    __getitem__ = _waiting(dict.__getitem__)
+    get = _waiting(dict.get)
+    items = _waiting(dict.items)
+    values = _waiting(dict.values)
+
+    def __reduce__(self) -> Any:
+        self.wait()
+        return dict, (dict(super().items()),)
+
+
+class Guard:
+    """Guards the weights of a module while they are under way.
+
+    Each module in it that has parameters of its own waits for the buckets that hold these: before
+    its forward pass, since some keep references to their parameters (LSTM), and when one is looked
+    up, since modules use those of others (MultiheadAttention).
+
+    Args:
+        module: The module.
+        weights: Its weights.
+        buckets: By parameter, the index of its bucket.
+
+    Attributes:
+        unguarded: The buckets of what nobody would wait for: compiled modules have no such hooks.
+        remove: Leaves the module as it was.
+    """
+
+    def __init__(self, module: nn.Module, weights: WeightBuckets,
+                 buckets: Mapping[Parameter, int]) -> None:
+        self.unguarded: set[int] = set()
+        restored = ExitStack()
+        compiled = {part for root in module.modules() if is_compiled(root)
+                    for part in root.modules()}
+        for part in module.modules():
+            indices = {buckets[p] for p in part.parameters(recurse=False) if p in buckets}
+            if part in compiled:
+                self.unguarded |= indices
+            elif indices:
+                wait = Uncopied(weakly(weights.wait_for, sorted(indices)))
+                set_parameters(part, Guarded(parameters_of(part), wait))
+                restored.callback(_unguard, part)
+                restored.enter_context(part.register_forward_pre_hook(wait, prepend=True))
+        # Once: others may guard the module afterwards.
+        self.remove = weakref.finalize(self, restored.close)
+        self.remove.atexit = False
+
+
+def _unguard(part: nn.Module) -> None:
+    set_parameters(part, dict(parameters_of(part)))
+
+
+def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
+    """Yield what `named_parameters` does; they may be incomplete, to look at their values."""
+    seen = set()
+    for prefix, part in module.named_modules():
+        parameters = parameters_of(part)
+        # Those of TorchScript are no dict.
+        items = dict.items if isinstance(parameters, dict) else type(parameters).items
+        for name, p in items(parameters):
+            if p is not None and p not in seen:
+                seen.add(p)
+                yield f"{prefix}.{name}" if prefix else name, p

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from ..engine.handle import Action, Handle, Lane
 from ..gpu.arrays import is_gpu_tensor
-from .devices import on_idle_stream
 from .private import call_after_backward
-from .tensors import tensors_in
+from .tensors import on_idle_stream, tensors_in
 
 _NO_TIMEOUT = timedelta(0)
 

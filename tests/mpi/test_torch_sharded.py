@@ -20,8 +20,7 @@ from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
 from mpiring.torch import DataParallel, Sharded, broadcast_parameters  # noqa: E402
-from mpiring.torch.guarded import without_waiting  # noqa: E402
-from mpiring.torch.weights import WeightBuckets, flat  # noqa: E402
+from mpiring.torch.weights import WeightBuckets, flat, without_waiting  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.mpi
