@@ -77,6 +77,7 @@ class Averaging:
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
         under_way: Whether gradients have not arrived yet.
+        dense: By name, the parameters whose gradients are not sparse.
         placeholders: By name, the parameters' gradients where an owner has the means.
         comm: The ranks.
         gradients: The averager of the dense ones, with the statistics of all.
@@ -90,7 +91,7 @@ class Averaging:
         self.active, self.under_way, self._weighing = True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
-        self._dense = {name: p for name, p in parameters.items() if p not in sparse}
+        self.dense = {name: p for name, p in parameters.items() if p not in sparse}
         self.comm, self._settings, self._completed = comm, settings, completed
         # Per parameter, whether this rank has a gradient at the end of backward; later, any rank.
         self._has = np.empty(0, bool)
@@ -99,7 +100,7 @@ class Averaging:
         # The number of the backward pass whose end will call `_end`; -1 for none.
         self._pass = -1
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
-                 for name, p in self._dense.items()]
+                 for name, p in self.dense.items()]
         # All are on its device.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
@@ -112,7 +113,7 @@ class Averaging:
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)
         self._views: dict[str, torch.Tensor] = {}
-        for name in self._dense:
+        for name in self.dense:
             self._move(name)
         self._owner: GradientOwner | None = None
         self.placeholders: dict[str, torch.Tensor] = {}
@@ -133,14 +134,14 @@ class Averaging:
         Raises:
             ConfigError: Some gradients are sparse.
         """
-        if len(self._dense) < len(self._parameters):
+        if len(self.dense) < len(self._parameters):
             raise ConfigError(
                 f"rank {self.comm.rank}: the gradients of "
-                f"{', '.join(sorted(self._parameters.keys() - self._dense.keys()))} are sparse, "
+                f"{', '.join(sorted(self._parameters.keys() - self.dense.keys()))} are sparse, "
                 f"and cannot be cut into slices; use sparse=False with a Sharded optimizer")
         self.gradients.scatter()
         self._owner = owner
-        self.placeholders = {name: placeholder(p) for name, p in self._dense.items()}
+        self.placeholders = {name: placeholder(p) for name, p in self.dense.items()}
 
     def close(self) -> None:
         """Detach from the parameters; their gradients stay as they are."""
@@ -188,17 +189,17 @@ class Averaging:
         unreached: set[str] = set()
         if self._settings.find_unused_parameters:
             self.comm.allreduce(self._has, op="max")
-            unreached = {name for name, has in zip(self._dense, self._has) if not has}
+            unreached = {name for name, has in zip(self.dense, self._has) if not has}
         withheld, self._withheld = self._withheld, {}
         # Where the user has replaced a substitute, the gradient is not needed any more.
         blanks = {name: blank for name, (blank, gradient) in withheld.items()
-                  if self._dense[name].grad is gradient}
+                  if self.dense[name].grad is gradient}
         # All at once, since each answer of a GPU takes a while.
         untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
         for name, is_untouched in zip(blanks, untouched, strict=True):
             if not is_untouched:
                 self._views[name].zero_()
-        for name, p in self._dense.items():
+        for name, p in self.dense.items():
             if name in blanks or name not in withheld and name not in unreached:
                 p.grad = None if name in unreached else self._views[name]
 
@@ -224,7 +225,7 @@ class Averaging:
                 f"rank {self.comm.rank}: the gradient of {name} is itself part of a graph "
                 f"(create_graph=True), which averaging would tear; call backward on the bare "
                 f"module, or use torch.autograd.grad for the inner derivative")
-        if name in self._dense:
+        if name in self.dense:
             self._put(name, p)
         if self.active:
             self._ready(name)
@@ -250,7 +251,7 @@ class Averaging:
             view.mul_(weight)
 
     def _ready(self, name: str) -> None:
-        if name not in self._dense:
+        if name not in self.dense:
             self._sparse.ready(name, self._weighing.factor)
             return
         if not self.gradients.expects(name):
@@ -276,7 +277,7 @@ class Averaging:
                 f"name them in backward(inputs=[...]) if it left them out")
         self._contribute(missing)
         for name, x in self.placeholders.items():
-            self._dense[name].grad = x
+            self.dense[name].grad = x
         if self._settings.defer_wait:
             self._withhold()
         else:
@@ -287,7 +288,7 @@ class Averaging:
 
         Scaling and clipping thus cannot damage them, and gradients that are dropped stay dropped.
         """
-        for name, p in self._dense.items():
+        for name, p in self.dense.items():
             blank = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
             self._withheld[name] = blank, blank.expand(p.shape)
             p.grad = self._withheld[name][1]
@@ -295,13 +296,13 @@ class Averaging:
     def _contribute(self, unreached: Sequence[str]) -> None:
         """Complete this rank's part: what other parameters have accumulated before, or zeros."""
         for name in unreached:
-            if name in self._dense:
-                self._put(name, self._dense[name])
+            if name in self.dense:
+                self._put(name, self.dense[name])
             self._ready(name)
         self.under_way = True
         if self._settings.find_unused_parameters:
             self._has = np.array([name not in unreached or p.grad is not None
-                                  for name, p in self._dense.items()])
+                                  for name, p in self.dense.items()])
 
     def step_with_nothing(self) -> None:
         """Take part in a step of the others, for which this rank has no gradients.
@@ -315,7 +316,7 @@ class Averaging:
 
     def _move(self, name: str) -> None:
         """Follow a gradient to another bucket, without a reference to the old memory."""
-        p, old = self._dense[name], self._views.get(name)
+        p, old = self.dense[name], self._views.get(name)
         self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]

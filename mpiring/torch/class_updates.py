@@ -17,8 +17,7 @@ from ..memory.tensors import array_of, numpy_dtype
 from ..operations.agreement import Call
 from ..sharding.sliced import Leaves, Sliced, gather, slices_of
 from ..sharding.state import TensorRange
-from .param_groups import ParamGroup, refuse_ungrouped, settings_of
-from .shards import ShardLayout, Shard, cut
+from .shards import ParamGroup, Shard, ShardLayout, cut, refuse_ungrouped, settings_of
 from .tensors import in_shape_of, tensor_of
 
 # By parameter and name: a tensor of the parameter's shape, a `Sliced` one, or a number.
@@ -169,14 +168,14 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
         raise ConfigError(
             f"the state of {part.name} is {getattr(x, 'shape', x)!r:.100}, but the parameter "
             f"is of shape {tuple(p.shape)}; load what an optimizer of the same model has returned")
-    if isinstance(x, Sliced):
-        if p.is_contiguous():
-            return tensor_of(x.read(*part.ends))
-        x = tensor_of(x.whole())
-    x = torch.as_tensor(x).detach().cpu()
+    if isinstance(x, Sliced) and p.is_contiguous():
+        return tensor_of(x.read(*part.ends))
+    x = torch.as_tensor(tensor_of(x.whole()) if isinstance(x, Sliced) else x).detach().cpu()
     if not p.is_contiguous():
-        x = in_shape_of(p, torch.empty(p.numel(), dtype=x.dtype, device="cpu")).copy_(x)
-        return x.as_strided((p.numel(),), (1,))[slice(*part.ends)]
+        # In the order of the parameter's memory, as its slices are.
+        in_order = torch.empty(p.numel(), dtype=x.dtype, device="cpu")
+        in_shape_of(p, in_order).copy_(x)
+        x = in_order
     return x.reshape(-1)[slice(*part.ends)]
 
 

@@ -24,9 +24,11 @@ from ..training.replicas import Replicas
 from ..training.weighing import Weighing
 from .averaging import Averaging, GradientOwner, Settings
 from .weights import without_waiting
-from .modules import Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weakly
+from .modules import (
+    SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weakly,
+)
 from .sparse import sparse_parameters
-from .states import SAME_MODEL, copy_from, replicated_parts
+from .states import copy_from, replicated_parts
 from .tensors import DEVICE_TYPES, described, tensors_in
 from .threads import share_cores
 

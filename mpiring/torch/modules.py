@@ -9,10 +9,14 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ..communicator import Communicator
-from ..errors import ConfigError
+from ..errors import BufferMismatchError, ConfigError
 from ..memory.tensors import numpy_dtype
-from .tensors import DEVICE_TYPES
+from ..operations.consistency import same_on_all
+from .tensors import DEVICE_TYPES, described
 from .states import copy_from
+
+
+SAME_MODEL = "build the same model, in the same order, on every rank"
 
 
 class Wrapper(nn.Module):
@@ -95,6 +99,27 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
             raise ConfigError(f"rank {comm.rank}: parameter {name} is on {p.device}; expected the "
                               f"CPU or a GPU: wrap module.cpu(), or module.to(device_for(comm))")
         numpy_dtype(p.dtype)
+
+
+def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
+    """Copy rank 0's parameters and buffers to all ranks; return the parameters that are trained.
+
+    Raises:
+        BufferMismatchError: The modules differ between ranks, or what of them is trained.
+        ConfigError: The module cannot be trained on several ranks, or nothing of it is trained.
+
+    Collective: yes. Blocking: yes.
+    """
+    with same_on_all(comm, "the model", error=BufferMismatchError, remedy=SAME_MODEL) as same:
+        refuse_untrainable(module, comm)
+        parts = dict(module.named_parameters()) | dict(module.named_buffers())
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
+        same["tensors"] = [f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
+                           for name, x in parts.items()]
+    copy_from(0, parts.values(), comm)
+    return trained
 
 
 def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:

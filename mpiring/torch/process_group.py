@@ -200,15 +200,13 @@ class ProcessGroup(dist.ProcessGroup):
         return self._allreduce("all_reduce_coalesced", tensors, opts)
 
     def _allreduce(self, kind: str, tensors: Tensors, opts: Any) -> Work:
-        buffers, vectors, names = TensorBuffers(), [], []
-        for tensor in tensors:
-            op = op_of(opts, tensor.dtype, self.size())
-            vectors.append((buffers.numbers(tensor, written=True, factor=op.factor,
-                                            divisor=op.divisor), op.combine))
-            names.append(op.name)
-        detail = f"{names} of " + ", ".join(map(described, tensors))
+        buffers = TensorBuffers()
+        ops = [op_of(opts, tensor.dtype, self.size()) for tensor in tensors]
+        vectors = [buffers.numbers(tensor, written=True, factor=op.factor, divisor=op.divisor)
+                   for tensor, op in zip(tensors, ops)]
+        detail = f"{[op.name for op in ops]} of " + ", ".join(map(described, tensors))
         return self._submit(kind, detail, opts, buffers, list(tensors), lambda collectives: in_turn(
-            (), [collectives.allreduce(x, op=combine) for x, combine in vectors]))
+            (), [collectives.allreduce(x, op=op.combine) for x, op in zip(vectors, ops)]))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Combine a tensor over all ranks into that of the root; others keep theirs."""
@@ -238,20 +236,19 @@ class ProcessGroup(dist.ProcessGroup):
     def _reduce_scatter(self, kind: str, outputs: Tensors,
                         inputs: Sequence[Tensor | Tensors], opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        buffers, rank = TensorBuffers(), self.rank()
-        rows, copies, names = [], [], []
-        for output, input in zip(outputs, inputs):
-            op = op_of(opts, output.dtype, self.size())
+        buffers, rank, rows, copies = TensorBuffers(), self.rank(), [], []
+        ops = [op_of(opts, output.dtype, self.size()) for output in outputs]
+        for output, input, op in zip(outputs, inputs, ops):
             chunks = self._chunks(input, output, "input", functools.partial(
                 buffers.numbers, factor=op.factor))
             result = buffers.numbers(output, written=True, divisor=op.divisor)
             copies.append((result, chunks[rank]))
             # The result goes to the place of this rank's own contribution.
-            rows.append(([*chunks[:rank], result, *chunks[rank + 1:]], op.combine))
-            names.append(op.name)
-        detail = f"{names} of " + ", ".join(map(described, outputs))
+            rows.append([*chunks[:rank], result, *chunks[rank + 1:]])
+        detail = f"{[op.name for op in ops]} of " + ", ".join(map(described, outputs))
         return self._submit(kind, detail, opts, buffers, list(outputs), lambda collectives: in_turn(
-            copies, [collectives.reduce_scatter_chunks(x, op=combine) for x, combine in rows]))
+            copies, [collectives.reduce_scatter_chunks(chunks, op=op.combine)
+                     for chunks, op in zip(rows, ops)]))
 
     # Copies
 

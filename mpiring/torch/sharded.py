@@ -18,10 +18,8 @@ from ..text import first_few
 from .averaging import Averaging, SliceGradient
 from .class_updates import ClassUpdates, refuse_whole_tensors
 from .data_parallel import DataParallel
-
-from .param_groups import described, param_groups
 from .private import run_state_hooks
-from .shards import ShardLayout
+from .shards import ShardLayout, described, param_groups
 from .tensor_updates import TensorUpdates
 from .weights import Guard, LoadHooks, NodeWeights, WeightBuckets, without_waiting
 
@@ -278,9 +276,34 @@ class Sharded(torch.optim.Optimizer):
         return self._norm("grad_norm", norm_type)
 
     def _norm(self, method: str, norm_type: float, **more: Any) -> float:
+        """Return the norm of all ranks' slices, if all ranks pass the same to a method.
+
+        Raises:
+            ConfigError: An argument is out of range, on all ranks.
+            BufferMismatchError: Arguments differ between ranks.
+        """
         self._refuse_without_gradients(f"{method}()")
-        return norm_of_slices(self._comm, [shard.gradient for shard in self._updates.shards],
-                              method, norm_type, **more)
+        arguments = {"norm_type": norm_type, **more}
+        call = Call(method, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
+                    remedy=f"pass the same to {method} on every rank")
+        total, failure = 0.0, None
+        try:
+            checked = {name: number(name, arguments[name], *_NUMBERS[name])
+                       for name in _NUMBERS if name in arguments}
+            norm_type = checked["norm_type"]
+            total = _norm_of([shard.gradient for shard in self._updates.shards], norm_type)
+        except ConfigError as error:
+            # Raised when all ranks are known to have passed the same.
+            failure, norm_type = error, 1.0
+        if norm_type == math.inf:
+            largest = np.array([total])
+            self._comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
+            return float(largest[0])
+        with np.errstate(over="ignore"):
+            total = _sum(self._comm, call, float(np.float64(total) ** norm_type))
+        if failure is not None:
+            raise failure
+        return total ** (1 / norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *,
                         error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -365,29 +388,25 @@ class Sharded(torch.optim.Optimizer):
             refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
             state_dict = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
             same["state"] = state_dict
-            load = self._loader_of(state_dict)
+            try:
+                load = self._updates.loader_of(state_dict)
+            except MpiringError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"rank {self._comm.rank}: the state is none of a Sharded optimizer "
+                    f"({type(error).__name__}: {error}); pass what state_dict() has returned"
+                ) from error
         load()
         self.state = self._updates.optimizer.state
         if self._is_fresh:
             self._give()
         run_state_hooks(self, "load_state_dict_post")
 
-    def _loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
-        try:
-            return self._updates.loader_of(state_dict)
-        except MpiringError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"rank {self._comm.rank}: the state is none of a Sharded optimizer "
-                f"({type(error).__name__}: {error}); pass what state_dict() has returned"
-            ) from error
-
     def _lay_out(self, averaging: Averaging) -> ShardLayout:
         """Put the weights into buckets that are cut as those of the gradients are."""
         self._averaging, self._comm = averaging, averaging.comm
-        named = dict(self._model.module.named_parameters())
-        parameters = {name: named[name] for name in averaging.gradients.views}
+        parameters = {name: averaging.dense[name] for name in averaging.gradients.views}
         with torch.no_grad():
             self._weights = self._kind(parameters, averaging.gradients, self._comm)
         self._version = averaging.gradients.version
@@ -455,45 +474,6 @@ _BLOCK = 1 << 18
 # Arguments that are numbers: in range, and in words.
 _NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"),
                                "max_norm": (lambda x: x >= 0, "a number from 0")}
-
-
-def norm_of_slices(comm: Communicator, gradients: Sequence[torch.Tensor], method: str,
-                   norm_type: float, **more: Any) -> float:
-    """Return the norm of all ranks' slices as one vector.
-
-    Args:
-        comm: The ranks.
-        gradients: This rank's slices; at least one.
-        method: The method that was called.
-        norm_type, more: Its arguments.
-
-    Raises:
-        ConfigError: An argument is out of range, on all ranks.
-        BufferMismatchError: Arguments differ between ranks.
-
-    Collective: yes. Blocking: yes.
-    """
-    arguments = {"norm_type": norm_type, **more}
-    call = Call(method, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
-                remedy=f"pass the same to {method} on every rank")
-    total, failure = 0.0, None
-    try:
-        checked = {name: number(name, arguments[name], *_NUMBERS[name])
-                   for name in _NUMBERS if name in arguments}
-        norm_type = checked["norm_type"]
-        total = _norm_of(gradients, norm_type)
-    except ConfigError as error:
-        # Raised when all ranks are known to have passed the same.
-        failure, norm_type = error, 1.0
-    if norm_type == math.inf:
-        largest = np.array([total])
-        comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
-        return float(largest[0])
-    with np.errstate(over="ignore"):
-        total = _sum(comm, call, float(np.float64(total) ** norm_type))
-    if failure is not None:
-        raise failure
-    return total ** (1 / norm_type)
 
 
 def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> float:

@@ -14,10 +14,9 @@ from ..errors import BufferMismatchError, ConfigError
 from ..memory.pytrees import leaves, mapped
 from ..operations.consistency import same_on_all
 from ..training.replicas import Replicated, replicated_in
-from .tensors import DEVICE_TYPES, described
+from .tensors import DEVICE_TYPES
 from .vectors import TensorBuffers
 
-SAME_MODEL = "build the same model, in the same order, on every rank"
 # Short tensors are fused, since each broadcast costs the latency of a message.
 _FUSED_BYTES = 1 << 20
 
@@ -67,26 +66,6 @@ def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) ->
             _broadcast(fused, comm, root)
     # On all ranks alike, however they were written.
     torch.autograd.graph.increment_version(tensors)
-
-
-def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
-    """Copy rank 0's parameters and buffers to all ranks; return the parameters that are trained.
-
-    Raises:
-        BufferMismatchError: The modules differ between ranks, or what of them is trained.
-        ConfigError: Nothing is trained.
-
-    Collective: yes. Blocking: yes.
-    """
-    parts = dict(module.named_parameters()) | dict(module.named_buffers())
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    with same_on_all(comm, "the model", error=BufferMismatchError, remedy=SAME_MODEL) as same:
-        if not trained:
-            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
-        same["tensors"] = [f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
-                           for name, x in parts.items()]
-    copy_from(0, parts.values(), comm)
-    return trained
 
 
 def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

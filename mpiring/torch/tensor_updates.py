@@ -13,8 +13,7 @@ from ..errors import ConfigError
 from ..optim.optimizer import Optimizer
 from ..optim.settings import ADAPTS
 from ..training.averager import Averager
-from .param_groups import ParamGroup, settings_of
-from .shards import ShardLayout, Shard, cut
+from .shards import ParamGroup, Shard, ShardLayout, cut, settings_of
 
 
 class _Model:

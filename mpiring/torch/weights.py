@@ -307,8 +307,7 @@ class NodeWeights(WeightBuckets):
         try:
             self.synchronize()
             if not self._is_first:
-                for name, view in self._views.items():
-                    self._parameters[name].data = view.clone()
+                self.leave()
             self._meet()
             yield
         finally:
