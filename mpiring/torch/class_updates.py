@@ -17,6 +17,7 @@ from ..memory.tensors import array_of, numpy_dtype
 from ..operations.agreement import Call
 from ..sharding.sliced import Leaves, Sliced, gather, slices_of
 from ..sharding.state import TensorRange
+from .checkpoints import whole
 from .shards import ParamGroup, Shard, ShardLayout, cut, refuse_ungrouped, settings_of
 from .tensors import in_shape_of, tensor_of
 
@@ -247,9 +248,7 @@ class ClassUpdates:
         """Cut new shards, and make their optimizer, with their state; return how to use it."""
         parameters = layout.parameters
         # What is cut now need not be kept whole.
-        aside = {name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
-                        for key, x in state.items()}
-                 for name, state in states.items() if name not in parameters}
+        aside = whole({name: x for name, x in states.items() if name not in parameters})
         groups = cut(layout, self._group_of, len(self._names),
                      lambda name: numbers_of(states.get(name, {}), elementwise))
         optimizer = self._class([{**its, "params": [shard.parameter for shard in group]}
@@ -291,19 +290,18 @@ class ClassUpdates:
             for index in buckets:
                 send(index)
             return
-        gradients = [shard.parameter.grad for shard in self.shards]
+        gradients = {shard: shard.parameter.grad for shard in self.shards}
         for shard in self.shards:
             shard.parameter.grad = None
         # Forward needs them in the reverse of the order in which their gradients came.
         for index in reversed(buckets):
-            updated = [(shard.parameter, gradient)
-                       for shard, gradient in zip(self.shards, gradients) if shard.bucket == index]
-            for p, gradient in updated:
-                p.grad = gradient
+            updated = [shard for shard in self.shards if shard.bucket == index]
+            for shard in updated:
+                shard.parameter.grad = gradients[shard]
             if updated:
                 self.optimizer.step()
-            for p, _ in updated:
-                p.grad = None
+            for shard in updated:
+                shard.parameter.grad = None
             send(index)
 
     # State

@@ -30,8 +30,7 @@ from . import sparse
 from .tensors import DEVICE_TYPES
 from .threads import fill_cores, own_share
 from .vectors import (
-    TensorBuffers, by_splits, check_alike, check_count, check_multiple, described, in_turn,
-    only, op_of,
+    TensorBuffers, by_splits, check_alike, check_count, described, in_turn, only, op_of,
 )
 from .works import DONE, Work, coalesced, in_callback
 
@@ -177,7 +176,9 @@ class ProcessGroup(dist.ProcessGroup):
                 lend: Callable[[Tensor], Array]) -> list[Array]:
         """Return a vector per rank: parts of one tensor, or a list of tensors, like `model`."""
         if isinstance(tensors, Tensor):
-            check_multiple(tensors, model, self.size(), label)
+            if tensors.dtype != model.dtype or tensors.numel() != self.size() * model.numel():
+                raise ConfigError(f"the {label} tensor is {described(tensors)}: expected "
+                                  f"{self.size()} times {described(model)}")
             return chunks_of(lend(tensors), self.size())
         check_count(tensors, self.size(), label)
         check_alike(tensors, model, label)

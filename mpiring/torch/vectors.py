@@ -231,13 +231,6 @@ def check_alike(tensors: Sequence[torch.Tensor], model: torch.Tensor, label: str
                 f"others are")
 
 
-def check_multiple(long: torch.Tensor, short: torch.Tensor, size: int, label: str) -> None:
-    """Raise ConfigError unless `long` has `size` times as many elements as `short`."""
-    if long.dtype != short.dtype or long.numel() != size * short.numel():
-        raise ConfigError(
-            f"the {label} tensor is {described(long)}: expected {size} times {described(short)}")
-
-
 def described(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype and shape as a text."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
