@@ -1,9 +1,8 @@
-"""Runs an optimizer class of PyTorch on this rank's shards, with state by parameter."""
+"""Runs an optimizer class of PyTorch on shards, if it treats each element for itself."""
 
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any
 
@@ -25,13 +24,6 @@ from .tensors import in_shape_of, tensor_of
 States = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Elements:
-    """State with an element for each of a parameter's, of this dtype; somewhere in slices."""
-
-    dtype: torch.dtype
-
-
 class ShardedState:
     """What the ranks' optimizers know about the parameters, together.
 
@@ -41,8 +33,9 @@ class ShardedState:
         layout: Which the shards are of.
 
     Attributes:
-        outline: By parameter and name of its state: `Elements`, or a number. The same on all ranks.
-        elementwise: The names of the state that has `Elements`.
+        outline: By parameter and name of its state: a number; or, for state with an element for
+            each of the parameter's, which is in slices, the dtype. The same on all ranks.
+        elementwise: The names of the state that has such elements.
 
     Collective: yes. Blocking: yes.
     """
@@ -58,7 +51,7 @@ class ShardedState:
             name: its for of_rank in self._comm.allgather_object(outline)
             for name, its in of_rank.items()}
         self.elementwise = {key for its in self.outline.values() for key, x in its.items()
-                            if isinstance(x, Elements)}
+                            if isinstance(x, torch.dtype)}
 
     def whole(self, *, root: int | None = None) -> States:
         """Return the state of whole parameters, on their device; only on rank `root`, if any.
@@ -95,8 +88,8 @@ class ShardedState:
 
     def _vectors(self) -> Leaves:
         """Return this rank's ranges of all state, in the order of memory."""
-        dtypes = {name: {key: numpy_dtype(x.dtype) for key, x in its.items()
-                         if isinstance(x, Elements)} for name, its in self.outline.items()}
+        dtypes = {name: {key: numpy_dtype(x) for key, x in its.items()
+                         if isinstance(x, torch.dtype)} for name, its in self.outline.items()}
         return slices_of(
             {name: self._parameters[name].shape for name in dtypes}, dtypes,
             ((part.name, key, part.offset, array_of(x[part.elements].cpu()))
@@ -126,7 +119,7 @@ def _sliced(x: Any, *, is_saved: bool) -> Any:
 
 def _outlined(x: Any, shard: Shard) -> Any:
     if isinstance(x, torch.Tensor) and x.shape == shard.parameter.shape:
-        return Elements(x.dtype)
+        return x.dtype
     # Not shared by parameters: each will count its own steps.
     return x.detach().cpu().clone() if isinstance(x, torch.Tensor) else x
 
