@@ -4,7 +4,7 @@ from . import process_group, rendezvous
 from .asynchronous import AsyncDataParallel
 from .checkpoints import Checkpoints, load_file, random_state, set_random_state, whole
 from .data_parallel import DataParallel
-from .devices import device_for
+from .tensors import device_for
 from .local import DiLoCo, LocalSGD
 from .process_group import ProcessGroup
 from .rendezvous import export_environment

@@ -9,11 +9,10 @@ from torch import nn
 from ..asynchronous import ParameterServer
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
-from ..operations.consistency import same_on_all
 from ..optim.optimizer import Optimizer, TrainedModel
 from ..record.statistics import Statistics
-from .modules import Wrapper, refuse_untrainable
-from .states import broadcast_parameters, trained_alike
+from .modules import Wrapper, trained_alike
+from .states import broadcast_parameters
 from .tensors import tensor_of
 from .threads import share_cores
 
@@ -50,12 +49,10 @@ class AsyncDataParallel(Wrapper):
                  optimizer: Callable[[TrainedModel], Optimizer], staleness: int | None = 4,
                  damped: bool = True) -> None:
         refuse_other_than_communicators(comm)
-        with same_on_all(comm, "the model"):
-            refuse_untrainable(module, comm)
+        trained = trained_alike(module, comm)
         super().__init__(module)
         self._comm = comm
         share_cores(comm)
-        trained = trained_alike(module, comm)
         self.server = ParameterServer(trained, comm, optimizer=optimizer, staleness=staleness,
                                       damped=damped)
         self._gradients = [(p, tensor_of(self.server.grads[name]), p.data_ptr())

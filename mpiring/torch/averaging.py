@@ -1,5 +1,6 @@
 """Averages gradients while backward runs, by hooks on parameters and views into buckets."""
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,13 @@ from ..memory.tensors import numpy_dtype
 from ..training.averager import Averager
 from ..training.fused import Fusion, Placement
 from ..training.weighing import Weighing
-from .devices import gpu_of, marker_of, selector_of
-from .private import adds_to_gradients, call_after_backward, current_pass, leaves_behind
+from .modules import weakly
+from .private import (
+    adds_to_gradients, call_after_backward, current_pass, leaves_behind, without_subclasses,
+)
 from .sparse import SparseGradients
-from .tensors import seen_as_tensor, tensors_in
+from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor, selector_of, tensors_in
 from .threads import fill_only_node
-from .placeholders import placeholder
 
 
 @dataclass(frozen=True)
@@ -30,12 +32,12 @@ class Settings(Fusion):
     """How gradients are averaged.
 
     Attributes:
-        find_unused: Contribute zeros for parameters that a backward pass did not reach.
-        deferred: Gradients arrive in `wait`, not at the end of backward.
+        find_unused_parameters: Contribute zeros for those that a backward pass did not reach.
+        defer_wait: Gradients arrive in `wait`, not at the end of backward.
     """
 
-    find_unused: bool = False
-    deferred: bool = False
+    find_unused_parameters: bool = False
+    defer_wait: bool = False
 
 
 class GradientOwner(Protocol):
@@ -75,6 +77,7 @@ class Averaging:
     Attributes:
         active: Whether backward passes average; else gradients accumulate on this rank.
         under_way: Whether gradients have not arrived yet.
+        dense: By name, the parameters whose gradients are not sparse.
         placeholders: By name, the parameters' gradients where an owner has the means.
         comm: The ranks.
         gradients: The averager of the dense ones, with the statistics of all.
@@ -88,17 +91,16 @@ class Averaging:
         self.active, self.under_way, self._weighing = True, False, weighing
         self._parameters = dict(parameters)
         self._trained = set(parameters.values())
-        self._dense = {name: p for name, p in parameters.items() if p not in sparse}
+        self.dense = {name: p for name, p in parameters.items() if p not in sparse}
         self.comm, self._settings, self._completed = comm, settings, completed
-        self._unused: list[str] = []
-        # Per parameter, whether this rank has a gradient at the end of backward.
+        # Per parameter, whether this rank has a gradient at the end of backward; later, any rank.
         self._has = np.empty(0, bool)
         # Substitutes of gradients that are under way: a NaN, and the same NaN in their shape.
         self._withheld: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # The number of the backward pass whose end will call `_end`; -1 for none.
         self._pass = -1
         specs = [TensorSpec(name, tuple(p.shape), numpy_dtype(p.dtype))
-                 for name, p in self._dense.items()]
+                 for name, p in self.dense.items()]
         # All are on its device.
         first = next(iter(parameters.values()))
         self._select_gpu, gpu = selector_of(first), gpu_of(first)
@@ -111,21 +113,15 @@ class Averaging:
             {name: p for name, p in parameters.items() if p in sparse}, comm,
             self.gradients.tally)
         self._views: dict[str, torch.Tensor] = {}
-        for name in self._dense:
+        for name in self.dense:
             self._move(name)
         self._owner: GradientOwner | None = None
         self.placeholders: dict[str, torch.Tensor] = {}
-        # Python's garbage collector does not find cycles through a parameter's hooks.
-        reference = weakref.ref(self)
-        self._hooks = [p.register_post_accumulate_grad_hook(_hook(reference, name))
-                       for name, p in parameters.items()]
-        weakref.finalize(self, _remove, self._hooks).atexit = False
-
-    @property
-    def finite(self) -> bool:
-        """Whether all means of the last complete step are finite; the same on all ranks."""
-        with self._select_gpu():
-            return self.gradients.finite
+        self._hooks = contextlib.ExitStack()
+        for name, p in parameters.items():
+            self._hooks.enter_context(
+                p.register_post_accumulate_grad_hook(weakly(self._accumulated, name)))
+        weakref.finalize(self, self._hooks.close).atexit = False
 
     def is_for(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether an optimizer has any of the parameters."""
@@ -138,20 +134,20 @@ class Averaging:
         Raises:
             ConfigError: Some gradients are sparse.
         """
-        if len(self._dense) < len(self._parameters):
+        if len(self.dense) < len(self._parameters):
             raise ConfigError(
                 f"rank {self.comm.rank}: the gradients of "
-                f"{', '.join(sorted(self._parameters.keys() - self._dense.keys()))} are sparse, "
+                f"{', '.join(sorted(self._parameters.keys() - self.dense.keys()))} are sparse, "
                 f"and cannot be cut into slices; use sparse=False with a Sharded optimizer")
         self.gradients.scatter()
         self._owner = owner
-        self.placeholders = {name: placeholder(p) for name, p in self._dense.items()}
+        self.placeholders = {name: placeholder(p) for name, p in self.dense.items()}
 
     def close(self) -> None:
         """Detach from the parameters; their gradients stay as they are."""
         self.wait()
         self.gradients.close()
-        _remove(self._hooks)
+        self._hooks.close()
 
     def watch(self, outputs: object) -> None:
         """Watch for the backward pass that begins at these outputs of the model.
@@ -190,17 +186,20 @@ class Averaging:
 
     def _show(self) -> None:
         """Give parameters the gradients that have arrived."""
-        unreached, withheld = self._reached_nowhere(), self._withheld
-        self._withheld = {}
+        unreached: set[str] = set()
+        if self._settings.find_unused_parameters:
+            self.comm.allreduce(self._has, op="max")
+            unreached = {name for name, has in zip(self.dense, self._has) if not has}
+        withheld, self._withheld = self._withheld, {}
         # Where the user has replaced a substitute, the gradient is not needed any more.
         blanks = {name: blank for name, (blank, gradient) in withheld.items()
-                  if self._dense[name].grad is gradient}
+                  if self.dense[name].grad is gradient}
         # All at once, since each answer of a GPU takes a while.
         untouched = torch.stack([x.isnan() for x in blanks.values()]).tolist() if blanks else []
         for name, is_untouched in zip(blanks, untouched, strict=True):
             if not is_untouched:
                 self._views[name].zero_()
-        for name, p in self._dense.items():
+        for name, p in self.dense.items():
             if name in blanks or name not in withheld and name not in unreached:
                 p.grad = None if name in unreached else self._views[name]
 
@@ -226,7 +225,7 @@ class Averaging:
                 f"rank {self.comm.rank}: the gradient of {name} is itself part of a graph "
                 f"(create_graph=True), which averaging would tear; call backward on the bare "
                 f"module, or use torch.autograd.grad for the inner derivative")
-        if name in self._dense:
+        if name in self.dense:
             self._put(name, p)
         if self.active:
             self._ready(name)
@@ -252,7 +251,7 @@ class Averaging:
             view.mul_(weight)
 
     def _ready(self, name: str) -> None:
-        if name not in self._dense:
+        if name not in self.dense:
             self._sparse.ready(name, self._weighing.factor)
             return
         if not self.gradients.expects(name):
@@ -264,32 +263,22 @@ class Averaging:
         with self._select_gpu():
             self.gradients.ready(name)
 
-    @property
-    def _missing(self) -> list[str]:
-        return [*self.gradients.missing, *self._sparse.missing]
-
     def _end(self) -> None:
         """Complete the step at the end of a backward pass."""
         self._pass = -1
         if not self.active:
             return
-        missing = self._missing
-        if missing and not self._settings.find_unused:
+        missing = [*self.gradients.missing, *self._sparse.missing]
+        if missing and not self._settings.find_unused_parameters:
             raise GradientError(
                 f"rank {self.comm.rank}: backward did not reach {len(missing)} of "
                 f"{len(self._parameters)} parameters: {', '.join(missing)}; pass "
                 f"find_unused_parameters=True, or freeze them with requires_grad_(False), or "
                 f"name them in backward(inputs=[...]) if it left them out")
-        if missing:
-            self._contribute_unreached(missing)
-        self.under_way = True
-        if self._owner is not None:
-            for name, x in self.placeholders.items():
-                self._dense[name].grad = x
-            self.wait()
-            return
-        self._note_reached()
-        if self._settings.deferred:
+        self._contribute(missing)
+        for name, x in self.placeholders.items():
+            self.dense[name].grad = x
+        if self._settings.defer_wait:
             self._withhold()
         else:
             self.wait()
@@ -299,73 +288,91 @@ class Averaging:
 
         Scaling and clipping thus cannot damage them, and gradients that are dropped stay dropped.
         """
-        for name, p in self._dense.items():
+        for name, p in self.dense.items():
             blank = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
             self._withheld[name] = blank, blank.expand(p.shape)
             p.grad = self._withheld[name][1]
 
-    def _contribute_unreached(self, names: Sequence[str]) -> None:
-        """Contribute what parameters have accumulated before, or zeros."""
-        self._unused = list(names)
-        for name in names:
-            if name in self._dense:
-                self._put(name, self._dense[name])
+    def _contribute(self, unreached: Sequence[str]) -> None:
+        """Complete this rank's part: what other parameters have accumulated before, or zeros."""
+        for name in unreached:
+            if name in self.dense:
+                self._put(name, self.dense[name])
             self._ready(name)
+        self.under_way = True
+        if self._settings.find_unused_parameters:
+            self._has = np.array([name not in unreached or p.grad is not None
+                                  for name, p in self.dense.items()])
 
     def step_with_nothing(self) -> None:
         """Take part in a step of the others, for which this rank has no gradients.
 
         Collective: yes. Blocking: yes.
         """
-        self._unused = list(self._parameters)
-        for name, p in self._parameters.items():
+        for p in self._parameters.values():
             p.grad = None
-            if name in self._dense:
-                self._views[name].zero_()
-            self._ready(name)
-        self.under_way = True
-        self._note_reached()
+        self._contribute(list(self._parameters))
         self.wait()
-
-    def _note_reached(self) -> None:
-        """Note which gradients this rank has."""
-        if self._settings.find_unused:
-            self._has = np.array([name not in self._unused or p.grad is not None
-                                  for name, p in self._dense.items()])
-        self._unused = []
-
-    def _reached_nowhere(self) -> set[str]:
-        """Return the names of the parameters that have a gradient on no rank."""
-        if not self._settings.find_unused:
-            return set()
-        self.comm.allreduce(self._has, op="max")
-        return {name for name, has in zip(self._dense, self._has) if not has}
 
     def _move(self, name: str) -> None:
         """Follow a gradient to another bucket, without a reference to the old memory."""
-        p, old = self._dense[name], self._views.get(name)
+        p, old = self.dense[name], self._views.get(name)
         self._views[name] = in_shape_of(p, seen_as_tensor(self.gradients.views[name].reshape(-1)))
         if old is not None and p.grad is old:
             p.grad = self._views[name]
 
 
-def _hook(reference: "weakref.ref[Averaging]", name: str) -> Callable[[Parameter], None]:
-    """Return a hook that reports a complete gradient to an Averaging while that lives."""
-    def hook(p: Parameter) -> None:
-        averaging = reference()
-        if averaging is not None:
-            averaging._accumulated(name, p)
+class ScatteredGradient(torch.Tensor):
+    """Gradient of a parameter whose mean lies in slices, one per rank; see `Sharded`.
 
-    return hook
+    Shape, dtype and device can be read. Anything else raises GradientError, where a plain tensor
+    would be clipped, scaled or logged to no effect.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise GradientError for what would look at elements."""
+        if getattr(func, "__name__", "") in _HARMLESS:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        raise _refusal(func)
+
+    def __repr__(self, **_: Any) -> str:
+        return f"ScatteredGradient({self.dtype}, {tuple(self.shape)}: in slices, one per rank)"
 
 
-def _remove(hooks: Sequence[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
+# Attributes of PyTorch's tensors are functions of this name.
+_HARMLESS = {"__get__", "size", "dim", "numel", "stride", "element_size", "is_floating_point",
+             "is_complex", "__hash__"}
 
 
-def in_shape_of(p: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """View a vector as a gradient of `p`: with the strides of `p`, if they leave no gaps."""
-    if torch.ops.aten.is_non_overlapping_and_dense(p):
-        return flat.as_strided(p.shape, p.stride())
-    return flat.view(p.shape)
+class SliceGradient(torch.Tensor):
+    """Gradient of one of this rank's slices, as `param_groups` of a Sharded optimizer has it.
+
+    A plain tensor, but that its norm raises GradientError: other ranks have the rest, and would
+    clip by another norm.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise GradientError for norms; results are plain tensors."""
+        if getattr(func, "__name__", "") in _NORMS:
+            raise _refusal(func)
+        with without_subclasses():
+            return func(*args, **(kwargs or {}))
+
+
+_NORMS = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm"}
+
+
+def _refusal(func: Any) -> GradientError:
+    return GradientError(
+        f"{getattr(func, '__name__', func)} of a gradient that is in slices, one per rank "
+        f"(Sharded): clip with optimizer.clip_grad_norm_(...), in Lightning by "
+        f"configure_gradient_clipping; log optimizer.grad_norm(); unscale with "
+        f"GradScaler.unscale_(optimizer)")
+
+
+def placeholder(p: torch.Tensor) -> torch.Tensor:
+    """Return what stands in for the gradient of `p`: no memory, whatever its shape."""
+    nan = torch.full((), torch.nan, dtype=p.dtype, device=p.device)
+    return nan.expand(p.shape).as_subclass(ScatteredGradient)

@@ -1,9 +1,9 @@
-"""Runs an optimizer class of PyTorch on this rank's shards, with state by parameter."""
+"""Runs an optimizer class of PyTorch on shards, if it treats each element for itself."""
 
+import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 import torch
@@ -11,25 +11,17 @@ from torch.nn import Parameter
 
 from ..arguments import refuse_other_state
 from ..errors import ConfigError
+from ..memory.pytrees import leaves
 from ..memory.tensors import array_of, numpy_dtype
 from ..operations.agreement import Call
 from ..sharding.sliced import Leaves, Sliced, gather, slices_of
 from ..sharding.state import TensorRange
-from .averaging import in_shape_of
-from .elementwise import attributes, elementwise_state, is_number
-from .param_groups import ParamGroup, refuse_ungrouped
-from .shards import ShardLayout, Shard, cut
-from .tensors import tensor_of
+from .checkpoints import whole
+from .shards import ParamGroup, Shard, ShardLayout, cut, refuse_ungrouped, settings_of
+from .tensors import in_shape_of, tensor_of
 
 # By parameter and name: a tensor of the parameter's shape, a `Sliced` one, or a number.
 States = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Elements:
-    """State with an element for each of a parameter's, of this dtype; somewhere in slices."""
-
-    dtype: torch.dtype
 
 
 class ShardedState:
@@ -41,8 +33,9 @@ class ShardedState:
         layout: Which the shards are of.
 
     Attributes:
-        outline: By parameter and name of its state: `Elements`, or a number. The same on all ranks.
-        elementwise: The names of the state that has `Elements`.
+        outline: By parameter and name of its state: a number; or, for state with an element for
+            each of the parameter's, which is in slices, the dtype. The same on all ranks.
+        elementwise: The names of the state that has such elements.
 
     Collective: yes. Blocking: yes.
     """
@@ -54,20 +47,19 @@ class ShardedState:
         self._parameters, self._comm = layout.parameters, layout.comm
         outline = {part.name: {key: _outlined(x, shard) for key, x in its.items()}
                    for shard, its in self._shards for part in shard.ranges}
-        self.outline: States = {}
-        for of_rank in self._comm.allgather_object(outline):
-            self.outline.update(of_rank)
+        self.outline: States = {
+            name: its for of_rank in self._comm.allgather_object(outline)
+            for name, its in of_rank.items()}
         self.elementwise = {key for its in self.outline.values() for key, x in its.items()
-                            if isinstance(x, Elements)}
+                            if isinstance(x, torch.dtype)}
 
     def whole(self, *, root: int | None = None) -> States:
         """Return the state of whole parameters, on their device; only on rank `root`, if any.
 
         Collective: yes. Blocking: yes.
         """
-        keep = root is None or self._comm.rank == root
-        states: States = {name: dict(its) for name, its in self.outline.items()} if keep else {}
-        for name, key, x in self._gathered(self._vectors(), keep=keep):
+        states: States = {name: dict(its) for name, its in self.outline.items()}
+        for name, key, x in self._gathered(self._vectors(), keep=root in (None, self._comm.rank)):
             states[name][key] = x.to(self._parameters[name].device)
         return states
 
@@ -82,11 +74,8 @@ class ShardedState:
         states: States = {name: dict(its) for name, its in self.outline.items()}
         other_orders: Leaves = {}
         for name, its in self._vectors().items():
-            p = self._parameters[name]
-            if p.is_contiguous():
-                states[name] |= {
-                    key: Sliced(p.shape, {ends: piece.copy() for ends, piece in x.pieces.items()},
-                                x.dtype) for key, x in its.items()}
+            if self._parameters[name].is_contiguous():
+                states[name] |= copy.deepcopy(its)
             else:
                 other_orders[name] = its
         # Their slices are no ranges in C order: they are saved whole, by those with the first.
@@ -98,11 +87,11 @@ class ShardedState:
                          for name, its in aside.items()}
 
     def _vectors(self) -> Leaves:
-        """Return this rank's ranges of all state, each as a vector in the order of memory."""
-        dtypes = {name: {key: numpy_dtype(x.dtype) for key, x in its.items()
-                         if isinstance(x, Elements)} for name, its in self.outline.items()}
+        """Return this rank's ranges of all state, in the order of memory."""
+        dtypes = {name: {key: numpy_dtype(x) for key, x in its.items()
+                         if isinstance(x, torch.dtype)} for name, its in self.outline.items()}
         return slices_of(
-            {name: (self._parameters[name].numel(),) for name in dtypes}, dtypes,
+            {name: self._parameters[name].shape for name in dtypes}, dtypes,
             ((part.name, key, part.offset, array_of(x[part.elements].cpu()))
              for shard, its in self._shards for part in shard.ranges
              for key, x in its.items() if key in dtypes[part.name]))
@@ -115,7 +104,7 @@ class ShardedState:
                 Call("gather", f"{', '.join(map(str, its))} of {name}"),
                 functools.partial(gather, slices=list(its.values()), keep=keep))
             for key, x in zip(its, gathered):
-                yield name, key, in_shape_of(self._parameters[name], tensor_of(x))
+                yield name, key, in_shape_of(self._parameters[name], tensor_of(x.reshape(-1)))
 
 
 def _sliced(x: Any, *, is_saved: bool) -> Any:
@@ -130,7 +119,7 @@ def _sliced(x: Any, *, is_saved: bool) -> Any:
 
 def _outlined(x: Any, shard: Shard) -> Any:
     if isinstance(x, torch.Tensor) and x.shape == shard.parameter.shape:
-        return Elements(x.dtype)
+        return x.dtype
     # Not shared by parameters: each will count its own steps.
     return x.detach().cpu().clone() if isinstance(x, torch.Tensor) else x
 
@@ -173,34 +162,15 @@ def _piece(x: Any, p: Parameter, part: TensorRange) -> torch.Tensor:
         raise ConfigError(
             f"the state of {part.name} is {getattr(x, 'shape', x)!r:.100}, but the parameter "
             f"is of shape {tuple(p.shape)}; load what an optimizer of the same model has returned")
-    if isinstance(x, Sliced):
-        if p.is_contiguous():
-            return tensor_of(x.read(*part.ends))
-        x = tensor_of(x.whole())
-    x = torch.as_tensor(x).detach().cpu()
+    if isinstance(x, Sliced) and p.is_contiguous():
+        return tensor_of(x.read(*part.ends))
+    x = torch.as_tensor(tensor_of(x.whole()) if isinstance(x, Sliced) else x).detach().cpu()
     if not p.is_contiguous():
-        x = in_shape_of(p, torch.empty(p.numel(), dtype=x.dtype, device="cpu")).copy_(x)
-        return x.as_strided((p.numel(),), (1,))[slice(*part.ends)]
+        # In the order of the parameter's memory, as its slices are.
+        in_order = torch.empty(p.numel(), dtype=x.dtype, device="cpu")
+        in_shape_of(p, in_order).copy_(x)
+        x = in_order
     return x.reshape(-1)[slice(*part.ends)]
-
-
-@dataclass(frozen=True)
-class NextUpdates:
-    """An optimizer of this rank's shards, with all that is known of their state.
-
-    Attributes:
-        layout: Which the shards are of.
-        shards: Of this rank.
-        optimizer: Of these.
-        aside: State of parameters that are frozen at present.
-        elementwise: The names of state with an element for each of a parameter's.
-    """
-
-    layout: ShardLayout
-    shards: list[Shard]
-    optimizer: Any
-    aside: States
-    elementwise: set[str]
 
 
 class ClassUpdates:
@@ -214,8 +184,8 @@ class ClassUpdates:
 
     Attributes:
         shards: Of this rank, once it has begun.
-        optimizer: Of these. Another one after each `follow` and `use`, but its groups stay the
-            same dicts.
+        optimizer: Of these. Another one after each `follow`, and after a state was loaded, but its
+            groups stay the same dicts.
 
     Raises:
         ConfigError: The class looks at whole tensors.
@@ -227,9 +197,9 @@ class ClassUpdates:
                  groups: Sequence[ParamGroup], trained: Mapping[str, Parameter], *,
                  apart: bool) -> None:
         self._class, self._defaults, self._apart = optimizer_class, defaults, apart
-        self._names = [list(group.names) for group in groups]
+        self._names = [group["params"] for group in groups]
         self._group_of = {name: i for i, names in enumerate(self._names) for name in names}
-        self._settings = [group.settings for group in groups]
+        self._settings = settings_of(groups)
         self._elementwise = self._tried(self._settings, trained)
         self.optimizer: Any = None
 
@@ -249,7 +219,7 @@ class ClassUpdates:
 
         Collective: no.
         """
-        self.use(self._cut(layout, {}, self._settings, self._elementwise))
+        self._planned(layout, {}, self._settings, self._elementwise)()
 
     def follow(self, layout: ShardLayout) -> None:
         """Go on where weights and gradients lie now.
@@ -263,17 +233,15 @@ class ClassUpdates:
         state = self._state()
         # Others than at first, where a setting was raised from 0 since.
         elementwise = self._elementwise | state.elementwise
-        self.use(self._cut(layout, state.whole() | self._aside,
-                           _settings(self.optimizer.param_groups), elementwise))
+        self._planned(layout, state.whole() | self._aside,
+                      settings_of(self.optimizer.param_groups), elementwise)()
 
-    def _cut(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
-             elementwise: set[str]) -> NextUpdates:
-        """Cut new shards, and make their optimizer; with the state of all that is known."""
+    def _planned(self, layout: ShardLayout, states: States, settings: Sequence[Mapping[str, Any]],
+                 elementwise: set[str]) -> Callable[[], None]:
+        """Cut new shards, and make their optimizer, with their state; return how to use it."""
         parameters = layout.parameters
         # What is cut now need not be kept whole.
-        aside = {name: {key: tensor_of(x.whole()) if isinstance(x, Sliced) else x
-                        for key, x in state.items()}
-                 for name, state in states.items() if name not in parameters}
+        aside = whole({name: x for name, x in states.items() if name not in parameters})
         groups = cut(layout, self._group_of, len(self._names),
                      lambda name: numbers_of(states.get(name, {}), elementwise))
         optimizer = self._class([{**its, "params": [shard.parameter for shard in group]}
@@ -281,28 +249,25 @@ class ClassUpdates:
         shards = list(chain.from_iterable(groups))
         state_of_shards = {i: state_of(shard, states, parameters, elementwise)
                            for i, shard in enumerate(shards)}
-        numbers = iter(range(len(shards)))
         optimizer.load_state_dict({
             "state": {i: state for i, state in state_of_shards.items() if state},
-            "param_groups": [{**group, **its, "params": [next(numbers) for _ in group["params"]]}
-                             for group, its in zip(optimizer.param_groups, settings)]})
-        return NextUpdates(layout, shards, optimizer, aside, elementwise)
+            "param_groups": _numbered([{**group, **its} for group, its in zip(
+                optimizer.param_groups, settings)], groups)})
+        return functools.partial(self._use, layout, shards, optimizer, aside, elementwise)
 
-    def use(self, plan: NextUpdates) -> None:
-        """Go on with a planned optimizer.
-
-        Collective: no.
-        """
+    def _use(self, layout: ShardLayout, shards: list[Shard], optimizer: Any, aside: States,
+             elementwise: set[str]) -> None:
         if self.optimizer is not None:
             # Such as a count of steps; others belong to the parameters of before.
             plain, _ = attributes(self.optimizer)
-            vars(plan.optimizer).update(plain)
-            for old, new in zip(self.optimizer.param_groups, plan.optimizer.param_groups):
+            vars(optimizer).update(plain)
+            for old, new in zip(self.optimizer.param_groups, optimizer.param_groups):
                 old.clear()
                 old.update(new)
-            plan.optimizer.param_groups[:] = self.optimizer.param_groups
-        self._layout, self.shards, self.optimizer = plan.layout, plan.shards, plan.optimizer
-        self._aside, self._elementwise = plan.aside, plan.elementwise
+            optimizer.param_groups[:] = self.optimizer.param_groups
+        self._layout, self.shards, self.optimizer = layout, shards, optimizer
+        # State of parameters that are frozen at present.
+        self._aside, self._elementwise = aside, elementwise
 
     def update(self, send: Callable[[int], None]) -> None:
         """Update the shards.
@@ -318,19 +283,18 @@ class ClassUpdates:
             for index in buckets:
                 send(index)
             return
-        gradients = [shard.parameter.grad for shard in self.shards]
+        gradients = {shard: shard.parameter.grad for shard in self.shards}
         for shard in self.shards:
             shard.parameter.grad = None
         # Forward needs them in the reverse of the order in which their gradients came.
         for index in reversed(buckets):
-            updated = [(shard.parameter, gradient)
-                       for shard, gradient in zip(self.shards, gradients) if shard.bucket == index]
-            for p, gradient in updated:
-                p.grad = gradient
+            updated = [shard for shard in self.shards if shard.bucket == index]
+            for shard in updated:
+                shard.parameter.grad = gradients[shard]
             if updated:
                 self.optimizer.step()
-            for p, _ in updated:
-                p.grad = None
+            for shard in updated:
+                shard.parameter.grad = None
             send(index)
 
     # State
@@ -338,11 +302,9 @@ class ClassUpdates:
     def _state(self) -> ShardedState:
         return ShardedState(self.shards, self.optimizer.state, self._layout)
 
-    def state_dict(self, root: int | None) -> dict[str, Any] | None:
-        """Return what the class's own would be, of whole parameters; see Sharded."""
-        states = self._state().whole(root=root)
-        return self._packed(states | self._aside) if root in (None, self._layout.comm.rank) else (
-            None)
+    def state_dict(self, root: int | None) -> dict[str, Any]:
+        """Return what the class's own would be, of whole parameters; on rank `root`, if any."""
+        return self._packed(self._state().whole(root=root) | self._aside)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same with this rank's slices."""
@@ -350,15 +312,12 @@ class ClassUpdates:
 
     def _packed(self, states: States) -> dict[str, Any]:
         """Return state by the numbers that parameters have in their groups, one after the other."""
-        names = list(chain.from_iterable(self._names))
-        numbers = iter(range(len(names)))
-        groups = [{**group, "params": [next(numbers) for _ in its]}
-                  for group, its in zip(self.optimizer.param_groups, self._names)]
+        names = chain.from_iterable(self._names)
         return {"state": {i: states[name] for i, name in enumerate(names) if name in states},
-                "param_groups": groups}
+                "param_groups": _numbered(self.optimizer.param_groups, self._names)}
 
-    def planned(self, state_dict: Mapping[str, Any]) -> NextUpdates:
-        """Return what `use` needs to go on from either kind of state; nothing changes.
+    def loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Return a function that goes on from either kind of state; nothing changes before.
 
         Raises:
             ConfigError: It is of other groups or parameters, or slices are missing.
@@ -376,7 +335,7 @@ class ClassUpdates:
         states = {name: state_dict["state"][number]
                   for name, number in zip(chain.from_iterable(self._names), numbers)
                   if number in state_dict["state"]}
-        settings, elementwise = _settings(groups), self._elementwise
+        settings, elementwise = settings_of(groups), self._elementwise
         if any(_unknown(states, elementwise)):
             elementwise = elementwise | self._tried(settings, self._layout.parameters)
         for name, key in _unknown(states, elementwise):
@@ -384,7 +343,7 @@ class ClassUpdates:
                 f"rank {self._layout.comm.rank}: the state of {name} has {key!r}, which "
                 f"{self._class.__name__} with these settings has not; load what an optimizer of "
                 f"this class has returned")
-        return self._cut(self._layout, states, settings, elementwise)
+        return self._planned(self._layout, states, settings, elementwise)
 
 
 def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]:
@@ -395,5 +354,130 @@ def _unknown(states: States, elementwise: set[str]) -> Iterator[tuple[str, str]]
                 yield name, key
 
 
-def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: x for key, x in group.items() if key != "params"} for group in groups]
+def _numbered(groups: Iterable[Mapping[str, Any]],
+              members: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return groups whose parameters are numbers, as in the `state_dict` of an optimizer."""
+    numbers = count()
+    return [{**group, "params": [next(numbers) for _ in its]}
+            for group, its in zip(groups, members)]
+
+
+_REASONS = {
+    "LBFGS": "it takes the gradients of all parameters as one vector",
+    "Adafactor": "it keeps sums over rows and columns of whole matrices",
+    "Muon": "it makes whole matrices orthogonal",
+    "SparseAdam": "it takes sparse gradients, which are in no buckets",
+}
+_SHAPE, _CUT, _STEPS = (5, 7), 9, 3
+# Arithmetic may be vectorised otherwise; 16-bit weights are rounded once per step.
+_TOLERANCE = {torch.bfloat16: 2 ** -5, torch.float16: 2 ** -8}
+
+
+def refuse_whole_tensors(optimizer_class: Any) -> None:
+    """Raise ConfigError for classes that are known to look at whole tensors, or are none."""
+    if not (isinstance(optimizer_class, type)
+            and issubclass(optimizer_class, torch.optim.Optimizer)):
+        given = (f"an optimizer, {type(optimizer_class).__name__}(...)"
+                 if isinstance(optimizer_class, torch.optim.Optimizer) else
+                 f"{optimizer_class!r:.100}")
+        raise ConfigError(
+            f"optimizer_class is {given}; pass a class and its settings, as in "
+            f"Sharded(torch.optim.AdamW, model, lr=1e-3)")
+    for base in optimizer_class.__mro__:
+        if base.__name__ in _REASONS:
+            raise ConfigError(
+                f"{optimizer_class.__name__} cannot be sharded: {_REASONS[base.__name__]}; use it "
+                f"with DataParallel alone")
+
+
+def elementwise_state(optimizer_class: Any, defaults: Mapping[str, Any],
+                      group: Mapping[str, Any], like: torch.Tensor, *, apart: bool) -> set[str]:
+    """Return the names of an optimizer's state that has an element for each of a parameter.
+
+    Args:
+        optimizer_class: Its class.
+        defaults: Its settings.
+        group: Those of a group of parameters.
+        like: One of these.
+        apart: Whether its parameters are to take their steps one after the other.
+
+    Raises:
+        ConfigError: A small tensor became another one than in two pieces, or its state did; or
+            the class remembers in an attribute what cannot be kept when slices are cut again.
+    """
+    generator = torch.Generator().manual_seed(1)
+    first, *gradients = (torch.randn(_SHAPE, generator=generator).to(like)
+                         for _ in range(1 + _STEPS))
+    uncut = _stepped(optimizer_class, defaults, group, [first], [[g] for g in gradients], apart)
+    parts = _stepped(
+        optimizer_class, defaults, group, _cut(first), list(map(_cut, gradients)), apart)
+    name = optimizer_class.__name__
+    joined = torch.cat([p.detach() for p, _ in parts])
+    tolerance = _TOLERANCE.get(like.dtype, 2 ** -16)
+    (p, state), = uncut
+    if not torch.allclose(joined, p.detach().reshape(-1), rtol=tolerance, atol=tolerance):
+        raise ConfigError(
+            f"{name} cannot be sharded: a tensor became another one when it was cut in two; only "
+            f"optimizers that treat each element for itself can")
+    elementwise = {key for key, x in state.items() if _is_like(x, p)}
+    for q, its_state in parts:
+        if its_state.keys() != state.keys() or any(
+                _is_like(x, q) != (key in elementwise) or not (key in elementwise or is_number(x))
+                for key, x in its_state.items()):
+            raise ConfigError(
+                f"{name} cannot be sharded: its state {sorted(map(str, state))} has neither an "
+                f"element for each of a parameter's nor is it a number")
+    return elementwise
+
+
+def attributes(optimizer: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return an optimizer's own attributes: nests of numbers and texts, and others as a text.
+
+    Lists of its parameters are equal texts, whatever their values.
+    """
+    plain, others = {}, {}
+    for name, x in vars(optimizer).items():
+        if name not in ("defaults", "state", "param_groups"):
+            its = [leaf for _, leaf in leaves(x)]
+            if all(isinstance(leaf, int | float | complex | str | None) for leaf in its):
+                plain[name] = x
+            else:
+                others[name] = repr([leaf for leaf in its if not isinstance(leaf, Parameter)])
+    return plain, others
+
+
+def is_number(x: Any) -> bool:
+    """Return whether state is a number, or a tensor of one."""
+    return x.dim() == 0 if isinstance(x, torch.Tensor) else isinstance(x, int | float | None)
+
+
+def _is_like(x: Any, p: torch.Tensor) -> bool:
+    return isinstance(x, torch.Tensor) and x.shape == p.shape
+
+
+def _cut(x: torch.Tensor) -> list[torch.Tensor]:
+    return list(x.reshape(-1).tensor_split([_CUT]))
+
+
+def _stepped(optimizer_class: Any, defaults: Mapping[str, Any], group: Mapping[str, Any],
+             weights: Sequence[torch.Tensor], gradients: Sequence[Sequence[torch.Tensor]],
+             apart: bool) -> list[tuple[Parameter, Mapping[str, Any]]]:
+    """Return parameters, and their state, after some steps."""
+    parts = [Parameter(x.clone()) for x in weights]
+    optimizer = optimizer_class([{"params": parts, **group}], **defaults)
+    _, before = attributes(optimizer)
+    for step in gradients:
+        for p, gradient in zip(parts, step):
+            p.grad = gradient.clone()
+            if apart:
+                optimizer.step()
+                p.grad = None
+        if not apart:
+            optimizer.step()
+    for name, text in attributes(optimizer)[1].items():
+        if text != before.get(name):
+            raise ConfigError(
+                f"{optimizer_class.__name__} cannot be sharded: its steps change its attribute "
+                f"{name}={text:.100}, which is lost when slices are cut again; keep numbers there, "
+                f"and tensors in self.state[p]")
+    return [(p, dict(optimizer.state[p])) for p in parts]

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..arguments import truth
@@ -24,26 +23,14 @@ from ..text import ranks_text
 from ..training.replicas import Replicas
 from ..training.weighing import Weighing
 from .averaging import Averaging, GradientOwner, Settings
-from .devices import DEVICE_TYPES, described
-from .guarded import without_waiting
-from .modules import Buffers, Wrapper, refuse_several_devices, refuse_untrainable
+from .weights import without_waiting
+from .modules import (
+    SAME_MODEL, Buffers, Wrapper, refuse_several_devices, refuse_untrainable, weakly,
+)
 from .sparse import sparse_parameters
-from .states import SAME_MODEL, copy_from, replicated_parts
-from .tensors import tensors_in
+from .states import copy_from, replicated_parts
+from .tensors import DEVICE_TYPES, described, tensors_in
 from .threads import share_cores
-
-
-def _follow_steps(model: "DataParallel") -> None:
-    """Call `before_step` of a model before each step of any optimizer, while it lives."""
-    reference = weakref.ref(model)
-
-    def hook(optimizer: Optimizer, *_: object) -> None:
-        living = reference()
-        if living is not None:
-            living.before_step(optimizer)
-
-    # For good: a hook that is removed while others run breaks PyTorch's loop over them.
-    register_optimizer_step_pre_hook(hook)
 
 
 # What a rank counts in a step.
@@ -189,20 +176,18 @@ class DataParallel(Wrapper):
         refuse_other_than_communicators(comm)
         with same_on_all(comm, "DataParallel", error=BufferMismatchError,
                          remedy=SAME_MODEL) as same:
-            same.update(
-                bucket_bytes=bucket_bytes, reducer=reducer, order=order,
-                find_unused_parameters=truth("find_unused_parameters", find_unused_parameters),
-                broadcast_buffers=truth("broadcast_buffers", broadcast_buffers),
-                deterministic=truth("deterministic", deterministic),
-                defer_wait=truth("defer_wait", defer_wait))
+            settings = Settings(bucket_bytes, reducer, truth("deterministic", deterministic), order,
+                                truth("find_unused_parameters", find_unused_parameters),
+                                truth("defer_wait", defer_wait))
+            same.update(vars(settings),
+                        broadcast_buffers=truth("broadcast_buffers", broadcast_buffers))
             refuse_untrainable(module, comm)
             parts = dict(module.named_parameters()) | dict(module.named_buffers())
             same["tensors"] = [f"{name} {described(tensor)}" for name, tensor in parts.items()]
         super().__init__(module)
         self._comm = comm
         self._shared_buffers = Buffers(module, comm, copied=broadcast_buffers)
-        self._settings = Settings(bucket_bytes, reducer, deterministic, order,
-                                  find_unused_parameters, defer_wait)
+        self._settings = settings
         self._watched: dict[str, Any] = {}
         # A set of weak references, in the order of their last steps.
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, None] = (
@@ -219,7 +204,8 @@ class DataParallel(Wrapper):
         keep_freed_memory()
         copy_from(0, parts.values(), comm)
         self._follow_freezing()
-        _follow_steps(self)
+        # For good: a hook that is removed while others run breaks PyTorch's loop over them.
+        register_optimizer_step_pre_hook(weakly(self.before_step))
         self.register_load_state_dict_pre_hook(_as_part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -353,7 +339,7 @@ class DataParallel(Wrapper):
         A NaN or Inf of any rank is in the means of all. Where this is False, take no step, as
         GradScaler would not: reducers have not counted it either.
         """
-        return self._averaging is None or self._averaging.finite
+        return self._averaging is None or self._averaging.gradients.finite
 
     @property
     def nonfinite(self) -> Mapping[int, Sequence[str]]:
@@ -404,7 +390,7 @@ class DataParallel(Wrapper):
         """
         self._replicas.compare()
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Complete the gradients that an optimizer is about to use; called by a hook."""
         self._stepped.pop(optimizer, None)
         self._stepped[optimizer] = None
@@ -447,7 +433,7 @@ class DataParallel(Wrapper):
         if owner is None:
             # In the next forward pass, for the parameters.
             self._trained = None
-        elif self._settings.deferred:
+        elif self._settings.defer_wait:
             raise ConfigError(f"rank {self._comm.rank}: a Sharded optimizer takes gradients at the "
                               f"end of backward; leave out defer_wait=True")
         else:

@@ -11,15 +11,12 @@ from ..errors import ConfigError
 from ..gpu.arrays import vector_of
 from ..gpu.device import await_event
 from ..memory.tensors import array_of, numpy_dtype
-from ..operations.consistency import same_on_all
 from ..optim import outer
 from ..optim.fragments import LocalWeights
 from ..text import first_few
 from .data_parallel import DataParallel
-from .modules import Buffers, refuse_untrainable
-from .devices import gpu_of, marker_of, selector_of
-from .states import trained_alike
-from .tensors import seen_as_tensor
+from .modules import Buffers, trained_alike
+from .tensors import gpu_of, marker_of, seen_as_tensor, selector_of
 from .threads import share_cores
 
 
@@ -41,12 +38,10 @@ class ParameterWeights(LocalWeights):
         self._model = model
         self._module = model.module if isinstance(model, DataParallel) else model
         module = self._module
-        with same_on_all(comm, "the model"):
-            refuse_untrainable(module, comm)
+        trained = trained_alike(module, comm)
         if module is model:
             share_cores(comm)
-        trained = trained_alike(module, comm)
-        self._comm, self._buffers = comm, Buffers(module, comm, copied=True)
+        self._comm, self._buffers = comm, Buffers(module, comm)
         self.tensors = [_spec_of(name, p) for name, p in trained.items()]
         first = next(iter(trained.values()))
         self.device, self.mark, self.selected = gpu_of(first), marker_of(first), selector_of(first)

@@ -1,15 +1,22 @@
-"""What every adapter of a PyTorch module needs: a wrapper, its buffers, and what it refuses."""
+"""What every adapter of a PyTorch module needs: a wrapper, buffers, refusals, and hooks."""
 
-from collections.abc import Mapping
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import nn
 
-from ..communicator import Communicator, refuse_other_than_communicators
-from ..errors import ConfigError
+from ..communicator import Communicator
+from ..errors import BufferMismatchError, ConfigError
 from ..memory.tensors import numpy_dtype
-from .devices import DEVICE_TYPES
+from ..operations.consistency import same_on_all
+from .tensors import DEVICE_TYPES, described
 from .states import copy_from
+
+
+SAME_MODEL = "build the same model, in the same order, on every rank"
 
 
 class Wrapper(nn.Module):
@@ -42,38 +49,35 @@ class Wrapper(nn.Module):
             f"model.state_dict(), or pickle model.module")
 
 
+@dataclass
 class Buffers:
     """The buffers of a module, copied from one rank to all when a step is complete.
 
-    Args:
+    Attributes:
         module: The module.
         comm: The ranks.
         copied: Else each rank has its own.
-
-    Attributes:
         root: The rank to copy from.
     """
 
-    def __init__(self, module: nn.Module, comm: Communicator, *, copied: bool) -> None:
-        self.root = 0
-        self._module = module
-        self._comm = comm
-        self._copied = copied
+    module: nn.Module
+    comm: Communicator
+    copied: bool = True
+    root: int = 0
 
     def copy(self) -> None:
         """Copy the buffers of `root` to all ranks, if they are to be copied.
 
         Collective: yes. Blocking: yes.
         """
-        if self._copied:
+        if self.copied:
             # `data`, since a change of the tensors themselves would invalidate retained graphs;
             # BatchNorm's own changes do not either.
-            copy_from(self.root, (x.data for x in self._module.buffers()), self._comm)
+            copy_from(self.root, (x.data for x in self.module.buffers()), self.comm)
 
 
 def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
     """Raise ConfigError where a module cannot be trained on several ranks."""
-    refuse_other_than_communicators(comm)
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"rank {comm.rank}: module is a {type(module).__name__}; pass a torch.nn.Module")
@@ -97,6 +101,27 @@ def refuse_untrainable(module: nn.Module, comm: Communicator) -> None:
         numpy_dtype(p.dtype)
 
 
+def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
+    """Copy rank 0's parameters and buffers to all ranks; return the parameters that are trained.
+
+    Raises:
+        BufferMismatchError: The modules differ between ranks, or what of them is trained.
+        ConfigError: The module cannot be trained on several ranks, or nothing of it is trained.
+
+    Collective: yes. Blocking: yes.
+    """
+    with same_on_all(comm, "the model", error=BufferMismatchError, remedy=SAME_MODEL) as same:
+        refuse_untrainable(module, comm)
+        parts = dict(module.named_parameters()) | dict(module.named_buffers())
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        if not trained:
+            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
+        same["tensors"] = [f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
+                           for name, x in parts.items()]
+    copy_from(0, parts.values(), comm)
+    return trained
+
+
 def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communicator) -> None:
     """Raise ConfigError unless parameters lie on one device."""
     first = next(iter(parameters), "")
@@ -105,3 +130,30 @@ def refuse_several_devices(parameters: Mapping[str, nn.Parameter], comm: Communi
             raise ConfigError(
                 f"rank {comm.rank}: parameter {name} is on {p.device}, but {first} on "
                 f"{parameters[first].device}; expected all of them on one device")
+
+
+def weakly(method: Callable[..., object], *args: Any) -> Callable[..., None]:
+    """Return a hook that calls a method, with these arguments first, while its object lives.
+
+    Python's garbage collector does not find cycles through the hooks of tensors, and some hooks
+    are never removed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(*more: Any) -> None:
+        living = reference()
+        if living is not None:
+            living(*args, *more)
+
+    return hook
+
+
+class Uncopied(functools.partial[None]):
+    """A hook of a module that does nothing in copies and pickles of the module."""
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (_nothing,)
+
+
+def _nothing(*_: object) -> None:
+    """Do nothing, in the place of a hook."""

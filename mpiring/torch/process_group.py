@@ -5,30 +5,38 @@ rank has one device; DistributedDataParallel and DTensor reach some of them from
 """
 
 import functools
+import time
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
+from ..config import Config
 from ..engine.group import Group
-from ..errors import ConfigError
+from ..errors import ConfigError, StallError
+from ..launch.start import mpi_world, refusal
 from ..memory.arrays import Array, chunks_of
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
-from ..transport.base import Schedule
+from ..transport.base import NO_BYTES, Schedule
 from . import sparse
-from .devices import DEVICE_TYPES
-from .groups import monitored_barrier, open_group
+from .tensors import DEVICE_TYPES
 from .threads import fill_cores, own_share
 from .vectors import (
-    TensorBuffers, by_splits, check_alike, check_count, check_multiple, described, in_turn,
-    only, op_of, rows_of,
+    TensorBuffers, by_splits, check_alike, check_count, described, in_turn, only, op_of,
 )
-from .works import DONE, Coalesced, Work, in_callback
+from .works import DONE, Work, coalesced, in_callback
 
-Tensors = Sequence[torch.Tensor]
+Tensors = Sequence[Tensor]
+# Of messages; below all tags of users.
+_TAG = -1
 
 
 def register() -> None:
@@ -43,10 +51,8 @@ def _make(options: Any, _: Any) -> "ProcessGroup":
     return ProcessGroup(options.store, open_group(options, known))
 
 
-@functools.lru_cache(maxsize=4096)
-def _call(kind: str, detail: str, nbytes: int) -> Call:
-    """Return a Call from a cache, since it has to be hashed for the comparison."""
-    return Call(kind, detail, nbytes=nbytes)
+# From a cache, since a Call has to be hashed for the comparison.
+_call = functools.lru_cache(maxsize=4096)(Call)
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -127,25 +133,27 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._coalescing = self._coalescing or [], None
-        return Coalesced(works)
+        return coalesced(works)
 
     # Submitting
 
     def _submit(self, kind: str, detail: str, opts: Any, buffers: TensorBuffers, value: Any,
                 build: Callable[[Collectives], Schedule[Any]],
                 timeout_s: float | None = None) -> Work:
-        group, handle = self._group, DONE
+        group = self._group
         if in_callback():
             # Collective, since callbacks run in the order of the operations on every rank.
             group = self._callback_group = self._callback_group or group.beside()
         where = "" if buffers.stream is None else " on a GPU"
-        call = _call(kind, detail + where, buffers.nbytes)
+        call = _call(kind, detail + where, nbytes=buffers.nbytes)
+        build = buffers.build(group, build)
         if group is self._callback_group or timeout_s or getattr(opts, "asyncOp", True):
-            handle = group.submit(call, buffers.build(group, build))
-        else:
-            group.run(call, buffers.build(group, build))
-        return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
-                               rests=buffers.stream is None and self._fills_node()))
+            handle = group.submit(call, build)
+            rests = buffers.stream is None and self._fills_node()
+            return self._work(Work(handle, value, timeout_s, threaded=group.threaded,
+                                   lanes=[handle.lane] if rests else []))
+        group.run(call, build)
+        return self._work(Work(DONE, value, threaded=True))
 
     def _fills_node(self) -> bool:
         """Return whether operations in host memory only take the cores that backward computes on.
@@ -164,11 +172,13 @@ class ProcessGroup(dist.ProcessGroup):
             raise ConfigError(f"rank {self.rank()}: {name}={rank} is no rank of this group; "
                               f"expected 0 to {self.size() - 1}")
 
-    def _chunks(self, tensors: torch.Tensor | Tensors, model: torch.Tensor, label: str,
-                lend: Callable[[torch.Tensor], Array]) -> list[Array]:
+    def _chunks(self, tensors: Tensor | Tensors, model: Tensor, label: str,
+                lend: Callable[[Tensor], Array]) -> list[Array]:
         """Return a vector per rank: parts of one tensor, or a list of tensors, like `model`."""
-        if isinstance(tensors, torch.Tensor):
-            check_multiple(tensors, model, self.size(), label)
+        if isinstance(tensors, Tensor):
+            if tensors.dtype != model.dtype or tensors.numel() != self.size() * model.numel():
+                raise ConfigError(f"the {label} tensor is {described(tensors)}: expected "
+                                  f"{self.size()} times {described(model)}")
             return chunks_of(lend(tensors), self.size())
         check_count(tensors, self.size(), label)
         check_alike(tensors, model, label)
@@ -178,77 +188,68 @@ class ProcessGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine a tensor over all ranks, in place."""
-        tensor, opts = only(tensors), opts or dist.AllreduceOptions()
+        tensor = only(tensors)
         if tensor.layout is torch.strided:
             return self._allreduce("all_reduce", tensors, opts)
-        op = op_of(opts.reduceOp, tensor.dtype)
+        op = op_of(opts, tensor.dtype, self.size())
         return self._submit(
             "all_reduce", f"{op.name} of {tensor.layout} {described(tensor)}", opts,
             TensorBuffers(), list(tensors), sparse.allreduce(tensor, op))
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Combine several tensors over all ranks, in place, as one operation."""
-        opts = opts or dist.AllreduceCoalescedOptions()
         return self._allreduce("all_reduce_coalesced", tensors, opts)
 
     def _allreduce(self, kind: str, tensors: Tensors, opts: Any) -> Work:
-        buffers, vectors, names = TensorBuffers(), [], []
-        for tensor in tensors:
-            op = op_of(opts.reduceOp, tensor.dtype)
-            vectors.append((buffers.numbers(tensor, written=True, factor=op.factor,
-                                            divisor=op.divisor(self.size())), op.combine))
-            names.append(op.name)
-        detail = f"{names} of " + ", ".join(map(described, tensors))
+        buffers = TensorBuffers()
+        ops = [op_of(opts, tensor.dtype, self.size()) for tensor in tensors]
+        vectors = [buffers.numbers(tensor, written=True, factor=op.factor, divisor=op.divisor)
+                   for tensor, op in zip(tensors, ops)]
+        detail = f"{[op.name for op in ops]} of " + ", ".join(map(described, tensors))
         return self._submit(kind, detail, opts, buffers, list(tensors), lambda collectives: in_turn(
-            (), [collectives.allreduce(x, op=combine) for x, combine in vectors]))
+            (), [collectives.allreduce(x, op=op.combine) for x, op in zip(vectors, ops)]))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Combine a tensor over all ranks into that of the root; others keep theirs."""
         tensor, root = only(tensors), opts.rootRank
         self._check_peer(root, "root")
-        op, buffers, is_root = op_of(opts.reduceOp, tensor.dtype), TensorBuffers(), (
-            self.rank() == root)
+        op, buffers = op_of(opts, tensor.dtype, self.size()), TensorBuffers()
+        is_root = self.rank() == root
         x = buffers.numbers(tensor, written=is_root, factor=op.factor,
-                            divisor=op.divisor(self.size()) if is_root else None)
+                            divisor=op.divisor if is_root else None)
         return self._submit(
             "reduce", f"{op.name} of {described(tensor)} to root {root}", opts, buffers,
             list(tensors), lambda collectives: collectives.reduce(x, root, op=op.combine))
 
-    def reduce_scatter(
-        self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None,
-    ) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Combine tensor r of a list over all ranks, into the output of rank r."""
         return self._reduce_scatter("reduce_scatter", [only(outputs)], inputs, opts)
 
-    def reduce_scatter_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
-    ) -> Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Combine a tensor over all ranks; rank r gets its r-th part."""
         return self._reduce_scatter("reduce_scatter_single", [output], [input], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None,
-    ) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors,
+                                        opts: Any = None) -> Work:
         """Combine several tensors over all ranks; rank r gets their r-th parts."""
         return self._reduce_scatter("reduce_scatter_single_coalesced", outputs, inputs, opts)
 
     def _reduce_scatter(self, kind: str, outputs: Tensors,
-                        inputs: Sequence[torch.Tensor | Tensors], opts: Any) -> Work:
+                        inputs: Sequence[Tensor | Tensors], opts: Any) -> Work:
         check_count(inputs, len(outputs), "input")
-        opts, buffers, rank = opts or dist.ReduceScatterOptions(), TensorBuffers(), self.rank()
-        rows, copies, names = [], [], []
-        for output, input in zip(outputs, inputs):
-            op = op_of(opts.reduceOp, output.dtype)
+        buffers, rank, rows, copies = TensorBuffers(), self.rank(), [], []
+        ops = [op_of(opts, output.dtype, self.size()) for output in outputs]
+        for output, input, op in zip(outputs, inputs, ops):
             chunks = self._chunks(input, output, "input", functools.partial(
-                buffers.numbers, written=False, factor=op.factor))
-            result = buffers.numbers(output, written=True, divisor=op.divisor(self.size()))
+                buffers.numbers, factor=op.factor))
+            result = buffers.numbers(output, written=True, divisor=op.divisor)
             copies.append((result, chunks[rank]))
             # The result goes to the place of this rank's own contribution.
-            rows.append(([*chunks[:rank], result, *chunks[rank + 1:]], op.combine))
-            names.append(op.name)
-        detail = f"{names} of " + ", ".join(map(described, outputs))
+            rows.append([*chunks[:rank], result, *chunks[rank + 1:]])
+        detail = f"{[op.name for op in ops]} of " + ", ".join(map(described, outputs))
         return self._submit(kind, detail, opts, buffers, list(outputs), lambda collectives: in_turn(
-            copies, [collectives.reduce_scatter_chunks(x, op=combine) for x, combine in rows]))
+            copies, [collectives.reduce_scatter_chunks(chunks, op=op.combine)
+                     for chunks, op in zip(rows, ops)]))
 
     # Copies
 
@@ -265,37 +266,31 @@ class ProcessGroup(dist.ProcessGroup):
         """Copy every rank's tensor to a list of tensors on all ranks."""
         return self._allgather("all_gather", outputs, [only(inputs)], opts, [*map(list, outputs)])
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None,
-    ) -> Work:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors,
+                            opts: Any = None) -> Work:
         """Copy every rank's tensors: list r of the output takes those of rank r."""
         check_count(outputs, self.size(), "lists of output")
         by_input = list(zip(*outputs, strict=True))
         return self._allgather("all_gather_coalesced", by_input, inputs, opts, outputs)
 
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None,
-    ) -> Work:
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Copy every rank's tensor to a part of one tensor on all ranks."""
         return self._allgather("all_gather_single", [output], [input], opts, [output])
 
-    def all_gather_single_coalesced(
-        self, outputs: Tensors, inputs: Tensors, opts: Any = None,
-    ) -> Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors,
+                                    opts: Any = None) -> Work:
         """Copy several tensors of every rank, each to parts of one tensor on all ranks."""
-        return self._allgather(
-            "all_gather_single_coalesced", outputs, inputs, opts, list(outputs))
+        return self._allgather("all_gather_single_coalesced", outputs, inputs, opts, [*outputs])
 
-    def _allgather(self, kind: str, outputs: Sequence[torch.Tensor | Tensors], inputs: Tensors,
+    def _allgather(self, kind: str, outputs: Sequence[Tensor | Tensors], inputs: Tensors,
                    opts: Any, value: Any) -> Work:
         check_count(inputs, len(outputs), "input")
         buffers, rows, copies = TensorBuffers(), [], []
         for output, input in zip(outputs, inputs):
-            x = buffers.raw(input, written=False)
-            chunks = self._chunks(
-                output, input, "output", functools.partial(buffers.raw, written=True))
-            rows.append(chunks)
-            copies.append((chunks[self.rank()], x))
+            x = buffers.raw(input)
+            rows.append(self._chunks(
+                output, input, "output", functools.partial(buffers.raw, written=True)))
+            copies.append((rows[-1][self.rank()], x))
         detail = "of " + ", ".join(map(described, inputs))
         return self._submit(kind, detail, opts, buffers, value, lambda collectives: in_turn(
             copies, [collectives.allgather_chunks(chunks) for chunks in rows]))
@@ -304,7 +299,7 @@ class ProcessGroup(dist.ProcessGroup):
         """Copy every rank's tensor to a list of tensors on the root."""
         input, root, buffers = only(inputs), opts.rootRank, TensorBuffers()
         targets = self._of_root("gather", outputs, input, root, "output")
-        x = buffers.raw(input, written=False)
+        x = buffers.raw(input)
         chunks = [buffers.raw(target, written=True) for target in targets]
         return self._submit(
             "gather", f"of {described(input)} to root {root}", opts, buffers, [list(targets)],
@@ -315,12 +310,12 @@ class ProcessGroup(dist.ProcessGroup):
         output, root, buffers = only(outputs), opts.rootRank, TensorBuffers()
         sources = self._of_root("scatter", inputs, output, root, "input")
         x = buffers.raw(output, written=True)
-        chunks = [buffers.raw(source, written=False) for source in sources]
+        chunks = [buffers.raw(source) for source in sources]
         return self._submit(
             "scatter", f"of {described(output)} from root {root}", opts, buffers, list(outputs),
             lambda collectives: collectives.scatter(chunks, x, root))
 
-    def _of_root(self, kind: str, lists: Sequence[Tensors], model: torch.Tensor, root: int,
+    def _of_root(self, kind: str, lists: Sequence[Tensors], model: Tensor, root: int,
                  label: str) -> Tensors:
         """Return the root's list of tensors, one per rank; an empty one on other ranks."""
         self._check_peer(root, "root")
@@ -337,25 +332,23 @@ class ProcessGroup(dist.ProcessGroup):
         check_count(outputs, self.size(), "output")
         check_count(inputs, self.size(), "input")
         buffers = TensorBuffers()
-        sends = [buffers.raw(tensor, written=False) for tensor in inputs]
+        sends = [buffers.raw(tensor) for tensor in inputs]
         receives = [buffers.raw(tensor, written=True) for tensor in outputs]
         return self._all_to_all(
             "all_to_all", inputs[0], opts, buffers, list(outputs), sends, receives)
 
-    def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_split_sizes: Sequence[int] = (),
-        input_split_sizes: Sequence[int] = (), opts: Any = None,
-    ) -> Work:
+    def all_to_all_single(self, output: Tensor, input: Tensor,
+                          output_split_sizes: Sequence[int] = (),
+                          input_split_sizes: Sequence[int] = (), opts: Any = None) -> Work:
         """Send part r of a tensor's rows to rank r."""
         buffers, size = TensorBuffers(), self.size()
-        sends = by_splits(buffers.raw(input, written=False), rows_of(input), input_split_sizes,
-                          size, "input")
-        receives = by_splits(buffers.raw(output, written=True), rows_of(output),
-                             output_split_sizes, size, "output")
+        sends = by_splits(buffers.raw(input), input, input_split_sizes, size, "input")
+        receives = by_splits(
+            buffers.raw(output, written=True), output, output_split_sizes, size, "output")
         return self._all_to_all(
             "all_to_all_single", input, opts, buffers, [output], sends, receives)
 
-    def _all_to_all(self, kind: str, model: torch.Tensor, opts: Any, buffers: TensorBuffers,
+    def _all_to_all(self, kind: str, model: Tensor, opts: Any, buffers: TensorBuffers,
                     value: Any, sends: Sequence[Array], receives: Sequence[Array]) -> Work:
         to_self = sends[self.rank()], receives[self.rank()]
         if to_self[0].size != to_self[1].size:
@@ -369,7 +362,7 @@ class ProcessGroup(dist.ProcessGroup):
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> Work:
         """Send a tensor to a rank."""
         self._check_peer(dest)
-        x = TensorBuffers(staged=True).raw(only(tensors), written=False)
+        x = TensorBuffers(staged=True).raw(only(tensors))
         return self._message(self._messages.isend(x, dest, tag), tensors)
 
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> Work:
@@ -404,11 +397,37 @@ class ProcessGroup(dist.ProcessGroup):
         Call it on the group itself: torch.distributed.monitored_barrier refuses every back end
         but Gloo.
 
+        Every rank reports to rank 0, which answers when all have.
+
+        Args:
+            timeout: How long ranks wait; by default, the group's timeout.
+            wait_all_ranks: Name all ranks that are missing, not only the first.
+
         Raises:
             StallError: A rank has not called in time.
+
+        Collective: yes. Blocking: yes.
         """
-        limit = None if timeout is None else timeout.total_seconds()
-        monitored_barrier(self._group, limit, wait_all_ranks=wait_all_ranks)
+        limit_s = self._group.config.stall_timeout_s if not timeout else timeout.total_seconds()
+        if self.rank():
+            self._messages.isend(NO_BYTES, 0, _TAG)
+            self._messages.irecv(np.empty(0, np.uint8), 0, _TAG).wait(limit_s or None)
+            return
+        reports = {rank: self._messages.irecv(np.empty(0, np.uint8), rank, _TAG)
+                   for rank in range(1, self.size())}
+        deadline, missing = time.monotonic() + limit_s, list[str]()
+        for rank, report in reports.items():
+            try:
+                report.wait(max(deadline - time.monotonic(), 1e-3) if limit_s else None)
+            except StallError:
+                missing.append(str(rank))
+                if not wait_all_ranks:
+                    break
+        if missing:
+            raise StallError(f"rank 0: Timed out after {limit_s:g} s in monitored_barrier, which "
+                             f"was not called by rank {', '.join(missing)}")
+        for rank in reports:
+            self._messages.isend(NO_BYTES, rank, _TAG)
 
     # Their names before PyTorch 2.12
     _allgather_base = all_gather_single
@@ -416,3 +435,53 @@ class ProcessGroup(dist.ProcessGroup):
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
+
+
+def open_group(options: Any, default: Group | None) -> Group:
+    """Return the MPI ranks of a new process group.
+
+    Args:
+        options: Of torch.distributed: store, rank, size, timeout, and the group's ranks.
+        default: The group of all ranks; None where this will be it.
+
+    Raises:
+        ConfigError: Rank and size differ from MPI's.
+        LaunchError: The group has several ranks, but this process is alone in MPI.
+
+    Collective: yes, among the members. Blocking: yes.
+    """
+    ranks: Sequence[int] = options.global_ranks_in_group
+    if not ranks:
+        return _open_default(options)
+    if default is None:
+        raise ConfigError("a group with the back end 'mpiring' needs a default group with it; "
+                          "call init_process_group('mpiring')")
+    # MPI has no timeout: begin when all members are here.
+    store = options.store
+    if store.add("arrived", 1) == len(ranks):
+        store.set("all here", "yes")
+    store.wait(["all here"], options.timeout)
+    tag = zlib.crc32(str(options.group_id).encode())
+    return default.subgroup(ranks, tag, _settings(default.config, options.timeout))
+
+
+def _open_default(options: Any) -> Group:
+    config = Config()
+    world = mpi_world(allow_singleton=config.allow_singleton)
+    given, real = (options.group_rank, options.group_size), (world.rank, world.size)
+    if world.size == 1 < options.group_size and not config.allow_singleton:
+        raise refusal(options.group_size, f"torch.distributed has a world_size of "
+                      f"{options.group_size}, but this process is alone in its MPI world")
+    if given != real:
+        raise ConfigError(
+            f"torch.distributed calls this rank {given[0]} of {given[1]}, but in MPI it is rank "
+            f"{real[0]} of {real[1]}; use init_method='mpi://', which asks MPI, or unset RANK and "
+            f"WORLD_SIZE, or set them by mpiring.torch.export_environment")
+    return Group(world, _settings(config, options.timeout))
+
+
+def _settings(config: Config, timeout: timedelta) -> Config:
+    """Return the settings with the user's timeout, if there is one."""
+    if timeout == default_pg_timeout:
+        return config
+    return replace(config, stall_timeout_s=timeout.total_seconds())

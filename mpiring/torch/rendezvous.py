@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,9 +22,6 @@ from .private import rendezvous_handlers
 
 _log = logging.getLogger("mpiring")
 
-_Handler = Callable[..., Iterator[tuple[Any, int, int]]]
-
-_LOOPBACK = "127.0.0.1"
 _PROBE_S = 1.0
 
 
@@ -112,29 +109,23 @@ def export_environment(comm: Communicator) -> None:
 @functools.cache
 def _watch_others() -> None:
     """From now on, warn of a default process group of another back end by `env://`."""
-    rendezvous_handlers["env"] = _watched(rendezvous_handlers["env"])
+    handler = rendezvous_handlers["env"]
 
-
-def _watched(handler: _Handler) -> _Handler:
     def rendezvous_by_environment(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
         try:
             yield from handler(url, **options)
         finally:
             # init_process_group drops this generator when it returns; only then is the back end
             # known.
-            if dist.is_initialized() and "mpiring" not in dist.get_backend_config():
-                _warn_of_other(dist.get_backend_config())
+            backend = dist.get_backend_config() if dist.is_initialized() else "mpiring"
+            if "mpiring" not in backend and dist.get_rank() == 0:
+                _log.warning(
+                    "the default process group is of %s, not of mpiring: for mpiring, call "
+                    "torch.distributed.init_process_group('mpiring', init_method='mpi://') before "
+                    "a framework (Trainer, Accelerate, Lightning) makes one, and name no back end "
+                    "to it", backend)
 
-    return rendezvous_by_environment
-
-
-def _warn_of_other(backend: str) -> None:
-    if dist.get_rank() == 0:
-        _log.warning(
-            "the default process group is of %s, not of mpiring: for mpiring, call "
-            "torch.distributed.init_process_group('mpiring', init_method='mpi://') before a "
-            "framework (Trainer, Accelerate, Lightning) makes one, and name no back end to it",
-            backend)
+    rendezvous_handlers["env"] = rendezvous_by_environment
 
 
 def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
@@ -143,7 +134,11 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
     Raises:
         TransportError: A rank reaches none of rank 0's addresses.
     """
-    listeners = _listeners(comm) if comm.rank == 0 else []
+    # On free ports of loopback, or of each address of rank 0's host.
+    addresses: Iterable[str] = ["127.0.0.1"] if comm.rank == 0 else []
+    if comm.rank == 0 and comm.num_nodes > 1:
+        addresses = ipv4_addresses().values()
+    listeners = [socket.create_server((address, 0), backlog=4096) for address in addresses]
     token = secrets.token_bytes(16)
     offered: list[tuple[str, int]] = [listener.getsockname() for listener in listeners]
     offered, token = comm.broadcast_object((offered, token), root=0)
@@ -170,12 +165,6 @@ def _meet(comm: Communicator) -> tuple[str, int, socket.socket | None]:
             f"rank {comm.rank}: no address of rank 0 is reached by all ranks: it listens on "
             f"{offered}, and rank {lost} reaches {reached[lost]}; does a firewall close the ports?")
     return *everywhere[0], chosen
-
-
-def _listeners(comm: Communicator) -> list[socket.socket]:
-    """Return sockets that listen on free ports: of loopback, or of each address of this host."""
-    addresses = [_LOOPBACK] if comm.num_nodes == 1 else ipv4_addresses().values()
-    return [socket.create_server((address, 0), backlog=4096) for address in addresses]
 
 
 @contextlib.contextmanager

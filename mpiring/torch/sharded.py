@@ -15,18 +15,13 @@ from ..operations.agreement import Call
 from ..operations.consistency import same_on_all, text_of
 from ..optim.optimizer import Optimizer as Named
 from ..text import first_few
-from .averaging import Averaging
-from .class_updates import ClassUpdates
+from .averaging import Averaging, SliceGradient
+from .class_updates import ClassUpdates, refuse_whole_tensors
 from .data_parallel import DataParallel
-from .elementwise import refuse_whole_tensors
-from .guarded import Guard, without_waiting
-
-from .param_groups import described, param_groups
 from .private import run_state_hooks
-from .shards import ShardLayout
+from .shards import ShardLayout, described, param_groups
 from .tensor_updates import TensorUpdates
-from .weights import LoadHooks, NodeWeights, WeightBuckets
-from .placeholders import SliceGradient
+from .weights import Guard, LoadHooks, NodeWeights, WeightBuckets, without_waiting
 
 _WEIGHTS = {"rank": WeightBuckets, "node": NodeWeights}
 
@@ -89,7 +84,7 @@ class Sharded(torch.optim.Optimizer):
             self._overlaps = truth("overlap", overlap)
             same.update(optimizer_class=optimizer_class.__qualname__, overlap=overlap,
                         weights=weights, **defaults)
-            same["params"] = [{"params": group.names, **group.settings} for group in groups]
+            same["params"] = groups
         self._kind = _WEIGHTS[weights]
         self.shares_weights = self._kind is NodeWeights
         self._guard: Guard | None = None
@@ -100,8 +95,8 @@ class Sharded(torch.optim.Optimizer):
         try:
             layout = self._lay_out(averaging)
             with same_on_all(self._comm, "Sharded, its optimizer"):
-                self._updates = updates(optimizer_class, defaults, groups, layout.parameters,
-                                        apart=self._overlaps)
+                self._updates: ClassUpdates | TensorUpdates = updates(
+                    optimizer_class, defaults, groups, layout.parameters, apart=self._overlaps)
             self._updates.begin(layout)
         except BaseException:
             # Where ranks cannot agree any more, the first error says why.
@@ -125,7 +120,7 @@ class Sharded(torch.optim.Optimizer):
         """
         unused = [name for name, placeholder in self._averaging.placeholders.items()
                   if self._is_fresh and self._layout.parameters[name].grad is placeholder]
-        if unused and self._averaging.finite:
+        if unused and self._averaging.gradients.finite:
             raise GradientError(
                 f"rank {self._comm.rank}: a second backward pass, without step() or zero_grad() "
                 f"after the first: its gradients are means in slices already; to add up several "
@@ -155,7 +150,7 @@ class Sharded(torch.optim.Optimizer):
         """Give the shards their gradients."""
         for shard in self._updates.shards:
             if not shard.ranges:
-                shard.gradient.fill_(0 if self._averaging.finite else math.nan)
+                shard.gradient.fill_(0 if self._averaging.gradients.finite else math.nan)
             shard.parameter.grad = shard.gradient.as_subclass(SliceGradient)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -180,7 +175,7 @@ class Sharded(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         self._refuse_without_gradients("step()")
-        if self._averaging.finite:
+        if self._averaging.gradients.finite:
             self._update()
         else:
             self._averaging.gradients.nonfinite.report()
@@ -188,10 +183,9 @@ class Sharded(torch.optim.Optimizer):
         return result
 
     def _update(self) -> None:
-        self._weights.follow()
+        self._weights.follow(f"updated with {described(self.param_groups)}")
         inner = self._updates.optimizer
         inner.param_groups, inner.state = self.param_groups, self.state
-        self._weights.made_with = f"updated with {described(self.param_groups)}"
         for shard in self._updates.shards:
             if isinstance(shard.parameter.grad, SliceGradient):
                 shard.parameter.grad = shard.gradient
@@ -200,8 +194,7 @@ class Sharded(torch.optim.Optimizer):
         if self._guard is None:
             self.synchronize()
         else:
-            for index in self._guard.unguarded:
-                self._weights.wait(index)
+            self._weights.wait_for(self._guard.unguarded)
 
     def synchronize(self) -> None:
         """Return when all weights are complete; for `overlap`.
@@ -244,7 +237,7 @@ class Sharded(torch.optim.Optimizer):
     def _drop(self) -> None:
         for shard in self._updates.shards:
             shard.parameter.grad = None
-        if self._is_fresh and not self._averaging.finite:
+        if self._is_fresh and not self._averaging.gradients.finite:
             # Whoever has scaled by NaN has also scaled what is between the tensors.
             for bucket in self._averaging.gradients.buckets:
                 bucket.clear_padding()
@@ -283,9 +276,34 @@ class Sharded(torch.optim.Optimizer):
         return self._norm("grad_norm", norm_type)
 
     def _norm(self, method: str, norm_type: float, **more: Any) -> float:
+        """Return the norm of all ranks' slices, if all ranks pass the same to a method.
+
+        Raises:
+            ConfigError: An argument is out of range, on all ranks.
+            BufferMismatchError: Arguments differ between ranks.
+        """
         self._refuse_without_gradients(f"{method}()")
-        return norm_of_slices(self._comm, [shard.gradient for shard in self._updates.shards],
-                              method, norm_type, **more)
+        arguments = {"norm_type": norm_type, **more}
+        call = Call(method, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
+                    remedy=f"pass the same to {method} on every rank")
+        total, failure = 0.0, None
+        try:
+            checked = {name: number(name, arguments[name], *_NUMBERS[name])
+                       for name in _NUMBERS if name in arguments}
+            norm_type = checked["norm_type"]
+            total = _norm_of([shard.gradient for shard in self._updates.shards], norm_type)
+        except ConfigError as error:
+            # Raised when all ranks are known to have passed the same.
+            failure, norm_type = error, 1.0
+        if norm_type == math.inf:
+            largest = np.array([total])
+            self._comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
+            return float(largest[0])
+        with np.errstate(over="ignore"):
+            total = _sum(self._comm, call, float(np.float64(total) ** norm_type))
+        if failure is not None:
+            raise failure
+        return total ** (1 / norm_type)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *,
                         error_if_nonfinite: bool = False) -> torch.Tensor:
@@ -340,7 +358,9 @@ class Sharded(torch.optim.Optimizer):
             same["root"] = root
         run_state_hooks(self, "state_dict_pre")
         state = self._updates.state_dict(root)
-        return None if state is None else run_state_hooks(self, "state_dict_post", state)
+        if root not in (None, self._comm.rank):
+            return None
+        return run_state_hooks(self, "state_dict_post", state)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same nest with copies of this rank's slices, as `mpiring` saves them.
@@ -368,29 +388,25 @@ class Sharded(torch.optim.Optimizer):
             refuse_other_state(state_dict, ["param_groups"], "of a Sharded optimizer")
             state_dict = run_state_hooks(self, "load_state_dict_pre", dict(state_dict))
             same["state"] = state_dict
-            plan = self._planned(state_dict)
-        self._updates.use(plan)
+            try:
+                load = self._updates.loader_of(state_dict)
+            except MpiringError:
+                raise
+            except Exception as error:
+                raise ConfigError(
+                    f"rank {self._comm.rank}: the state is none of a Sharded optimizer "
+                    f"({type(error).__name__}: {error}); pass what state_dict() has returned"
+                ) from error
+        load()
         self.state = self._updates.optimizer.state
         if self._is_fresh:
             self._give()
         run_state_hooks(self, "load_state_dict_post")
 
-    def _planned(self, state_dict: Mapping[str, Any]) -> Any:
-        try:
-            return self._updates.planned(state_dict)
-        except MpiringError:
-            raise
-        except Exception as error:
-            raise ConfigError(
-                f"rank {self._comm.rank}: the state is none of a Sharded optimizer "
-                f"({type(error).__name__}: {error}); pass what state_dict() has returned"
-            ) from error
-
     def _lay_out(self, averaging: Averaging) -> ShardLayout:
         """Put the weights into buckets that are cut as those of the gradients are."""
         self._averaging, self._comm = averaging, averaging.comm
-        named = dict(self._model.module.named_parameters())
-        parameters = {name: named[name] for name in averaging.gradients.views}
+        parameters = {name: averaging.dense[name] for name in averaging.gradients.views}
         with torch.no_grad():
             self._weights = self._kind(parameters, averaging.gradients, self._comm)
         self._version = averaging.gradients.version
@@ -458,45 +474,6 @@ _BLOCK = 1 << 18
 # Arguments that are numbers: in range, and in words.
 _NUMBERS: Mapping[str, Any] = {"norm_type": (lambda x: x > 0, "a number above 0"),
                                "max_norm": (lambda x: x >= 0, "a number from 0")}
-
-
-def norm_of_slices(comm: Communicator, gradients: Sequence[torch.Tensor], method: str,
-                   norm_type: float, **more: Any) -> float:
-    """Return the norm of all ranks' slices as one vector.
-
-    Args:
-        comm: The ranks.
-        gradients: This rank's slices; at least one.
-        method: The method that was called.
-        norm_type, more: Its arguments.
-
-    Raises:
-        ConfigError: An argument is out of range, on all ranks.
-        BufferMismatchError: Arguments differ between ranks.
-
-    Collective: yes. Blocking: yes.
-    """
-    arguments = {"norm_type": norm_type, **more}
-    call = Call(method, ", ".join(f"{name}={text_of(x)}" for name, x in arguments.items()),
-                remedy=f"pass the same to {method} on every rank")
-    total, failure = 0.0, None
-    try:
-        checked = {name: number(name, arguments[name], *_NUMBERS[name])
-                   for name in _NUMBERS if name in arguments}
-        norm_type = checked["norm_type"]
-        total = _norm_of(gradients, norm_type)
-    except ConfigError as error:
-        # Raised when all ranks are known to have passed the same.
-        failure, norm_type = error, 1.0
-    if norm_type == math.inf:
-        largest = np.array([total])
-        comm.run(call, lambda collectives: collectives.allreduce(largest, op="max"))
-        return float(largest[0])
-    with np.errstate(over="ignore"):
-        total = _sum(comm, call, float(np.float64(total) ** norm_type))
-    if failure is not None:
-        raise failure
-    return total ** (1 / norm_type)
 
 
 def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> float:

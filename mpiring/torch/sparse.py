@@ -36,7 +36,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
     addend = addend.coalesce()
     indices, values = addend.indices().T.contiguous(), addend.values()
     buffers = TensorBuffers(staged=True)
-    raw_indices, raw_values = (buffers.raw(x, written=False) for x in (indices, values))
+    raw_indices, raw_values = buffers.raw(indices), buffers.raw(values)
 
     def schedule(collectives: Collectives) -> Schedule[None]:
         all_indices = yield from collectives.allgather_bytes(raw_indices)
@@ -46,7 +46,7 @@ def allreduce(tensor: torch.Tensor, op: Op) -> Callable[[Collectives], Schedule[
             check_invariants=False).coalesce()
         # Not detached: a copy into a detached sparse tensor would not change the user's.
         yield from buffers.copied_back(
-            [(tensor, quotient(total, collectives.size) if op.divides else
+            [(tensor, quotient(total, op.divisor) if op.divisor else
               total / collectives.size if op.name == "mean" else total)])
 
     return schedule

@@ -1,7 +1,7 @@
 """State that is alike on all ranks: copied from one rank to all, and listed to be compared."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,13 +11,12 @@ from torch.optim import Optimizer
 from ..arguments import whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import BufferMismatchError, ConfigError
-from ..memory.pytrees import mapped
+from ..memory.pytrees import leaves, mapped
 from ..operations.consistency import same_on_all
 from ..training.replicas import Replicated, replicated_in
-from .devices import DEVICE_TYPES, described
+from .tensors import DEVICE_TYPES
 from .vectors import TensorBuffers
 
-SAME_MODEL = "build the same model, in the same order, on every rank"
 # Short tensors are fused, since each broadcast costs the latency of a message.
 _FUSED_BYTES = 1 << 20
 
@@ -67,26 +66,6 @@ def copy_from(root: int, tensors: Iterable[torch.Tensor], comm: Communicator) ->
             _broadcast(fused, comm, root)
     # On all ranks alike, however they were written.
     torch.autograd.graph.increment_version(tensors)
-
-
-def trained_alike(module: nn.Module, comm: Communicator) -> dict[str, nn.Parameter]:
-    """Copy rank 0's parameters and buffers to all ranks; return the parameters that are trained.
-
-    Raises:
-        BufferMismatchError: The modules differ between ranks, or what of them is trained.
-        ConfigError: Nothing is trained.
-
-    Collective: yes. Blocking: yes.
-    """
-    parts = dict(module.named_parameters()) | dict(module.named_buffers())
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    with same_on_all(comm, "the model", error=BufferMismatchError, remedy=SAME_MODEL) as same:
-        if not trained:
-            raise ConfigError(f"rank {comm.rank}: no parameter of the model is trained")
-        same["tensors"] = [f"{name} {described(x)}{'' if name in trained else ' without gradient'}"
-                           for name, x in parts.items()]
-    copy_from(0, parts.values(), comm)
-    return trained
 
 
 def _fused(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
@@ -140,39 +119,21 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, comm: Communicat
         same["optimizer"] = type(optimizer).__qualname__
         same["groups"] = [[str(tuple(p.shape)) for p in group["params"]]
                           for group in optimizer.param_groups]
-    state = optimizer.state_dict() if comm.rank == root else None
+    # In host memory: load_state_dict copies them to where the parameters are.
+    state = _changed(optimizer.state_dict(), torch.Tensor.cpu) if comm.rank == root else None
     # Tensors are sent separately: pickled, each would be in memory three times.
-    tensors: list[torch.Tensor] = []
-    outline = comm.broadcast_object(mapped(state, lambda leaf: _taken(leaf, tensors)), root=root)
+    outline = comm.broadcast_object(
+        _changed(state, functools.partial(torch.empty_like, device="meta")), root=root)
     if comm.rank != root:
-        state = mapped(outline, lambda leaf: _filled(leaf, tensors))
-    copy_from(root, tensors, comm)
+        state = _changed(outline, functools.partial(torch.empty_like, device="cpu"))
+    copy_from(root, (x for _, x in leaves(state) if isinstance(x, torch.Tensor)), comm)
     if comm.rank != root:
         optimizer.load_state_dict(state)
 
 
-class _Shape:
-    """The shape and dtype of a tensor, in a nest that is pickled."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-
-def _taken(leaf: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a _Shape for a tensor, and append the tensor to `tensors`; return other leaves."""
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    # load_state_dict copies it to where the parameter is.
-    tensors.append(leaf.cpu())
-    return _Shape(leaf)
-
-
-def _filled(leaf: Any, tensors: list[torch.Tensor]) -> Any:
-    """Return a new tensor for a _Shape, and append it to `tensors`; return other leaves."""
-    if not isinstance(leaf, _Shape):
-        return leaf
-    tensors.append(torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu"))
-    return tensors[-1]
+def _changed(state: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a copy of a pytree with other tensors."""
+    return mapped(state, lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) else leaf)
 
 
 def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
@@ -192,7 +153,7 @@ def replicated_parts(module: nn.Module, stepped: Iterable[Optimizer],
         if x.device.type not in DEVICE_TYPES or x.layout is not torch.strided:
             return None
         seen.add(id(x))
-        return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x, written=False),
+        return Replicated(name, functools.partial(TensorBuffers(staged=True).raw, x),
                           functools.partial(_write, x))
 
     names = {p: name for name, p in module.named_parameters()}

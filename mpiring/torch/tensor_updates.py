@@ -1,5 +1,6 @@
 """Runs an optimizer of mpiring.optim, which knows tensors by name, on this rank's shards."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -12,8 +13,7 @@ from ..errors import ConfigError
 from ..optim.optimizer import Optimizer
 from ..optim.settings import ADAPTS
 from ..training.averager import Averager
-from .param_groups import ParamGroup
-from .shards import ShardLayout, Shard, cut
+from .shards import ParamGroup, Shard, ShardLayout, cut, settings_of
 
 
 class _Model:
@@ -46,10 +46,10 @@ class TensorUpdates:
                  groups: Sequence[ParamGroup], trained: Mapping[str, Parameter], *,
                  apart: bool) -> None:
         self._class, self._defaults, self._apart = optimizer_class, dict(defaults), apart
-        self._groups = [[name for name in group.names if name in trained] for group in groups]
-        self._settings = [
-            {key: x for key, x in group.settings.items() if key != "param_names"}
-            for group in groups]
+        self._groups = [[name for name in group["params"] if name in trained] for group in groups]
+        self._settings = settings_of(groups)
+        for its in self._settings:
+            its.pop("param_names", None)
         for name, p in trained.items():
             if p.device.type != "cpu" or not p.is_contiguous():
                 raise ConfigError(
@@ -107,10 +107,9 @@ class TensorUpdates:
 
     # State
 
-    def state_dict(self, root: int | None) -> dict[str, Any] | None:
+    def state_dict(self, root: int | None) -> dict[str, Any]:
         """Return the whole state by name, and the groups' settings."""
-        state = self._method.state_dict()
-        return self._with_groups(state) if root in (None, self._model.comm.rank) else None
+        return self._with_groups(self._method.state_dict())
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return the same with this rank's slices."""
@@ -121,23 +120,22 @@ class TensorUpdates:
             {**group, "params": list(names)}
             for group, names in zip(self.optimizer.param_groups, self._groups)]}
 
-    def planned(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return what `use` needs to go on from either kind of state; see ClassUpdates."""
+    def loader_of(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
+        """Return a function that goes on from either kind of state; see ClassUpdates."""
         groups = state_dict["param_groups"]
         if [list(group["params"]) for group in groups] != self._groups:
             raise ConfigError(
                 f"rank {self._model.comm.rank}: the state is of other groups of parameters; make "
                 f"those that were saved")
-        return state_dict
+        return functools.partial(self._load, state_dict)
 
-    def use(self, plan: Mapping[str, Any]) -> None:
-        """Go on from a state that was planned; if that is refused, nothing has changed.
-
-        Raises:
-            ConfigError: It is of another optimizer or model.
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on from a state; if it is of another optimizer or model, nothing has changed.
 
         Collective: yes. Blocking: yes.
         """
-        self._method.load_state_dict({key: x for key, x in plan.items() if key != "param_groups"})
-        for shown, saved in zip(self.optimizer.param_groups, plan["param_groups"]):
-            shown.update({key: x for key, x in saved.items() if key != "params"})
+        self._method.load_state_dict(
+            {key: x for key, x in state_dict.items() if key != "param_groups"})
+        for shown, saved in zip(
+                self.optimizer.param_groups, settings_of(state_dict["param_groups"])):
+            shown.update(saved)

@@ -16,7 +16,7 @@ from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
 from ..memory.tensors import array_of
 from ..transport.base import T, Schedule
-from .devices import DEVICE_TYPES
+from .tensors import DEVICE_TYPES
 
 _Kind = dist.ReduceOp.RedOpType
 _NAMES = {
@@ -34,25 +34,21 @@ class Op:
     Attributes:
         name: mpiring's name of it, on which ranks must agree.
         factor: Multiplies every rank's contribution first, if there is one.
-        divides: Divide the sum at the end, as `quotient` does: a mean of integers.
+        divisor: Divides the sum at the end, as `quotient` does, for a mean of integers.
     """
 
     name: str
     factor: Any = None
-    divides: bool = False
+    divisor: int | None = None
 
     @property
     def combine(self) -> str:
         """The op by which the collective itself combines the contributions."""
-        return "sum" if self.divides else self.name
-
-    def divisor(self, size: int) -> int | None:
-        """Return the divisor of the sum over `size` ranks, if there is one."""
-        return size if self.divides else None
+        return self.name if self.divisor is None else "sum"
 
 
-def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
-    """Return the reduction by which an operator of torch.distributed combines a dtype.
+def op_of(opts: Any, dtype: torch.dtype, size: int) -> Op:
+    """Return the reduction by which ranks combine a dtype, given options of torch.distributed.
 
     An average of integers is as NCCL's: a sum in their dtype, which may wrap, then a division that
     rounds toward zero. `Communicator.allreduce` refuses a mean of integers, where users of NumPy
@@ -61,11 +57,10 @@ def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
     Raises:
         ConfigError: The operator is unknown, or undefined for the dtype.
     """
-    kind, factor = reduce_op.__getstate__() if isinstance(reduce_op, dist.ReduceOp) else (
-        reduce_op, None)
+    kind, factor = (_Kind.SUM, None) if opts is None else opts.reduceOp.__getstate__()
     if kind not in _NAMES:
         known = ", ".join(kind.name for kind in _NAMES)
-        raise ConfigError(f"{reduce_op}: expected one of {known}")
+        raise ConfigError(f"{opts.reduceOp}: expected one of {known}")
     name = _NAMES[kind]
     if name == "mean" and dtype in (torch.bool, torch.uint64):
         raise ConfigError(f"AVG is not defined for {dtype}, which PyTorch cannot divide; use SUM, "
@@ -73,8 +68,9 @@ def op_of(reduce_op: Any, dtype: torch.dtype) -> Op:
     if dtype is torch.complex32 and name not in ("sum", "mean"):
         raise ConfigError(f"{kind.name} is not defined for {dtype}; use SUM or AVG, or convert to "
                           f"torch.complex64")
-    divides = name == "mean" and not (dtype.is_floating_point or dtype.is_complex)
-    return Op(_ON_BOOL.get(name, name) if dtype is torch.bool else name, factor, divides)
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    return Op(_ON_BOOL.get(name, name) if dtype is torch.bool else name, factor,
+              size if name == "mean" and is_whole else None)
 
 
 def quotient(x: torch.Tensor, divisor: int) -> torch.Tensor:
@@ -108,7 +104,7 @@ class TensorBuffers:
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sums: list[tuple[torch.Tensor, int]] = []
 
-    def numbers(self, tensor: torch.Tensor, *, written: bool, factor: Any = None,
+    def numbers(self, tensor: torch.Tensor, *, written: bool = False, factor: Any = None,
                 divisor: int | None = None) -> Array:
         """Return a tensor's elements, for arithmetic.
 
@@ -132,7 +128,7 @@ class TensorBuffers:
             self._sums.append((x, divisor))
         return self._vector(x)
 
-    def raw(self, tensor: torch.Tensor, *, written: bool) -> Array:
+    def raw(self, tensor: torch.Tensor, *, written: bool = False) -> Array:
         """Return a tensor's bytes; of any dtype, otherwise as `numbers`."""
         return self._vector(_seen_as(self._contiguous(tensor, written), torch.uint8))
 
@@ -235,31 +231,26 @@ def check_alike(tensors: Sequence[torch.Tensor], model: torch.Tensor, label: str
                 f"others are")
 
 
-def check_multiple(long: torch.Tensor, short: torch.Tensor, size: int, label: str) -> None:
-    """Raise ConfigError unless `long` has `size` times as many elements as `short`."""
-    if long.dtype != short.dtype or long.numel() != size * short.numel():
-        raise ConfigError(
-            f"the {label} tensor is {described(long)}: expected {size} times {described(short)}")
-
-
 def described(tensor: torch.Tensor) -> str:
     """Return a tensor's dtype and shape as a text."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, label: str) -> list[Array]:
-    """Cut a vector into one view per rank.
+def by_splits(x: Array, tensor: torch.Tensor, splits: Sequence[int], size: int,
+              label: str) -> list[Array]:
+    """Cut the bytes of a tensor into one view per rank.
 
     Args:
-        x: A whole number of `rows`.
-        rows: Length of the tensor's first dimension.
-        splits: How many rows each rank has; none for equal shares.
+        x: The bytes.
+        tensor: The tensor.
+        splits: How many of its rows (the first dimension) each rank has; none for equal shares.
         size: How many ranks there are.
         label: For the message.
 
     Raises:
         ConfigError: The rows cannot be shared like that.
     """
+    rows = tensor.shape[0] if tensor.dim() else 1
     if not splits and rows % size:
         raise ConfigError(f"the {label} tensor has {rows} rows, which {size} ranks cannot share "
                           f"evenly; pass {label}_split_sizes")
@@ -270,11 +261,6 @@ def by_splits(x: Array, rows: int, splits: Sequence[int], size: int, label: str)
     width = x.size // rows if rows else 0
     bounds = np.cumsum([0, *counts]) * width
     return [x[start:stop] for start, stop in zip(bounds, bounds[1:])]
-
-
-def rows_of(tensor: torch.Tensor) -> int:
-    """Return the length of the first dimension; 1 for a number."""
-    return tensor.shape[0] if tensor.dim() else 1
 
 
 def in_turn(copies: Sequence[tuple[Array, Array]],

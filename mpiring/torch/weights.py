@@ -1,12 +1,13 @@
-"""Keeps a model's weights in buckets, of which ranks update slices: on each rank, or per node."""
+"""Keeps a model's weights in buckets, of which ranks update slices, and guards them meanwhile."""
 
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 from ..buckets.bucket import Bucket
@@ -20,10 +21,9 @@ from ..operations.operation import Collectives
 from ..text import first_few
 from ..training.averager import Averager
 from ..transport.base import Schedule
-from .averaging import in_shape_of
-from .devices import gpu_of, marker_of
-from .private import version_of
-from .tensors import seen_as_tensor
+from .modules import Uncopied, weakly
+from .private import is_compiled, parameters_of, set_parameters, version_of
+from .tensors import gpu_of, in_shape_of, marker_of, seen_as_tensor
 
 _REMEDY = ("give param_groups the same settings on every rank, and write weights on all ranks, or "
            "in a block `with optimizer.writing_weights():`")
@@ -43,11 +43,12 @@ class WeightBuckets:
     Attributes:
         comm: As given.
         buckets: In the order of the gradients'.
-        made_with: By what the slices that are sent are made, in words; compared across ranks.
         written_before: What the user had written when these buckets took the place of others.
 
     Collective: yes. Blocking: yes.
     """
+
+    _allgather: Callable[..., Schedule[None]] = staticmethod(Collectives.allgather)
 
     def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
                  comm: Communicator) -> None:
@@ -61,9 +62,9 @@ class WeightBuckets:
         if self._device is not None:
             # CuPy clears them, on a stream of its own.
             await_event(self._device.gpu.mark())
-        self.made_with, self.written_before = "", list[str]()
-        # What the user has written, in words; compared, too.
-        self._written = ""
+        self.written_before = list[str]()
+        # What the user has written, and by what slices are made, in words; compared across ranks.
+        self._made_with = ""
         self._versions: dict[str, int] = {}
         self._handles: dict[int, Handle[None]] = {}
         self._views: dict[str, torch.Tensor] = {}
@@ -80,8 +81,7 @@ class WeightBuckets:
 
     def _fill(self) -> None:
         """Move the weights into the buckets."""
-        for name in self._views:
-            self._adopt(name)
+        self._adopt(self._views)
         self._note()
 
     def _note(self) -> None:
@@ -102,17 +102,15 @@ class WeightBuckets:
                 names.append(name)
         return names
 
-    def own(self, index: int) -> slice:
-        """Return which elements of a bucket are this rank's."""
-        bounds, rank = self.buckets[index].bounds(self.comm.size), self.comm.rank
-        return slice(bounds[rank], bounds[rank + 1])
-
-    def follow(self) -> None:
+    def follow(self, made_with: str) -> None:
         """Prepare for an update of slices.
 
         Take over weights where the user has given a parameter other memory (`p.data = ...`). What
         the user has written is compared across ranks when slices are sent: of what one rank alone
         has written the update would leave its own slice.
+
+        Args:
+            made_with: By what slices are made, in words; compared across ranks.
 
         Raises:
             ConfigError: They do not fit.
@@ -120,26 +118,24 @@ class WeightBuckets:
         Collective: yes.
         """
         written = self.written()
-        self._adopt_moved(written)
-        self._written = (
-            f" after writes outside of writing_weights() to {first_few(written, 3)};"
-            if written else "")
+        self._adopt(written)
+        writes = f"after writes outside of writing_weights() to {first_few(written, 3)}; "
+        self._made_with = f"{writes if written else ''}{made_with}"
 
-    def _adopt_moved(self, names: Sequence[str]) -> None:
+    def _adopt(self, names: Iterable[str]) -> None:
+        """Take over weights that are elsewhere."""
         for name in names:
-            if self._parameters[name].data_ptr() != self._views[name].data_ptr():
-                self._adopt(name)
-
-    def _adopt(self, name: str) -> None:
-        p, view = self._parameters[name], self._views[name]
-        if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
-            raise ConfigError(
-                f"rank {self.comm.rank}: the data of {name} were replaced by {p.dtype} "
-                f"{tuple(p.shape)} on {p.device}, which do not fit its slices; expected "
-                f"{view.dtype} {tuple(view.shape)} on {view.device}: replace the parameter, or "
-                f"write into it: p.data.copy_(...)")
-        view.copy_(p.data)
-        p.data = view
+            p, view = self._parameters[name], self._views[name]
+            if p.data_ptr() == view.data_ptr():
+                continue
+            if (p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device):
+                raise ConfigError(
+                    f"rank {self.comm.rank}: the data of {name} were replaced by {p.dtype} "
+                    f"{tuple(p.shape)} on {p.device}, which do not fit its slices; expected "
+                    f"{view.dtype} {tuple(view.shape)} on {view.device}: replace the parameter, or "
+                    f"write into it: p.data.copy_(...)")
+            view.copy_(p.data)
+            p.data = view
 
     def updated(self) -> None:
         """Note that this rank's slices have changed: graphs that were kept do not hold any more.
@@ -161,17 +157,20 @@ class WeightBuckets:
         if not bucket.plan.size:
             return
         vector = bucket.vector
-        call = Call("weights", f"{bucket.plan.dtype.name} ({bucket.plan.size},){self._written} "
-                    f"{self.made_with}",
+        call = Call("weights", f"{bucket.plan.dtype.name} ({bucket.plan.size},) {self._made_with}",
                     bucket.label, bucket.flat.nbytes, remedy=_REMEDY)
         self._handles[bucket.index] = self._submit(
             call,
-            lambda collectives: self._allgather(collectives, vector, bounds),
+            lambda collectives: self._allgather(collectives, vector, bounds=bounds),
             device=bucket.device, ready=() if self._mark is None else (self._mark(),))
 
-    def _allgather(self, collectives: Collectives, vector: Any,
-                   bounds: Sequence[int]) -> Schedule[None]:
-        return collectives.allgather(vector, bounds=bounds)
+    def wait_for(self, indices: Iterable[int], *_: object) -> None:
+        """Return when all of some buckets is there, as far as they were sent; for hooks.
+
+        Collective: no. Blocking: yes.
+        """
+        for index in indices:
+            self.wait(index)
 
     def wait(self, index: int) -> None:
         """Return when all of a bucket is there, if it was sent.
@@ -188,8 +187,7 @@ class WeightBuckets:
 
         Collective: no. Blocking: yes.
         """
-        for index in list(self._handles):
-            self.wait(index)
+        self.wait_for(list(self._handles))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -199,7 +197,7 @@ class WeightBuckets:
         """
         self.synchronize()
         yield
-        self._adopt_moved(self.written())
+        self._adopt(self.written())
         self._hand_out()
 
     def _hand_out(self) -> None:
@@ -236,19 +234,16 @@ class NodeWeights(WeightBuckets):
         ConfigError: The weights are on a GPU, or a node's memory is too short; on all ranks.
     """
 
-    def __init__(self, parameters: Mapping[str, Parameter], gradients: Averager,
-                 comm: Communicator) -> None:
-        device = next(iter(parameters.values())).device
-        if device.type != "cpu":
-            raise ConfigError(
-                f"rank {comm.rank}: weights='node' for parameters on {device}: each GPU computes "
-                f"with a copy in its own memory; leave out weights='node'")
-        # Whether a block runs in which weights may be written.
-        self._is_written = False
-        self._is_first = any(ranks[0] == comm.rank for ranks in comm.memory_groups)
-        super().__init__(parameters, gradients, comm)
+    _allgather = staticmethod(Collectives.allgather_once)
+    # Whether a block runs in which weights may be written.
+    _is_written = False
 
     def _empty(self, n: int, dtype: "np.dtype[Any]") -> Array:
+        device = next(iter(self._parameters.values())).device
+        if device.type != "cpu":
+            raise ConfigError(
+                f"rank {self.comm.rank}: weights='node' for parameters on {device}: each GPU "
+                f"computes with a copy in its own memory; leave out weights='node'")
         array = self.comm.run(
             Call("node array", f"{dtype.name} ({n},)", nbytes=n * dtype.itemsize),
             lambda collectives: _node_array(collectives, n, dtype))
@@ -257,6 +252,7 @@ class NodeWeights(WeightBuckets):
         return array
 
     def _fill(self) -> None:
+        self._is_first = any(ranks[0] == self.comm.rank for ranks in self.comm.memory_groups)
         # A bucket is cleared by all ranks of the node.
         self._meet()
         if self._is_first:
@@ -274,7 +270,7 @@ class NodeWeights(WeightBuckets):
         """Return when all ranks of this node have called."""
         self.comm.run(Call("meet", "the ranks that share weights"), _met)
 
-    def follow(self) -> None:
+    def follow(self, made_with: str) -> None:
         """Return when all ranks of this node have ended reading, so that slices may be updated.
 
         That gradients have arrived does not suffice: between backward and step a rank may still
@@ -293,10 +289,7 @@ class NodeWeights(WeightBuckets):
                 f"what each rank does is done several times, or while others read; write them in "
                 f"a block `with optimizer.writing_weights():`, on all ranks")
         self._meet()
-
-    def _allgather(self, collectives: Collectives, vector: Array,
-                   bounds: Sequence[int]) -> Schedule[None]:
-        return collectives.allgather_once(vector, bounds=bounds)
+        self._made_with = made_with
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -314,8 +307,7 @@ class NodeWeights(WeightBuckets):
         try:
             self.synchronize()
             if not self._is_first:
-                for name, view in self._views.items():
-                    self._parameters[name].data = view.clone()
+                self.leave()
             self._meet()
             yield
         finally:
@@ -352,28 +344,6 @@ class NodeWeights(WeightBuckets):
         self._meet()
 
 
-class Uncopied:
-    """A hook of a module that does nothing in copies and pickles of the module.
-
-    Args:
-        call: The hook.
-    """
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        """Call the hook."""
-        self._call(*args)
-
-    def __reduce__(self) -> Any:
-        return functools.partial, (_nothing,)
-
-
-def _nothing(*_: object) -> None:
-    """Do nothing, in the place of a hook."""
-
-
 class LoadHooks:
     """Makes each load of a module a block in which its weights, once per node, may be written.
 
@@ -387,12 +357,13 @@ class LoadHooks:
         weights: The NodeWeights of the module at present.
     """
 
-    def __init__(self, module: torch.nn.Module) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.weights: Any = None
         self._block: AbstractContextManager[None] | None = None
-        self._hooks = [
-            module.register_load_state_dict_pre_hook(Uncopied(self._before)),
-            module.register_load_state_dict_post_hook(Uncopied(self._after))]
+        self._hooks = ExitStack()
+        for hook in (module.register_load_state_dict_pre_hook(Uncopied(self._before)),
+                     module.register_load_state_dict_post_hook(Uncopied(self._after))):
+            self._hooks.enter_context(hook)
 
     def _before(self, *_: object) -> None:
         weights = self.weights
@@ -413,8 +384,7 @@ class LoadHooks:
 
     def remove(self) -> None:
         """Leave loading to the module, on this rank alone."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
 
 
 def _met(collectives: Collectives) -> Schedule[None]:
@@ -428,3 +398,90 @@ def _node_array(collectives: Collectives, n: int,
         return (yield from collectives.node_array(n, dtype))
     except ConfigError as error:
         return error
+
+
+def _waiting(read: Callable[..., Any]) -> Any:
+    """Return a method of `dict` for `Guarded`, which waits first."""
+    def read_complete(parameters: "Guarded", *args: Any) -> Any:
+        parameters.wait()
+        return read(parameters, *args)
+
+    return read_complete
+
+
+class Guarded(dict[str, Any]):
+    """The parameters of a module by name, which wait before they are read.
+
+    PyTorch reads them here; see `private.parameters_of`.
+
+    Args:
+        parameters: As they were.
+        wait: Called each time.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], wait: Callable[[], None]) -> None:
+        super().__init__(parameters)
+        self.wait = wait
+
+    __getitem__ = _waiting(dict.__getitem__)
+    get = _waiting(dict.get)
+    items = _waiting(dict.items)
+    values = _waiting(dict.values)
+
+    def __reduce__(self) -> Any:
+        self.wait()
+        return dict, (dict(super().items()),)
+
+
+class Guard:
+    """Guards the weights of a module while they are under way.
+
+    Each module in it that has parameters of its own waits for the buckets that hold these: before
+    its forward pass, since some keep references to their parameters (LSTM), and when one is looked
+    up, since modules use those of others (MultiheadAttention).
+
+    Args:
+        module: The module.
+        weights: Its weights.
+        buckets: By parameter, the index of its bucket.
+
+    Attributes:
+        unguarded: The buckets of what nobody would wait for: compiled modules have no such hooks.
+        remove: Leaves the module as it was.
+    """
+
+    def __init__(self, module: nn.Module, weights: WeightBuckets,
+                 buckets: Mapping[Parameter, int]) -> None:
+        self.unguarded: set[int] = set()
+        restored = ExitStack()
+        compiled = {part for root in module.modules() if is_compiled(root)
+                    for part in root.modules()}
+        for part in module.modules():
+            indices = {buckets[p] for p in part.parameters(recurse=False) if p in buckets}
+            if part in compiled:
+                self.unguarded |= indices
+            elif indices:
+                wait = Uncopied(weakly(weights.wait_for, sorted(indices)))
+                set_parameters(part, Guarded(parameters_of(part), wait))
+                restored.callback(_unguard, part)
+                restored.enter_context(part.register_forward_pre_hook(wait, prepend=True))
+        # Once: others may guard the module afterwards.
+        self.remove = weakref.finalize(self, restored.close)
+        self.remove.atexit = False
+
+
+def _unguard(part: nn.Module) -> None:
+    set_parameters(part, dict(parameters_of(part)))
+
+
+def without_waiting(module: nn.Module) -> Iterator[tuple[str, Parameter]]:
+    """Yield what `named_parameters` does; they may be incomplete, to look at their values."""
+    seen = set()
+    for prefix, part in module.named_modules():
+        parameters = parameters_of(part)
+        # Those of TorchScript are no dict.
+        items = dict.items if isinstance(parameters, dict) else type(parameters).items
+        for name, p in items(parameters):
+            if p is not None and p not in seen:
+                seen.add(p)
+                yield f"{prefix}.{name}" if prefix else name, p

@@ -7,18 +7,17 @@ their own.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..engine.handle import Action, Handle
+from ..engine.handle import Action, Handle, Lane
 from ..gpu.arrays import is_gpu_tensor
-from .devices import on_idle_stream
 from .private import call_after_backward
-from .tensors import tensors_in
+from .tensors import on_idle_stream, tensors_in
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -43,85 +42,81 @@ def in_callback() -> bool:
     return _callback.depth > 0
 
 
-class _Done:
-    """Handle of an operation that is complete, since the caller has waited."""
-
-    done = True
-
-    def test(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self, timeout_s: float | None = None) -> Any:
-        """Return."""
-
-    def when_done(self, action: Action) -> None:
-        """Call `action`, now."""
-        action(None)
-
-
 class _All:
-    """Several handles as one.
+    """The operations of several Works as one; of none, an operation that is complete.
 
     Args:
-        handles: Of operations.
+        works: The Works.
     """
 
-    def __init__(self, handles: Sequence["OneHandle"]) -> None:
-        self._handles = handles
+    def __init__(self, works: Sequence["Work"] = ()) -> None:
+        self._works = works
 
     @property
     def done(self) -> bool:
         """Whether all are complete."""
-        return all(handle.done for handle in self._handles)
+        return all(work.handle.done for work in self._works)
 
     def test(self) -> bool:
         """Return whether all are complete, after some progress."""
-        return all([handle.test() for handle in self._handles])
+        return all([work.handle.test() for work in self._works])
 
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Return when all are complete; the timeout is for each."""
-        for handle in self._handles:
-            handle.wait(timeout_s)
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Return when all are complete; the timeout is for each, by default its own."""
+        for work in self._works:
+            work.handle.wait(timeout_s or work.timeout_s)
 
     def when_done(self, action: Action) -> None:
         """Call `action` when all have ended, with the first error."""
-        left, errors, counting = len(self._handles), [], threading.Lock()
+        errors: list[BaseException | None] = []
+        counting = threading.Lock()
 
         def count(error: BaseException | None) -> None:
-            nonlocal left
             with counting:
-                left -= 1
-                if error is not None:
-                    errors.append(error)
-                if left > 0:
+                errors.append(error)
+                if len(errors) < len(self._works):
                     return
-            action(errors[0] if errors else None)
+            action(next(filter(None, errors), None))
 
-        for handle in self._handles or [DONE]:
-            handle.when_done(count)
-
-
-OneHandle: TypeAlias = Handle[Any] | _Done
-DONE: OneHandle = _Done()
+        for work in self._works:
+            work.handle.when_done(count)
+        if not self._works:
+            action(None)
 
 
-class _Chained(torch.futures.Future):
-    """A future that follows from an operation.
+# Of an operation that is complete, since the caller has waited.
+DONE = _All()
+
+
+class Future(torch.futures.Future):
+    """The future of an operation, or of a callback's result.
+
+    Callbacks run in the order of the operations.
 
     Args:
         handle: The operation.
-        gpus: The GPUs that the tensors of its value lie on.
+        value: Its result; None if `then` sets the result.
+        gpus: The GPUs that the tensors of the result lie on.
     """
 
-    def __init__(self, handle: OneHandle | _All, gpus: list[torch.device]) -> None:
+    def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any] | None,
+                 gpus: list[torch.device]) -> None:
         super().__init__(devices=gpus)
-        self._handle = handle
-        self._gpus = gpus
+        self._handle, self._value, self._gpus = handle, value, gpus
+        if value is not None:
+            handle.when_done(self._complete)
 
-    def then(self, callback: Callable[[Any], Any]) -> "_Chained":
+    def _complete(self, error: BaseException | None) -> None:
+        if error is not None:
+            self.set_exception(error)
+            return
+        # The tensors are complete: not on the user's stream, whose later work would delay it.
+        with on_idle_stream(self._gpus):
+            self.set_result(self._value)
+
+    def then(self, callback: Callable[[Any], Any]) -> "Future":
         """Return a future of what `callback` returns, given this one when it is complete."""
-        following = _Chained(self._handle, self._gpus)
+        following = Future(self._handle, None, self._gpus)
 
         def call(future: Any) -> None:
             try:
@@ -136,39 +131,12 @@ class _Chained(torch.futures.Future):
         return following
 
     def wait(self) -> Any:
-        """Return the result, making progress meanwhile."""
-        self._handle.wait()
-        return super().wait()
+        """Return the result, making progress meanwhile; an operation's also inside a callback.
 
-
-class Future(_Chained):
-    """The future of an operation; callbacks run in the order of the operations.
-
-    Args:
-        handle: The operation.
-        value: Its result.
-    """
-
-    def __init__(self, handle: OneHandle | _All, value: Any) -> None:
-        super().__init__(handle, list({x.device for x in tensors_in(value) if is_gpu_tensor(x)}))
-        self._value = value
-        handle.when_done(self._complete)
-
-    def _complete(self, error: BaseException | None) -> None:
-        if error is None:
-            # The tensors are complete: not on the user's stream, whose later work would delay it.
-            with on_idle_stream(self._gpus):
-                self.set_result(self._value)
-        else:
-            self.set_exception(error)
-
-    def wait(self) -> Any:
-        """Return the result, making progress meanwhile; also from inside a callback.
-
-        The thread of the callback may be the one that would complete this future.
+        The thread of the callback may be the one that would complete that future.
         """
         self._handle.wait()
-        return self._value
+        return super().wait() if self._value is None else self._value
 
 
 class Work(dist.Work):
@@ -179,19 +147,18 @@ class Work(dist.Work):
         value: The tensors with the result.
         timeout_s: The longest that `wait` waits; None for the timeout of the group.
         threaded: Whether operations advance in the background.
-        rests: Not so if, during a backward pass, a future is asked for, which this pass will wait
-            for at its end: see `Lane.rest`.
+        lanes: These do not if, during a backward pass, a future is asked for, which this pass will
+            wait for at its end: see `Lane.rest`.
 
-    Attributes:
-        handle, value: As given.
+    Attributes: as the arguments.
     """
 
-    def __init__(self, handle: OneHandle, value: Sequence[Any], timeout_s: float | None = None, *,
-                 threaded: bool, rests: bool = False) -> None:
+    def __init__(self, handle: Handle[Any] | _All, value: Sequence[Any],
+                 timeout_s: float | None = None, *, threaded: bool,
+                 lanes: Iterable[Lane] = ()) -> None:
         super().__init__()
-        self.handle, self.value = handle, value
-        self._timeout_s = timeout_s
-        self._threaded, self._rests = threaded, rests
+        self.handle, self.value, self.timeout_s = handle, value, timeout_s
+        self.threaded, self.lanes = threaded, lanes
         # Of the last wait; and of the operation, where `is_completed` found that it failed.
         self._error: BaseException | None = None
         self._failure: Exception | None = None
@@ -207,7 +174,7 @@ class Work(dist.Work):
         if self._failure is not None:
             raise self._failure
         try:
-            self.handle.wait(timeout.total_seconds() or self._timeout_s)
+            self.handle.wait(timeout.total_seconds() or self.timeout_s)
         except BaseException as error:
             self._error = error
             raise
@@ -252,64 +219,24 @@ class Work(dist.Work):
     def get_future(self) -> Future:
         """Return a future of the tensors with the result."""
         if self._future is None:
-            if _wait_after_backward(self.handle):
-                if self._rests and not isinstance(self.handle, _Done):
-                    self.handle.lane.rest()
-            elif not self._threaded:
-                self.wait()
-            self._future = Future(self.handle, self.value)
+            try:
+                # At its end, DistributedDataParallel would wait in C++, unknown to the engine's
+                # thread, which would sleep between its tests. These calls come before its own.
+                call_after_backward(self.handle.wait)
+            except RuntimeError:
+                # No backward pass runs.
+                if not self.threaded:
+                    self.wait()
+            else:
+                for lane in self.lanes:
+                    lane.rest()
+            self._future = Future(self.handle, self.value, list(
+                {x.device for x in tensors_in(self.value) if is_gpu_tensor(x)}))
         return self._future
 
 
-def _wait_after_backward(handle: OneHandle) -> bool:
-    """During a backward pass, make its thread wait for `handle` at the end; else return False.
-
-    DistributedDataParallel would wait there in C++, unknown to the engine's thread, which would
-    sleep between its tests.
-    """
-    try:
-        # In the order of these calls, and so before DistributedDataParallel's own.
-        call_after_backward(handle.wait)
-    except RuntimeError:
-        return False
-    return True
-
-
-class Coalesced(dist.Work):
-    """Several operations as one.
-
-    Args:
-        works: Of the operations.
-    """
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        super().__init__()
-        self._works = works
-
-    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return True when all are complete; the timeout is for each."""
-        return all([work.wait(timeout) for work in self._works])
-
-    def is_completed(self) -> bool:
-        """Return whether all are complete."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Return whether all are complete."""
-        return all(work.is_success() for work in self._works)
-
-    def exception(self) -> BaseException | None:
-        """Return the first error that ended one of them; None if none did."""
-        return next(filter(None, (work.exception() for work in self._works)), None)
-
-    def result(self) -> Sequence[Any]:
-        """Return the tensors with all results, when they are complete."""
-        return [x for work in self._works for x in work.result()]
-
-    def get_future(self) -> Future:
-        """Return a future of the tensors with all results."""
-        # PyTorch's collect_all forgets the devices: callbacks of its `then` would not wait.
-        for work in self._works:
-            work.get_future()
-        return Future(_All([work.handle for work in self._works]),
-                      [x for work in self._works for x in work.value])
+def coalesced(works: Sequence[Work]) -> Work:
+    """Return several operations as one; a timeout of its `wait` is for each."""
+    return Work(_All(works), [x for work in works for x in work.value],
+                threaded=all(work.threaded for work in works),
+                lanes={lane for work in works for lane in work.lanes})

@@ -20,8 +20,7 @@ from mpiring.reducers import Cast, ErrorFeedback, Int8
 
 torch = needed("torch")
 from mpiring.torch import DataParallel, Sharded, broadcast_parameters  # noqa: E402
-from mpiring.torch.guarded import without_waiting  # noqa: E402
-from mpiring.torch.weights import WeightBuckets, flat  # noqa: E402
+from mpiring.torch.weights import WeightBuckets, flat, without_waiting  # noqa: E402
 from torch import nn  # noqa: E402
 
 pytestmark = pytest.mark.mpi
@@ -111,8 +110,10 @@ class Late:
 
     def __init__(self, weights, index, begin):
         self.weights, self.index, self.begin = weights, index, begin
-        own, x = weights.own(index), flat(weights.buckets[index], slice(None))
-        x[:own.start] = x[own.stop:] = torch.nan
+        bucket, rank = weights.buckets[index], weights.comm.rank
+        start, stop = bucket.bounds(weights.comm.size)[rank:rank + 2]
+        x = flat(bucket, slice(None))
+        x[:start] = x[stop:] = torch.nan
 
     def wait(self):
         self.begin(self.weights, self.index)

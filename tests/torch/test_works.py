@@ -65,14 +65,14 @@ def test_a_wait_that_timed_out_is_no_end(handle, work):
 
 
 def test_several_works_as_one(handle, work):
-    from mpiring.torch.works import DONE, Coalesced, Work
-    both = Coalesced([Work(DONE, ["x"], threaded=True), work])
+    from mpiring.torch.works import DONE, Work, coalesced
+    both = coalesced([Work(DONE, ["x"], threaded=True), work])
     assert not both.is_completed() and not both.is_success() and both.exception() is None
     handle.error = TransportError("of the second")
     assert both.is_completed() and not both.is_success() and both.exception() is handle.error
     with pytest.raises(TransportError):
         both.wait()
-    done = Coalesced([Work(DONE, [name], threaded=True) for name in "xy"])
+    done = coalesced([Work(DONE, [name], threaded=True) for name in "xy"])
     assert done.wait() and done.is_success() and done.result() == ["x", "y"]
     assert done.get_future().wait() == ["x", "y"]
 
@@ -83,10 +83,10 @@ def test_operations_of_a_backward_pass_rest_until_its_end(rests, handle):
 
     from mpiring.torch.works import Work
     calls = []
-    handle.lane = SimpleNamespace(rest=lambda: calls.append("rest"))
+    lane = SimpleNamespace(rest=lambda: calls.append("rest"))
     handle.wait = lambda: calls.append("wait")
     handle.when_done = lambda action: None
-    work = Work(handle, [], threaded=True, rests=rests)
+    work = Work(handle, [], threaded=True, lanes=[lane] * rests)
     x = torch.ones(1, requires_grad=True)
     x.register_hook(lambda gradient: work.get_future() and calls.append("hook"))
     (2 * x).backward()
@@ -96,8 +96,8 @@ def test_operations_of_a_backward_pass_rest_until_its_end(rests, handle):
 def test_outside_of_a_backward_pass_nothing_rests(handle):
     from mpiring.torch.works import Work
     handle.when_done = lambda action: None
-    # It would not find a lane.
-    Work(handle, [], threaded=True, rests=True).get_future()
+    # None is no lane that could rest.
+    Work(handle, [], threaded=True, lanes=[None]).get_future()
 
 
 def cores_of(*ranks):
