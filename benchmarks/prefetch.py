@@ -19,10 +19,10 @@ from mpiring.tools.bench import peers, timing
 from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
 from mpiring.tools.bench.options import declare_device, declare_models, declare_turns
 from mpiring.tools.bench.world import World
-from mpiring.tools.files import Environment, Row
-from mpiring.tools.table import Column
+from mpiring.tools.table import Column, Environment, Row
 
 from . import main
+from .plot import DRAWINGS
 
 if TYPE_CHECKING:
     from mpiring.tools.bench import torch_training
@@ -206,7 +206,7 @@ PREFETCH = Benchmark(
     "prefetch",
     lambda options: (len(options.models) * len(options.parameters) * len(options.work)
                      * int(options.rounds)),
-    measure, rows, _COLUMNS)
+    measure, rows, _COLUMNS, drawings=DRAWINGS)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ def spoil_training():
         found = right(world, options, device)
 
         def join(model, recipe):
-            method = found[1].join(model, recipe)
+            wrapped, optimizer = found[1].join(model, recipe)
             *_, bias = model.parameters()
-            correct, steps = method.optimizer.step, []
+            correct, steps = optimizer.step, []
             early = options.models == ["transformer"]
 
             def step():
@@ -59,8 +59,8 @@ def spoil_training():
                 # What checks of the first step's gradients cannot see.
                 if not early and len(steps) == 3:
                     bias.data[0] += 1
-            method.optimizer.step = step
-            return method
+            optimizer.step = step
+            return wrapped, optimizer
 
         return [*found, Contender("wrong", join=join)]
 

@@ -13,8 +13,7 @@ from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...operations.algorithms import NAMES
 from ..arguments import above_zero, checked, names
-from ..files import Environment, Row
-from ..table import Column
+from ..table import Column, Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
 from .benchmark import LEVELS, Benchmark, Measurement, run

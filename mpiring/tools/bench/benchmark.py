@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from ...launch.environment import launched_size, launcher_of
 from ...launch.start import find_mpiexec
 from ...progress import Progress
 from .. import table
-from ..files import Environment, Row
 from ..output import OutputError
-from ..reporting import check_files, report
-from ..table import Column
+from ..plot import DRAWINGS, Drawing
+from ..results import check_files, write_files
+from ..table import Column, Environment, Row
 from .inputs import WrongAnswerError
 from .world import World
 
@@ -83,6 +83,7 @@ class Benchmark:
         rows: Makes a table's rows out of measurements.
         columns: Of the table; "thread_level" is shown only where there are several.
         lines: Returns rows as lines, of a benchmark whose results are no table of `columns`.
+        drawings: How results are drawn, by name.
     """
 
     name: str
@@ -91,6 +92,7 @@ class Benchmark:
     rows: Callable[[Sequence[Measurement], Environment, Namespace], list[Row]]
     columns: Sequence[Column] = ()
     lines: Callable[[Sequence[Row]], list[str]] | None = None
+    drawings: Mapping[str, Drawing] = field(default_factory=lambda: DRAWINGS)
 
     def head(self, about: Environment, several_levels: bool = False) -> list[str]:
         """Return the lines above the table."""
@@ -151,7 +153,8 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
         content = [about, [dataclasses.astuple(measurement) for measurement in measurements]]
         Path(part).write_text(json.dumps(content))
     elif shown:
-        report(benchmark.name, about, benchmark.rows(measurements, about, options), options)
+        rows = benchmark.rows(measurements, about, options)
+        write_files(benchmark.name, about, rows, options, benchmark.drawings)
     world.close()
     return 0
 
@@ -193,7 +196,7 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
     several_levels = len(options.levels) > 1
     for line in *benchmark.head(about, several_levels), *benchmark.body(rows, several_levels):
         print(line, flush=True)
-    report(benchmark.name, about, rows, options)
+    write_files(benchmark.name, about, rows, options, benchmark.drawings)
     return 0
 
 

@@ -75,8 +75,8 @@ class Contender:
         blocking: Returns a function that sums the array, to be called again and again.
         starting: Returns a function that begins to sum it, and returns a function that waits.
         sums: False for a contender that only shows a limit.
-        join: Takes a PyTorch module and a recipe of an optimizer, and returns the method by which
-            they are trained.
+        join: Takes a PyTorch module and a recipe of an optimizer, and returns what is called for
+            the module's results, and what uses its gradients.
         shares: Who shares weights, gradients and state in training.
         has_means: Whether each rank has all means after a backward pass, to be checked.
     """

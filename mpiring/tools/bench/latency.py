@@ -12,7 +12,7 @@ import numpy as np
 
 from ...memory.arrays import Array, chunks_of, slice_of
 from ..arguments import checked, names, positive
-from ..files import Environment, Row
+from ..table import Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
 from .allreduce import BUFFERS, HostArrays

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 from ...errors import ConfigError
-from .. import reporting
 from ..arguments import above_zero, checked, counts, names, positive
+from ..results import declare_files
 from ..units import parse_rate
 from . import peers
 from .contenders import KINDS
@@ -16,7 +16,7 @@ MODELS = ("transformer", "convnet", "mlp")
 
 def declare_jobs(parser: argparse.ArgumentParser) -> None:
     """Declare where results go, and how many ranks a benchmark starts by itself."""
-    reporting.declare(parser, "results and environment")
+    declare_files(parser, "results and environment")
     parser.add_argument("--ranks", type=positive,
                         help="of jobs of its own, where there is no launcher; default: 2")
     parser.add_argument("--part", help=argparse.SUPPRESS)

@@ -9,8 +9,7 @@ import numpy as np
 
 from ...memory.arrays import Array
 from ..arguments import above_zero, checked, names
-from ..files import Environment, Row
-from ..table import Column
+from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
 from . import inputs, timing
 from .benchmark import Benchmark, Measurement, run

@@ -11,8 +11,7 @@ from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...numpy import DataParallel
 from ..arguments import checked, names, positive
-from ..files import Environment, Row
-from ..table import Column
+from ..table import Column, Environment, Row
 from ..units import parse_size
 from . import gradients, timing
 from .benchmark import Benchmark, Measurement, run, with_case

@@ -4,6 +4,7 @@ import gc
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,7 +20,6 @@ from ...memory.arrays import Array
 from ...torch import DataParallel, Sharded, share_cores
 from . import peers
 from .contenders import ALONE, GLOO, OURS, Call, Contender, Shares, horovod
-from .torch_training import TrainingMethod
 from .world import World
 
 BACK_END = "mpiring + PyTorch's DDP"
@@ -35,6 +35,8 @@ _GLOO_HERE = "gloo_here"
 
 # Makes an optimizer of parameters; its `func` is the class, its `keywords` are the settings.
 Recipe = partial[torch.optim.Optimizer]
+# What is called for a module's results, and what uses its gradients.
+Joined = tuple[nn.Module, Any]
 RECIPES: Mapping[str, Recipe] = {
     "sgd": partial(torch.optim.SGD, lr=_LEARNING_RATE),
     "adamw": partial(torch.optim.AdamW, lr=_LEARNING_RATE, eps=_ADAM_EPS, fused=True)}
@@ -46,8 +48,7 @@ _SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
     "node": ("mpiring Sharded, node", {"weights": "node"}, Shares(weights="node", state="job")),
 }
 # The model without communication.
-NOBODY = Contender(
-    ALONE, join=lambda model, recipe: TrainingMethod(model, recipe(model.parameters())))
+NOBODY = Contender(ALONE, join=lambda module, recipe: (module, recipe(module.parameters())))
 
 
 def contenders(world: World, options: Namespace, device: torch.device) -> list[Contender]:
@@ -78,22 +79,31 @@ def contenders(world: World, options: Namespace, device: torch.device) -> list[C
 def _of_mpiring(world: World, options: Namespace) -> Iterator[Contender]:
     """Yield mpiring's wrapper of models, alone and with the optimizers of slices."""
     bucket = {} if options.bucket is None else {"bucket_bytes": options.bucket}
+    dense = data_parallel(world, OURS, **bucket)
 
-    def blocking(flat: Array) -> Call:
-        return lambda: world.comm.allreduce(flat)
+    def sliced(settings: Mapping[str, Any], module: nn.Module, recipe: Recipe) -> Joined:
+        model = DataParallel(module, world.comm, **bucket)
+        return model, Sharded(recipe.func, model, **recipe.keywords, **settings)
 
-    def dense(model: nn.Module, recipe: Recipe) -> TrainingMethod:
-        return TrainingMethod(DataParallel(model, world.comm, **bucket), recipe(model.parameters()))
-
-    def sliced(settings: Mapping[str, Any], model: nn.Module, recipe: Recipe) -> TrainingMethod:
-        wrapped = DataParallel(model, world.comm, **bucket)
-        return TrainingMethod(wrapped, Sharded(recipe.func, wrapped, **recipe.keywords, **settings))
-
-    yield Contender(OURS, blocking, join=dense)
+    yield dense
     for name, (title, settings, shares) in _SLICED.items():
         if name in options.sharded:
-            yield Contender(title, blocking, join=partial(sliced, settings), shares=shares,
-                            has_means=False)
+            yield replace(dense, name=title, join=partial(sliced, settings), shares=shares,
+                          has_means=False)
+
+
+def data_parallel(world: World, name: str, **settings: Any) -> Contender:
+    """Return mpiring's wrapper of models.
+
+    Args:
+        world: The ranks.
+        name: For tables.
+        settings: Arguments of DataParallel.
+    """
+    return Contender(
+        name, lambda flat: lambda: world.comm.allreduce(flat),
+        join=lambda module, recipe: (DataParallel(module, world.comm, **settings),
+                                     recipe(module.parameters())))
 
 
 def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[Contender]:
@@ -104,21 +114,19 @@ def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[
         tensor = peers.tensor_of(flat)
         return lambda: dist.all_reduce(tensor, group=group)
 
-    def ddp(model: nn.Module, recipe: Recipe) -> TrainingMethod:
-        return TrainingMethod(nn.parallel.DistributedDataParallel(
-            model, process_group=group, gradient_as_bucket_view=True, **size),
-            recipe(model.parameters()))
+    def ddp(module: nn.Module, recipe: Recipe) -> Joined:
+        return nn.parallel.DistributedDataParallel(
+            module, process_group=group, gradient_as_bucket_view=True, **size), recipe(
+            module.parameters())
 
-    def zero(model: nn.Module, recipe: Recipe) -> TrainingMethod:
-        method = ddp(model, recipe)
-        method.optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), recipe.func, process_group=group, parameters_as_bucket_view=True,
+    def zero(module: nn.Module, recipe: Recipe) -> Joined:
+        return ddp(module, recipe)[0], ZeroRedundancyOptimizer(
+            module.parameters(), recipe.func, process_group=group, parameters_as_bucket_view=True,
             **recipe.keywords)
-        return method
 
-    def fsdp(model: nn.Module, recipe: Recipe) -> TrainingMethod:
-        _shard(model, group)
-        return TrainingMethod(model, recipe(model.parameters()))
+    def fsdp(module: nn.Module, recipe: Recipe) -> Joined:
+        _shard(module, group)
+        return module, recipe(module.parameters())
 
     yield Contender(ddp_name, blocking, join=ddp)
     if "zero" in options.sharded:
@@ -158,9 +166,9 @@ def _horovod() -> Contender:
     call = horovod().blocking
     import horovod.torch as hvd
 
-    def join(model: nn.Module, recipe: Recipe) -> TrainingMethod:
-        return TrainingMethod(model, hvd.DistributedOptimizer(
-            recipe(model.parameters()), named_parameters=model.named_parameters()))
+    def join(module: nn.Module, recipe: Recipe) -> Joined:
+        return module, hvd.DistributedOptimizer(
+            recipe(module.parameters()), named_parameters=module.named_parameters())
 
     return Contender(HOROVOD, call, join=join)
 

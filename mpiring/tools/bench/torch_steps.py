@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..files import Environment, Row
-from ..table import Column
+from ..table import Column, Environment, Row
 from . import gradients, peers, timing
 from .benchmark import Benchmark, Measurement, with_case
 from .contenders import ALONE, GLOO, Contender

@@ -1,27 +1,18 @@
 """Makes small PyTorch models, and trains them on several ranks."""
 
 import itertools
-import math
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ...communicator import Communicator
-from ...errors import ConfigError
 from ...gpu import accelerator
 from ...memory.arrays import Array
-from ...record.statistics import Statistics
-from ...reducers import Reducer
-from ...torch import DataParallel, Sharded, device_for
+from ...torch import Sharded, device_for
 from . import timing
 from .contenders import Contender
 from .world import World
@@ -30,10 +21,6 @@ _BYTE_VALUES = 256
 TEXT_LENGTH = 64
 _LAYERS = 4
 _PIXELS, _COLOURS, _CLASSES = 32, 3, 10
-# The last tenth of the modules is for validation.
-_FEWEST_MODULES = 10
-_AT_ONCE = 32
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
 
 # Data and targets of a step.
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -180,80 +167,20 @@ def device_named(world: World, name: str) -> ModelDevice:
     return ModelDevice(device_for(world.comm), _by_events)
 
 
-class TrainingMethod:
-    """A way to train a module on several ranks; as it is, each rank trains for itself.
-
-    Args:
-        model: Called for the module's results.
-        optimizer: What uses the gradients that backward() has left.
-
-    Attributes:
-        settings: Settings of the method, for a reader.
-        statistics: Costs of its communication so far, on this rank.
-    """
-
-    settings, statistics = "", Statistics()
-
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def step(self) -> None:
-        """Use the gradients that backward() has left."""
-        self.optimizer.step()
-
-    def meet(self) -> None:
-        """Prepare for ranks that wait for each other; called on all ranks."""
-
-    def show(self) -> AbstractContextManager[Any]:
-        """Return a block in which the module has the parameters to be judged.
-
-        Collective: yes. Blocking: yes.
-        """
-        return nullcontext()
-
-    def finish(self) -> None:
-        """End the training: the module has the same parameters on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
-
-
-class MeanGradients(TrainingMethod):
-    """Averages the gradients of each step.
-
-    Args:
-        module: Module that is trained.
-        comm: Communicator of the ranks.
-        optimizer: Optimizer of the module.
-        reducer: How gradients become their mean.
-    """
-
-    def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any,
-                 reducer: Reducer | None = None) -> None:
-        # Its only buffer, the mask, is a constant.
-        self._parallel = DataParallel(module, comm, reducer=reducer, broadcast_buffers=False)
-        super().__init__(self._parallel, optimizer)
-        self.settings = "" if reducer is None else repr(reducer)
-
-    def step(self) -> None:
-        """Take a step."""
-        self.statistics += self._parallel.statistics
-        super().step()
-
-
 class Training:
     """A module, its data, and how it is trained.
 
     Args:
         name: Name of the method, for tables.
         module: Module that is trained.
-        method: How the ranks train the module.
+        model: Called for the module's results.
+        optimizer: What uses the gradients that backward() has left.
         batches: Data and targets of each step, on the module's device.
     """
 
-    def __init__(self, name: str, module: nn.Module, method: TrainingMethod,
+    def __init__(self, name: str, module: nn.Module, model: Any, optimizer: Any,
                  batches: Iterable[Batch]) -> None:
-        self.name, self.module, self.method = name, module, method
+        self.name, self.module, self.model, self.optimizer = name, module, model, optimizer
         self._batches = iter(batches)
 
     def step(self) -> None:
@@ -262,9 +189,9 @@ class Training:
 
     def learn(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Take one step with other data."""
-        self.method.optimizer.zero_grad()
-        loss(self.method.model, x, y).backward()
-        self.method.step()
+        self.optimizer.zero_grad()
+        loss(self.model, x, y).backward()
+        self.optimizer.step()
 
     @property
     def parameter_count(self) -> int:
@@ -283,8 +210,8 @@ class Training:
 
         Collective: with FSDP2. Blocking: with FSDP2.
         """
-        if isinstance(self.method.optimizer, Sharded):
-            self.method.optimizer.synchronize()
+        if isinstance(self.optimizer, Sharded):
+            self.optimizer.synchronize()
         return {name: _gathered(p.detach()) for name, p in self.module.named_parameters()}
 
 
@@ -294,8 +221,9 @@ def training_of(contender: Contender, kind: str, width: int, recipe: Any, batch:
     Args:
         recipe: Makes the optimizer.
     """
-    model = model_of(kind, width).to(batch[0].device)
-    return Training(contender.name, model, contender.join(model, recipe), itertools.repeat(batch))
+    module = model_of(kind, width).to(batch[0].device)
+    model, optimizer = contender.join(module, recipe)
+    return Training(contender.name, module, model, optimizer, itertools.repeat(batch))
 
 
 def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean",
@@ -307,58 +235,3 @@ def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "m
 def _gathered(tensor: torch.Tensor) -> Array:
     """Return a tensor's values, gathered where each rank has a shard."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy()
-
-
-@dataclass(frozen=True)
-class Texts:
-    """Text to train a transformer on, and other text.
-
-    Attributes:
-        training: Bytes, shape (n,).
-        validation: Texts, each a byte longer than the model reads; shape (m, TEXT_LENGTH + 1).
-    """
-
-    training: torch.Tensor
-    validation: torch.Tensor
-
-
-def standard_library(world: World, count: int) -> Texts:
-    """Return the modules of the standard library that runs this.
-
-    Args:
-        count: Number of the texts to validate on.
-
-    Raises:
-        ConfigError: There are no such files.
-    """
-    folder = Path(sysconfig.get_path("stdlib"))
-    modules = sorted(folder.glob("*.py"))
-    if len(modules) < _FEWEST_MODULES:
-        raise ConfigError(f"rank {world.rank}: there is no text to train on: {folder} holds "
-                          f"{len(modules)} modules of the standard library")
-    last = -len(modules) // 10
-    training, validation = (
-        torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in part)),
-                         dtype=torch.uint8) for part in (modules[:last], modules[last:]))
-    starts = np.linspace(0, len(validation) - TEXT_LENGTH - 1, count, dtype=int)
-    return Texts(training, _windows(validation, starts))
-
-
-def _windows(text: torch.Tensor, starts: Array) -> torch.Tensor:
-    """Return texts, each a byte longer than the model reads: the last byte is only predicted."""
-    return torch.stack([text[start:start + TEXT_LENGTH + 1] for start in starts.tolist()]).long()
-
-
-def drawn_from(text: torch.Tensor, samples: int, dice: np.random.Generator) -> Iterator[Batch]:
-    """Yield batches of random windows of a text, without an end."""
-    while True:
-        texts = _windows(text, dice.integers(len(text) - TEXT_LENGTH, size=samples))
-        yield texts[:, :-1], texts[:, 1:]
-
-
-def bits_and_bytes(model: nn.Module, texts: torch.Tensor) -> tuple[float, int]:
-    """Return the sum of a model's losses on texts, in bits, and the number of bytes predicted."""
-    with torch.no_grad():
-        losses = [loss(model, part[:, :-1], part[:, 1:], reduction="sum").item()
-                  for part in texts.split(_AT_ONCE) if len(part)]
-    return math.fsum(losses) / math.log(2), len(texts) * TEXT_LENGTH

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 from ... import __version__
 from ...errors import ConfigError
-from .. import reporting, table
+from .. import table
 from ..arguments import above_zero, checked, positive
-from ..files import Environment, Row, command, now, read_json
-from ..table import Column
+from ..results import check_files, command, declare_files, now, read_json, write_files
+from ..table import Column, Environment, Row
 from ..units import parse_rate, parse_size, parse_time, size_text
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
 from .cluster import Cluster
@@ -85,7 +85,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
                         help="predict reduce-scatter + allgather, too")
     parser.add_argument("--against", metavar="FILE.json",
                         help="compare with what `bench allreduce --json` has measured")
-    reporting.declare(parser, "the predictions")
+    declare_files(parser, "the predictions")
 
 
 def _counts(text: str) -> list[int]:
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.plot and options.against:
         raise ConfigError("--plot draws node counts; leave out --against")
-    reporting.check_files(options)
+    check_files(options)
     cluster = _cluster(options)
     if options.against:
         rows, columns = _against(options.against, cluster), _AGAINST
@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> int:
     print(table.head(columns))
     for row in rows:
         print(table.line(row, columns))
-    reporting.report("against" if options.against else "simulate", about, rows, options)
+    write_files("against" if options.against else "simulate", about, rows, options)
     return 0
 
 

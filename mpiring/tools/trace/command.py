@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...files import regular
 from ...record.trace_file import PROGRAM
-from ..files import opened
+from ..output import opened
 from . import report
 from .files import Event, RankTrace, open_job
 

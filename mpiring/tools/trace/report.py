@@ -6,9 +6,9 @@ from statistics import fmean, median
 
 from ...errors import ConfigError
 from .. import table
-from ..files import Row, refuse_unwritable
+from ..output import refuse_unwritable
 from ..picture import refuse_undrawable
-from ..table import Column
+from ..table import Column, Row
 from ..units import size_text
 from . import picture
 from .budget import (
