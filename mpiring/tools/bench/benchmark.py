@@ -1,6 +1,5 @@
 """Runs a benchmark in this MPI job, or in jobs of its own, and reports the results."""
 
-import dataclasses
 import json
 import math
 import shlex
@@ -11,7 +10,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import ConfigError, MissingDependencyError
 from ...launch.environment import launched_size, launcher_of
@@ -31,8 +30,7 @@ LEVELS = ("multiple", "serialized")
 BEAT = "case done"
 
 
-@dataclass(frozen=True)
-class Measurement:
+class Measurement(NamedTuple):
     """The readings of a case and contender.
 
     Attributes:
@@ -42,6 +40,10 @@ class Measurement:
 
     labels: dict[str, Any]
     readings: dict[str, list[float]]
+
+    def case(self, *keys: str) -> tuple[Any, ...]:
+        """Return the labels of these names."""
+        return tuple(self.labels[key] for key in keys)
 
 
 def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -62,14 +64,27 @@ def with_case(measurements: Sequence[Measurement], *keys: str,
     Args:
         keys: Of the labels that are equal in a case.
     """
-    def case(measurement: Measurement) -> tuple[Any, ...]:
-        return tuple(measurement.labels[key] for key in keys)
-
     cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for measurement in measurements:
-        cases.setdefault(case(measurement), {})[measurement.labels["contender"]] = measurement
+        cases.setdefault(measurement.case(*keys), {})[measurement.labels["contender"]] = measurement
     for measurement in measurements:
-        yield measurement, cases[case(measurement)]
+        yield measurement, cases[measurement.case(*keys)]
+
+
+def least_by_case(measurements: Iterable[Measurement], keys: Sequence[str],
+                  seconds: Callable[[Measurement], float]) -> dict[tuple[Any, ...], float]:
+    """Return the least seconds of each case, without NaN.
+
+    Args:
+        keys: Of the labels that are equal in a case.
+        seconds: Returns those of a measurement.
+    """
+    least: dict[tuple[Any, ...], float] = {}
+    for measurement in measurements:
+        case, value = measurement.case(*keys), seconds(measurement)
+        if value == value:
+            least[case] = min(value, least.get(case, value))
+    return least
 
 
 @dataclass(frozen=True)
@@ -94,19 +109,18 @@ class Benchmark:
     lines: Callable[[Sequence[Row]], list[str]] | None = None
     drawings: Mapping[str, Drawing] = field(default_factory=lambda: DRAWINGS)
 
-    def head(self, about: Environment, several_levels: bool = False) -> list[str]:
+    def head(self, about: Environment, columns: Sequence[Column]) -> list[str]:
         """Return the lines above the table."""
-        columns = self._columns(several_levels)
         return [table.about(self.name, about), *([table.head(columns)] if columns else [])]
 
-    def body(self, rows: Sequence[Row], several_levels: bool = False) -> list[str]:
+    def body(self, rows: Sequence[Row], columns: Sequence[Column]) -> list[str]:
         """Return the lines of rows."""
-        columns = self._columns(several_levels)
         return self.lines(rows) if self.lines else [table.line(row, columns) for row in rows]
 
-    def _columns(self, several_levels: bool) -> list[Column]:
-        return [column for column in self.columns
-                if several_levels or column.key != "thread_level"]
+    @property
+    def columns_of_one_level(self) -> list[Column]:
+        """The columns without that of MPI's thread level."""
+        return [column for column in self.columns if column.key != "thread_level"]
 
 
 def run(benchmark: Benchmark, options: Namespace) -> int:
@@ -129,7 +143,7 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
 
 def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     world = World()
-    shown, part = world.rank == 0, options.part
+    shown, part, columns = world.rank == 0, options.part, benchmark.columns_of_one_level
     # Other ranks may not see rank 0's disk. The process that started a part has checked already.
     if not part:
         world.everywhere(lambda: check_files(options) if shown else None)
@@ -137,12 +151,12 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     measurements: list[Measurement] = []
     with Progress(f"bench {benchmark.name}", benchmark.cases(options), shown=shown) as progress:
         try:
-            for line in [] if part else benchmark.head(about):
+            for line in [] if part else benchmark.head(about, columns):
                 progress.say(line)
             for group in benchmark.measure(world, options):
                 measurements += group
                 rows = benchmark.rows(group, about, options)
-                for line in [BEAT] if part else benchmark.body(rows):
+                for line in [BEAT] if part else benchmark.body(rows, columns):
                     progress.say(line)
                 progress.step()
         except WrongAnswerError as error:
@@ -150,8 +164,7 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
             progress.say(f"FAILED: {error}")
             return 1
     if shown and part:
-        content = [about, [dataclasses.astuple(measurement) for measurement in measurements]]
-        Path(part).write_text(json.dumps(content))
+        Path(part).write_text(json.dumps([about, measurements]))
     elif shown:
         rows = benchmark.rows(measurements, about, options)
         write_files(benchmark.name, about, rows, options, benchmark.drawings)
@@ -193,15 +206,14 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
     about |= {"thread_level": " and ".join(dict.fromkeys(job.level for job in planned)),
               "command": shlex.join(["python", *options.words])}
     rows = benchmark.rows(pooled(measurements), about, options)
-    several_levels = len(options.levels) > 1
-    for line in *benchmark.head(about, several_levels), *benchmark.body(rows, several_levels):
+    columns = benchmark.columns if len(options.levels) > 1 else benchmark.columns_of_one_level
+    for line in *benchmark.head(about, columns), *benchmark.body(rows, columns):
         print(line, flush=True)
     write_files(benchmark.name, about, rows, options, benchmark.drawings)
     return 0
 
 
-@dataclass(frozen=True)
-class BenchmarkJob:
+class BenchmarkJob(NamedTuple):
     """An MPI job of a benchmark that was started without a launcher.
 
     Attributes:

@@ -15,8 +15,12 @@ from . import peers
 from .world import World
 
 Call = Callable[[], object]
+# Begins a call, and returns what waits for it.
+Start = Callable[[], Call]
 
 NATIVE = "MPI_Allreduce"
+# What nonblocking calls are called, if not as blocking ones.
+NONBLOCKING = {NATIVE: "MPI_Iallreduce"}
 COPY = "memory copy"
 # On GPUs.
 NAIVE, NAIVE_PINNED = "naive", "naive, pinned"
@@ -31,8 +35,6 @@ ON_CPU, ON_GPU = ("mpiring", "mpi", *peers.NAMES), ("mpiring", "mpi", "nccl")
 ALONE = "compute only"
 OURS = "mpiring DataParallel"
 GLOO = "Gloo + PyTorch's DDP"
-
-
 _FLOAT_BYTES = 4
 
 
@@ -60,7 +62,12 @@ class Shares:
         return _FLOAT_BYTES * (copies[self.weights] + copies[self.gradients] + state)
 
 
-def _refuse_to_start(x: Array) -> Callable[[], Call]:
+def completed(start: Start) -> Call:
+    """Return a call that begins and waits."""
+    return lambda: start()()
+
+
+def _refuse_to_start(x: Array) -> Start:
     raise ConfigError("only blocking calls can be measured")
 
 
@@ -83,7 +90,7 @@ class Contender:
 
     name: str
     blocking: Callable[[Array], Call] = lambda x: lambda: None
-    starting: Callable[[Array], Callable[[], Call]] = _refuse_to_start
+    starting: Callable[[Array], Start] = _refuse_to_start
     sums: bool = True
     join: Any = None
     shares: Shares = Shares()
@@ -107,7 +114,7 @@ def mpi(world: World) -> Contender:
         refuse_unknown(x.dtype)
         return lambda: raw.Allreduce(library.IN_PLACE, x, op=library.SUM)
 
-    def start(x: Array) -> Callable[[], Call]:
+    def start(x: Array) -> Start:
         refuse_unknown(x.dtype)
         return lambda: raw.Iallreduce(library.IN_PLACE, x, op=library.SUM).Wait
 
@@ -146,15 +153,11 @@ def gloo(world: World, interface: str | None) -> Contender:
     group = peers.gloo_group(
         peers.store_of_rank_0(world, interface), world.rank, world.size, interface)
 
-    def call(x: Array) -> Call:
-        tensors = [peers.tensor_of(x)]
-        return lambda: group.allreduce(tensors).wait()
-
-    def start(x: Array) -> Callable[[], Call]:
+    def start(x: Array) -> Start:
         tensors = [peers.tensor_of(x)]
         return lambda: group.allreduce(tensors).wait
 
-    return Contender("Gloo", call, start)
+    return Contender("Gloo", lambda x: completed(start(x)), start)
 
 
 def horovod() -> Contender:
@@ -163,7 +166,7 @@ def horovod() -> Contender:
     hvd.init()
     numbers = itertools.count()
 
-    def start(x: Array) -> Callable[[], Call]:
+    def start(x: Array) -> Start:
         # The same name in each call, so that Horovod's cache of responses works as in training.
         tensor, name = peers.tensor_of(x), f"array {next(numbers)}"
 
@@ -175,11 +178,7 @@ def horovod() -> Contender:
             return lambda: hvd.synchronize(handle)
         return begin
 
-    def call(x: Array) -> Call:
-        begin = start(x)
-        return lambda: begin()()
-
-    return Contender("Horovod", call, start)
+    return Contender("Horovod", lambda x: completed(start(x)), start)
 
 
 def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,

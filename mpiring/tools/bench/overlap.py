@@ -13,7 +13,7 @@ from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
 from . import inputs, timing
 from .benchmark import Benchmark, Measurement, run
-from .contenders import NATIVE, ON_CPU, Contender, chosen
+from .contenders import NONBLOCKING, ON_CPU, Contender, chosen
 from .options import declare_contenders, declare_turns, settle_contenders
 from .world import World
 
@@ -124,8 +124,7 @@ def _subjects(world: World, contender: Contender, buckets: Sequence[Array], opti
 
     Compute is in proportion to communication.
     """
-    # The nonblocking call of the same name.
-    name = "MPI_Iallreduce" if contender.name == NATIVE else contender.name
+    name = NONBLOCKING.get(contender.name, contender.name)
     begins = [contender.starting(bucket) for bucket in buckets]
 
     def together(compute: Action) -> None:
