@@ -13,7 +13,8 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -49,12 +50,8 @@ class Slow:
 
 
 Fault = Lost | Dead | Slow
-
-
-class Completable(Protocol):
-    """A request of a simulated rank."""
-
-    complete: bool
+# Chunks that SymmetricNetwork takes to be equal may differ by an element.
+_LONGEST_ELEMENT = 32
 
 
 @dataclass
@@ -250,9 +247,9 @@ class SimulatedNetwork:
         """Return the virtual time of a rank, which is ahead of the others' while it computes."""
         return max(self.time_s, self._busy_until_s[rank])
 
-    def later(self, delay_s: float, rank: int, request: Completable) -> None:
-        """Complete a rank's request after a virtual time; an adversary waits longer."""
-        self._complete(request, rank, self.time_s + delay_s + self._delay_s())
+    def later(self, delay_s: float, rank: int, action: Callable[[], None]) -> None:
+        """Do `action` on a rank after a virtual time; an adversary waits longer."""
+        self._at(self.time_s + delay_s + self._delay_s(), rank, action)
 
     def _is_dead(self, rank: int) -> bool:
         return rank in self._dies and self.messages_sent[rank] >= self._dies[rank]
@@ -336,8 +333,8 @@ class SimulatedNetwork:
             return 0.0
         return self._random.choice((0.0, self._random.expovariate(1.0)))
 
-    def _complete(self, request: Completable, rank: int, time_s: float) -> None:
-        self._at(time_s, rank, lambda: setattr(request, "complete", True))
+    def _complete(self, request: _Pending, rank: int, time_s: float) -> None:
+        self._at(time_s, rank, partial(setattr, request, "complete", True))
 
     def _receive(self, channel: _Channel, array: Array, source: int) -> _Pending:
         request = _Pending(f"{array.nbytes} bytes from rank {source} ({channel})")
@@ -367,3 +364,39 @@ class SimulatedNetwork:
                 self._complete(message.request, source, self.time_s)
             if dest is not None:
                 self._at(self.time_s, dest, lambda: None)
+
+
+def cyclic(node: int, nodes: int) -> int:
+    """Return the opposite node: it sends to node 0 when node 0 sends to `node`."""
+    return -node % nodes
+
+
+def pairwise(node: int, nodes: int) -> int:
+    """Return the same node: where nodes exchange in pairs, as in recursive doubling."""
+    return node
+
+
+class SymmetricNetwork(SimulatedNetwork):
+    """A cluster of which only the ranks of node 0 are run, as all nodes do the same at once.
+
+    What a rank sends to another node arrives as what the opposite node sends here; chunks
+    are taken to be equal, although they may differ by an element. It can neither carry data,
+    nor run a schedule that does not treat all nodes alike.
+
+    Args:
+        nodes, ranks_per_node: Of the cluster.
+        symmetry: Which node is opposite: `cyclic`, or `pairwise`.
+        prices: As of SimulatedNetwork.
+    """
+
+    def __init__(self, nodes: int, ranks_per_node: int, symmetry: Callable[[int, int], int],
+                 **prices: Any) -> None:
+        super().__init__(nodes * ranks_per_node, node_of=ranks_per_node, payload=False,
+                         **prices)
+        self.stepped = range(ranks_per_node)
+        self.slack_bytes = _LONGEST_ELEMENT
+        self._nodes, self._symmetry = nodes, symmetry
+
+    def _received(self, source: int, dest: int) -> tuple[int, int]:
+        node, local = divmod(dest, len(self.stepped))
+        return self._symmetry(node, self._nodes) * len(self.stepped) + source, local
