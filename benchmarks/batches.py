@@ -18,8 +18,7 @@ from mpiring.errors import ConfigError
 from mpiring.memory.arrays import Array
 from mpiring.tools.arguments import checked, names, positive
 from mpiring.tools.bench import gradients, peers, timing
-from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
-from mpiring.tools.bench.options import declare_turns
+from mpiring.tools.bench.benchmark import Benchmark, Measurement, declare_turns, run, with_case
 from mpiring.tools.bench.world import World
 from mpiring.tools.table import Column, Environment, Row
 from mpiring.tools.units import parse_count

@@ -15,7 +15,7 @@ from mpiring.__main__ import main
 
 def spoil_sums():
     """On the last rank, spoil one element."""
-    from mpiring.tools.bench import allreduce, latency, overlap, steps
+    from mpiring.tools.bench import allreduce, latency, numpy_training, overlap
     from mpiring.tools.bench.contenders import Contender, chosen, mpi
 
     def with_a_wrong_one(world, *asked):
@@ -32,15 +32,15 @@ def spoil_sums():
         return [*chosen(world, *asked), Contender(
             "wrong", blocking, lambda x: lambda call=blocking(x): call)]
 
-    for module in (allreduce, latency, overlap, steps):
+    for module in (allreduce, latency, numpy_training, overlap):
         module.chosen = with_a_wrong_one
 
 
 def spoil_training():
     """Spoil a gradient of a transformer, or what one learns later, which only the end shows."""
-    from mpiring.tools.bench import torch_contenders
+    from mpiring.tools.bench import torch_training
     from mpiring.tools.bench.contenders import Contender
-    right = torch_contenders.contenders
+    right = torch_training.contenders
 
     def with_a_wrong_one(world, options, device):
         found = right(world, options, device)
@@ -64,7 +64,7 @@ def spoil_training():
 
         return [*found, Contender("wrong", join=join)]
 
-    torch_contenders.contenders = with_a_wrong_one
+    torch_training.contenders = with_a_wrong_one
 
 
 def spoil_a_reducer():
@@ -96,5 +96,5 @@ for ends, words in itertools.groupby(sys.argv[1:], ",".__eq__):
         words = list(words)
         print(f"{words[0]} ended with status {status_of(*words)}", flush=True)
         if "torch" in words:
-            from mpiring.tools.bench import torch_contenders
-            torch_contenders.close()
+            from mpiring.tools.bench import torch_training
+            torch_training.close()

@@ -17,14 +17,15 @@ from ..arguments import above_zero, checked, names
 from ..table import Column, Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
-from .benchmark import LEVELS, Benchmark, Measurement, least_by_case, run
+from .benchmark import (
+    LEVELS, Benchmark, Measurement, declare_device, declare_link, declare_turns, least_by_case,
+    run,
+)
 from .contenders import (
-    LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, memory_copy,
+    LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, declare_contenders,
+    memory_copy, settle_contenders,
 )
 from .on_device import GpuArrays
-from .options import (
-    declare_contenders, declare_device, declare_link, declare_turns, settle_contenders,
-)
 from .world import World
 
 BUFFERS = ("empty", "private")

@@ -1,4 +1,4 @@
-"""Runs a benchmark in this MPI job, or in jobs of its own, and reports the results."""
+"""Runs a benchmark in this MPI job, or in jobs of its own, and reports the results; its options."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace, _ActionsContainer
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,17 +17,65 @@ from ...launch.environment import launched_size, launcher_of
 from ...launch.start import find_mpiexec
 from ...progress import Progress
 from .. import table
+from ..arguments import above_zero, checked, counts, names, positive
 from ..output import OutputError
 from ..plot import DRAWINGS, Drawing
-from ..results import check_files, write_files
+from ..results import check_files, declare_files, write_files
 from ..table import Column, Environment, Row
+from ..units import parse_rate
 from .inputs import WrongAnswerError
 from .world import World
 
 _DEFAULT_RANKS = 2
 LEVELS = ("multiple", "serialized")
+MODELS = ("transformer", "convnet", "mlp")
 # A job of a benchmark's own prints this line after each case.
 BEAT = "case done"
+
+
+def declare_jobs(parser: ArgumentParser) -> None:
+    """Declare where results go, and how many ranks a benchmark starts by itself."""
+    declare_files(parser, "results and environment")
+    parser.add_argument("--ranks", type=positive,
+                        help="of jobs of its own, where there is no launcher; default: 2")
+    parser.add_argument("--part", help=SUPPRESS)
+
+
+def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1]) -> None:
+    """Declare the options of benchmarks whose contenders take turns.
+
+    Args:
+        levels: MPI's thread levels to measure by default.
+    """
+    parser.add_argument("--rounds", type=positive, default=6, help="default: 6")
+    parser.add_argument("--seed", type=int, default=1, help="of the random orders")
+    parser.add_argument("--levels", type=names(LEVELS), default=list(levels), metavar="A,B",
+                        help=f"MPI's thread levels, in jobs of its own; default: "
+                             f"{','.join(levels)}")
+    parser.add_argument("--without-peers", action="store_true", help=SUPPRESS)
+    declare_jobs(parser)
+
+
+def declare_device(parser: ArgumentParser) -> None:
+    """Declare where arrays lie."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="where arrays lie; cuda: on GPUs, which ranks take in turn")
+
+
+def declare_link(parser: _ActionsContainer) -> None:
+    """Declare what a node's network link carries."""
+    parser.add_argument("--link-rate", type=checked(parse_rate), metavar="RATE",
+                        help="of each node's network link, as 1gbit: gives the limit")
+    parser.add_argument("--goodput", type=above_zero, default=1448 / 1514, metavar="SHARE",
+                        help="of the link's bits that are data; default: 0.956, TCP on Ethernet")
+
+
+def declare_models(parser: _ActionsContainer) -> None:
+    """Declare which PyTorch models are trained."""
+    parser.add_argument("--models", type=names(MODELS), default=[MODELS[0]], metavar="A,B",
+                        help=f"of {', '.join(MODELS)}; default: {MODELS[0]}")
+    parser.add_argument("--parameters", type=counts, default=[13_000_000], metavar="N,M",
+                        help="about how many each model has, as 3M,13M,50M; default: 13M")
 
 
 class Measurement(NamedTuple):

@@ -1,6 +1,7 @@
 """Ways to sum an array over the ranks: mpiring's algorithms, MPI's own allreduce, the peers."""
 
 import itertools
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from ...collectives import native
 from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...operations.algorithms import NAMES
+from ..arguments import names
 from . import peers
 from .world import World
 
@@ -67,10 +69,6 @@ def completed(start: Start) -> Call:
     return lambda: start()()
 
 
-def _refuse_to_start(x: Array) -> Start:
-    raise ConfigError("only blocking calls can be measured")
-
-
 @dataclass(frozen=True)
 class Contender:
     """A way to sum an array over the ranks, in place, or to train on them.
@@ -80,7 +78,8 @@ class Contender:
     Attributes:
         name: For tables.
         blocking: Returns a function that sums the array, to be called again and again.
-        starting: Returns a function that begins to sum it, and returns a function that waits.
+        starting: Returns a function that begins to sum it, and returns a function that waits; None
+            for contenders whose blocking calls alone are measured.
         sums: False for a contender that only shows a limit.
         join: Takes a PyTorch module and a recipe of an optimizer, and returns what is called for
             the module's results, and what uses its gradients.
@@ -90,7 +89,7 @@ class Contender:
 
     name: str
     blocking: Callable[[Array], Call] = lambda x: lambda: None
-    starting: Callable[[Array], Start] = _refuse_to_start
+    starting: Any = None
     sums: bool = True
     join: Any = None
     shares: Shares = Shares()
@@ -179,6 +178,33 @@ def horovod() -> Contender:
         return begin
 
     return Contender("Horovod", lambda x: completed(start(x)), start)
+
+
+def declare_contenders(parser: ArgumentParser) -> None:
+    """Declare which contenders take part."""
+    parser.add_argument("--contenders", type=names(KINDS), metavar="A,B",
+                        help=f"of {', '.join(KINDS)}; default: all that are installed")
+    parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
+
+
+def settle_contenders(options: Namespace, device: str, on_cpu: Sequence[str],
+                      on_gpu: Sequence[str]) -> None:
+    """Refuse contenders that cannot take part; in a job without peers, leave these out.
+
+    Args:
+        on_cpu, on_gpu: The kinds that can take part there.
+
+    Raises:
+        ConfigError: A kind was asked for that cannot.
+    """
+    known = on_cpu if device == "cpu" else on_gpu
+    for name in options.contenders or ():
+        if name not in known:
+            raise ConfigError(f"--contenders {name}: here, with --device {device}, "
+                              f"expected some of {', '.join(known)}")
+    if options.without_peers:
+        options.contenders = [name for name in options.contenders or known
+                              if name not in peers.NAMES]
 
 
 def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,

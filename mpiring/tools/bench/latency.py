@@ -17,9 +17,8 @@ from ..table import Column, Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
 from .allreduce import BUFFERS, HostArrays
-from .benchmark import LEVELS, Benchmark, Measurement, least_by_case, run
+from .benchmark import LEVELS, Benchmark, Measurement, declare_turns, least_by_case, run
 from .contenders import NONBLOCKING, Call, Start, chosen, completed
-from .options import declare_turns
 from .overlap import calibrated
 from .world import World
 

@@ -12,9 +12,10 @@ from ..arguments import above_zero, checked, names
 from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
 from . import inputs, timing
-from .benchmark import Benchmark, Measurement, run
-from .contenders import NONBLOCKING, ON_CPU, Contender, chosen
-from .options import declare_contenders, declare_turns, settle_contenders
+from .benchmark import Benchmark, Measurement, declare_turns, run
+from .contenders import (
+    NONBLOCKING, ON_CPU, Contender, chosen, declare_contenders, settle_contenders,
+)
 from .world import World
 
 # Compute is calibrated on stretches of at least this length.

@@ -18,9 +18,8 @@ from ..arguments import checked, names, positive
 from ..table import Column, Environment, Row
 from ..units import parse_count
 from . import timing
-from .benchmark import LEVELS, Benchmark, Measurement, run
+from .benchmark import LEVELS, Benchmark, Measurement, declare_jobs, run
 from .gradients import check_parameters
-from .options import declare_jobs
 from .peers import refuse_missing_torch
 from .world import World
 
@@ -119,7 +118,7 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     warn_if_nothing_is_compressed(world)
     world.everywhere(refuse_missing_torch)
     from ...torch import share_cores
-    from . import torch_contenders, torch_training
+    from . import torch_training
     share_cores(world.comm)
     width = torch_training.width_for(KIND, options.parameters)
     batch = torch_training.batch_of(KIND, options.batch, 1 + world.rank)
@@ -127,10 +126,10 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     measurements: list[Measurement] = []
     for number, name in enumerate(options.reducers, 1):
         reducer = None if name == ALONE else METHODS[name](0)
-        contender = torch_contenders.NOBODY if name == ALONE else torch_contenders.data_parallel(
+        contender = torch_training.NOBODY if name == ALONE else torch_training.data_parallel(
             world, name, reducer=reducer, broadcast_buffers=False)
         training = torch_training.training_of(
-            contender, KIND, width, torch_contenders.RECIPES[options.optimizer], batch)
+            contender, KIND, width, torch_training.RECIPES[options.optimizer], batch)
         measurements.append(Measurement({
             "reducer": name, "settings": "" if reducer is None else repr(reducer),
             "parameters": training.parameter_count, "batch": options.batch,

@@ -11,9 +11,7 @@ from launching import needed
 from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
 from mpiring.tools import picture, plot
-from mpiring.tools.bench import (
-    allreduce, contenders, latency, overlap, reducers, steps, torch_steps,
-)
+from mpiring.tools.bench import allreduce, contenders, latency, overlap, reducers, steps
 from mpiring.tools.bench.benchmark import Measurement, pooled
 from mpiring.tools.bench.contenders import NATIVE
 
@@ -73,7 +71,7 @@ def test_rows_of_an_overlap_and_of_steps():
     assert row["overlap_percent"] == 75 and row["total_over_longest"] == 1.125
     assert row["rounds"] == 3 and row["compute_ms"] == 2000 and row["total_ms"] == 4500
     labels = {"batch": 8, "thread_level": "multiple"}
-    rows = steps.rows([
+    rows = steps.numpy_rows([
         Measurement({**labels, "contender": contenders.ALONE}, {"step": [0.1], "extra_bytes": [0]}),
         Measurement({**labels, "contender": "other"}, {"step": [0.4], "extra_bytes": [0, 3 << 20]}),
     ], ABOUT, OPTIONS)
@@ -97,7 +95,7 @@ TORCH = [of_torch(contenders.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
 def test_rows_of_training_with_pytorch():
     options = Namespace(link_rate=2 ** 20 / 0.4, goodput=0.5)
     found = [*TORCH, of_torch(contenders.ALONE, [1, 1], model="convnet")]
-    alone, ours, gloo, other = torch_steps.rows(found, {**ABOUT, "nodes": 2}, options)
+    alone, ours, gloo, other = steps.torch_rows(found, {**ABOUT, "nodes": 2}, options)
     assert alone["over_compute"] == alone["efficiency_percent"] / 100 == 1
     # The median of what two rounds show, of which the second was twice as slow.
     assert ours["over_compute"] == pytest.approx((1.1 + 1.2) / 2)
@@ -111,7 +109,7 @@ def test_rows_of_training_with_pytorch():
     assert ours["bound_ms"] == pytest.approx(800) and other["bound_ms"] == 1000
     assert ours["over_bound"] == pytest.approx(0.175 / 0.8)
     assert other["over_gloo"] != other["over_gloo"] and alone["extra_MiB"] != alone["extra_MiB"]
-    (ours,) = torch_steps.rows(TORCH, ABOUT, OPTIONS)[1:2]
+    (ours,) = steps.torch_rows(TORCH, ABOUT, OPTIONS)[1:2]
     assert ours["bound_ms"] != ours["bound_ms"]
 
 
@@ -229,13 +227,14 @@ def rows_of(benchmark):
     if benchmark == "reducers":
         return reducers.rows(REDUCED, ABOUT, REDUCING)
     if benchmark == "torch steps":
-        return torch_steps.rows(TORCH, ABOUT, OPTIONS)
+        return steps.torch_rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
         labels = {"bytes": 8, "contender": "Gloo", "compute": "numpy"}
         times = {"compute": [2.0], "communication": [1.0], "total": [2.25]}
         return overlap.rows([Measurement(labels, times)], ABOUT, OPTIONS)
     labels = {"contender": contenders.ALONE, "batch": 8, "thread_level": "multiple"}
-    return steps.rows([Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
+    return steps.numpy_rows(
+        [Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
 
 
 @pytest.mark.parametrize("benchmark", [
