@@ -128,13 +128,13 @@ def _after_backward(contender: Contender, network: Network, flat: Array, size: i
     return NumpyTraining(f"{contender.name} after backward", network, combine, lambda: views)
 
 
-def network_of(world: World, options: Namespace) -> Network:
+def _network_of(world: World, options: Namespace) -> Network:
     return Network(options.width, options.layers, options.batch, world.rank)
 
 
 def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]]:
     """Return what makes the variants; parameters exist already, and all gradients but ours."""
-    alone = network_of(world, options)
+    alone = _network_of(world, options)
     length = sum(value.size for value in alone.params.values())
     flat = world.comm.empty(length, np.float32)
     # Written to, so that it has memory of its own.
@@ -142,15 +142,15 @@ def makers(world: World, options: Namespace) -> list[Callable[[], NumpyTraining]
     views = _views(np.ones(length, np.float32), alone.params)
     return [
         partial(NumpyTraining, ALONE, alone, lambda: None, lambda: views),
-        partial(_while_computing, world, network_of(world, options), options.bucket),
-        *(partial(_after_backward, contender, network_of(world, options), flat, world.size)
+        partial(_while_computing, world, _network_of(world, options), options.bucket),
+        *(partial(_after_backward, contender, _network_of(world, options), flat, world.size)
           for contender in chosen(world, options.contenders, ["auto"], options.interface)),
     ]
 
 
 def mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
     """Return the means over ranks of the first step's gradients, in float64."""
-    network = network_of(world, options)
+    network = _network_of(world, options)
     of_this_rank = {name: np.empty_like(value) for name, value in network.params.items()}
     network.backward(of_this_rank, lambda name: None)
     return means_over_ranks(world, of_this_rank)
