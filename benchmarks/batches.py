@@ -18,14 +18,13 @@ from mpiring.errors import ConfigError
 from mpiring.memory.arrays import Array
 from mpiring.tools.arguments import checked, names, positive
 from mpiring.tools.bench import gradients, peers, timing
-from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
-from mpiring.tools.bench.options import declare_turns
+from mpiring.tools.bench.benchmark import Benchmark, Measurement, declare_turns, run, with_case
 from mpiring.tools.bench.world import World
-from mpiring.tools.files import Environment, Row
-from mpiring.tools.table import Column
+from mpiring.tools.table import Column, Environment, Row
 from mpiring.tools.units import parse_count
 
 from . import main
+from .plot import DRAWINGS
 
 if TYPE_CHECKING:
     from mpiring.tools.bench.torch_training import Training
@@ -257,7 +256,8 @@ _COLUMNS = [
     Column("largest", 7, 4), Column("median_ms", 9, 4), Column("tokens_per_s", 8, 4, "tokens/s"),
     Column("over_distributed", 14, 3, "× Distributed"), Column("idle_percent", 6, 2, "idle %"),
     Column("idle_beyond_equal", 8, 2, "+ idle %")]
-BATCHES = Benchmark("batches", lambda options: int(options.rounds), measure, rows, _COLUMNS)
+BATCHES = Benchmark("batches", lambda options: int(options.rounds), measure, rows, _COLUMNS,
+                    drawings=DRAWINGS)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import SixteenBit
 from mpiring.reducers.codecs.largest import select_largest
 from mpiring.reducers.codecs.signs import Sign
-from mpiring.tools.bench.options import declare_device
+from mpiring.tools.bench.benchmark import declare_device
 from mpiring.tools.bench.timing import Action, by_clock, finish
-from mpiring.tools.files import Row
-from mpiring.tools.table import Column
+from mpiring.tools.table import Column, Row
 
 from . import main, vectors
 

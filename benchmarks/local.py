@@ -6,23 +6,22 @@ import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from mpiring.errors import ConfigError
 from mpiring.tools.arguments import above_zero, checked, names, not_negative, positive
-from mpiring.tools.bench import learning, reducers
 from mpiring.tools.bench.benchmark import Benchmark, Measurement, run
-from mpiring.tools.bench.learning import (
-    ALONE, DENSE, UNSETTLED_STEPS, Run, mean, ratio, reading,
-)
+from mpiring.tools.bench.reducers import ALONE, DENSE, METHODS, ratio, reading, refuse_few_steps
 from mpiring.tools.bench.world import World
-from mpiring.tools.files import Environment, Row
-from mpiring.tools.table import Column
+from mpiring.tools.table import Column, Environment, Row
 from mpiring.tools.units import parse_time
 
-from . import main
+from . import learning, main
+from .learning import Run
+from .plot import DRAWINGS
 
 _DESCRIPTION = """\
 Trains a transformer on the text of Python's standard library, from the same weights, in ways
@@ -59,8 +58,7 @@ def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.set_defaults(action=lambda options: run(LOCAL, complete(options)),
-                        settled=UNSETTLED_STEPS)
+    parser.set_defaults(action=lambda options: run(LOCAL, complete(options)))
     parser.add_argument("--methods", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--learning-rates", type=_rates, metavar="A,B",
@@ -76,7 +74,7 @@ def declare(parser: ArgumentParser) -> None:
                         help="of diloco, streaming; default: 0.7")
     parser.add_argument("--outer-momentum", type=above_zero, default=0.9, metavar="MOMENTUM",
                         help="of diloco, streaming; default: 0.9")
-    parser.add_argument("--outer-reducer", choices=tuple(reducers.METHODS), default="int8",
+    parser.add_argument("--outer-reducer", choices=tuple(METHODS), default="int8",
                         help="of localsgd, diloco, streaming, between nodes; default: int8")
     parser.add_argument("--staleness", type=_staleness, default=4, metavar="STEPS",
                         help="of server; none: it never waits; default: 4")
@@ -85,7 +83,7 @@ def declare(parser: ArgumentParser) -> None:
     parser.add_argument("--straggler", type=_straggler, metavar="TIME,SHARE",
                         help="each rank sleeps that long in that share of its steps, at random; "
                              "as 30ms,0.25")
-    learning.declare(parser)
+    learning.declare_learning(parser)
 
 
 def _rates(text: str) -> list[float]:
@@ -115,9 +113,7 @@ def complete(options: Namespace) -> Namespace:
     Raises:
         ConfigError: No steps are left to be measured, or the outer steps' options do not fit.
     """
-    if options.steps <= options.settled:
-        raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
-                          f"not measured")
+    refuse_few_steps(options)
     if options.fragments > options.every or options.delay >= options.every:
         raise ConfigError(f"--fragments {options.fragments} --delay {options.delay}: expected at "
                           f"most --every {options.every} fragments, and a shorter delay")
@@ -138,8 +134,8 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     _refuse_without_a_thread(world, options)
 
     def join(name: str, module: Any, optimizer: Any, rehearsal: bool) -> Any:
-        from . import local_methods
-        return local_methods.joined(name, module, world.comm, optimizer, options)
+        from .methods import joined
+        return joined(name, module, world.comm, optimizer, options)
 
     yield from learning.measure(world, options, "method", _runs(options), join,
                                 partial(_pauses, world, options), straggler=options.straggler)
@@ -211,12 +207,12 @@ def _speeds(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measur
     """Return the means of settled steps, from the first on; in some of them ranks communicate."""
     def mean_s(runs: Sequence[Measurement]) -> float:
         seconds = [value for run in runs for value in run.readings["step"][first:]]
-        return mean(seconds) if seconds else math.nan
+        return fmean(seconds) if seconds else math.nan
 
     exposed_s, step_s = reading(runs, "exposed_s"), mean_s(runs)
     return {
         "steps": min(len(run.readings["step"]) for run in runs),
-        "training_s": mean([sum(run.readings["step"]) for run in runs]),
+        "training_s": fmean([sum(run.readings["step"]) for run in runs]),
         "step_ms": step_s * 1e3,
         "samples_per_s": about["ranks"] * runs[0].labels["batch"] / step_s,
         "speedup": mean_s(trainings.get(DENSE, [])) / step_s,
@@ -242,7 +238,8 @@ _COLUMNS = [
     Column("bits_per_byte", 9, 4, "bits/byte"), Column("bits_over_dense", 8, 2, "- dense"),
     Column("spread_of_seeds", 6, 2, "spread"), Column("target_bits", 6, 4, "target"),
     Column("seconds_to_target", 9, 4, "reached s"), Column("times_faster", 6, 3, "faster")]
-LOCAL = Benchmark("local", lambda options: len(_runs(options)), measure, rows, _COLUMNS)
+LOCAL = Benchmark("local", lambda options: len(_runs(options)), measure, rows, _COLUMNS,
+                  drawings=DRAWINGS)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ from mpiring.data import prefetch
 from mpiring.errors import ConfigError
 from mpiring.tools.arguments import above_zero, names, positive
 from mpiring.tools.bench import peers, timing
-from mpiring.tools.bench.benchmark import Benchmark, Measurement, run, with_case
-from mpiring.tools.bench.options import declare_device, declare_models, declare_turns
+from mpiring.tools.bench.benchmark import (
+    Benchmark, Measurement, declare_device, declare_models, declare_turns, run, with_case,
+)
 from mpiring.tools.bench.world import World
-from mpiring.tools.files import Environment, Row
-from mpiring.tools.table import Column
+from mpiring.tools.table import Column, Environment, Row
 
 from . import main
+from .plot import DRAWINGS
 
 if TYPE_CHECKING:
     from mpiring.tools.bench import torch_training
@@ -130,13 +131,13 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     Collective: yes. Blocking: yes.
     """
     world.everywhere(peers.refuse_missing_torch)
-    from mpiring.tools.bench import torch_contenders, torch_training
+    from mpiring.tools.bench import torch_training
     device = torch_training.device_named(world, options.device)
     for kind, parameters in itertools.product(options.models, options.parameters):
         x, y = torch_training.batch_of(kind, options.batch, 1 + world.rank)
         training = torch_training.training_of(
-            torch_contenders.NOBODY, kind, torch_training.width_for(kind, parameters),
-            torch_contenders.RECIPES["sgd"], (x.to(device.torch), y.to(device.torch)))
+            torch_training.NOBODY, kind, torch_training.width_for(kind, parameters),
+            torch_training.RECIPES["sgd"], (x.to(device.torch), y.to(device.torch)))
         batches = [torch_training.batch_of(kind, options.batch, 1 << 20 | number)
                    for number in range(_BATCHES)]
         labels = {"model": kind, "parameters": training.parameter_count, "batch": len(x),
@@ -206,7 +207,7 @@ PREFETCH = Benchmark(
     "prefetch",
     lambda options: (len(options.models) * len(options.parameters) * len(options.work)
                      * int(options.rounds)),
-    measure, rows, _COLUMNS)
+    measure, rows, _COLUMNS, drawings=DRAWINGS)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,9 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from mpiring.tools.bench.torch_training import (
-    Batch, MeanGradients, Training, Transformer, width_for,
-)
+from mpiring.tools.bench.torch_training import Batch, Training, Transformer, width_for
 from mpiring.tools.bench.world import World
+from mpiring.torch import DataParallel
 
 # What cross_entropy leaves out.
 _NOTHING = -100
@@ -93,10 +92,11 @@ def training_on(world: World, options: Namespace, texts: list[torch.Tensor],
     Collective: yes. Blocking: yes.
     """
     torch.manual_seed(0)
-    model = Transformer(width_for("transformer", options.parameters), options.longest)
-    method = MeanGradients(model, world.comm, torch.optim.AdamW(model.parameters(), lr=_RATE))
-    batches = PaddedBatches(texts, samples, method.model.weigh)
-    training = Training("", model, method, batches)
+    module = Transformer(width_for("transformer", options.parameters), options.longest)
+    model = DataParallel(module, world.comm, broadcast_buffers=False)
+    batches = PaddedBatches(texts, samples, model.weigh)
+    training = Training(
+        "", module, model, torch.optim.AdamW(module.parameters(), lr=_RATE), batches)
     for _ in range(_REHEARSED_STEPS):
         training.step()
     return training, batches

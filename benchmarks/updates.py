@@ -10,8 +10,7 @@ import numpy as np
 from mpiring.optim import adam, lamb, lars, sgd
 from mpiring.optim.update import Update
 from mpiring.tools.bench.timing import by_clock
-from mpiring.tools.files import Row
-from mpiring.tools.table import Column
+from mpiring.tools.table import Column, Row
 
 from . import main, vectors
 from .vectors import READINGS, way_here

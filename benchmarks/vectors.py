@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpiring.tools.arguments import checked
-from mpiring.tools.files import Row, machine, refuse_unwritable, write_json
-from mpiring.tools.table import Column, head, line
+from mpiring.tools.output import refuse_unwritable
+from mpiring.tools.results import machine, write_json
+from mpiring.tools.table import Column, Row, head, line
 from mpiring.tools.units import parse_count
 
 READINGS = 15

@@ -232,19 +232,6 @@ class Package:
         return 1
 
 
-class Later:
-    """A request of a simulated network whose completion does something."""
-
-    def __init__(self, action):
-        self._action = action
-
-    def __setattr__(self, name, value):
-        if name == "complete":
-            self._action()
-        else:
-            super().__setattr__(name, value)
-
-
 class SimulatedGpu:
     """See gpu.Gpu: as one of CuPy's.
 
@@ -280,7 +267,7 @@ class SimulatedGpu:
         """
         while self._due:
             self.idle()
-        before, self.later = self.later, lambda action: network.later(0, rank, Later(action))
+        before, self.later = self.later, functools.partial(network.later, 0, rank)
         yield
         self.later = before
 

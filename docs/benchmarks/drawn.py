@@ -7,6 +7,7 @@ from measured import (
 )
 from tabulated import LOADERS, LOCAL, best_rate
 
+from benchmarks import plot as studies
 from mpiring.tools import plot
 from mpiring.tools.picture import COLOURS, GREY, INK, curve_style, name_bars, picture
 
@@ -16,7 +17,8 @@ _BAR_INCHES, _FRAME_INCHES = 0.29, 1.0
 def plotted(select=lambda rows: rows):
     """Return a `draw` that leaves the picture of some rows to `bench --plot`'s code."""
     return lambda path, result, *_: plot.draw(
-        path, result.benchmark, result.about, select(result.rows))
+        path, result.benchmark, result.about, select(result.rows),
+        {**plot.DRAWINGS, **studies.DRAWINGS})
 
 
 def short_calls(buffer):

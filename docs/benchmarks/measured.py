@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from mpiring.tools import files
+from mpiring.tools.results import read_json
 
 HERE = Path(__file__).parent
 OURS, PERSISTENT, MPI = "mpiring auto", "mpiring persistent", "MPI_Allreduce"
@@ -31,7 +31,7 @@ class Result:
 @lru_cache(None)
 def result_of(name):
     """Return a result of the folder data."""
-    return Result(*files.read_json(str(HERE / "data" / f"{name}.json")))
+    return Result(*read_json(str(HERE / "data" / f"{name}.json")))
 
 
 def at_best_level(rows, *keys):

@@ -9,18 +9,19 @@ late, and fills receive buffers with junk until the message is there.
 """
 
 import heapq
+import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from ..errors import BufferMismatchError, ConfigError, StallError
 from ..transport.base import LANES, Array, Channel, Schedule, Task
 from .prices import Computing, Cores, Link
-from .wires import Wires
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,12 @@ class Slow:
 
 
 Fault = Lost | Dead | Slow
-
-
-class Completable(Protocol):
-    """A request of a simulated rank."""
-
-    complete: bool
+# Length of the parts in which messages travel, and their number at most: TCP's are finer, would
+# take longer to simulate, and change little.
+_QUANTUM_BYTES = 256 << 10
+_MOST_QUANTA = 16
+# Chunks that SymmetricNetwork takes to be equal may differ by an element.
+_LONGEST_ELEMENT = 32
 
 
 @dataclass
@@ -118,6 +119,95 @@ class _Channel:
         return self.network._receive(self, array, source)
 
 
+# The ranks at the ends of messages that stay in order.
+_Flow = tuple[int, int]
+# Called with the times at which the first and the last byte pass.
+_Passed = Callable[[float, float], None]
+
+
+class _Interface:
+    """One direction of a node's network interface (NIC), which flows share in turns.
+
+    Args:
+        link: Its rate and burst.
+        clock: The network, for its virtual time.
+    """
+
+    def __init__(self, link: Link, clock: "SimulatedNetwork") -> None:
+        self._link, self._clock = link, clock
+        self._burst_s = link.burst_bytes / link.bandwidth
+        self._free_s = -math.inf
+        self._flows: dict[_Flow, deque[tuple[float, _Passed]]] = {}
+        self._at_work = False
+
+    def carry(self, flow: _Flow, nbytes: float, passed: _Passed) -> None:
+        """Take bytes that come now, behind those of the same flow."""
+        self._flows.setdefault(flow, deque()).append((nbytes, passed))
+        if not self._at_work:
+            self._serve()
+
+    def _serve(self) -> None:
+        """Let pass what can pass now, of one flow after the other, and go on when it has."""
+        now_s, self._at_work = self._clock.time_s, True
+        while self._flows and self._free_s <= now_s:
+            flow = next(iter(self._flows))
+            waiting = self._flows.pop(flow)
+            nbytes, passed = waiting.popleft()
+            if waiting:
+                self._flows[flow] = waiting
+            start_s = max(now_s - self._burst_s, self._free_s)
+            self._free_s = start_s + nbytes / self._link.bandwidth
+            passed(max(now_s, start_s), max(now_s, self._free_s))
+        self._at_work = bool(self._flows)
+        if self._flows:
+            self._clock.at(self._free_s, self._serve)
+
+
+class _Wires:
+    """The interfaces of all nodes: messages that meet at one share it, as TCP's streams do.
+
+    Args:
+        link: Between any two nodes.
+        clock: The network, for its virtual time.
+    """
+
+    def __init__(self, link: Link, clock: "SimulatedNetwork") -> None:
+        self._link, self._clock = link, clock
+        self._out: dict[int, _Interface] = defaultdict(lambda: _Interface(link, clock))
+        self._in: dict[int, _Interface] = defaultdict(lambda: _Interface(link, clock))
+
+    def carry(self, flow: _Flow, source_node: int, dest_node: int, nbytes: int, slowness: float,
+              left: Callable[[float], None], landed: Callable[[float], None]) -> None:
+        """Carry a message from one node to another.
+
+        Args:
+            flow: Messages of a flow stay in order.
+            slowness: Multiplies all times.
+            left, landed: Called with the times at which its last byte has left and is there.
+        """
+        latency_s = slowness * self._link.latency_s
+        if self._link.bandwidth == math.inf:
+            # Nothing to share: a short cut, which most adversarial networks take.
+            left(self._clock.time_s)
+            landed(self._clock.time_s + latency_s)
+            return
+        count = min(max(1, -(-nbytes // _QUANTUM_BYTES)), _MOST_QUANTA)
+        part = slowness * nbytes / count
+
+        def onward(last: bool, first_s: float, last_s: float) -> None:
+            """Let a part enter its destination while it leaves its source."""
+            def passed(_: float, passed_s: float) -> None:
+                if last:
+                    landed(max(last_s, passed_s) + latency_s)
+
+            if last:
+                left(last_s)
+            self._clock.at(first_s, partial(self._in[dest_node].carry, flow, part, passed))
+
+        for remaining in reversed(range(count)):
+            self._out[source_node].carry(flow, part, partial(onward, remaining == 0))
+
+
 class SimulatedNetwork:
     """A cluster of `size` ranks that runs schedules to their end.
 
@@ -164,7 +254,7 @@ class SimulatedNetwork:
         self._slow = {f.rank: f.factor for f in faults if isinstance(f, Slow)}
         self._sent_to: dict[tuple[int, int], int] = defaultdict(int)
         self._lanes: dict[tuple[int, int, int, int], _Lane] = defaultdict(_Lane)
-        self._wires = Wires(between, self)
+        self._wires = _Wires(between, self)
         self._cores = Cores(computing.cores) if computing.cores else None
         self._busy_until_s: dict[int, float] = defaultdict(float)
         self._to_wake: set[int] = set()
@@ -250,9 +340,9 @@ class SimulatedNetwork:
         """Return the virtual time of a rank, which is ahead of the others' while it computes."""
         return max(self.time_s, self._busy_until_s[rank])
 
-    def later(self, delay_s: float, rank: int, request: Completable) -> None:
-        """Complete a rank's request after a virtual time; an adversary waits longer."""
-        self._complete(request, rank, self.time_s + delay_s + self._delay_s())
+    def later(self, delay_s: float, rank: int, action: Callable[[], None]) -> None:
+        """Do `action` on a rank after a virtual time; an adversary waits longer."""
+        self._at(self.time_s + delay_s + self._delay_s(), rank, action)
 
     def _is_dead(self, rank: int) -> bool:
         return rank in self._dies and self.messages_sent[rank] >= self._dies[rank]
@@ -336,8 +426,8 @@ class SimulatedNetwork:
             return 0.0
         return self._random.choice((0.0, self._random.expovariate(1.0)))
 
-    def _complete(self, request: Completable, rank: int, time_s: float) -> None:
-        self._at(time_s, rank, lambda: setattr(request, "complete", True))
+    def _complete(self, request: _Pending, rank: int, time_s: float) -> None:
+        self._at(time_s, rank, partial(setattr, request, "complete", True))
 
     def _receive(self, channel: _Channel, array: Array, source: int) -> _Pending:
         request = _Pending(f"{array.nbytes} bytes from rank {source} ({channel})")
@@ -367,3 +457,39 @@ class SimulatedNetwork:
                 self._complete(message.request, source, self.time_s)
             if dest is not None:
                 self._at(self.time_s, dest, lambda: None)
+
+
+def cyclic(node: int, nodes: int) -> int:
+    """Return the opposite node: it sends to node 0 when node 0 sends to `node`."""
+    return -node % nodes
+
+
+def pairwise(node: int, nodes: int) -> int:
+    """Return the same node: where nodes exchange in pairs, as in recursive doubling."""
+    return node
+
+
+class SymmetricNetwork(SimulatedNetwork):
+    """A cluster of which only the ranks of node 0 are run, as all nodes do the same at once.
+
+    What a rank sends to another node arrives as what the opposite node sends here; chunks
+    are taken to be equal, although they may differ by an element. It can neither carry data,
+    nor run a schedule that does not treat all nodes alike.
+
+    Args:
+        nodes, ranks_per_node: Of the cluster.
+        symmetry: Which node is opposite: `cyclic`, or `pairwise`.
+        prices: As of SimulatedNetwork.
+    """
+
+    def __init__(self, nodes: int, ranks_per_node: int, symmetry: Callable[[int, int], int],
+                 **prices: Any) -> None:
+        super().__init__(nodes * ranks_per_node, node_of=ranks_per_node, payload=False,
+                         **prices)
+        self.stepped = range(ranks_per_node)
+        self.slack_bytes = _LONGEST_ELEMENT
+        self._nodes, self._symmetry = nodes, symmetry
+
+    def _received(self, source: int, dest: int) -> tuple[int, int]:
+        node, local = divmod(dest, len(self.stepped))
+        return self._symmetry(node, self._nodes) * len(self.stepped) + source, local

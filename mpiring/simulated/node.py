@@ -4,6 +4,7 @@ import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -96,24 +97,13 @@ class _Words:
             for reader in owner.ranks:
                 if reader != self.owner:
                     flags = shared.ranks[reader].words[owner.rank].flags
-                    network.later(delay_s, reader, _Seen(flags, word, value))
+                    network.later(delay_s, reader, partial(_show, flags, word, value))
 
 
-class _Seen:
-    """A flag that is seen once it is `complete`."""
-
-    def __init__(self, flags: dict[int, int], word: int, value: int) -> None:
-        self._flags, self._word, self._value = flags, word, value
-
-    @property
-    def complete(self) -> bool:
-        """Whether it is."""
-        return self._flags.get(self._word, 0) >= self._value
-
-    @complete.setter
-    def complete(self, complete: bool) -> None:
-        # Of two of one rank, the later one may be seen first.
-        self._flags[self._word] = max(self._value, self._flags.get(self._word, 0))
+def _show(flags: dict[int, int], word: int, value: int) -> None:
+    """Let a rank see a flag."""
+    # Of two of one rank, the later one may be seen first.
+    flags[word] = max(value, flags.get(word, 0))
 
 
 class _Texts:

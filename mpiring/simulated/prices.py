@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -105,24 +105,16 @@ class NoCombine:
         """Do nothing."""
 
 
-class Worker(Protocol):
-    """A simulated network, as `PricedCombine` uses it."""
-
-    def work(self, rank: int, seconds: float) -> None:
-        """Keep a rank busy."""
-
-
 class PricedCombine(NoCombine):
     """A `Combine` that only takes time, for a network without payload.
 
     Args:
-        network: Keeps the rank busy.
-        rank: That combines.
+        work: Keeps the rank busy for so many seconds.
         rate: Bytes per second that it reads and writes.
     """
 
-    def __init__(self, network: Worker, rank: int, rate: float) -> None:
-        self._network, self._rank, self._rate = network, rank, rate
+    def __init__(self, work: Callable[[float], None], rate: float) -> None:
+        self._work, self._rate = work, rate
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Take the time of reading two vectors, and writing one."""
@@ -130,5 +122,4 @@ class PricedCombine(NoCombine):
 
     def combine(self, sources: Sequence[Array], *outs: Array) -> None:
         """Take the time of reading and writing each vector once."""
-        vectors = len(sources) + len(outs)
-        self._network.work(self._rank, vectors * outs[0].nbytes / self._rate)
+        self._work((len(sources) + len(outs)) * outs[0].nbytes / self._rate)

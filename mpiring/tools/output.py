@@ -1,4 +1,4 @@
-"""Guards a command's standard output: reserves it for results, and ends plainly if it is lost."""
+"""Opens what a command writes to: files, and standard output, which it may lose."""
 
 import contextlib
 import errno
@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO, TypeVar, cast
 
 from ..errors import ConfigError, MpiringError
@@ -16,6 +16,8 @@ _OPTIONS = ("json", "csv", "output")
 _FORWARD_S = 0.2
 
 T = TypeVar("T")
+# A path, or an open stream, as standard output.
+Target = str | os.PathLike[str] | TextIO
 
 
 class OutputError(Exception):
@@ -134,3 +136,49 @@ def alone(command: Callable[[Namespace], int], options: Namespace) -> int:
     setattr(options, wanted[0], sys.stdout)
     with contextlib.redirect_stdout(sys.stderr):
         return command(options)
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the system's errors into ours, while a file is written.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        yield
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
+
+
+@contextlib.contextmanager
+def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Iterator[TextIO]:
+    """Yield a new file, or the stream that was given instead of a path.
+
+    Args:
+        path: Path of the file, or a stream.
+        opener: As for Python's `open`.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        yield path
+        return
+    with writing(path), open(path, "w", newline="", opener=opener) as file:
+        yield file
+
+
+def refuse_unwritable(path: Target) -> None:
+    """Raise if a file could not be written later; do not create it.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if not isinstance(path, str | os.PathLike):
+        return
+    with writing(path):
+        new = not os.path.lexists(path)
+        open(path, "a").close()
+        if new:
+            os.unlink(path)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ConfigError, MissingDependencyError
-from .files import writing
+from .output import writing
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

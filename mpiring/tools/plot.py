@@ -1,73 +1,67 @@
 """Draws what `--json` writes."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import ConfigError
-from ..text import count, ranks_on_nodes
-from .files import Environment, Row
+from ..text import ranks_on_nodes
 from .picture import COLOURS, GREY, INCHES, INK, curve_style, name_bars, picture
+from .table import Environment, Row
 from .units import size_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _MOST_LABELS = 4
-# Their panels take the whole width.
-_WIDE = ("steps", "prefetch", "reducers")
-# If times differ by a larger factor, their axis is logarithmic.
-_LINEAR_RANGE = 10
 # Rows of `bench allreduce` that only show a limit.
 LIMITS = ("memory copy", "device copy", "pinned copies")
+_MEMORY = {"empty": "comm.empty", "private": "private memory"}
 
 
-def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:
+class Drawing(NamedTuple):
+    """How the results of a benchmark are drawn.
+
+    Attributes:
+        draw: Draws rows on the panels of a line.
+        columns: Number of panels of a line.
+        title: Returns the title of a line, given one of its rows, and all rows.
+    """
+
+    draw: "Callable[[Sequence[Axes], Sequence[Row]], None]"
+    columns: int = 2
+    title: Callable[[Row, Sequence[Row]], str] = lambda row, rows: ""
+
+    def panels(self, rows: Sequence[Row]) -> dict[str, list[Row]]:
+        """Return the rows of each line, by its title."""
+        panels: dict[str, list[Row]] = {}
+        for row in rows:
+            panels.setdefault(self.title(row, rows), []).append(row)
+        return panels
+
+
+def draw(path: str, benchmark: str, about: Environment, rows: Sequence[Row],
+         drawings: Mapping[str, Drawing]) -> None:
     """Write a picture of the results of a benchmark.
 
     Args:
         path: Its ending sets the format: .png, .pdf, .svg.
+        drawings: How results are drawn, by the benchmark's name.
 
     Raises:
         ConfigError: There is nothing to draw, or the file cannot be written.
         MissingDependencyError: There is no matplotlib.
     """
-    if not rows or benchmark not in _DRAW:
+    drawing = drawings.get(benchmark)
+    if not rows or drawing is None:
         raise ConfigError(f"{path}: there is nothing to draw of {len(rows)} results of {benchmark}")
-    panels = _panels(benchmark, rows)
-    columns = 1 if benchmark in _WIDE else 2
+    panels = drawing.panels(rows)
     caption = about.get("cluster") or " · ".join([
         ranks_on_nodes(about["ranks"], about["nodes"]), about["cpu"],
         about["mpi_library"].partition(",")[0]])
-    with picture(path, [INCHES[1]] * len(panels), columns, caption) as grid:
+    with picture(path, [INCHES[1]] * len(panels), drawing.columns, caption) as grid:
         for axes, (title, members) in zip(grid, panels.items()):
-            _DRAW[benchmark](axes, members)
+            drawing.draw(axes, members)
             axes[0].set_title(title, loc="left")
-
-
-def _panels(benchmark: str, rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Group rows by the title of their panel."""
-    if benchmark in ("steps", "prefetch") and all("model" in row for row in rows):
-        return _grouped(rows, lambda row: ", ".join([
-            row["model"], f"{row['parameters'] / 1e6:.1f} M parameters",
-            *[f"loader: {row.get('loader')}"] * (row.get("loader", "-") != "-")]))
-    if benchmark in ("reducers", "local"):
-        # What has no loss has fewer seeds.
-        seeds = count(max(row["seeds"] for row in rows), "seed")
-        return _grouped(rows, lambda row: (
-            f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, {seeds}"
-        ))
-    if benchmark not in ("allreduce", "latency"):
-        return {"": list(rows)}
-    memory = {"empty": "comm.empty", "private": "private memory"}
-    key = "dtype" if benchmark == "allreduce" else "test"
-    return _grouped(rows, lambda row: f"{row[key]}, {memory[row['buffer']]}")
-
-
-def _grouped(rows: Sequence[Row], title: Callable[[Row], str]) -> dict[str, list[Row]]:
-    panels: dict[str, list[Row]] = {}
-    for row in rows:
-        panels.setdefault(title(row), []).append(row)
-    return panels
 
 
 def _curves(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -158,10 +152,9 @@ def _overlap_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     name_bars(axes[1], [""] * len(names))
 
 
-def _step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+def step_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     """Draw the time of a step, with the scaling efficiency beside it."""
-    positions = range(len(rows))
-    bars = axes[0].barh(positions, [row["median_ms"] for row in rows], color=[
+    bars = axes[0].barh(range(len(rows)), [row["median_ms"] for row in rows], color=[
         COLOURS[0] if "mpiring" in row["contender"] else GREY for row in rows])
     axes[0].bar_label(bars, [_share(row) for row in rows], padding=3)
     name_bars(axes[0], [row["contender"] for row in rows])
@@ -175,19 +168,15 @@ def _share(row: Row) -> str:
     return text if hidden != hidden else f"{text}, {hidden:.0f} % hidden"
 
 
-def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw tokens per second, and what of tokens and time is lost."""
-    positions, names = range(len(rows)), [row["contender"] for row in rows]
-    axes[0].barh(positions, [row["tokens_per_s"] for row in rows], color=[
-        COLOURS[0] if name == "TokenBatches" else GREY for name in names])
-    axes[0].set_xlabel("real tokens per second")
-    for i, loss in enumerate(("padding", "idle")):
-        axes[1].barh([position + 0.4 * i - 0.2 for position in positions],
-                     [row[f"{loss}_percent"] for row in rows], 0.4, color=COLOURS[i], label=loss)
-    axes[1].set_xlabel("% of tokens, % of a step")
-    axes[1].legend(frameon=False)
-    for panel in axes:
-        name_bars(panel, names)
+def _reducer_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw the time of a step with each Reducer."""
+    step_bars(axes, [{**row, "contender": row["reducer"],
+                      "efficiency_percent": 100 / row["over_alone"]} for row in rows])
+
+
+def model_title(row: Row, rows: Sequence[Row]) -> str:
+    """Return the name and the size of a row's model, if it has a name."""
+    return f"{row['model']}, {row['parameters'] / 1e6:.1f} M parameters" if "model" in row else ""
 
 
 def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
@@ -219,29 +208,12 @@ def _scaling(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
     axes[1].set_ylabel("byte limit / time (%)")
 
 
-def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
-    """Draw the validation loss over the time of training, and over bytes, a curve per method."""
-    for panel, key, unit, title in zip(
-            axes, ("curve_s", "curve_bytes"), (1, 1e6),
-            ("time of training (s)", "sent by all ranks (MB)")):
-        _loss_curves(panel, rows, key, unit)
-        panel.set_xlabel(title)
-        panel.set_ylabel("validation loss (bits per byte)")
+def _title_by(key: str) -> Callable[[Row, Sequence[Row]], str]:
+    return lambda row, rows: f"{row[key]}, {_MEMORY[row['buffer']]}"
 
 
-def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> None:
-    trained = [row for row in rows if row["curve_s"]]
-    for i, row in enumerate(trained):
-        panel.plot([value / unit for value in row[key]], row["curve_bits"], **curve_style(i),
-                   label=row.get("method", row.get("reducer")), linewidth=1.2)
-    targets = {row["target_bits"] for row in trained if row["target_bits"] == row["target_bits"]}
-    for target in targets:
-        panel.axhline(target, color=INK, linestyle="--", linewidth=1, label="target")
-    reached = [row[key][-1] for row in trained if row[key][-1]]
-    if reached and max(reached) > _LINEAR_RANGE * min(reached):
-        panel.set_xscale("log")
-
-
-_DRAW = {"allreduce": _curves, "latency": _latencies, "overlap": _overlap_bars, "steps": _step_bars,
-         "prefetch": _step_bars, "batches": _batch_bars,
-         "simulate": _scaling, "reducers": _learning, "local": _learning}
+DRAWINGS = {
+    "allreduce": Drawing(_curves, title=_title_by("dtype")),
+    "latency": Drawing(_latencies, title=_title_by("test")), "overlap": Drawing(_overlap_bars),
+    "steps": Drawing(step_bars, 1, model_title), "reducers": Drawing(_reducer_bars, 1),
+    "simulate": Drawing(_scaling)}

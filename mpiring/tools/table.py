@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..text import ranks_on_nodes
-from .files import Environment, Row
+
+# A result; and where and with what results were measured.
+Row = dict[str, Any]
+Environment = dict[str, Any]
 
 
 @dataclass(frozen=True)

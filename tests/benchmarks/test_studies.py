@@ -8,20 +8,22 @@ from argparse import Namespace
 import pytest
 from launching import PROGRAMS, installed, launch, needed
 
-from benchmarks import codecs, local, main, updates
-from mpiring.tools import plot
+from benchmarks import codecs, local, main, plot, updates
 from mpiring.tools.bench.benchmark import Measurement
+from mpiring.tools.bench.reducers import METHODS
 
 LOCAL = ("benchmarks.local", "--parameters", "60K", "--batch", "1", "--steps", "4", "--every", "2",
          "--fragments", "2", "--delay", "1", "--validate-every", "2", "--validation-texts", "3",
          "--straggler", "1ms,0.5", "--learning-rates", "1e-3,3e-3", "--seeds", "1,2")
+REDUCERS = ("benchmarks.reducers", "--parameters", "60K", "--batch", "1", "--steps", "4",
+            "--warmup-steps", "2", "--validate-every", "1", "--validation-texts", "3")
 BATCHES = ("benchmarks.batches", "--functions", "200", "--parameters", "60K", "--samples", "4",
            "--longest", "256", "--rounds", "2", "--calls", "2")
 
 
 @pytest.mark.launch
 @pytest.mark.any_mpi
-def test_prefetching_batches_and_local_training(tmp_path):
+def test_studies_of_training(tmp_path):
     """Each rank is a node, so that ways to talk less have somebody to talk to."""
     installed("matplotlib"), installed("torch")
     ended = launch(2, PROGRAMS / "bench_in_turn.py", *(word for words in (
@@ -33,15 +35,22 @@ def test_prefetching_batches_and_local_training(tmp_path):
          tmp_path / "loaders.json", "--plot", tmp_path / "loaders.png"),
         (*BATCHES, "--json", tmp_path / "batches.json", "--plot", tmp_path / "batches.png"),
         (*LOCAL, "--json", tmp_path / "local.json", "--plot", tmp_path / "local.png"),
+        (*REDUCERS, "--json", tmp_path / "reducers.json", "--plot", tmp_path / "reducers.png"),
+        (*REDUCERS, "--reducers", "alone,dense", "--time-limit", "1e-9"),
     ) for word in (*words, ",")), MPIRING_SHARED_MEMORY="0")
-    assert ended.output.count("ended with status 0") == 8, ended.output
+    assert ended.output.count("ended with status 0") == 12, ended.output
     rows = {path.stem: json.loads(path.read_text())["rows"] for path in tmp_path.glob("*.json")}
-    assert rows.keys() == {"prefetch", "loaders", "batches", "local"}
+    assert rows.keys() == {"prefetch", "loaders", "batches", "local", "reducers"}
     for name in rows:
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     check_prefetching(rows["prefetch"], rows["loaders"])
     check_batches(rows["batches"])
     check_local(rows["local"])
+    check_reducers(rows["reducers"])
+    for name in "alone", "dense":
+        assert f"{name}, seed 1: stopped after 1 of 4 steps by --time-limit" in ended.output
+    assert main("plot", plot.declare, [str(tmp_path / "local.json"), str(tmp_path / "x.png")]) == 0
+    assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
 def check_prefetching(rows, loaders):
@@ -83,6 +92,22 @@ def check_local(rows):
         assert row["exposed_ms"] > 0 and row["straggler"] == [0.001, 0.5]
     # Every other step; as eight bits instead of 32.
     assert 7 < found["diloco"]["fewer_bytes"] < 9 < 2 + found["localsgd"]["fewer_bytes"]
+
+
+def check_reducers(rows):
+    assert [row["reducer"] for row in rows] == ["alone", *METHODS]
+    alone, dense, *compressed = rows
+    assert alone["bits_per_byte"] is None and alone["over_alone"] == dense["over_dense"] == 1
+    assert dense["times_faster"] == 1 and dense["bits_over_dense"] == 0
+    for row in rows:
+        assert row["steps"] == 4 and row["seeds"] == 1 and row["median_ms"] > 0
+        if row is not alone:
+            assert row["curve_steps"] == [1, 2, 3, 4] and row["bits_per_byte"] < 8.6
+            assert row["curve_s"] == sorted(row["curve_s"])
+            assert 0 <= row["target_bits"] - dense["curve_bits"][3] < 0.01
+    assert min(row["compression_ratio"] for row in compressed) > 1.9
+    assert min(row["decode_ms"] for row in compressed) > 0
+    assert abs(rows[2]["bits_over_dense"]) < 0.01, "what is cast differs little"
 
 
 def test_updates(tmp_path):
@@ -157,15 +182,17 @@ def test_rows_of_local_training():
 def test_a_picture_of_local_training_shows_seconds_and_bytes():
     seconds, sent = axes = needed("matplotlib.figure").Figure().subplots(1, 2)
     rows = local.rows(LOCALLY, ABOUT, REDUCING)
-    plot._learning(axes, rows)
+    plot.DRAWINGS["local"].draw(axes, rows)
     for panel in axes:
         assert [line.get_label() for line in panel.get_lines()] == ["dense", "diloco", "target"]
     assert list(seconds.get_lines()[1].get_xdata()) == [6.75, 9.75]
     assert list(sent.get_lines()[1].get_xdata()) == [1, 3] and "(MB)" in sent.get_xlabel()
-    assert list(plot._panels("local", rows)) == ["transformer, 13.0 M parameters, adamw, 2 seeds"]
+    assert list(plot.DRAWINGS["local"].panels(rows)) == [
+        "transformer, 13.0 M parameters, adamw, 2 seeds"]
 
 
-@pytest.mark.parametrize("name", ["batches", "codecs", "local", "prefetch", "updates"])
+@pytest.mark.parametrize("name", [
+    "batches", "codecs", "local", "plot", "prefetch", "reducers", "updates"])
 def test_help_needs_no_mpi(capsys, monkeypatch, name):
     status, text = shown_by(capsys, monkeypatch, name, "--help")
     assert status == 0 and "usage: " in text
@@ -187,6 +214,10 @@ def shown_by(capsys, monkeypatch, name, *words):
     ("prefetch --loader 0", "argument --loader: '0': expected a number above 0"),
     ("prefetch --loader 1 --work disk", "'disk': expected some of sleep, zlib, numpy, python"),
     ("codecs --json missing/out.json", "missing/out.json: cannot be written: No such file"),
+    ("reducers --reducers dense,fp8", "'fp8': expected some of alone, dense"),
+    ("reducers --seeds 1,-2", "argument --seeds: '-2': expected 0 or more"),
+    ("reducers --steps 5 --warmup-steps 5",
+     "--steps 5 is too few: the first 5 are not measured, with --warmup-steps 5"),
     ("local --steps 2", "--steps 2 is too few: the first 2 are not measured"),
     ("local --methods dense,gossip", "'gossip': expected some of alone, dense"),
     ("local --staleness some", "argument --staleness: 'some': expected 0 or more"),

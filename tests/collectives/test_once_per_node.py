@@ -31,7 +31,7 @@ class Late:
 
     def __init__(self, network, rank):
         self.complete = False
-        network.later(0.0, rank, self)
+        network.later(0.0, rank, lambda: setattr(self, "complete", True))
 
     def test(self):
         return self.complete

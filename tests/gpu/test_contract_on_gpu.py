@@ -22,19 +22,9 @@ NODES = {"one": [0], "one node": [0] * 4, "nodes of 2": [0, 0, 1, 1], "own nodes
 _LOOK_S = 1e-5
 
 
-class _Look:
-    """A request whose completion looks at an event, until it is done."""
-
-    def __init__(self, network, rank, event):
-        self._again = lambda: network.later(_LOOK_S, rank, self)
-        self._event = event
-        self._again()
-
-    def __setattr__(self, name, value):
-        if name != "complete":
-            super().__setattr__(name, value)
-        elif not self._event.test():
-            self._again()
+def _look(network, rank, event):
+    """Look at an event again and again, until it is done."""
+    network.later(_LOOK_S, rank, lambda: event.test() or _look(network, rank, event))
 
 
 class _WatchedStream(CudaStream):
@@ -51,7 +41,7 @@ class _WatchedCuda(Cuda):
     """
 
     def __init__(self, network, rank):
-        self.watch = lambda event: _Look(network, rank, event)
+        self.watch = lambda event: _look(network, rank, event)
         super().__init__(0)
 
     def stream(self):

@@ -1,13 +1,14 @@
 """Holds the schedules on a GPU's memory to what they do on the host, on an adversarial GPU."""
 
 import itertools
+from functools import partial
 
 import contract
 import numpy as np
 import pytest
 from cluster import run
 from schedules import sent
-from simulated_gpu import Later, SimulatedGpu, content
+from simulated_gpu import SimulatedGpu, content
 
 from mpiring.collectives.operation import Tuning
 from mpiring.gpu.device import Device, DeviceVector
@@ -64,8 +65,8 @@ def on_gpus(node_of, program, *, seed=0, direct=False, shared=None, slot_bytes=4
         shared: What GPUs export to each other; None where they cannot.
     """
     network = SimulatedNetwork(len(node_of), node_of=node_of, seed=seed)
-    gpus = [SimulatedGpu(lambda action, rank=rank: network.later(0, rank, Later(action)),
-                         shared=shared) for rank in range(len(node_of))]
+    gpus = [SimulatedGpu(partial(network.later, 0, rank), shared=shared)
+            for rank in range(len(node_of))]
 
     def on_rank(collectives):
         rank = collectives.rank

@@ -15,7 +15,7 @@ from mpiring.__main__ import main
 
 def spoil_sums():
     """On the last rank, spoil one element."""
-    from mpiring.tools.bench import allreduce, latency, overlap, steps
+    from mpiring.tools.bench import allreduce, latency, numpy_training, overlap
     from mpiring.tools.bench.contenders import Contender, chosen, mpi
 
     def with_a_wrong_one(world, *asked):
@@ -32,23 +32,23 @@ def spoil_sums():
         return [*chosen(world, *asked), Contender(
             "wrong", blocking, lambda x: lambda call=blocking(x): call)]
 
-    for module in (allreduce, latency, overlap, steps):
+    for module in (allreduce, latency, numpy_training, overlap):
         module.chosen = with_a_wrong_one
 
 
 def spoil_training():
     """Spoil a gradient of a transformer, or what one learns later, which only the end shows."""
-    from mpiring.tools.bench import torch_contenders
+    from mpiring.tools.bench import torch_training
     from mpiring.tools.bench.contenders import Contender
-    right = torch_contenders.contenders
+    right = torch_training.contenders
 
     def with_a_wrong_one(world, options, device):
         found = right(world, options, device)
 
         def join(model, recipe):
-            method = found[1].join(model, recipe)
+            wrapped, optimizer = found[1].join(model, recipe)
             *_, bias = model.parameters()
-            correct, steps = method.optimizer.step, []
+            correct, steps = optimizer.step, []
             early = options.models == ["transformer"]
 
             def step():
@@ -59,12 +59,12 @@ def spoil_training():
                 # What checks of the first step's gradients cannot see.
                 if not early and len(steps) == 3:
                     bias.data[0] += 1
-            method.optimizer.step = step
-            return method
+            optimizer.step = step
+            return wrapped, optimizer
 
         return [*found, Contender("wrong", join=join)]
 
-    torch_contenders.contenders = with_a_wrong_one
+    torch_training.contenders = with_a_wrong_one
 
 
 def spoil_a_reducer():
@@ -96,5 +96,5 @@ for ends, words in itertools.groupby(sys.argv[1:], ",".__eq__):
         words = list(words)
         print(f"{words[0]} ended with status {status_of(*words)}", flush=True)
         if "torch" in words:
-            from mpiring.tools.bench import torch_contenders
-            torch_contenders.close()
+            from mpiring.tools.bench import torch_training
+            torch_training.close()

@@ -223,11 +223,11 @@ def test_bad_labs(possible, hosts, rate, message):
 def test_what_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda tool, **where: None)
     with pytest.raises(MissingDependencyError, match="apt-get install iproute2"):
-        lab.up(2)
+        lab.up(2, "1gbit")
     monkeypatch.setattr(shutil, "which", lambda tool, **where: tool)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(LaunchError, match="needs root; you are user 1000"):
-        lab.up(2)
+        lab.up(2, "1gbit")
     monkeypatch.setattr(sys, "platform", "darwin")
     with pytest.raises(LaunchError, match="this is darwin"):
-        lab.up(2)
+        lab.up(2, "1gbit")

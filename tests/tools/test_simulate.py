@@ -16,10 +16,9 @@ from mpiring.collectives.operation import Tuning
 from mpiring.errors import StallError
 from mpiring.memory.reduction import Reduction
 from mpiring.tools.simulate import mpich
-from mpiring.tools.simulate.algorithms import ALGORITHMS, SHARDED, SYMMETRIES, predict, selected
+from mpiring.tools.simulate.algorithms import ALGORITHMS, SHARDED, predict, selected, symmetry_of
 from mpiring.tools.simulate.cluster import Cluster
-from mpiring.simulated.symmetry import SymmetricNetwork, cyclic
-from mpiring.simulated.network import SimulatedNetwork
+from mpiring.simulated.network import SimulatedNetwork, SymmetricNetwork, cyclic
 
 # Numbers with which everything matters a little.
 CLUSTER = Cluster(latency_s=1e-4, bandwidth=1e9, goodput=0.9, overhead_s=1e-5,
@@ -36,7 +35,7 @@ def test_one_node_stands_for_all(name, nodes, ranks_per_node, nbytes):
         assert stepped is None and name in ("shared", "hierarchical")
         return
     assert stepped.how == "stepped"
-    symmetry = SYMMETRIES[name](cluster) if name in SYMMETRIES else None
+    symmetry = symmetry_of(name, cluster)
     assert symmetric.how == ("stepped" if symmetry is None else "symmetry")
     # Among messages that come to an interface at the same time, another one may be first.
     many = name == "direct" or name == "hierarchical" and nbytes <= Tuning.short_bytes

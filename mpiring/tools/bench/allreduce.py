@@ -1,6 +1,7 @@
 """Measures blocking allreduces of mpiring, MPI and the peers, size by size."""
 
 import itertools
+import math
 import random
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -13,21 +14,22 @@ from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...operations.algorithms import NAMES
 from ..arguments import above_zero, checked, names
-from ..files import Environment, Row
-from ..table import Column
+from ..table import Column, Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
-from .benchmark import LEVELS, Benchmark, Measurement, run
+from .benchmark import (
+    LEVELS, Benchmark, Measurement, declare_device, declare_link, declare_turns, least_by_case,
+    run,
+)
 from .contenders import (
-    LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, memory_copy,
+    LIMITS, ON_CPU, ON_GPU, REFERENCES, Call, Contender, chosen, declare_contenders,
+    memory_copy, settle_contenders,
 )
 from .on_device import GpuArrays
-from .options import (
-    declare_contenders, declare_device, declare_link, declare_turns, settle_contenders,
-)
 from .world import World
 
 BUFFERS = ("empty", "private")
+_CASE = ("bytes", "dtype", "buffer")
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -125,15 +127,9 @@ def _subjects(world: World, contenders: Sequence[Contender], x: Array, options: 
 
     Collective: yes. Blocking: yes.
     """
-    every = max(1, inputs.series_length(x.dtype, world.size) - 1)
-
     def timed(call: Call, times: int) -> timing.Readings:
-        def prepare() -> None:
-            inputs.fill(x, world.rank, world.size)
-            call()
-
         return {"call": timing.timed(
-            world, call, times, prepare=prepare, every=every, stopwatch=stopwatch)}
+            world, call, times, **inputs.series(world, x, call), stopwatch=stopwatch)}
 
     calls = {contender.name: call for contender in contenders
              if (call := _checked(world, contender, x)) is not None}
@@ -161,23 +157,18 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
     On GPUs that is its naive use. At several thread levels the reference is the faster of MPI's
     calls.
     """
-    cases = list(dict.fromkeys(map(_case, measurements)))
-    measurements = sorted(measurements, key=lambda measurement: cases.index(_case(measurement)))
-    references: dict[tuple[Any, ...], float] = {}
-    limits: dict[tuple[Any, ...], float] = {}
-    for measurement in measurements:
-        name, buffer = measurement.labels["contender"], measurement.labels["buffer"]
-        best = (references if name in REFERENCES else
-                limits if buffer in LIMITS.get(name, ()) else None)
-        median = timing.median(measurement.readings["call"])
-        if best is not None and median == median:
-            best[_case(measurement)] = min(median, best.get(_case(measurement), median))
-    return [_row(measurement, about, options, references.get(_case(measurement), float("nan")),
-                 limits.get(_case(measurement), float("nan"))) for measurement in measurements]
+    def median(measurement: Measurement) -> float:
+        return timing.median(measurement.readings["call"])
 
-
-def _case(measurement: Measurement) -> tuple[Any, ...]:
-    return tuple(measurement.labels[key] for key in ("bytes", "dtype", "buffer"))
+    cases = list(dict.fromkeys(measurement.case(*_CASE) for measurement in measurements))
+    references = least_by_case((measurement for measurement in measurements
+                                if measurement.labels["contender"] in REFERENCES), _CASE, median)
+    limits = least_by_case((
+        measurement for measurement in measurements if measurement.labels["buffer"]
+        in LIMITS.get(measurement.labels["contender"], ())), _CASE, median)
+    return [_row(measurement, about, options, references.get(case, math.nan),
+                 limits.get(case, math.nan))
+            for case in cases for measurement in measurements if measurement.case(*_CASE) == case]
 
 
 def _row(measurement: Measurement, about: Environment, options: Namespace, reference_s: float,
@@ -193,8 +184,8 @@ def _row(measurement: Measurement, about: Environment, options: Namespace, refer
         "calls": len(seconds),
         "median_us": median * 1e6,
         "p95_us": timing.p95(seconds) * 1e6,
-        "min_us": min(seconds, default=float("nan")) * 1e6,
-        "max_us": max(seconds, default=float("nan")) * 1e6,
+        "min_us": min(seconds, default=math.nan) * 1e6,
+        "max_us": max(seconds, default=math.nan) * 1e6,
         "algbw_GBps": algbw,
         "busbw_GBps": algbw * 2 * (p - 1) / p,
         "native_over_this": reference_s / median,

@@ -1,38 +1,84 @@
-"""Runs a benchmark in this MPI job, or in jobs of its own, and reports the results."""
+"""Runs a benchmark in this MPI job, or in jobs of its own, and reports the results; its options."""
 
-import dataclasses
 import json
 import math
 import shlex
 import subprocess
 import sys
 import tempfile
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from argparse import SUPPRESS, ArgumentParser, Namespace, _ActionsContainer
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import ConfigError, MissingDependencyError
 from ...launch.environment import launched_size, launcher_of
 from ...launch.start import find_mpiexec
 from ...progress import Progress
 from .. import table
-from ..files import Environment, Row
+from ..arguments import above_zero, checked, counts, names, positive
 from ..output import OutputError
-from ..reporting import check_files, report
-from ..table import Column
+from ..plot import DRAWINGS, Drawing
+from ..results import check_files, declare_files, write_files
+from ..table import Column, Environment, Row
+from ..units import parse_rate
 from .inputs import WrongAnswerError
 from .world import World
 
 _DEFAULT_RANKS = 2
 LEVELS = ("multiple", "serialized")
+MODELS = ("transformer", "convnet", "mlp")
 # A job of a benchmark's own prints this line after each case.
 BEAT = "case done"
 
 
-@dataclass(frozen=True)
-class Measurement:
+def declare_jobs(parser: ArgumentParser) -> None:
+    """Declare where results go, and how many ranks a benchmark starts by itself."""
+    declare_files(parser, "results and environment")
+    parser.add_argument("--ranks", type=positive,
+                        help="of jobs of its own, where there is no launcher; default: 2")
+    parser.add_argument("--part", help=SUPPRESS)
+
+
+def declare_turns(parser: ArgumentParser, levels: Sequence[str] = LEVELS[:1]) -> None:
+    """Declare the options of benchmarks whose contenders take turns.
+
+    Args:
+        levels: MPI's thread levels to measure by default.
+    """
+    parser.add_argument("--rounds", type=positive, default=6, help="default: 6")
+    parser.add_argument("--seed", type=int, default=1, help="of the random orders")
+    parser.add_argument("--levels", type=names(LEVELS), default=list(levels), metavar="A,B",
+                        help=f"MPI's thread levels, in jobs of its own; default: "
+                             f"{','.join(levels)}")
+    parser.add_argument("--without-peers", action="store_true", help=SUPPRESS)
+    declare_jobs(parser)
+
+
+def declare_device(parser: ArgumentParser) -> None:
+    """Declare where arrays lie."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu",
+                        help="where arrays lie; cuda: on GPUs, which ranks take in turn")
+
+
+def declare_link(parser: _ActionsContainer) -> None:
+    """Declare what a node's network link carries."""
+    parser.add_argument("--link-rate", type=checked(parse_rate), metavar="RATE",
+                        help="of each node's network link, as 1gbit: gives the limit")
+    parser.add_argument("--goodput", type=above_zero, default=1448 / 1514, metavar="SHARE",
+                        help="of the link's bits that are data; default: 0.956, TCP on Ethernet")
+
+
+def declare_models(parser: _ActionsContainer) -> None:
+    """Declare which PyTorch models are trained."""
+    parser.add_argument("--models", type=names(MODELS), default=[MODELS[0]], metavar="A,B",
+                        help=f"of {', '.join(MODELS)}; default: {MODELS[0]}")
+    parser.add_argument("--parameters", type=counts, default=[13_000_000], metavar="N,M",
+                        help="about how many each model has, as 3M,13M,50M; default: 13M")
+
+
+class Measurement(NamedTuple):
     """The readings of a case and contender.
 
     Attributes:
@@ -42,6 +88,10 @@ class Measurement:
 
     labels: dict[str, Any]
     readings: dict[str, list[float]]
+
+    def case(self, *keys: str) -> tuple[Any, ...]:
+        """Return the labels of these names."""
+        return tuple(self.labels[key] for key in keys)
 
 
 def pooled(measurements: Iterable[Measurement]) -> list[Measurement]:
@@ -62,14 +112,27 @@ def with_case(measurements: Sequence[Measurement], *keys: str,
     Args:
         keys: Of the labels that are equal in a case.
     """
-    def case(measurement: Measurement) -> tuple[Any, ...]:
-        return tuple(measurement.labels[key] for key in keys)
-
     cases: dict[tuple[Any, ...], dict[str, Measurement]] = {}
     for measurement in measurements:
-        cases.setdefault(case(measurement), {})[measurement.labels["contender"]] = measurement
+        cases.setdefault(measurement.case(*keys), {})[measurement.labels["contender"]] = measurement
     for measurement in measurements:
-        yield measurement, cases[case(measurement)]
+        yield measurement, cases[measurement.case(*keys)]
+
+
+def least_by_case(measurements: Iterable[Measurement], keys: Sequence[str],
+                  seconds: Callable[[Measurement], float]) -> dict[tuple[Any, ...], float]:
+    """Return the least seconds of each case, without NaN.
+
+    Args:
+        keys: Of the labels that are equal in a case.
+        seconds: Returns those of a measurement.
+    """
+    least: dict[tuple[Any, ...], float] = {}
+    for measurement in measurements:
+        case, value = measurement.case(*keys), seconds(measurement)
+        if value == value:
+            least[case] = min(value, least.get(case, value))
+    return least
 
 
 @dataclass(frozen=True)
@@ -83,6 +146,7 @@ class Benchmark:
         rows: Makes a table's rows out of measurements.
         columns: Of the table; "thread_level" is shown only where there are several.
         lines: Returns rows as lines, of a benchmark whose results are no table of `columns`.
+        drawings: How results are drawn, by name.
     """
 
     name: str
@@ -91,20 +155,20 @@ class Benchmark:
     rows: Callable[[Sequence[Measurement], Environment, Namespace], list[Row]]
     columns: Sequence[Column] = ()
     lines: Callable[[Sequence[Row]], list[str]] | None = None
+    drawings: Mapping[str, Drawing] = field(default_factory=lambda: DRAWINGS)
 
-    def head(self, about: Environment, several_levels: bool = False) -> list[str]:
+    def head(self, about: Environment, columns: Sequence[Column]) -> list[str]:
         """Return the lines above the table."""
-        columns = self._columns(several_levels)
         return [table.about(self.name, about), *([table.head(columns)] if columns else [])]
 
-    def body(self, rows: Sequence[Row], several_levels: bool = False) -> list[str]:
+    def body(self, rows: Sequence[Row], columns: Sequence[Column]) -> list[str]:
         """Return the lines of rows."""
-        columns = self._columns(several_levels)
         return self.lines(rows) if self.lines else [table.line(row, columns) for row in rows]
 
-    def _columns(self, several_levels: bool) -> list[Column]:
-        return [column for column in self.columns
-                if several_levels or column.key != "thread_level"]
+    @property
+    def columns_of_one_level(self) -> list[Column]:
+        """The columns without that of MPI's thread level."""
+        return [column for column in self.columns if column.key != "thread_level"]
 
 
 def run(benchmark: Benchmark, options: Namespace) -> int:
@@ -127,7 +191,7 @@ def run(benchmark: Benchmark, options: Namespace) -> int:
 
 def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     world = World()
-    shown, part = world.rank == 0, options.part
+    shown, part, columns = world.rank == 0, options.part, benchmark.columns_of_one_level
     # Other ranks may not see rank 0's disk. The process that started a part has checked already.
     if not part:
         world.everywhere(lambda: check_files(options) if shown else None)
@@ -135,12 +199,12 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
     measurements: list[Measurement] = []
     with Progress(f"bench {benchmark.name}", benchmark.cases(options), shown=shown) as progress:
         try:
-            for line in [] if part else benchmark.head(about):
+            for line in [] if part else benchmark.head(about, columns):
                 progress.say(line)
             for group in benchmark.measure(world, options):
                 measurements += group
                 rows = benchmark.rows(group, about, options)
-                for line in [BEAT] if part else benchmark.body(rows):
+                for line in [BEAT] if part else benchmark.body(rows, columns):
                     progress.say(line)
                 progress.step()
         except WrongAnswerError as error:
@@ -148,10 +212,10 @@ def _run_here(benchmark: Benchmark, options: Namespace) -> int:
             progress.say(f"FAILED: {error}")
             return 1
     if shown and part:
-        content = [about, [dataclasses.astuple(measurement) for measurement in measurements]]
-        Path(part).write_text(json.dumps(content))
+        Path(part).write_text(json.dumps([about, measurements]))
     elif shown:
-        report(benchmark.name, about, benchmark.rows(measurements, about, options), options)
+        rows = benchmark.rows(measurements, about, options)
+        write_files(benchmark.name, about, rows, options, benchmark.drawings)
     world.close()
     return 0
 
@@ -190,15 +254,14 @@ def _run_jobs(benchmark: Benchmark, options: Namespace) -> int:
     about |= {"thread_level": " and ".join(dict.fromkeys(job.level for job in planned)),
               "command": shlex.join(["python", *options.words])}
     rows = benchmark.rows(pooled(measurements), about, options)
-    several_levels = len(options.levels) > 1
-    for line in *benchmark.head(about, several_levels), *benchmark.body(rows, several_levels):
+    columns = benchmark.columns if len(options.levels) > 1 else benchmark.columns_of_one_level
+    for line in *benchmark.head(about, columns), *benchmark.body(rows, columns):
         print(line, flush=True)
-    report(benchmark.name, about, rows, options)
+    write_files(benchmark.name, about, rows, options, benchmark.drawings)
     return 0
 
 
-@dataclass(frozen=True)
-class BenchmarkJob:
+class BenchmarkJob(NamedTuple):
     """An MPI job of a benchmark that was started without a launcher.
 
     Attributes:

@@ -4,7 +4,8 @@ import argparse
 from functools import partial
 from typing import NoReturn
 
-from .. import files, plot
+from ..plot import DRAWINGS, draw
+from ..results import read_json
 from . import allreduce, latency, overlap, reducers, steps
 
 _DESCRIPTION = """\
@@ -53,5 +54,5 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def _plot(options: argparse.Namespace) -> int:
-    plot.draw(options.plot, *files.read_json(options.results))
+    draw(options.plot, *read_json(options.results), DRAWINGS)
     return 0

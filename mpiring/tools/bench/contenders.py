@@ -1,6 +1,7 @@
 """Ways to sum an array over the ranks: mpiring's algorithms, MPI's own allreduce, the peers."""
 
 import itertools
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +12,17 @@ from ...collectives import native
 from ...errors import ConfigError
 from ...memory.arrays import Array
 from ...operations.algorithms import NAMES
+from ..arguments import names
 from . import peers
 from .world import World
 
 Call = Callable[[], object]
+# Begins a call, and returns what waits for it.
+Start = Callable[[], Call]
 
 NATIVE = "MPI_Allreduce"
+# What nonblocking calls are called, if not as blocking ones.
+NONBLOCKING = {NATIVE: "MPI_Iallreduce"}
 COPY = "memory copy"
 # On GPUs.
 NAIVE, NAIVE_PINNED = "naive", "naive, pinned"
@@ -31,8 +37,6 @@ ON_CPU, ON_GPU = ("mpiring", "mpi", *peers.NAMES), ("mpiring", "mpi", "nccl")
 ALONE = "compute only"
 OURS = "mpiring DataParallel"
 GLOO = "Gloo + PyTorch's DDP"
-
-
 _FLOAT_BYTES = 4
 
 
@@ -60,8 +64,9 @@ class Shares:
         return _FLOAT_BYTES * (copies[self.weights] + copies[self.gradients] + state)
 
 
-def _refuse_to_start(x: Array) -> Callable[[], Call]:
-    raise ConfigError("only blocking calls can be measured")
+def completed(start: Start) -> Call:
+    """Return a call that begins and waits."""
+    return lambda: start()()
 
 
 @dataclass(frozen=True)
@@ -73,17 +78,18 @@ class Contender:
     Attributes:
         name: For tables.
         blocking: Returns a function that sums the array, to be called again and again.
-        starting: Returns a function that begins to sum it, and returns a function that waits.
+        starting: Returns a function that begins to sum it, and returns a function that waits; None
+            for contenders whose blocking calls alone are measured.
         sums: False for a contender that only shows a limit.
-        join: Takes a PyTorch module and a recipe of an optimizer, and returns the method by which
-            they are trained.
+        join: Takes a PyTorch module and a recipe of an optimizer, and returns what is called for
+            the module's results, and what uses its gradients.
         shares: Who shares weights, gradients and state in training.
         has_means: Whether each rank has all means after a backward pass, to be checked.
     """
 
     name: str
     blocking: Callable[[Array], Call] = lambda x: lambda: None
-    starting: Callable[[Array], Callable[[], Call]] = _refuse_to_start
+    starting: Any = None
     sums: bool = True
     join: Any = None
     shares: Shares = Shares()
@@ -107,7 +113,7 @@ def mpi(world: World) -> Contender:
         refuse_unknown(x.dtype)
         return lambda: raw.Allreduce(library.IN_PLACE, x, op=library.SUM)
 
-    def start(x: Array) -> Callable[[], Call]:
+    def start(x: Array) -> Start:
         refuse_unknown(x.dtype)
         return lambda: raw.Iallreduce(library.IN_PLACE, x, op=library.SUM).Wait
 
@@ -146,15 +152,11 @@ def gloo(world: World, interface: str | None) -> Contender:
     group = peers.gloo_group(
         peers.store_of_rank_0(world, interface), world.rank, world.size, interface)
 
-    def call(x: Array) -> Call:
-        tensors = [peers.tensor_of(x)]
-        return lambda: group.allreduce(tensors).wait()
-
-    def start(x: Array) -> Callable[[], Call]:
+    def start(x: Array) -> Start:
         tensors = [peers.tensor_of(x)]
         return lambda: group.allreduce(tensors).wait
 
-    return Contender("Gloo", call, start)
+    return Contender("Gloo", lambda x: completed(start(x)), start)
 
 
 def horovod() -> Contender:
@@ -163,7 +165,7 @@ def horovod() -> Contender:
     hvd.init()
     numbers = itertools.count()
 
-    def start(x: Array) -> Callable[[], Call]:
+    def start(x: Array) -> Start:
         # The same name in each call, so that Horovod's cache of responses works as in training.
         tensor, name = peers.tensor_of(x), f"array {next(numbers)}"
 
@@ -175,11 +177,34 @@ def horovod() -> Contender:
             return lambda: hvd.synchronize(handle)
         return begin
 
-    def call(x: Array) -> Call:
-        begin = start(x)
-        return lambda: begin()()
+    return Contender("Horovod", lambda x: completed(start(x)), start)
 
-    return Contender("Horovod", call, start)
+
+def declare_contenders(parser: ArgumentParser) -> None:
+    """Declare which contenders take part."""
+    parser.add_argument("--contenders", type=names(KINDS), metavar="A,B",
+                        help=f"of {', '.join(KINDS)}; default: all that are installed")
+    parser.add_argument("--interface", metavar="NAME", help="network interface for Gloo")
+
+
+def settle_contenders(options: Namespace, device: str, on_cpu: Sequence[str],
+                      on_gpu: Sequence[str]) -> None:
+    """Refuse contenders that cannot take part; in a job without peers, leave these out.
+
+    Args:
+        on_cpu, on_gpu: The kinds that can take part there.
+
+    Raises:
+        ConfigError: A kind was asked for that cannot.
+    """
+    known = on_cpu if device == "cpu" else on_gpu
+    for name in options.contenders or ():
+        if name not in known:
+            raise ConfigError(f"--contenders {name}: here, with --device {device}, "
+                              f"expected some of {', '.join(known)}")
+    if options.without_peers:
+        options.contenders = [name for name in options.contenders or known
+                              if name not in peers.NAMES]
 
 
 def chosen(world: World, kinds: Sequence[str] | None, algorithms: Sequence[str] | None,

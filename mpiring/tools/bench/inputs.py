@@ -10,6 +10,7 @@ has left it, and leaves it as later calls find it.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -81,6 +82,19 @@ def fill(x: Array, rank: int, size: int) -> None:
     for start in range(0, x.size, _PERIOD):
         piece = x[start:start + _PERIOD]
         np.copyto(piece, numbers[:piece.size])
+
+
+def series(world: World, x: Array, call: Callable[[], object]) -> dict[str, Any]:
+    """Return what keeps the sums of calls on `x` finite: arguments `prepare` and `every` of timing.
+
+    Args:
+        call: Sums `x` over the ranks.
+    """
+    def prepare() -> None:
+        fill(x, world.rank, world.size)
+        call()
+
+    return {"prepare": prepare, "every": max(1, series_length(x.dtype, world.size) - 1)}
 
 
 @functools.lru_cache(maxsize=8)

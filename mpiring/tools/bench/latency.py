@@ -12,18 +12,15 @@ import numpy as np
 
 from ...memory.arrays import Array, chunks_of, slice_of
 from ..arguments import checked, names, positive
-from ..files import Environment, Row
+from .. import table
+from ..table import Column, Environment, Row
 from ..units import parse_sizes, size_text
 from . import inputs, timing
 from .allreduce import BUFFERS, HostArrays
-from .benchmark import LEVELS, Benchmark, Measurement, run
-from .contenders import NATIVE, Call, chosen
-from .options import declare_turns
+from .benchmark import LEVELS, Benchmark, Measurement, declare_turns, least_by_case, run
+from .contenders import NONBLOCKING, Call, Start, chosen, completed
 from .overlap import calibrated
 from .world import World
-
-# Begins a call, and returns what waits for it.
-Start = Callable[[], Call]
 
 _DTYPE = np.dtype(np.float32)
 # As OSU's, calls above this size are a tenth, and a tenth of all is made before and not counted.
@@ -36,8 +33,14 @@ _AUTO, _PERSISTENT = "mpiring auto", "mpiring persistent"
 _MEMORY = {"empty": "comm.empty", "private": "private memory"}
 _TITLES = {"allreduce": "Allreduce", "iallreduce": "Non-blocking Allreduce",
            "allgather": "Allgather", "bcast": "Broadcast", "reduce_scatter": "Reduce_scatter"}
-# osu_util.h
-_SIZE_WIDTH, _FIELD_WIDTH, _COUNT_WIDTH = 10, 18, 12
+_CASE = ("test", "buffer", "bytes")
+# Titles of the columns, as of the OSU micro-benchmarks; widths are those of osu_util.h.
+_BLOCKING = {"avg_us": "Avg Latency(us)", "min_us": "Min Latency(us)",
+             "max_us": "Max Latency(us)"}
+_NONBLOCKING = {
+    "overall_us": "Overall(us)", "compute_us": "Compute(us)", "init_us": "Coll. Init(us)",
+    "test_us": "MPI_Test(us)", "wait_us": "MPI_Wait(us)", "avg_us": "Pure Comm.(us)",
+    "overlap_percent": "Overlap(%)"}
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -120,43 +123,27 @@ def _summed(world: World, array: Callable[[int], Array], length: int,
     Collective: yes. Blocking: yes.
     """
     x = array(length)
-    every = max(1, inputs.series_length(x.dtype, world.size) - 1)
-    subjects = []
-    for name, call, start in _summing(world, x, nonblocking):
-        inputs.fill(x, world.rank, world.size)
-        call()
-        inputs.check(world, x, name)
-
-        def prepare(call: Call = call) -> None:
-            inputs.fill(x, world.rank, world.size)
-            call()
-
-        subjects.append(_Subject(name, call, start, prepare, every))
-    return subjects
-
-
-def _summing(world: World, x: Array, nonblocking: bool) -> Iterator[tuple[str, Call, Start | None]]:
-    """Yield the contenders' names, their calls, and what begins them if they are nonblocking.
-
-    Collective: yes. Blocking: yes.
-    """
-    for contender in chosen(world, ["mpiring", "mpi"], ["auto"]):
-        name, start = contender.name, contender.starting(x) if nonblocking else None
-        if nonblocking and name == NATIVE:
-            name = "MPI_Iallreduce"
-        yield name, contender.blocking(x) if start is None else _to_end(start), start
+    contenders = chosen(world, ["mpiring", "mpi"], ["auto"])
     op = world.comm.persistent_allreduce(x)
 
     def begin() -> Call:
         op.start()
         return op.wait
 
-    name = _PERSISTENT
-    yield (name, _to_end(begin), begin) if nonblocking else (name, op, None)
-
-
-def _to_end(start: Start) -> Call:
-    return lambda: start()()
+    calls: dict[str, tuple[Call, Start | None]]
+    if nonblocking:
+        starts = {NONBLOCKING.get(contender.name, contender.name): contender.starting(x)
+                  for contender in contenders} | {_PERSISTENT: begin}
+        calls = {name: (completed(start), start) for name, start in starts.items()}
+    else:
+        calls = {contender.name: (contender.blocking(x), None) for contender in contenders}
+        calls[_PERSISTENT] = op, None
+    for name, (call, _) in calls.items():
+        inputs.fill(x, world.rank, world.size)
+        call()
+        inputs.check(world, x, name)
+    return [_Subject(name, call, start, **inputs.series(world, x, call))
+            for name, (call, start) in calls.items()]
 
 
 def _moved(world: World, array: Callable[[int], Array], length: int, test: str) -> list[_Subject]:
@@ -266,17 +253,11 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
         measurement.labels["contender"], measurement.labels["thread_level"],
         measurement.labels["bytes"]))
     p = about["ranks"]
-    native: dict[tuple[Any, ...], float] = {}
-    for measurement in measurements:
-        if measurement.labels["contender"].startswith("MPI_"):
-            median = timing.median(_of_rounds(measurement, p))
-            case = _case(measurement)
-            native[case] = min(median, native.get(case, median))
-    return [_row(measurement, p, native[_case(measurement)]) for measurement in measurements]
-
-
-def _case(measurement: Measurement) -> tuple[Any, ...]:
-    return tuple(measurement.labels[key] for key in ("test", "buffer", "bytes"))
+    native = least_by_case(
+        (measurement for measurement in measurements
+         if measurement.labels["contender"].startswith("MPI_")), _CASE,
+        lambda measurement: timing.median(_of_rounds(measurement, p)))
+    return [_row(measurement, p, native[measurement.case(*_CASE)]) for measurement in measurements]
 
 
 def _of_rounds(measurement: Measurement, p: int) -> list[float]:
@@ -318,32 +299,18 @@ def _tables(rows: Sequence[Row]) -> list[str]:
         lines += [
             "", f"# {_TITLES[test]} Latency Test as osu_{test}'s: {contender}, {_MEMORY[buffer]}, "
             f"threads {level}, {'a barrier before each call' if barrier else 'back to back'}"]
-        lines += (_nonblocking_table if test == "iallreduce" else _blocking_table)(list(members))
+        nonblocking = test == "iallreduce"
+        columns = [Column("bytes", -10, title="# Size"), *(
+            Column(key, 16, title=title)
+            for key, title in (_NONBLOCKING if nonblocking else _BLOCKING).items())]
+        if nonblocking:
+            lines += ["# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", ""]
+        else:
+            columns.append(Column("iterations", 10, title="Iterations"))
+        lines += ["# Datatype: MPI_FLOAT.", table.head(columns), *(table.line({
+            key: f"{value:.2f}" if isinstance(value, float) else value
+            for key, value in row.items()}, columns) for row in members)]
     return lines
-
-
-def _blocking_table(rows: Sequence[Row]) -> list[str]:
-    titles = ("Avg Latency(us)", "Min Latency(us)", "Max Latency(us)")
-    return [
-        "# Datatype: MPI_FLOAT.",
-        _line("# Size", titles) + f"{'Iterations':>{_COUNT_WIDTH}}",
-        *(_line(row["bytes"], [f"{row[key]:.2f}" for key in ("avg_us", "min_us", "max_us")])
-          + f"{row['iterations']:>{_COUNT_WIDTH}}" for row in rows)]
-
-
-def _nonblocking_table(rows: Sequence[Row]) -> list[str]:
-    columns = {
-        "overall_us": "Overall(us)", "compute_us": "Compute(us)", "init_us": "Coll. Init(us)",
-        "test_us": "MPI_Test(us)", "wait_us": "MPI_Wait(us)", "avg_us": "Pure Comm.(us)",
-        "overlap_percent": "Overlap(%)"}
-    return [
-        "# Overall = Coll. Init + Compute + MPI_Test + MPI_Wait", "", "# Datatype: MPI_FLOAT.",
-        _line("# Size", list(columns.values())),
-        *(_line(row["bytes"], [f"{row[key]:.2f}" for key in columns]) for row in rows)]
-
-
-def _line(size: str | int, fields: Sequence[str]) -> str:
-    return f"{size:<{_SIZE_WIDTH}}" + "".join(f"{field:>{_FIELD_WIDTH}}" for field in fields)
 
 
 LATENCY = Benchmark(

@@ -9,13 +9,13 @@ import numpy as np
 
 from ...memory.arrays import Array
 from ..arguments import above_zero, checked, names
-from ..files import Environment, Row
-from ..table import Column
+from ..table import Column, Environment, Row
 from ..units import parse_size, size_text
 from . import inputs, timing
-from .benchmark import Benchmark, Measurement, run
-from .contenders import NATIVE, ON_CPU, Contender, chosen
-from .options import declare_contenders, declare_turns, settle_contenders
+from .benchmark import Benchmark, Measurement, declare_turns, run
+from .contenders import (
+    NONBLOCKING, ON_CPU, Contender, chosen, declare_contenders, settle_contenders,
+)
 from .world import World
 
 # Compute is calibrated on stretches of at least this length.
@@ -125,8 +125,7 @@ def _subjects(world: World, contender: Contender, buckets: Sequence[Array], opti
 
     Compute is in proportion to communication.
     """
-    # The nonblocking call of the same name.
-    name = "MPI_Iallreduce" if contender.name == NATIVE else contender.name
+    name = NONBLOCKING.get(contender.name, contender.name)
     begins = [contender.starting(bucket) for bucket in buckets]
 
     def together(compute: Action) -> None:

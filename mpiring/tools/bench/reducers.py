@@ -1,27 +1,32 @@
-"""Measures what Reducers save and cost, by training a model on real text with each of them."""
+"""Measures what Reducers save and cost in the training steps of a PyTorch model."""
 
+import gc
 import logging
+import math
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ...errors import ConfigError
+from ...record.statistics import Statistics
 from ...reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, Reducer, TopK
-from ..arguments import above_zero, names, not_negative
-from ..files import Environment, Row
-from ..table import Column
-from . import learning, timing
-from .benchmark import Benchmark, Measurement, run
-from .learning import ALONE, DENSE, LEARNING_RATES, UNSETTLED_STEPS, mean, ratio, reading
+from ..arguments import checked, names, positive
+from ..table import Column, Environment, Row
+from ..units import parse_count
+from . import timing
+from .benchmark import LEVELS, Benchmark, Measurement, declare_jobs, run
+from .gradients import check_parameters
+from .peers import refuse_missing_torch
 from .world import World
 
 if TYPE_CHECKING:
-    from .torch_training import TrainingMethod
+    from .torch_training import Training
 
-_DESCRIPTION = """\
-Trains a transformer on the text of Python's standard library, from the same weights, with
-each way to average gradients, and looks at the loss on other text.
-
+METHODS_HELP = """\
   alone      each rank for itself: the compute only
   dense      plain means, of which all others are measured
   fp16, bf16, int8, onebit, topk, powersgd, powersgd4
@@ -29,13 +34,19 @@ each way to average gradients, and looks at the loss on other text.
              powersgd has rank 2, powersgd4 rank 4
 
 Between nodes only is compressed: it takes several hosts, or MPIRING_SHARED_MEMORY=0.
+"""
+_DESCRIPTION = f"""\
+Times the training steps of a transformer with each way to average gradients. What each does to
+the loss, the study benchmarks.reducers of mpiring's sources measures.
 
-  compressed  bytes of plain means / bytes sent      reached s  training until the target loss
-  on wire     the same, by the hosts' own counters   faster     dense's time until then / this one
+{METHODS_HELP}
+  compressed  bytes of plain means / bytes sent
+  on wire     the same, by the hosts' own counters
   encode, wire, decode  in a step, of the slowest rank; buckets overlap, and hide behind compute"""
 
 _log = logging.getLogger("mpiring")
 
+ALONE, DENSE = "alone", "dense"
 # Each is made anew for each training, from the number of steps in which it may begin gently.
 METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     DENSE: lambda warmup: None,
@@ -48,65 +59,90 @@ METHODS: Mapping[str, Callable[[int], Reducer | None]] = {
     "powersgd4": lambda warmup: PowerSGD(rank=4, start_step=warmup),
 }
 NAMES = (ALONE, *METHODS)
+KIND = "transformer"
+# The first step builds the buckets again, the second is the first to write to their memory.
+UNSETTLED_STEPS = 2
+_INTERFACES = Path("/sys/class/net")
+_LOOPBACK = "lo"
 
 
 def declare(parser: ArgumentParser) -> None:
     """Declare the options."""
     parser.description = _DESCRIPTION
+    declare_reducers(parser)
+    declare_training(parser)
+    parser.set_defaults(action=_run)
+
+
+def _run(options: Namespace) -> int:
+    refuse_few_steps(options)
+    return run(REDUCERS, options)
+
+
+def declare_reducers(parser: ArgumentParser) -> None:
+    """Declare which Reducers take part."""
     parser.formatter_class = RawDescriptionHelpFormatter
-    parser.set_defaults(action=lambda options: run(REDUCERS, complete(options)), stretch=1)
     parser.add_argument("--reducers", type=names(NAMES), default=list(NAMES), metavar="A,B",
                         help=f"of {', '.join(NAMES)}; default: all")
-    parser.add_argument("--learning-rate", type=above_zero, metavar="RATE",
-                        help="default: " + ", ".join(
-                            f"{rate:g} with {name}" for name, rate in LEARNING_RATES.items()))
-    parser.add_argument("--warmup-steps", type=not_negative, metavar="N",
-                        help="for reducers that begin gently; not timed with any; "
-                             "default: a tenth of the steps")
-    learning.declare(parser)
 
 
-def complete(options: Namespace) -> Namespace:
-    """Give the options that depend on others their defaults.
+def declare_training(parser: ArgumentParser) -> None:
+    """Declare the options of the model, and of its training by one method after the other."""
+    parser.set_defaults(rounds=None, levels=list(LEVELS[:1]), settled=UNSETTLED_STEPS)
+    parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
+                        metavar="N", help="about how many the transformer has; default: 13M")
+    parser.add_argument("--steps", type=positive, default=100, help="default: 100")
+    parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
+                        help="of 64 bytes, per rank; default: 4")
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw",
+                        help="default: adamw; sgd has no momentum")
+    declare_jobs(parser)
 
-    Raises:
-        ConfigError: No steps are left to be measured.
-    """
-    if options.warmup_steps is None:
-        options.warmup_steps = options.steps // 10
-    if options.validate_every is None:
-        options.validate_every = max(1, options.steps // 20)
-    if options.learning_rate is None:
-        options.learning_rate = LEARNING_RATES[options.optimizer]
-    # From here on all methods compress, and nothing happens for the first time.
-    options.settled = max(options.warmup_steps, UNSETTLED_STEPS)
+
+def refuse_few_steps(options: Namespace) -> None:
+    """Raise ConfigError if no steps are left to be measured."""
     if options.settled >= options.steps:
         raise ConfigError(f"--steps {options.steps} is too few: the first {options.settled} are "
-                          f"not measured, with --warmup-steps {options.warmup_steps}")
-    return options
+                          f"not measured")
 
 
 def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
-    """Train with all methods, seed by seed; see `learning.measure`."""
-    _warn_where_nothing_is_compressed(world)
+    """Train with one method after the other; yield after each, after the last one all.
 
-    def join(name: str, module: Any, optimizer: Any, rehearsal: bool) -> "TrainingMethod":
-        from .torch_training import MeanGradients, TrainingMethod
-        if name == ALONE:
-            return TrainingMethod(module, optimizer)
-        reducer = METHODS[name](0 if rehearsal else options.warmup_steps)
-        return MeanGradients(module, world.comm, optimizer, reducer)
+    Raises:
+        MissingDependencyError: There is no PyTorch.
+        WrongAnswerError: A method's parameters differ between ranks in the end.
 
-    runs = [learning.Run(name, seed, lambda _: options.learning_rate)
-            for seed in options.seeds for name in options.reducers]
-    yield from learning.measure(world, options, "reducer", runs, join)
+    Collective: yes. Blocking: yes.
+    """
+    warn_if_nothing_is_compressed(world)
+    world.everywhere(refuse_missing_torch)
+    from ...torch import share_cores
+    from . import torch_training
+    share_cores(world.comm)
+    width = torch_training.width_for(KIND, options.parameters)
+    batch = torch_training.batch_of(KIND, options.batch, 1 + world.rank)
+    world.warm_up()
+    measurements: list[Measurement] = []
+    for number, name in enumerate(options.reducers, 1):
+        reducer = None if name == ALONE else METHODS[name](0)
+        contender = torch_training.NOBODY if name == ALONE else torch_training.data_parallel(
+            world, name, reducer=reducer, broadcast_buffers=False)
+        training = torch_training.training_of(
+            contender, KIND, width, torch_training.RECIPES[options.optimizer], batch)
+        measurements.append(Measurement({
+            "reducer": name, "settings": "" if reducer is None else repr(reducer),
+            "parameters": training.parameter_count, "batch": options.batch,
+            "optimizer": options.optimizer, "thread_level": world.thread_level},
+            _readings(world, options, training, communicates=name != ALONE)))
+        del training
+        # Modules and their hooks refer to each other.
+        gc.collect()
+        yield measurements if number == len(options.reducers) else []
 
 
-def _cases(options: Namespace) -> int:
-    return len(options.seeds) * len(options.reducers)
-
-
-def _warn_where_nothing_is_compressed(world: World) -> None:
+def warn_if_nothing_is_compressed(world: World) -> None:
+    """Log on rank 0 that all ranks share one memory, if they do."""
     # Not comm.num_nodes: without shared memory, each rank of a host is a node.
     if len(world.comm.memory_groups) == 1 and world.rank == 0:
         _log.warning(
@@ -116,30 +152,126 @@ def _warn_where_nothing_is_compressed(world: World) -> None:
             world.size)
 
 
-def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
-    """Return a row for each method, next to the plain mean and the compute alone."""
+def _readings(world: World, options: Namespace, training: "Training", *,
+              communicates: bool) -> timing.Readings:
+    """Take the steps, and return the seconds of each, and the costs of a settled one.
+
+    Raises:
+        WrongAnswerError: Parameters differ between ranks.
+
+    Collective: yes. Blocking: yes.
+    """
+    cost, settled = Statistics(), options.steps - options.settled
+
+    def step() -> None:
+        nonlocal cost
+        training.step()
+        if communicates:
+            cost += training.model.statistics
+
+    seconds = timing.timed(world, training.step, options.settled)
+    traffic = HostTraffic(world)
+    seconds += timing.timed(world, step, settled)
+    if not communicates:
+        return {"step": seconds}
+    host_bytes = traffic.end(cost.bytes_sent)
+    check_parameters(world, {training.name: training.parameters()})
+    return {"step": seconds, **costs_of_step(world, cost, settled, host_bytes)}
+
+
+def costs_of_step(world: World, cost: Statistics, steps: int, host_bytes: float) -> timing.Readings:
+    """Return the costs of a settled step: bytes of all ranks, seconds of the slowest rank.
+
+    Args:
+        cost: Costs of all `steps`, on this rank.
+        host_bytes: Bytes that all hosts have sent in them.
+
+    Collective: yes. Blocking: yes.
+    """
+    values = {"dense_bytes": cost.dense_bytes, "sent_bytes": cost.bytes_sent,
+              "encode_s": cost.encode_s, "wire_s": cost.wire_s, "decode_s": cost.decode_s,
+              "exposed_s": cost.exposed_s}
+    of_ranks = np.array(world.raw.allgather(list(values.values())), np.float64)
+    totals = {name: column.sum() if name.endswith("bytes") else column.max()
+              for name, column in zip(values, of_ranks.T)}
+    return {name: [float(total) / steps]
+            for name, total in {**totals, "host_bytes": host_bytes}.items()}
+
+
+class HostTraffic:
+    """Counts the bytes that all hosts send from now on, all headers included.
+
+    Args:
+        world: The ranks on these hosts.
+
+    Collective: yes. Blocking: yes.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        world.barrier()
+        self._before = sent_bytes()
+
+    def end(self, known_bytes: int) -> float:
+        """Return what all hosts have sent.
+
+        Args:
+            known_bytes: Bytes that this rank has sent at least.
+
+        Returns:
+            NaN where all ranks are on one host, and where a counter shows less than a rank has
+            sent, as with InfiniBand, whose messages bypass the system.
+
+        Collective: yes. Blocking: yes.
+        """
+        self._world.barrier()
+        comm, counted = self._world.comm, grown(self._before, sent_bytes())
+        ranks = comm.allgather_object((known_bytes, counted, comm.local_rank))
+        least = min(known for known, _, _ in ranks)
+        if comm.num_nodes == 1 or any(grew < least for _, grew, _ in ranks):
+            return math.nan
+        return float(sum(grew for _, grew, local_rank in ranks if local_rank == 0))
+
+
+def sent_bytes(interfaces: Path = _INTERFACES) -> dict[str, int]:
+    """Return the bytes that each network interface has sent, without the loopback."""
+    return {path.name: int((path / "statistics/tx_bytes").read_text())
+            for path in interfaces.glob("*") if path.name != _LOOPBACK and path.is_dir()}
+
+
+def grown(before: dict[str, int], after: dict[str, int]) -> int:
+    """Return the growth of the interface that has sent the most.
+
+    Not that of all: a bridge, a bond and its members count the same bytes.
+    """
+    return max((after[name] - before[name] for name in before.keys() & after.keys()), default=0)
+
+
+def by_method(measurements: Sequence[Measurement]) -> dict[str, list[Measurement]]:
+    """Return the trainings with each method."""
     trainings: dict[str, list[Measurement]] = {}
     for training in measurements:
         trainings.setdefault(training.labels["reducer"], []).append(training)
-    dense_bytes = reading(trainings.get(DENSE, []), "host_bytes")
-
-    def costs(runs: Sequence[Measurement]) -> Row:
-        on_wire = reading(runs, "host_bytes")
-        return {
-            **_times(runs, trainings, options.settled),
-            "compression_ratio": ratio(reading(runs, "dense_bytes"), reading(runs, "sent_bytes")),
-            "wire_ratio": ratio(dense_bytes, on_wire), "wire_MiB": on_wire / 2 ** 20,
-            **{f"{name}_ms": reading(runs, f"{name}_s") * 1e3
-               for name in ("encode", "wire", "decode")}}
-
-    return learning.rows(trainings, options, costs)
+    return trainings
 
 
-def _times(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
-           first: int) -> Row:
-    """Return the times of steps. Ratios are medians over seeds, which are close in time.
+def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+    """Return a row for each method, next to the plain mean and the compute alone."""
+    trainings = by_method(measurements)
+    return [{**runs[0].labels, **costs(runs, trainings, options.settled)}
+            for runs in trainings.values()]
+
+
+def costs(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measurement]],
+          first: int) -> Row:
+    """Return the times of steps, and the costs of a settled one.
+
+    Ratios are medians over the trainings of a method, if there are several: those of one number
+    are close in time.
 
     Args:
+        runs: Trainings with one method.
+        trainings: Trainings with each method.
         first: Number of the first step that is settled.
     """
     def over(other: str) -> float:
@@ -150,20 +282,34 @@ def _times(runs: Sequence[Measurement], trainings: Mapping[str, Sequence[Measure
             if run.readings["step"][first:] and reference.readings["step"][first:]])
 
     seconds = [value for run in runs for value in run.readings["step"][first:]]
+    on_wire = reading(runs, "host_bytes")
     return {
         "steps": min(len(run.readings["step"]) for run in runs),
-        "training_s": mean([sum(run.readings["step"]) for run in runs]),
+        "training_s": fmean([sum(run.readings["step"]) for run in runs]),
         "median_ms": timing.median(seconds) * 1e3, "p95_ms": timing.p95(seconds) * 1e3,
-        "over_dense": over(DENSE), "over_alone": over(ALONE)}
+        "over_dense": over(DENSE), "over_alone": over(ALONE),
+        "compression_ratio": ratio(reading(runs, "dense_bytes"), reading(runs, "sent_bytes")),
+        "wire_ratio": ratio(reading(trainings.get(DENSE, []), "host_bytes"), on_wire),
+        "wire_MiB": on_wire / 2 ** 20,
+        **{f"{name}_ms": reading(runs, f"{name}_s") * 1e3
+           for name in ("encode", "wire", "decode")}}
 
 
-_COLUMNS = [
+def reading(trainings: Sequence[Measurement], name: str) -> float:
+    """Return the mean of a reading over trainings; NaN where none has it."""
+    values = [training.readings[name][0] for training in trainings if name in training.readings]
+    return fmean(values) if values else math.nan
+
+
+def ratio(more: float, less: float) -> float:
+    """Return a ratio; NaN where one of both is nothing."""
+    return more / less if more and less else math.nan
+
+
+COLUMNS = (
     Column("reducer", -9), Column("steps", 5, 1), Column("median_ms", 9, 4),
     Column("p95_ms", 7, 4), Column("over_dense", 6, 3, "/dense"),
     Column("over_alone", 6, 3, "/alone"), Column("compression_ratio", 10, 3, "compressed"),
     Column("wire_ratio", 7, 3, "on wire"), Column("encode_ms", 9, 3), Column("wire_ms", 7, 3),
-    Column("decode_ms", 9, 3), Column("bits_per_byte", 9, 4, "bits/byte"),
-    Column("bits_over_dense", 8, 2, "- dense"), Column("spread_of_seeds", 6, 2, "spread"),
-    Column("target_bits", 6, 4, "target"), Column("seconds_to_target", 9, 4, "reached s"),
-    Column("times_faster", 6, 3, "faster")]
-REDUCERS = Benchmark("reducers", _cases, measure, rows, _COLUMNS)
+    Column("decode_ms", 9, 3))
+REDUCERS = Benchmark("reducers", lambda options: len(options.reducers), measure, rows, COLUMNS)

@@ -1,32 +1,34 @@
-"""Measures training steps of a NumPy model: alone, with mpiring, and with one call after each."""
+"""Measures training steps of models: alone, with mpiring, and with MPI or the peers."""
 
+import gc
+import math
 import random
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...errors import ConfigError
-from ...memory.arrays import Array
-from ...numpy import DataParallel
 from ..arguments import checked, names, positive
-from ..files import Environment, Row
-from ..table import Column
+from ..table import Column, Environment, Row
 from ..units import parse_size
-from . import gradients, timing
-from .benchmark import Benchmark, Measurement, run, with_case
-from .contenders import ALONE, ON_CPU, OURS, Contender, chosen
-from .options import (
-    declare_contenders, declare_device, declare_link, declare_models, declare_turns,
-    settle_contenders,
+from . import gradients, peers, timing
+from .benchmark import (
+    Benchmark, Measurement, declare_device, declare_link, declare_models, declare_turns, run,
+    with_case,
 )
-from .torch_steps import SHARDINGS, TORCH_ON_CPU, TORCH_ON_GPU, TORCH_STEPS
+from .contenders import ALONE, GLOO, ON_CPU, Contender, declare_contenders, settle_contenders
+from .numpy_training import NumpyTraining, makers, mean_gradients
 from .world import World
 
-_LEARNING_RATE = np.float32(1e-3)
+if TYPE_CHECKING:
+    from .torch_training import ModelDevice
 
-Gradients = Mapping[str, Array]
+# Ways to share the optimizer's work.
+SHARDINGS = ("slices", "overlap", "node", "zero", "fsdp")
+TORCH_ON_CPU, TORCH_ON_GPU = ("mpiring", *peers.NAMES), ("mpiring", "gloo")
 
 
 def declare(parser: ArgumentParser) -> None:
@@ -67,148 +69,18 @@ def _run(options: Namespace) -> int:
     settle_contenders(options, "cpu", ON_CPU, ())
     options.batch = options.batch or 64
     options.bucket = options.bucket or 4 << 20
-    return run(STEPS, options)
+    return run(NUMPY_STEPS, options)
 
 
-class Network:
-    """A multilayer perceptron, with forward and backward pass by hand.
-
-    Args:
-        width: Of every layer.
-        layers: How many there are.
-        batch: Rows of data.
-        rank: Ranks have equal weights, but data of their own.
-
-    Attributes:
-        params: By name.
-        names_as_ready: In the order in which `backward` computes their gradients.
-    """
-
-    def __init__(self, width: int, layers: int, batch: int, rank: int) -> None:
-        weights, data = np.random.default_rng(0), np.random.default_rng(1 + rank)
-        self._layers = range(layers)
-        self.params: dict[str, Array] = {}
-        for layer in self._layers:
-            values = weights.standard_normal((width, width), np.float32)
-            self.params[f"w{layer}"] = values * np.float32(np.sqrt(2 / width))
-            self.params[f"b{layer}"] = np.zeros(width, np.float32)
-        self.names_as_ready = [
-            f"{kind}{layer}" for layer in reversed(self._layers) for kind in "wb"]
-        self._x = data.standard_normal((batch, width), np.float32)
-        self._y = data.standard_normal((batch, width), np.float32)
-
-    def backward(self, gradients: Gradients, ready: Callable[[str], object]) -> None:
-        """Compute the gradients of half the mean squared error, the last layer's first.
-
-        Args:
-            gradients: Written, by name.
-            ready: Called with each name as soon as its gradient is written.
-        """
-        inputs, x = [], self._x
-        for layer in self._layers:
-            inputs.append(x)
-            x = x @ self.params[f"w{layer}"] + self.params[f"b{layer}"]
-            if layer != self._layers[-1]:
-                x = np.maximum(x, 0)
-        error = (x - self._y) / np.float32(x.size)
-        for layer in reversed(self._layers):
-            np.matmul(inputs[layer].T, error, out=gradients[f"w{layer}"])
-            ready(f"w{layer}")
-            np.sum(error, axis=0, out=gradients[f"b{layer}"])
-            ready(f"b{layer}")
-            if layer:
-                error = (error @ self.params[f"w{layer}"].T) * (inputs[layer] > 0)
-
-    def update(self, gradients: Gradients) -> None:
-        """Take a step down the gradients."""
-        for name, value in self.params.items():
-            value -= _LEARNING_RATE * gradients[name]
-
-
-class _Variant:
-    """A way to take training steps.
-
-    Attributes:
-        gradients: Returns those of the last step.
-        own_bytes: Bytes of gradients that were made together with the variant.
-    """
-
-    def __init__(self, name: str, network: Network, combine: Callable[[], object],
-                 gradients: Callable[[], Gradients],
-                 ready: Callable[[str], object] = lambda name: None, own_bytes: int = 0) -> None:
-        self.name, self.gradients, self.own_bytes = name, gradients, own_bytes
-        self._network, self._combine, self._ready = network, combine, ready
-
-    def step(self) -> None:
-        """Take one step."""
-        self._network.backward(self.gradients(), self._ready)
-        self._combine()
-        self._network.update(self.gradients())
-
-    def communicate(self) -> None:
-        """Do what a step does with gradients, without the computation and its memory."""
-        gradients = self.gradients()
-        for name in self._network.names_as_ready:
-            gradients[name][...] = 1
-            self._ready(name)
-        self._combine()
-
-
-def _views(flat: Array, params: Mapping[str, Array]) -> Gradients:
-    """Return views of a vector, one after the other, of the parameters' shapes."""
-    ends = np.cumsum([value.size for value in params.values()])
-    return {name: flat[end - value.size:end].reshape(value.shape)
-            for (name, value), end in zip(params.items(), ends)}
-
-
-def _while_computing(world: World, network: Network, bucket_bytes: int) -> _Variant:
-    """Return steps in which DataParallel averages the gradients during backward."""
-    dp = DataParallel(network.params, world.comm, bucket_bytes=bucket_bytes)
-    return _Variant(OURS, network, dp.wait, lambda: dp.grads, dp.ready,
-                    sum(value.nbytes for value in network.params.values()))
-
-
-def _after_backward(contender: Contender, network: Network, flat: Array, size: int) -> _Variant:
-    """Return steps in which one blocking call combines all gradients at once."""
-    call, views, share = contender.blocking(flat), _views(flat, network.params), flat.dtype.type(
-        1 / size)
-
-    def combine() -> None:
-        call()
-        np.multiply(flat, share, out=flat)
-
-    return _Variant(f"{contender.name} after backward", network, combine, lambda: views)
-
-
-def _network(world: World, options: Namespace) -> Network:
-    return Network(options.width, options.layers, options.batch, world.rank)
-
-
-def _makers(world: World, options: Namespace) -> list[Callable[[], _Variant]]:
-    """Return what makes the variants; parameters exist already, and all gradients but ours."""
-    alone = _network(world, options)
-    length = sum(value.size for value in alone.params.values())
-    flat = world.comm.empty(length, np.float32)
-    # Written to, so that it has memory of its own.
-    flat[...] = 1
-    views = _views(np.ones(length, np.float32), alone.params)
-    return [
-        partial(_Variant, ALONE, alone, lambda: None, lambda: views),
-        partial(_while_computing, world, _network(world, options), options.bucket),
-        *(partial(_after_backward, contender, _network(world, options), flat, world.size)
-          for contender in chosen(world, options.contenders, ["auto"], options.interface)),
-    ]
-
-
-def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+def _measure_numpy(world: World, options: Namespace) -> Iterator[list[Measurement]]:
     """Measure all variants in each round; the last round yields them all.
 
     Collective: yes. Blocking: yes.
     """
-    right = _mean_gradients(world, options)
+    right = mean_gradients(world, options)
     world.warm_up()
-    begun = [gradients.begun(world, make, right, _Variant.communicate)
-             for make in _makers(world, options)]
+    begun = [gradients.begun(world, make, right, NumpyTraining.communicate)
+             for make in makers(world, options)]
     readings = yield from timing.in_turns(options, random.Random(options.seed), {
         variant.name: timing.timed_steps(world, options, {"step": variant.step})
         for variant, _ in begun})
@@ -219,15 +91,72 @@ def measure(world: World, options: Namespace) -> Iterator[list[Measurement]]:
         for variant, memory in begun]
 
 
-def _mean_gradients(world: World, options: Namespace) -> dict[str, Array]:
-    """Return the means over ranks of the first step's gradients, in float64."""
-    network = _network(world, options)
-    of_this_rank = {name: np.empty_like(value) for name, value in network.params.items()}
-    network.backward(of_this_rank, lambda name: None)
-    return gradients.means_over_ranks(world, of_this_rank)
+def _measure_torch(world: World, options: Namespace) -> Iterator[list[Measurement]]:
+    """Measure all contenders, model by model; the last round of a model yields them all.
+
+    Raises:
+        MissingDependencyError: There is no PyTorch.
+
+    Collective: yes. Blocking: yes.
+    """
+    world.everywhere(peers.refuse_missing_torch)
+    from . import torch_training
+    # Whenever memory is measured, garbage is collected: not among all that PyTorch has imported.
+    gc.freeze()
+    device = torch_training.device_named(world, options.device)
+    contenders = torch_training.contenders(world, options, device.torch)
+    world.warm_up()
+    for kind in options.models:
+        for wanted in options.parameters:
+            width = torch_training.width_for(kind, wanted)
+            yield from _measure_model(world, options, contenders, kind, width, device)
+    torch_training.close()
 
 
-def rows(measurements: Sequence[Measurement], about: Environment, options: Namespace) -> list[Row]:
+def _measure_model(world: World, options: Namespace, contenders: Sequence[Contender], kind: str,
+                   width: int, device: "ModelDevice") -> Iterator[list[Measurement]]:
+    """Measure all contenders with a model."""
+    from .torch_training import RECIPES, batch_of, training_of
+    x, y = (part.to(device.torch) for part in batch_of(kind, options.batch, 1 + world.rank))
+    begin = partial(training_of, kind=kind, width=width, recipe=RECIPES[options.optimizer],
+                    batch=(x, y))
+    alone = begin(contenders[0])
+    alone.step()
+    right = gradients.means_over_ranks(world, alone.gradients())
+    del alone
+    trainings, memories = [], {}
+    for contender in contenders:
+        training, memory = gradients.begun(
+            world, partial(begin, contender), right if contender.has_means else {})
+        trainings.append(training)
+        # The process's memory is not that of the GPU.
+        on_host = device.torch.type == "cpu"
+        memories[contender.name] = memory if on_host else dict.fromkeys(memory, [math.nan])
+    flat = world.comm.empty(sum(value.size for value in right.values()), np.float32,
+                            device=options.device)
+    # Written to, so that it has memory of its own; sums of zeros never overflow.
+    flat[...] = 0
+    actions = {contender.name: timing.timed_steps(
+        world, options, {"step": training.step, "communication": contender.blocking(flat)},
+        device.stopwatch) for contender, training in zip(contenders, trainings)}
+    readings = yield from timing.in_turns(options, random.Random(options.seed), actions)
+    gradients.check_parameters(
+        world, {training.name: training.parameters() for training in trainings})
+    node_ranks = int(world.slowest([world.comm.local_size])[0])
+    labels = {"model": kind, "parameters": flat.size, "batch": len(x),
+              "optimizer": options.optimizer, "calls": options.calls, "device": str(device.torch),
+              "thread_level": world.thread_level}
+    yield [Measurement(
+        {**labels, "contender": contender.name, "formula_bytes_per_parameter":
+         contender.shares.bytes_per_parameter(options.optimizer, node_ranks, world.size)},
+        {**readings[contender.name], **memories[contender.name]}) for contender in contenders]
+    del trainings, actions
+    # Modules and their hooks hold each other.
+    gc.collect()
+
+
+def numpy_rows(measurements: Sequence[Measurement], about: Environment, options: Namespace,
+               ) -> list[Row]:
     """Return a row for each variant, compared with the compute alone at its thread level."""
     table = []
     for measurement, case in with_case(measurements, "thread_level"):
@@ -243,9 +172,74 @@ def rows(measurements: Sequence[Measurement], about: Environment, options: Names
     return table
 
 
-_COLUMNS = [
+def torch_rows(measurements: Sequence[Measurement], about: Environment, options: Namespace,
+               ) -> list[Row]:
+    """Return a row for each model and contender, beside the compute alone and DDP with Gloo.
+
+    Ratios are medians over rounds, whose readings are close in time.
+    """
+    return [_torch_row(measurement, case, about, options)
+            for measurement, case in with_case(measurements, "model", "parameters", "thread_level")]
+
+
+def _torch_row(measurement: Measurement, case: Mapping[str, Measurement], about: Environment,
+               options: Namespace) -> Row:
+    labels, seconds = measurement.labels, measurement.readings["step"]
+    median = timing.median(seconds)
+    compute = timing.median(case[ALONE].readings["step"])
+    nbytes = 4 * labels["parameters"]
+    bound = math.nan
+    if options.link_rate is not None:
+        bound = max(compute, timing.wire_seconds(
+            nbytes, about["nodes"], options.link_rate * options.goodput))
+    communication = hidden = extra = math.nan
+    if labels["contender"] != ALONE:
+        communication = timing.median(measurement.readings["communication"])
+        hidden = timing.overlap_percentage(compute, communication, median)
+        extra = max(measurement.readings["peak_bytes"]) - max(case[ALONE].readings["peak_bytes"])
+    over_compute = _over(measurement, case.get(ALONE))
+    return {
+        **labels,
+        **timing.summary(seconds),
+        "samples_per_s": labels["batch"] * about["ranks"] / median,
+        "communication_ms": communication * 1e3,
+        "over_compute": over_compute,
+        "efficiency_percent": 100 / over_compute,
+        "hidden_percent": hidden,
+        "over_gloo": _over(measurement, case.get(GLOO)),
+        "bound_ms": bound * 1e3,
+        "over_bound": median / bound,
+        "extra_MiB": extra / 2 ** 20,
+        "extra_over_gradients": extra / nbytes,
+        "node_bytes_per_parameter": max(measurement.readings["node_bytes"]) / labels["parameters"],
+    }
+
+
+def _over(measurement: Measurement, other: Measurement | None) -> float:
+    """Return how many times longer the step is than another contender's: the median of rounds."""
+    if other is None:
+        return math.nan
+    return timing.over(measurement.readings["step"], other.readings["step"],
+                       measurement.labels["calls"])
+
+
+_NUMPY_COLUMNS = [
     Column("parameters", 10), Column("batch", 6), Column("contender", -32, title="training step"),
     Column("thread_level", -10, title="threads"), Column("median_ms", 10, 4),
     Column("p95_ms", 10, 4), Column("samples_per_s", 10, 4, "samples/s"),
     Column("efficiency_percent", 12, 3, "efficiency %"), Column("extra_MiB", 9, 3)]
-STEPS = Benchmark("steps", lambda options: int(options.rounds), measure, rows, _COLUMNS)
+NUMPY_STEPS = Benchmark("steps", lambda options: int(options.rounds), _measure_numpy,
+                        numpy_rows, _NUMPY_COLUMNS)
+_TORCH_COLUMNS = [
+    Column("model", -11), Column("parameters", 10),
+    Column("contender", -24, title="training step"), Column("thread_level", -10, title="threads"),
+    Column("median_ms", 9, 4), Column("p95_ms", 8, 4), Column("over_compute", 8, 3, "/compute"),
+    Column("over_gloo", 6, 3, "/Gloo"), Column("communication_ms", 8, 3, "comm. ms"),
+    Column("hidden_percent", 8, 3, "hidden %"), Column("bound_ms", 8, 4),
+    Column("over_bound", 6, 3, "/bound"), Column("extra_MiB", 9, 3),
+    Column("extra_over_gradients", 10, 3, "/gradients"),
+    Column("node_bytes_per_parameter", 8, 3, "node B/p"),
+    Column("formula_bytes_per_parameter", 7, 3, "formula")]
+TORCH_STEPS = Benchmark(
+    "steps", lambda options: len(options.models) * len(options.parameters) * int(options.rounds),
+    _measure_torch, torch_rows, _TORCH_COLUMNS)

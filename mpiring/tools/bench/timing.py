@@ -50,6 +50,12 @@ def timed(world: World, action: Action, calls: int, *,
 
     Collective: yes. Blocking: yes.
     """
+    return world.slowest(_seconds_of_calls(world, action, calls, prepare, every, stopwatch))
+
+
+def _seconds_of_calls(world: World, action: Action, calls: int, prepare: Action, every: int,
+                      stopwatch: Stopwatch = by_clock) -> list[float]:
+    """Return the seconds of each call on this rank; for the rest, see `timed`."""
     seconds = []
     with _no_collector():
         for call in range(calls):
@@ -57,7 +63,7 @@ def timed(world: World, action: Action, calls: int, *,
                 prepare()
             world.barrier()
             seconds.append(stopwatch(action))
-    return world.slowest(seconds)
+    return seconds
 
 
 def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
@@ -72,19 +78,15 @@ def mean_seconds(world: World, action: Action, calls: int, *, barrier: bool,
 
     Collective: yes. Blocking: yes.
     """
+    if barrier:
+        return statistics.fmean(_seconds_of_calls(world, action, calls, prepare, every))
     seconds = 0.0
     with _no_collector():
         for start in range(0, calls, every):
             prepare()
-            calls_in_row = range(min(every, calls - start))
-            if barrier:
-                for _ in calls_in_row:
-                    world.barrier()
-                    seconds += by_clock(action)
-                continue
             world.barrier()
             began = time.perf_counter()
-            for _ in calls_in_row:
+            for _ in range(min(every, calls - start)):
                 action()
             seconds += time.perf_counter() - began
     return seconds / calls

@@ -1,39 +1,59 @@
-"""Makes small PyTorch models, and trains them on several ranks."""
+"""Makes small PyTorch models, and trains them in each way on several ranks."""
 
+import gc
 import itertools
-import math
-import sysconfig
+import warnings
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ...communicator import Communicator
-from ...errors import ConfigError
 from ...gpu import accelerator
 from ...memory.arrays import Array
-from ...record.statistics import Statistics
-from ...reducers import Reducer
-from ...torch import DataParallel, Sharded, device_for
-from . import timing
-from .contenders import Contender
+from ...torch import DataParallel, Sharded, device_for, share_cores
+from . import peers, timing
+from .contenders import ALONE, GLOO, OURS, Call, Contender, Shares, horovod
 from .world import World
 
 _BYTE_VALUES = 256
 TEXT_LENGTH = 64
 _LAYERS = 4
 _PIXELS, _COLOURS, _CLASSES = 32, 3, 10
-# The last tenth of the modules is for validation.
-_FEWEST_MODULES = 10
-_AT_ONCE = 32
-OPTIMIZERS = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+
+_LEARNING_RATE = 1e-3
+# With PyTorch's default, 1e-8, Adam would make whole steps of the rounding errors in gradients
+# that are zero but for these (of the keys' biases), and no two sums would train alike.
+_ADAM_EPS = 1e-3
+# torch.distributed's name for Gloo on an interface that we have chosen.
+_GLOO_HERE = "gloo_here"
+
+# Makes an optimizer of parameters; its `func` is the class, its `keywords` are the settings.
+Recipe = partial[torch.optim.Optimizer]
+# What is called for a module's results, and what uses its gradients.
+Joined = tuple[nn.Module, Any]
+RECIPES: Mapping[str, Recipe] = {
+    "sgd": partial(torch.optim.SGD, lr=_LEARNING_RATE),
+    "adamw": partial(torch.optim.AdamW, lr=_LEARNING_RATE, eps=_ADAM_EPS, fused=True)}
+
+# mpiring's optimizers of slices: what `--sharded` calls them, their names for tables, settings.
+_SLICED: Mapping[str, tuple[str, Mapping[str, Any], Shares]] = {
+    "slices": ("mpiring Sharded", {}, Shares(state="job")),
+    "overlap": ("mpiring Sharded, overlap", {"overlap": True}, Shares(state="job")),
+    "node": ("mpiring Sharded, node", {"weights": "node"}, Shares(weights="node", state="job")),
+}
+# The model without communication.
+NOBODY = Contender(ALONE, join=lambda module, recipe: (module, recipe(module.parameters())))
 
 # Data and targets of a step.
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -180,80 +200,20 @@ def device_named(world: World, name: str) -> ModelDevice:
     return ModelDevice(device_for(world.comm), _by_events)
 
 
-class TrainingMethod:
-    """A way to train a module on several ranks; as it is, each rank trains for itself.
-
-    Args:
-        model: Called for the module's results.
-        optimizer: What uses the gradients that backward() has left.
-
-    Attributes:
-        settings: Settings of the method, for a reader.
-        statistics: Costs of its communication so far, on this rank.
-    """
-
-    settings, statistics = "", Statistics()
-
-    def __init__(self, model: nn.Module, optimizer: Any) -> None:
-        self.model, self.optimizer = model, optimizer
-
-    def step(self) -> None:
-        """Use the gradients that backward() has left."""
-        self.optimizer.step()
-
-    def meet(self) -> None:
-        """Prepare for ranks that wait for each other; called on all ranks."""
-
-    def show(self) -> AbstractContextManager[Any]:
-        """Return a block in which the module has the parameters to be judged.
-
-        Collective: yes. Blocking: yes.
-        """
-        return nullcontext()
-
-    def finish(self) -> None:
-        """End the training: the module has the same parameters on all ranks.
-
-        Collective: yes. Blocking: yes.
-        """
-
-
-class MeanGradients(TrainingMethod):
-    """Averages the gradients of each step.
-
-    Args:
-        module: Module that is trained.
-        comm: Communicator of the ranks.
-        optimizer: Optimizer of the module.
-        reducer: How gradients become their mean.
-    """
-
-    def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any,
-                 reducer: Reducer | None = None) -> None:
-        # Its only buffer, the mask, is a constant.
-        self._parallel = DataParallel(module, comm, reducer=reducer, broadcast_buffers=False)
-        super().__init__(self._parallel, optimizer)
-        self.settings = "" if reducer is None else repr(reducer)
-
-    def step(self) -> None:
-        """Take a step."""
-        self.statistics += self._parallel.statistics
-        super().step()
-
-
 class Training:
     """A module, its data, and how it is trained.
 
     Args:
         name: Name of the method, for tables.
         module: Module that is trained.
-        method: How the ranks train the module.
+        model: Called for the module's results.
+        optimizer: What uses the gradients that backward() has left.
         batches: Data and targets of each step, on the module's device.
     """
 
-    def __init__(self, name: str, module: nn.Module, method: TrainingMethod,
+    def __init__(self, name: str, module: nn.Module, model: Any, optimizer: Any,
                  batches: Iterable[Batch]) -> None:
-        self.name, self.module, self.method = name, module, method
+        self.name, self.module, self.model, self.optimizer = name, module, model, optimizer
         self._batches = iter(batches)
 
     def step(self) -> None:
@@ -262,9 +222,9 @@ class Training:
 
     def learn(self, x: torch.Tensor, y: torch.Tensor) -> None:
         """Take one step with other data."""
-        self.method.optimizer.zero_grad()
-        loss(self.method.model, x, y).backward()
-        self.method.step()
+        self.optimizer.zero_grad()
+        loss(self.model, x, y).backward()
+        self.optimizer.step()
 
     @property
     def parameter_count(self) -> int:
@@ -283,8 +243,8 @@ class Training:
 
         Collective: with FSDP2. Blocking: with FSDP2.
         """
-        if isinstance(self.method.optimizer, Sharded):
-            self.method.optimizer.synchronize()
+        if isinstance(self.optimizer, Sharded):
+            self.optimizer.synchronize()
         return {name: _gathered(p.detach()) for name, p in self.module.named_parameters()}
 
 
@@ -294,8 +254,9 @@ def training_of(contender: Contender, kind: str, width: int, recipe: Any, batch:
     Args:
         recipe: Makes the optimizer.
     """
-    model = model_of(kind, width).to(batch[0].device)
-    return Training(contender.name, model, contender.join(model, recipe), itertools.repeat(batch))
+    module = model_of(kind, width).to(batch[0].device)
+    model, optimizer = contender.join(module, recipe)
+    return Training(contender.name, module, model, optimizer, itertools.repeat(batch))
 
 
 def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor, reduction: str = "mean",
@@ -309,56 +270,133 @@ def _gathered(tensor: torch.Tensor) -> Array:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().numpy()
 
 
-@dataclass(frozen=True)
-class Texts:
-    """Text to train a transformer on, and other text.
+def contenders(world: World, options: Namespace, device: torch.device) -> list[Contender]:
+    """Connect the ranks by all contenders that a command line asks for, and return them.
 
-    Attributes:
-        training: Bytes, shape (n,).
-        validation: Texts, each a byte longer than the model reads; shape (m, TEXT_LENGTH + 1).
-    """
-
-    training: torch.Tensor
-    validation: torch.Tensor
-
-
-def standard_library(world: World, count: int) -> Texts:
-    """Return the modules of the standard library that runs this.
-
-    Args:
-        count: Number of the texts to validate on.
+    On GPUs, Horovod is left out.
 
     Raises:
-        ConfigError: There are no such files.
+        MissingDependencyError: A peer was asked for that is not installed.
+
+    Collective: yes. Blocking: yes.
     """
-    folder = Path(sysconfig.get_path("stdlib"))
-    modules = sorted(folder.glob("*.py"))
-    if len(modules) < _FEWEST_MODULES:
-        raise ConfigError(f"rank {world.rank}: there is no text to train on: {folder} holds "
-                          f"{len(modules)} modules of the standard library")
-    last = -len(modules) // 10
-    training, validation = (
-        torch.frombuffer(bytearray(b"".join(module.read_bytes() for module in part)),
-                         dtype=torch.uint8) for part in (modules[:last], modules[last:]))
-    starts = np.linspace(0, len(validation) - TEXT_LENGTH - 1, count, dtype=int)
-    return Texts(training, _windows(validation, starts))
+    share_cores(world.comm)
+    kinds = options.contenders
+    contenders = [NOBODY, *_of_mpiring(world, options)]
+    has_back_end = kinds is None or "mpiring" in kinds
+    if has_back_end:
+        dist.init_process_group("mpiring", init_method="mpi://")
+        contenders += _over(dist.group.WORLD, "mpiring + PyTorch's DDP", "mpiring", options)
+    if peers.takes_part("gloo", kinds, world):
+        group = _gloo(world, options.interface, is_second=has_back_end)
+        contenders += _over(group, GLOO, "Gloo", options)
+    if device.type == "cpu" and peers.takes_part("horovod", kinds, world):
+        contenders.append(_horovod())
+    return contenders
 
 
-def _windows(text: torch.Tensor, starts: Array) -> torch.Tensor:
-    """Return texts, each a byte longer than the model reads: the last byte is only predicted."""
-    return torch.stack([text[start:start + TEXT_LENGTH + 1] for start in starts.tolist()]).long()
+def _of_mpiring(world: World, options: Namespace) -> Iterator[Contender]:
+    """Yield mpiring's wrapper of models, alone and with the optimizers of slices."""
+    bucket = {} if options.bucket is None else {"bucket_bytes": options.bucket}
+    dense = data_parallel(world, OURS, **bucket)
+
+    def sliced(settings: Mapping[str, Any], module: nn.Module, recipe: Recipe) -> Joined:
+        model = DataParallel(module, world.comm, **bucket)
+        return model, Sharded(recipe.func, model, **recipe.keywords, **settings)
+
+    yield dense
+    for name, (title, settings, shares) in _SLICED.items():
+        if name in options.sharded:
+            yield replace(dense, name=title, join=partial(sliced, settings), shares=shares,
+                          has_means=False)
 
 
-def drawn_from(text: torch.Tensor, samples: int, dice: np.random.Generator) -> Iterator[Batch]:
-    """Yield batches of random windows of a text, without an end."""
-    while True:
-        texts = _windows(text, dice.integers(len(text) - TEXT_LENGTH, size=samples))
-        yield texts[:, :-1], texts[:, 1:]
+def data_parallel(world: World, name: str, **settings: Any) -> Contender:
+    """Return mpiring's wrapper of models.
+
+    Args:
+        world: The ranks.
+        name: For tables.
+        settings: Arguments of DataParallel.
+    """
+    return Contender(
+        name, lambda flat: lambda: world.comm.allreduce(flat),
+        join=lambda module, recipe: (DataParallel(module, world.comm, **settings),
+                                     recipe(module.parameters())))
 
 
-def bits_and_bytes(model: nn.Module, texts: torch.Tensor) -> tuple[float, int]:
-    """Return the sum of a model's losses on texts, in bits, and the number of bytes predicted."""
-    with torch.no_grad():
-        losses = [loss(model, part[:, :-1], part[:, 1:], reduction="sum").item()
-                  for part in texts.split(_AT_ONCE) if len(part)]
-    return math.fsum(losses) / math.log(2), len(texts) * TEXT_LENGTH
+def _over(group: Any, ddp_name: str, name: str, options: Namespace) -> Iterator[Contender]:
+    """Yield PyTorch's own ways to train, over a process group."""
+    size = {} if options.bucket is None else {"bucket_cap_mb": options.bucket / 2 ** 20}
+
+    def blocking(flat: Array) -> Call:
+        tensor = peers.tensor_of(flat)
+        return lambda: dist.all_reduce(tensor, group=group)
+
+    def ddp(module: nn.Module, recipe: Recipe) -> Joined:
+        return nn.parallel.DistributedDataParallel(
+            module, process_group=group, gradient_as_bucket_view=True, **size), recipe(
+            module.parameters())
+
+    def zero(module: nn.Module, recipe: Recipe) -> Joined:
+        return ddp(module, recipe)[0], ZeroRedundancyOptimizer(
+            module.parameters(), recipe.func, process_group=group, parameters_as_bucket_view=True,
+            **recipe.keywords)
+
+    def fsdp(module: nn.Module, recipe: Recipe) -> Joined:
+        _shard(module, group)
+        return module, recipe(module.parameters())
+
+    yield Contender(ddp_name, blocking, join=ddp)
+    if "zero" in options.sharded:
+        yield Contender(f"{name} + ZeRO", blocking, join=zero, shares=Shares(state="job"))
+    if "fsdp" in options.sharded:
+        yield Contender(f"{name} + FSDP2", blocking, join=fsdp, shares=Shares("job", "job", "job"))
+
+
+def _shard(model: nn.Module, group: Any) -> None:
+    """Shard a model's layers, and what is left of it, by FSDP2."""
+    # It warns of operations in place on outputs that are views, of which there are none here.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
+    layers = [module for module in model.modules()
+              if isinstance(module, nn.TransformerEncoderLayer)]
+    for module in (*layers, model):
+        fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+        # Gloo has no means.
+        module.set_force_sum_reduction_for_comms(True)
+
+
+def _gloo(world: World, interface: str | None, *, is_second: bool) -> Any:
+    """Return Gloo's process group: the default group, or another one beside it."""
+    def make(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        return peers.gloo_group(store, rank, size, interface or peers.interface_for(world))
+
+    if not hasattr(dist.Backend, _GLOO_HERE.upper()):
+        dist.Backend.register_backend(_GLOO_HERE, make, devices=["cpu", "cuda"])
+    if is_second:
+        return dist.new_group(backend=_GLOO_HERE)
+    store = peers.store_of_rank_0(world, interface or peers.interface_for(world))
+    dist.init_process_group(_GLOO_HERE, store=store, rank=world.rank, world_size=world.size)
+    return dist.group.WORLD
+
+
+def _horovod() -> Contender:
+    """Return Horovod's wrapper of optimizers."""
+    call = horovod().blocking
+    import horovod.torch as hvd
+
+    def join(module: nn.Module, recipe: Recipe) -> Joined:
+        return module, hvd.DistributedOptimizer(
+            recipe(module.parameters()), named_parameters=module.named_parameters())
+
+    return Contender("Horovod", call, join=join)
+
+
+def close() -> None:
+    """Leave torch.distributed, and free models.
+
+    Collective: yes. Blocking: yes.
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -11,7 +11,8 @@ from ...communicator import Communicator
 from ...config import Config
 from ...errors import MpiringError
 from ...launch.start import load_mpi, mpi_world, thread_level
-from ..files import Environment, machine
+from ..results import machine
+from ..table import Environment
 
 _WARM_BYTES = 1 << 20
 

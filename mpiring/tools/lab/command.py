@@ -75,6 +75,5 @@ def _down(options: argparse.Namespace) -> int:
 
 
 def _print_traffic(cluster: lab.Lab) -> None:
-    for host in cluster.traffic():
-        print(f"host {host.host}: sent {host.sent_bytes:,} bytes, "
-              f"received {host.received_bytes:,}")
+    for host, sent_bytes, received_bytes in cluster.traffic():
+        print(f"host {host}: sent {sent_bytes:,} bytes, received {received_bytes:,}")

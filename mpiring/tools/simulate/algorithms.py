@@ -4,8 +4,8 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -20,8 +20,7 @@ from ...operations.model import Curve, Model
 from ...operations.operation import Collectives
 from ...operations.resources import OperationChannel, Resources, Transport
 from ...operations.windows import Windows
-from ...simulated.symmetry import cyclic, pairwise
-from ...simulated.network import SimulatedNetwork
+from ...simulated.network import SimulatedNetwork, cyclic, pairwise
 from ...simulated.node import SimulatedMemory
 from ...simulated.prices import PricedCombine, ghost
 from ...transport.base import HEADER_BYTES, Channel, Node, Schedule
@@ -34,8 +33,7 @@ DTYPE = np.dtype(np.float32)
 _BURSTS = 8
 
 
-@dataclass(frozen=True)
-class SimulatedTime:
+class SimulatedTime(NamedTuple):
     """The predicted time of an algorithm.
 
     Attributes:
@@ -81,18 +79,18 @@ class _Operation(Collectives):
         super().__init__(
             Resources(transport, Turns(), Scratch(keep=0), _Windows(), range(net.size), nodes),
             memory.node(net.rank, number), number)
-        self._cluster, self._network = cluster, network
+        self._cluster, self._work = cluster, partial(network.work, net.rank)
 
     def vector(self, n: int, dtype: DTypeLike = DTYPE) -> Array:
         """Return a vector without memory; copies into it take time."""
         rate = self._cluster.node_bandwidth
-        return ghost(n, dtype, lambda nbytes: self._network.work(self.rank, nbytes / rate))
+        return ghost(n, dtype, lambda nbytes: self._work(nbytes / rate))
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
         return contextlib.nullcontext(self.vector(n, dtype))
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
-        return PricedCombine(self._network, self.rank, self._cluster.reduction_rate)
+        return PricedCombine(self._work, self._cluster.reduction_rate)
 
     def announced(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule as `agreement.agreed` does: the nodes exchange their headers."""
@@ -107,20 +105,20 @@ class _Operation(Collectives):
         yield from schedule
 
 
-def _in_pairs(cluster: Cluster) -> Symmetry | None:
-    """Exchanges in pairs are alike on all nodes where these are a power of two."""
-    return None if cluster.nodes & cluster.nodes - 1 else pairwise
-
-
 ALGORITHMS = NAMES[1:]
 # A reduce-scatter of gradients and an allgather of weights, of which each rank has a copy, or
 # each node has one.
 SHARDED = ("sharded", "once per node")
-# How one node stands for all; of algorithms that are not named here, all ranks are run.
-SYMMETRIES: dict[str, Callable[[Cluster], Symmetry | None]] = {
-    "ring": lambda cluster: cyclic, "direct": lambda cluster: cyclic,
-    "hierarchical": lambda cluster: cyclic, "native": _in_pairs,
-    **dict.fromkeys(SHARDED, lambda cluster: cyclic)}
+# In these, all nodes do the same in a circle.
+_CYCLIC = ("ring", "direct", "hierarchical", *SHARDED)
+
+
+def symmetry_of(name: str, cluster: Cluster) -> Symmetry | None:
+    """Return how one node stands for all; None if all ranks are to be run."""
+    if name == "native":
+        # Exchanges in pairs are alike on all nodes where these are a power of two.
+        return None if cluster.nodes & cluster.nodes - 1 else pairwise
+    return cyclic if name in _CYCLIC else None
 
 
 def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> SimulatedTime | None:
@@ -136,8 +134,8 @@ def predict(name: str, cluster: Cluster, nbytes: int, *, fold: bool = True) -> S
         name, Case(nbytes, DTYPE, "sum", cluster.ranks, cluster.nodes, tuning))
     if schedule is None or cluster.ranks == 1:
         return None
-    fold &= cluster.nodes > 1 and not cluster.cores and name in SYMMETRIES
-    symmetry = SYMMETRIES[name](cluster) if fold else None
+    fold &= cluster.nodes > 1 and not cluster.cores
+    symmetry = symmetry_of(name, cluster) if fold else None
     r = cluster.ranks_per_node
     nodes = [range(first, first + r) for first in range(0, cluster.ranks, r)]
     n = math.ceil(nbytes / DTYPE.itemsize)

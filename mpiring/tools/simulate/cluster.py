@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ...simulated.symmetry import SymmetricNetwork
-from ...simulated.network import SimulatedNetwork
+from ...simulated.network import SimulatedNetwork, SymmetricNetwork
 from ...simulated.prices import Computing, Link
 
 Symmetry = Callable[[int, int], int]
@@ -33,7 +32,7 @@ class Cluster:
     latency_s: float = 2e-6
     bandwidth: float = 12.5e9
     goodput: float = 0.97
-    burst_bytes: float = 0.0
+    burst_bytes: float = 0
     overhead_s: float = 5e-6
     mpi_overhead_s: float = 0.0
     reduction_rate: float = 20e9

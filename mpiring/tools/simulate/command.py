@@ -1,14 +1,17 @@
 """The command `python -m mpiring simulate`; works without any MPI library."""
 
 import argparse
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from ... import __version__
 from ...errors import ConfigError
-from .. import reporting, table
+from .. import table
 from ..arguments import above_zero, checked, positive
-from ..files import Environment, Row, command, now, read_json
-from ..table import Column
+from ..results import check_files, command, declare_files, now, read_json, write_files
+from ..table import Column, Environment, Row
 from ..units import parse_rate, parse_size, parse_time, size_text
 from .algorithms import ALGORITHMS, SHARDED, predict, selected
 from .cluster import Cluster
@@ -45,47 +48,51 @@ _CONTENDERS = {"MPI_Allreduce": "native",
                **{f"mpiring {algorithm}": algorithm for algorithm in ALGORITHMS}}
 
 
+# Options: the field of Cluster that each sets, how it is read, and its help.
+_BETWEEN_NODES: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
+    ("--latency", "latency_s", parse_time, "default: 2us"),
+    ("--bandwidth", "bandwidth", parse_rate, "of a node's interface, each way; default: 100gbit"),
+    ("--goodput", "goodput", above_zero,
+     "share of it that is data; default: 0.97; TCP on Ethernet: 0.956"),
+    ("--burst", "burst_bytes", partial(parse_size, least=0),
+     "what passes at once after a pause, where the rate is limited on average only: 128KiB in the "
+     "lab; default: 0"))
+_OF_RANKS: Sequence[tuple[str, str, Callable[[str], Any], str]] = (
+    ("--reduction-rate", "reduction_rate", parse_rate,
+     "of what combining reads and writes; default: 20GB/s"),
+    ("--message-overhead", "overhead_s", parse_time,
+     "computing per message of our schedules in Python, at either end; default: 5us"),
+    ("--mpi-overhead", "mpi_overhead_s", parse_time,
+     "computing per message in MPI and the system, at either end: where it is not in the latency, "
+     "because ranks share cores; default: 0us"),
+    ("--node-latency", "node_latency_s", parse_time,
+     "of a message within a node; default: 500ns"),
+    ("--node-bandwidth", "node_bandwidth", parse_rate,
+     "of copies within a node; default: 10GB/s"),
+    ("--barrier", "barrier_s", parse_time, "of a barrier in a node's memory; default: 3us"))
+
+
 def declare(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    usual = Cluster()
     parser.description = _DESCRIPTION
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(action=run)
-    time, rate, size = checked(parse_time), checked(parse_rate), checked(parse_size)
     parser.add_argument("--nodes", type=_counts, default=_counts("64"), metavar="N or A,B,C",
                         help="powers of two up to N, and N; or these; default: 64")
     parser.add_argument("--ranks-per-node", type=positive, default=8, help="default: 8")
-    parser.add_argument("--size", type=size, default=100_000_000, help="default: 100MB")
-    between = parser.add_argument_group("between nodes")
-    between.add_argument("--latency", type=time, default=usual.latency_s, help="default: 2us")
-    between.add_argument("--bandwidth", type=rate, default=usual.bandwidth,
-                         help="of a node's interface, each way; default: 100gbit")
-    between.add_argument("--goodput", type=above_zero, default=usual.goodput, metavar="SHARE",
-                         help="of it that is data; default: 0.97; TCP on Ethernet: 0.956")
-    between.add_argument("--burst", type=checked(lambda text: parse_size(text, least=0)),
-                         default=0, metavar="SIZE",
-                         help="what passes at once after a pause, where the rate is limited "
-                              "on average only: 128KiB in the lab; default: 0")
-    ranks = parser.add_argument_group("of each rank, while all are at work")
-    ranks.add_argument("--reduction-rate", type=rate, default=usual.reduction_rate,
-                       help="of what combining reads and writes; default: 20GB/s")
-    ranks.add_argument("--message-overhead", type=time, default=usual.overhead_s,
-                       help="computing per message of our schedules in Python, at either "
-                            "end; default: 5us")
-    ranks.add_argument("--mpi-overhead", type=time, default=usual.mpi_overhead_s,
-                       help="computing per message in MPI and the system, at either end: where "
-                            "it is not in the latency, because ranks share cores; default: 0us")
-    ranks.add_argument("--node-latency", type=time, default=usual.node_latency_s,
-                       help="of a message within a node; default: 500ns")
-    ranks.add_argument("--node-bandwidth", type=rate, default=usual.node_bandwidth,
-                       help="of copies within a node; default: 10GB/s")
-    ranks.add_argument("--barrier", type=time, default=usual.barrier_s,
-                       help="of a barrier in a node's memory; default: 3us")
+    parser.add_argument("--size", type=checked(parse_size), default=100_000_000,
+                        help="default: 100MB")
+    for title, prices in (("between nodes", _BETWEEN_NODES),
+                          ("of each rank, while all are at work", _OF_RANKS)):
+        group = parser.add_argument_group(title)
+        for option, field, parse, text in prices:
+            group.add_argument(option, dest=field, type=checked(parse), help=text,
+                               metavar=option[2:].upper(), default=getattr(Cluster, field))
     parser.add_argument("--sharded", action="store_true",
                         help="predict reduce-scatter + allgather, too")
     parser.add_argument("--against", metavar="FILE.json",
                         help="compare with what `bench allreduce --json` has measured")
-    reporting.declare(parser, "the predictions")
+    declare_files(parser, "the predictions")
 
 
 def _counts(text: str) -> list[int]:
@@ -108,8 +115,9 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.plot and options.against:
         raise ConfigError("--plot draws node counts; leave out --against")
-    reporting.check_files(options)
-    cluster = _cluster(options)
+    check_files(options)
+    cluster = Cluster(ranks_per_node=options.ranks_per_node, **{
+        field: getattr(options, field) for _, field, *_ in (*_BETWEEN_NODES, *_OF_RANKS)})
     if options.against:
         rows, columns = _against(options.against, cluster), _AGAINST
     else:
@@ -122,18 +130,8 @@ def run(options: argparse.Namespace) -> int:
     print(table.head(columns))
     for row in rows:
         print(table.line(row, columns))
-    reporting.report("against" if options.against else "simulate", about, rows, options)
+    write_files("against" if options.against else "simulate", about, rows, options)
     return 0
-
-
-def _cluster(options: argparse.Namespace) -> Cluster:
-    return Cluster(
-        ranks_per_node=options.ranks_per_node, latency_s=options.latency,
-        bandwidth=options.bandwidth, goodput=options.goodput, burst_bytes=options.burst,
-        overhead_s=options.message_overhead, mpi_overhead_s=options.mpi_overhead,
-        reduction_rate=options.reduction_rate,
-        node_latency_s=options.node_latency, node_bandwidth=options.node_bandwidth,
-        barrier_s=options.barrier)
 
 
 def _about(options: argparse.Namespace, cluster: Cluster) -> Environment:

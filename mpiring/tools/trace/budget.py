@@ -8,7 +8,7 @@ from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from ...record.trace_file import OPERATIONS
-from .files import JobTrace, RankTrace
+from .job import JobTrace, RankTrace
 
 # A step of so many times the median length contains something else, as a validation.
 _LONG = 2.0
@@ -125,7 +125,7 @@ def activity_of(trace: RankTrace) -> Activity:
         if category == "step":
             activity.steps.append(Step(args["step"], *span, args.get("tokens", math.nan)))
         elif category in ("ready", "data"):
-            (activity.ready if category == "ready" else activity.data).append(span)
+            getattr(activity, category).append(span)
         elif category == "wait":
             activity.waits.append(Wait(*span, _key(args)))
         elif category == "operation":

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ...files import regular
 from ...record.trace_file import PROGRAM
-from ..files import opened
+from ..output import opened
 from . import report
-from .files import Event, RankTrace, open_job
+from .job import Event, RankTrace, open_job
 
 _DESCRIPTION = """\
 Looks at what the ranks of a job did. The job wrote it to a folder:

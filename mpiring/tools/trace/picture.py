@@ -1,11 +1,10 @@
 """Draws the budget of a step, and a step of each rank over time."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from ..picture import INK, name_bars, picture
-from .budget import (
-    Activity, Key, LastCall, Span, Step, StepBudget, TracedOperation, Wait, idle_part, union)
+from .budget import Activity, Key, LastCall, Step, StepBudget, idle_part, union
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,9 +27,12 @@ _HEIGHT = 0.8
 # A bar shows its name where it has this share of the picture for each letter.
 _LETTER = 0.011
 
+# Beginning and end in microseconds, colour, and text.
+_Bar = tuple[float, float, str, str]
+
 
 def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities: Sequence[Activity],
-         step: int, last_called: Mapping[Key, LastCall]) -> None:
+         number: int, last_called: Mapping[Key, LastCall]) -> None:
     """Write a picture: a bar for each rank's budget, and a step of the first ranks over time.
 
     Args:
@@ -38,20 +40,24 @@ def draw(path: str, caption: str, budgets: Mapping[int, StepBudget], activities:
         caption: Stands above.
         budgets: By rank.
         activities: Of a few ranks.
-        step: The number of the step that is drawn.
+        number: The number of the step that is drawn.
         last_called: When the last rank called each operation.
 
     Raises: as picture.
     """
-    drawn = [_Timeline(activity, step, last_called) for activity in activities]
-    lanes = sum(len(timeline.lanes) for timeline in drawn)
+    drawn = [(step, list(_rows(activity, step, last_called)))
+             for activity in activities for step in activity.steps if step.number == number]
+    lanes = sum(len(rows) for _, rows in drawn)
     heights = [_FRAME_INCHES + _BAR_INCHES * len(budgets), _FRAME_INCHES + _LANE_INCHES * lanes]
     with picture(path, heights, 1, caption) as ((above,), (below,)):
-        _bars(above, budgets)
-        _lanes(below, drawn, step)
+        _draw_budgets(above, budgets)
+        _draw_rows(below, [rows for _, rows in drawn], min(step.began for step, _ in drawn),
+                   max(step.ended for step, _ in drawn))
+        below.set_title(f"step {number}: dark grey: gradients become ready; below: operations "
+                        f"under way", loc="left")
 
 
-def _bars(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
+def _draw_budgets(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
     """Draw where the time of a step goes on each rank."""
     rows, left = range(len(budgets)), [0.0] * len(budgets)
     for label, colour, part in _PARTS:
@@ -63,74 +69,44 @@ def _bars(axes: "Axes", budgets: Mapping[int, StepBudget]) -> None:
     axes.set_xlabel("time of a step (ms, mean)")
 
 
-class _Timeline:
-    """One step of one rank, in milliseconds from the first rank's beginning.
+def _rows(activity: Activity, step: Step, last_called: Mapping[Key, LastCall],
+          ) -> Iterator[tuple[str, list[_Bar]]]:
+    """Yield the rows of a rank, with their names: its program, and below it what is under way."""
+    def in_step(span: Sequence[Any]) -> bool:
+        return bool(span[0] < step.ended and span[1] > step.began)
 
-    Attributes:
-        lanes: The names of its lanes, "program" first.
-    """
-
-    def __init__(self, activity: Activity, number: int,
-                 last_called: Mapping[Key, LastCall]) -> None:
-        self.rank = activity.rank
-        self.step = next((step for step in activity.steps if step.number == number), None)
-        step = self.step or Step(number, 0.0, 0.0)
-        self.waits = [wait[:2] for wait in activity.waits if _is_in(step, wait)]
-        self.idle = [idle_part(wait, last_called) for wait in activity.waits if _is_in(step, wait)]
-        self.data = [span for span in activity.data if _is_in(step, span)]
-        self.ready = [span for span in activity.ready if step.began <= span[0] < step.ended]
-        self.operations = [span for span in activity.operations if _is_in(step, span)]
-        used = sorted({operation.lane for operation in self.operations})
-        self.rows = {lane: row for row, lane in enumerate(used, 1)}
-        self.lanes = [f"rank {self.rank}: program", *(f"operations {lane + 1}" for lane in used)]
-
-
-def _is_in(step: Step, span: Wait | TracedOperation | Span) -> bool:
-    return span[0] < step.ended and span[1] > step.began
+    # Later colours cover earlier ones.
+    spans = {_COMPUTE: [(step.began, step.ended)], _READY: activity.ready, _DATA: activity.data,
+             _EXPOSED: union(wait[:2] for wait in activity.waits),
+             _IDLE: union(idle_part(wait, last_called) for wait in activity.waits)}
+    yield f"rank {activity.rank}: program", [
+        (*span, colour, "") for colour, of_colour in spans.items() for span in filter(
+            in_step, of_colour)]
+    operations = list(filter(in_step, activity.operations))
+    for lane in sorted({operation.lane for operation in operations}):
+        yield f"operations {lane + 1}", [
+            (operation.began, operation.ended,
+             _OPERATIONS[operation.key[1] % len(_OPERATIONS)], operation.name)
+            for operation in operations if operation.lane == lane]
 
 
-def _lanes(axes: "Axes", timelines: Sequence[_Timeline], number: int) -> None:
-    """Draw what the program does, and below it what is under way meanwhile."""
-    known = [timeline for timeline in timelines if timeline.step is not None]
-    began = min(timeline.step.began for timeline in known if timeline.step)
-    length = max(timeline.step.ended for timeline in known if timeline.step) - began
-    top, names = 0, []
-    for timeline in known:
-        _program(axes, timeline, top, began)
-        for operation in timeline.operations:
-            row = top + timeline.rows[operation.lane]
-            _bar(axes, row, operation[:2], began,
-                 _OPERATIONS[operation.key[1] % len(_OPERATIONS)])
-            width = (operation.ended - operation.began) / length
-            if len(operation.name) * _LETTER < width:
-                axes.text(_ms((operation.began + operation.ended) / 2, began), row,
-                          operation.name, ha="center", va="center", fontsize=6, color="white")
-        top += len(timeline.lanes)
-        names += timeline.lanes
-        axes.axhline(top - 0.5, color=INK, linewidth=0.6)
+def _draw_rows(axes: "Axes", ranks: Sequence[Sequence[tuple[str, list[_Bar]]]], zero: float,
+               last: float) -> None:
+    """Draw the rows of ranks, from one time to another."""
+    names: list[str] = []
+    for rows in ranks:
+        for name, bars in rows:
+            began, ended, colours, texts = zip(*bars)
+            axes.barh([len(names)] * len(bars), [(end - at) / 1e3 for at, end in zip(began, ended)],
+                      left=[(at - zero) / 1e3 for at in began], color=colours, height=_HEIGHT)
+            for at, end, text in zip(began, ended, texts):
+                if 0 < len(text) * _LETTER < (end - at) / (last - zero):
+                    axes.text(((at + end) / 2 - zero) / 1e3, len(names), text, ha="center",
+                              va="center", fontsize=6, color="white")
+            names.append(name)
+        axes.axhline(len(names) - 0.5, color=INK, linewidth=0.6)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set_xlim(0, length / 1e3)
+    axes.set_xlim(0, (last - zero) / 1e3)
     axes.grid(axis="y", visible=False)
-    axes.set_title(f"step {number}: dark grey: gradients become ready; below: operations under "
-                   f"way", loc="left")
     axes.set_xlabel("time (ms)")
-
-
-def _program(axes: "Axes", timeline: _Timeline, row: int, zero: float) -> None:
-    """Draw a rank's compute, and over it the times of waiting."""
-    if timeline.step is not None:
-        _bar(axes, row, (timeline.step.began, timeline.step.ended), zero, _COMPUTE)
-    for spans, colour in ((timeline.ready, _READY), (timeline.data, _DATA),
-                          (union(timeline.waits), _EXPOSED), (union(timeline.idle), _IDLE)):
-        for span in spans:
-            _bar(axes, row, span, zero, colour)
-
-
-def _bar(axes: "Axes", row: int, span: Span, zero: float, colour: str) -> None:
-    axes.barh(row, (span[1] - span[0]) / 1e3, left=_ms(span[0], zero), color=colour,
-              height=_HEIGHT)
-
-
-def _ms(at: float, zero: float) -> float:
-    return (at - zero) / 1e3

@@ -6,15 +6,15 @@ from statistics import fmean, median
 
 from ...errors import ConfigError
 from .. import table
-from ..files import Row, refuse_unwritable
+from ..output import refuse_unwritable
 from ..picture import refuse_undrawable
-from ..table import Column
+from ..table import Column, Row
 from ..units import size_text
 from . import picture
 from .budget import (
     Activity, Key, LastCall, Step, StepBudget, activity_of, budgets_of, idle_part, last_calls, mean,
     step_at, typical)
-from .files import open_job
+from .job import open_job
 from .lateness import Lateness
 
 _BUDGET = [

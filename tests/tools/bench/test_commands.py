@@ -22,8 +22,7 @@ OVERLAP = ("overlap", "--size", "100K", "--bucket", "40K", "--ratio", "1", *COMM
 STEPS = ("steps", "--width", "32", "--batch", "4", "--calls", "1", *COMMON)
 TORCH = ("steps", "--framework", "torch", "--parameters", "60K", "--batch", "2", "--calls", "1",
          *COMMON[:-1], "mpiring,gloo")
-REDUCERS = ("reducers", "--parameters", "60K", "--batch", "1", "--steps", "4", "--warmup-steps",
-            "2", "--validate-every", "1", "--validation-texts", "3")
+REDUCERS = ("reducers", "--parameters", "60K", "--batch", "1", "--steps", "4")
 EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_library",
               "thread_level", "system", "cpu", "cores", "load_average", "ranks", "nodes",
               "placement", "variables"}
@@ -224,24 +223,17 @@ def test_reducers_in_a_job_of_its_own(tmp_path):
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["reducer"] for row in rows] == list(reducers.NAMES)
     alone, dense, *compressed = rows
-    assert alone["bits_per_byte"] is None and alone["over_alone"] == dense["over_dense"] == 1
-    assert dense["compression_ratio"] == pytest.approx(1, rel=0.01)
-    assert dense["times_faster"] == 1
-    assert dense["bits_over_dense"] == 0 and dense["encode_ms"] == 0
+    assert alone["over_alone"] == dense["over_dense"] == 1 and alone["compression_ratio"] is None
+    assert dense["compression_ratio"] == pytest.approx(1, rel=0.01) and dense["encode_ms"] == 0
     ratios = {row["reducer"]: row["compression_ratio"] for row in compressed}
     assert ratios["fp16"] == ratios["bf16"] == pytest.approx(2, rel=0.01)
     assert 3.8 < ratios["int8"] < 4 < ratios["powersgd4"] < ratios["powersgd"] < ratios["onebit"]
     assert 28 < ratios["onebit"] < 32 < ratios["topk"]
     for row in rows:
-        assert row["steps"] == 4 and row["seeds"] == 1 and row["median_ms"] > 0
+        assert row["steps"] == 4 and row["median_ms"] > 0
         # Where there is one host, there is no wire.
         assert row["wire_ratio"] is None
-        if row is not alone:
-            assert row["curve_steps"] == [1, 2, 3, 4] and row["bits_per_byte"] < 8.6
-            assert row["curve_s"] == sorted(row["curve_s"])
-            assert 0 <= row["target_bits"] - dense["curve_bits"][3] < 0.01
     assert min(row["decode_ms"] for row in compressed) > 0
-    assert abs(rows[2]["bits_over_dense"]) < 0.01, "what is cast differs little"
     assert (tmp_path / "out.png").stat().st_size > 10_000
     assert (tmp_path / "out.csv").read_text().count("\ntopk,") == 1
 
@@ -250,7 +242,7 @@ def test_reducers_in_a_job_of_its_own(tmp_path):
 def test_that_nothing_is_compressed_within_a_node_is_said(nodes, warned, caplog):
     comm = SimpleNamespace(memory_groups=[[0, 1]] * nodes)
     world = SimpleNamespace(rank=0, size=2, comm=comm)
-    reducers._warn_where_nothing_is_compressed(world)
+    reducers.warn_if_nothing_is_compressed(world)
     assert ("all 2 ranks share one node's memory" in caplog.text) == warned
 
 
@@ -268,10 +260,9 @@ def test_gloo_takes_part():
 @pytest.mark.launch
 @pytest.mark.any_mpi
 def test_what_is_wrong_fails_the_benchmark():
-    """And a reducer's training ends at its time limit."""
     installed("torch")
     later = (*TORCH, "--models", "mlp")
-    reducing = (*REDUCERS, "--reducers", "alone,dense,bf16", "--time-limit", "1e-9")
+    reducing = (*REDUCERS, "--reducers", "alone,dense,bf16")
     latencies = [(*LATENCY, "--tests", test) for test in ("allreduce", "iallreduce")]
     ended = in_turn(2, ALLREDUCE, *latencies, OVERLAP, STEPS, TORCH, later, reducing,
                     wrong=True, MPIRING_SHARED_MEMORY="0")
@@ -291,8 +282,6 @@ def test_what_is_wrong_fails_the_benchmark():
     assert len(told) == len(patterns), told
     for text, pattern in zip(told, patterns):
         assert re.match(pattern, text), text
-    for name in "alone", "dense":
-        assert f"{name}, seed 1: stopped after 1 of 4 steps by --time-limit" in ended.output
 
 
 @pytest.mark.launch

@@ -11,9 +11,7 @@ from launching import needed
 from mpiring import ConfigError, MissingDependencyError
 from mpiring.operations.algorithms import NAMES
 from mpiring.tools import picture, plot
-from mpiring.tools.bench import (
-    allreduce, contenders, latency, learning, overlap, reducers, steps, torch_steps,
-)
+from mpiring.tools.bench import allreduce, contenders, latency, overlap, reducers, steps
 from mpiring.tools.bench.benchmark import Measurement, pooled
 from mpiring.tools.bench.contenders import NATIVE
 
@@ -21,8 +19,7 @@ ABOUT = {
     "ranks": 4, "nodes": 1, "cpu": "A CPU", "mpi_library": "MPICH 5", "thread_level": "multiple",
     "mpiring": "1", "cores": 2, "mpi4py": "4", "numpy": "2", "python": "3"}
 OPTIONS = Namespace(link_rate=None, goodput=0.5)
-REDUCING = Namespace(settled=2, target_loss=None)
-NAN = float("nan")
+REDUCING = Namespace(settled=2)
 
 
 def of_allreduce(contender, seconds, nbytes=1 << 20, level="multiple"):
@@ -74,7 +71,7 @@ def test_rows_of_an_overlap_and_of_steps():
     assert row["overlap_percent"] == 75 and row["total_over_longest"] == 1.125
     assert row["rounds"] == 3 and row["compute_ms"] == 2000 and row["total_ms"] == 4500
     labels = {"batch": 8, "thread_level": "multiple"}
-    rows = steps.rows([
+    rows = steps.numpy_rows([
         Measurement({**labels, "contender": contenders.ALONE}, {"step": [0.1], "extra_bytes": [0]}),
         Measurement({**labels, "contender": "other"}, {"step": [0.4], "extra_bytes": [0, 3 << 20]}),
     ], ABOUT, OPTIONS)
@@ -98,7 +95,7 @@ TORCH = [of_torch(contenders.ALONE, [0.1, 0.1, 0.2, 0.2], peak=5 << 20),
 def test_rows_of_training_with_pytorch():
     options = Namespace(link_rate=2 ** 20 / 0.4, goodput=0.5)
     found = [*TORCH, of_torch(contenders.ALONE, [1, 1], model="convnet")]
-    alone, ours, gloo, other = torch_steps.rows(found, {**ABOUT, "nodes": 2}, options)
+    alone, ours, gloo, other = steps.torch_rows(found, {**ABOUT, "nodes": 2}, options)
     assert alone["over_compute"] == alone["efficiency_percent"] / 100 == 1
     # The median of what two rounds show, of which the second was twice as slow.
     assert ours["over_compute"] == pytest.approx((1.1 + 1.2) / 2)
@@ -112,64 +109,30 @@ def test_rows_of_training_with_pytorch():
     assert ours["bound_ms"] == pytest.approx(800) and other["bound_ms"] == 1000
     assert ours["over_bound"] == pytest.approx(0.175 / 0.8)
     assert other["over_gloo"] != other["over_gloo"] and alone["extra_MiB"] != alone["extra_MiB"]
-    (ours,) = torch_steps.rows(TORCH, ABOUT, OPTIONS)[1:2]
+    (ours,) = steps.torch_rows(TORCH, ABOUT, OPTIONS)[1:2]
     assert ours["bound_ms"] != ours["bound_ms"]
 
 
-def of_reducer(name, step, bits=(), seed=1, steps=5, settled=True, **costs):
-    labels = {"reducer": name, "parameters": 13_000_000, "optimizer": "adamw", "seed": seed}
-    cost = {"dense_bytes": 80, "sent_bytes": 80, "host_bytes": 100, "encode_s": 0.0,
-            "wire_s": 0.0, "decode_s": 0.0} | costs
-    return Measurement(labels, {
-        "step": [9 * step, *[step] * (steps - 1)], "bits": list(bits),
-        "validated": [1, 3, 5][:len(bits)],
-        "sent": [100, 300, 500][:len(bits)],
-        **({key: [value] for key, value in cost.items()} if bits and settled else {})})
+def of_reducer(name, step, **costs):
+    labels = {"reducer": name, "parameters": 13_000_000, "optimizer": "adamw"}
+    return Measurement(labels, {"step": [9 * step, *[step] * 4],
+                                **{key: [value] for key, value in costs.items()}})
 
 
-REDUCED = [of_reducer("alone", 0.5), of_reducer("dense", 1.0, [7.0, 5.0, 4.0]),
-           of_reducer("topk", 0.75, [8.0, 4.5, 4.25], sent_bytes=8, host_bytes=20, encode_s=0.01),
-           of_reducer("slow", 2.0, [7.0, 5.25], steps=3),
-           of_reducer("alone", 1.0, seed=2), of_reducer("dense", 2.0, [7.0, 5.5, 4.5], 2),
-           of_reducer("topk", 1.5, [8.0, 5.0, 4.75], 2, sent_bytes=8, host_bytes=20),
-           of_reducer("slow", 20.0, [7.0], 2, steps=1, settled=False)]
+REDUCED = [of_reducer("alone", 0.5),
+           of_reducer("dense", 1.0, dense_bytes=80, sent_bytes=80, host_bytes=100, encode_s=0.0),
+           of_reducer("topk", 0.75, dense_bytes=80, sent_bytes=8, host_bytes=20, encode_s=0.01)]
 
 
 def test_rows_of_reducers():
-    alone, dense, topk, slow = reducers.rows(REDUCED, ABOUT, REDUCING)
-    assert [row["seeds"] for row in (alone, dense, topk, slow)] == [2] * 4
-    # Ratios are those of a seed, in which the machine was half as fast with the second one.
+    alone, dense, topk = reducers.rows(REDUCED, ABOUT, REDUCING)
     assert alone["over_alone"] == dense["over_dense"] == 1 and dense["over_alone"] == 2
-    assert topk["over_dense"] == 0.75 and topk["median_ms"] == 1125 and topk["p95_ms"] == 1500
+    assert topk["over_dense"] == 0.75 and topk["median_ms"] == topk["p95_ms"] == 750
     assert dense["compression_ratio"] == dense["wire_ratio"] == 1
     assert topk["compression_ratio"] == 10 and topk["wire_ratio"] == 5
-    assert topk["encode_ms"] == 5 and alone["encode_ms"] != alone["encode_ms"]
-    assert dense["curve_steps"] == [1, 3, 5] and dense["curve_s"] == [13.5, 16.5, 19.5]
-    assert dense["curve_bytes"] == [100, 300, 500]
-    assert dense["curve_bits"] == [7, 5.25, 4.25] and topk["curve_bits"] == [8, 4.75, 4.5]
-    # What dense reaches at or after 4 of its 5 steps, and both reach at the last one.
-    assert dense["target_bits"] == 4.25 and dense["seconds_to_target"] == 19.5
-    assert topk["bits_over_dense"] == 0.25 and topk["spread_of_seeds"] == 0.5
-    assert topk["seconds_to_target"] != topk["seconds_to_target"]
-    assert alone["bits_per_byte"] != alone["bits_per_byte"] and alone["curve_s"] == []
-
-
-def test_rows_of_reducers_that_were_stopped_or_have_a_target():
-    options = Namespace(settled=2, target_loss=5.25)
-    _, dense, topk, slow = reducers.rows(REDUCED, ABOUT, options)
-    assert dense["seconds_to_target"] == 16.5 and dense["times_faster"] == 1
-    assert topk["seconds_to_target"] == 12.375 and topk["times_faster"] == pytest.approx(4 / 3)
-    # As far as all its seeds have come, and there compared.
-    assert slow["steps"] == 1 and slow["curve_steps"] == [1] and slow["bits_over_dense"] == 0
-    assert slow["median_ms"] == 2000 and slow["over_dense"] == 2
-    (row,) = reducers.rows([of_reducer("dense", 1.0, [7.0, 5.0, 4.241])], ABOUT, REDUCING)
-    assert row["target_bits"] == 4.25, "rounded up"
-    (row,) = reducers.rows([of_reducer("dense", 1.0, [7.0, NAN, NAN])], ABOUT, REDUCING)
-    assert row["target_bits"] != row["target_bits"]
-    (row,) = reducers.rows([of_reducer("topk", 1.0, [8.0])], ABOUT, REDUCING)
-    assert row["bits_per_byte"] == 8
-    for name in "over_dense", "bits_over_dense", "target_bits", "times_faster", "wire_ratio":
-        assert row[name] != row[name]
+    assert topk["encode_ms"] == 10 and alone["encode_ms"] != alone["encode_ms"]
+    (row,) = reducers.rows(REDUCED[2:], ABOUT, REDUCING)
+    assert row["over_dense"] != row["over_dense"] and row["wire_ratio"] != row["wire_ratio"]
 
 
 def test_the_bytes_on_the_wire(tmp_path):
@@ -180,12 +143,12 @@ def test_the_bytes_on_the_wire(tmp_path):
     for name, nbytes in (("lo", 100), ("eth0", 200), ("bridge0", 300)):
         interface(name, nbytes)
     (tmp_path / "bonding_masters").write_text("")
-    before = learning.sent_bytes(tmp_path)
+    before = reducers.sent_bytes(tmp_path)
     assert before == {"eth0": 200, "bridge0": 300}
     for name, nbytes in (("lo", 10_000), ("eth0", 1200), ("bridge0", 1290), ("eth1", 10_000)):
         interface(name, nbytes)
-    assert learning.grown(before, learning.sent_bytes(tmp_path)) == 1000
-    assert learning.sent_bytes(tmp_path / "missing") == {} and learning.grown({}, before) == 0
+    assert reducers.grown(before, reducers.sent_bytes(tmp_path)) == 1000
+    assert reducers.sent_bytes(tmp_path / "missing") == {} and reducers.grown({}, before) == 0
 
 
 @pytest.mark.parametrize(("hosts", "counted", "sent"), [
@@ -199,10 +162,9 @@ def test_the_traffic_of_all_hosts(monkeypatch, hosts, counted, sent):
 
     comm = SimpleNamespace(
         num_nodes=len(set(hosts)), local_rank=0, allgather_object=gathered)
-    readings = iter([0, 5, 5 + counted[0]])
-    monkeypatch.setattr(learning, "sent_bytes", lambda: {"eth0": next(readings)})
-    traffic = learning.HostTraffic(SimpleNamespace(comm=comm, barrier=lambda: None))
-    traffic.begin()
+    readings = iter([5, 5 + counted[0]])
+    monkeypatch.setattr(reducers, "sent_bytes", lambda: {"eth0": next(readings)})
+    traffic = reducers.HostTraffic(SimpleNamespace(comm=comm, barrier=lambda: None))
     total = traffic.end(30)
     assert total == sent if sent else total != total
 
@@ -265,13 +227,14 @@ def rows_of(benchmark):
     if benchmark == "reducers":
         return reducers.rows(REDUCED, ABOUT, REDUCING)
     if benchmark == "torch steps":
-        return torch_steps.rows(TORCH, ABOUT, OPTIONS)
+        return steps.torch_rows(TORCH, ABOUT, OPTIONS)
     if benchmark == "overlap":
         labels = {"bytes": 8, "contender": "Gloo", "compute": "numpy"}
         times = {"compute": [2.0], "communication": [1.0], "total": [2.25]}
         return overlap.rows([Measurement(labels, times)], ABOUT, OPTIONS)
     labels = {"contender": contenders.ALONE, "batch": 8, "thread_level": "multiple"}
-    return steps.rows([Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
+    return steps.numpy_rows(
+        [Measurement(labels, {"step": [0.1], "extra_bytes": [0]})], ABOUT, OPTIONS)
 
 
 @pytest.mark.parametrize("benchmark", [
@@ -279,7 +242,8 @@ def rows_of(benchmark):
 def test_pictures(tmp_path, benchmark):
     needed("matplotlib")
     path = tmp_path / "result.png"
-    plot.draw(path, benchmark.split()[-1], ABOUT, rows_of(benchmark))
+    plot.draw(path, benchmark.split()[-1], ABOUT, rows_of(benchmark),
+              plot.DRAWINGS)
     start = path.read_bytes()[:24]
     assert start[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", start[16:]) == (1440, 680)
@@ -303,27 +267,17 @@ def test_what_a_picture_shows():
 def test_a_picture_of_pytorch_tells_what_was_hidden():
     axes = needed("matplotlib.figure").Figure().subplots(1, 1)
     rows = rows_of("torch steps")
-    plot._step_bars([axes], rows)
+    plot.step_bars([axes], rows)
     assert [text.get_text() for text in axes.texts] == ["100 %", "87 %, 50 % hidden",
                                                         "56 %, 0 % hidden"]
-    assert list(plot._panels("steps", rows)) == ["mlp, 0.3 M parameters"]
-    assert list(plot._panels("steps", rows_of("steps"))) == [""]
+    assert list(plot.DRAWINGS["steps"].panels(rows)) == ["mlp, 0.3 M parameters"]
+    assert list(plot.DRAWINGS["steps"].panels(rows_of("steps"))) == [""]
 
 
-def test_a_picture_of_reducers_tells_when_the_target_was_reached():
-    (panel,) = axes = needed("matplotlib.figure").Figure().subplots(1, 1, squeeze=False)[0]
-    rows = rows_of("reducers")
-    plot._learning(axes, rows)
-    assert [line.get_label() for line in panel.get_lines()] == ["dense", "topk", "slow", "target"]
-    assert list(panel.get_lines()[0].get_xdata()) == [13.5, 16.5, 19.5]
-    assert list(panel.get_lines()[-1].get_ydata()) == [4.25, 4.25]
-    assert "(s)" in panel.get_xlabel() and "bits per byte" in panel.get_ylabel()
-    assert panel.get_xscale() == "linear"
-    assert list(plot._panels("reducers", rows)) == [
-        "transformer, 13.0 M parameters, adamw, 2 seeds"]
-    rows[1]["curve_s"] = [0.1, 0.2, 0.3]
-    plot._learning(axes, rows)
-    assert panel.get_xscale() == "log"
+def test_a_picture_of_reducers_tells_how_much_of_a_step_is_compute():
+    axes = needed("matplotlib.figure").Figure().subplots(1, 1)
+    plot.DRAWINGS["reducers"].draw([axes], rows_of("reducers"))
+    assert [text.get_text() for text in axes.texts] == ["100 %", "50 %", "67 %"]
 
 
 def test_no_two_curves_look_alike_and_no_two_labels_touch():
@@ -340,10 +294,10 @@ def test_no_two_curves_look_alike_and_no_two_labels_touch():
 
 def test_nothing_to_draw(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="nothing to draw"):
-        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, [])
+        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, [], plot.DRAWINGS)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"mpiring\[bench\]"):
-        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, rows_of("allreduce"))
+        plot.draw(tmp_path / "x.png", "allreduce", ABOUT, rows_of("allreduce"), plot.DRAWINGS)
 
 
 def test_curves_are_named_beside_their_ends(tmp_path):

@@ -1,4 +1,4 @@
-"""Trains a transformer by several methods in turn, and makes rows of times, losses and costs."""
+"""Trains a transformer on real text by several methods, and makes rows of losses and costs."""
 
 import gc
 import logging
@@ -8,52 +8,41 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...record.statistics import Statistics
-from ..arguments import above_zero, checked, positive, seeds
-from ..files import Row
-from ..units import parse_count
-from . import timing
-from .benchmark import LEVELS, Measurement
-from .gradients import check_parameters
-from .options import declare_jobs
-from .peers import refuse_missing_torch
-from .world import World
+from mpiring.record.statistics import Statistics
+from mpiring.tools.arguments import above_zero, positive, seeds
+from mpiring.tools.bench import timing
+from mpiring.tools.bench.benchmark import Measurement
+from mpiring.tools.bench.gradients import check_parameters
+from mpiring.tools.bench.peers import refuse_missing_torch
+from mpiring.tools.bench.reducers import (
+    ALONE, DENSE, KIND, HostTraffic, costs_of_step, declare_training,
+)
+from mpiring.tools.bench.world import World
+from mpiring.tools.table import Row
 
 if TYPE_CHECKING:
-    from .torch_training import Texts, Training, TrainingMethod
+    from mpiring.tools.bench.torch_training import Training
+
+    from .methods import Method
+    from .texts import Texts
 
 _log = logging.getLogger("mpiring")
 
-ALONE = "alone"
-DENSE = "dense"
-LEARNING_RATES = {"adamw": 3e-4, "sgd": 0.05}
-_KIND = "transformer"
 _REHEARSED_STEPS, _REHEARSED_WIDTH, _REHEARSED_RATE = 2, 64, 1e-3
-# The first step builds the buckets again, the second is the first to write to their memory.
-UNSETTLED_STEPS = 2
 # By default, the loss that the plain mean reaches after this share of its steps is the target,
 # rounded up, so that no method misses it by a rounding error.
 _TARGET_SHARE = 0.8
 _TARGET_PARTS = 100
-_INTERFACES = Path("/sys/class/net")
-_LOOPBACK = "lo"
 
 
-def declare(parser: ArgumentParser) -> None:
+def declare_learning(parser: ArgumentParser) -> None:
     """Declare the options of the model, the data, and when to compute the loss."""
-    parser.set_defaults(rounds=None, levels=list(LEVELS[:1]))
-    parser.add_argument("--parameters", type=checked(parse_count), default=13_000_000,
-                        metavar="N", help="about how many the transformer has; default: 13M")
-    parser.add_argument("--steps", type=positive, default=100, help="default: 100")
-    parser.add_argument("--batch", type=positive, default=4, metavar="TEXTS",
-                        help="of 64 bytes, per rank; default: 4")
-    parser.add_argument("--optimizer", choices=tuple(LEARNING_RATES), default="adamw",
-                        help="default: adamw; sgd has no momentum")
+    declare_training(parser)
     parser.add_argument("--seeds", type=seeds, default=[1], metavar="A,B",
                         help="of the choice of texts, a training each; default: 1")
     parser.add_argument("--validate-every", type=positive, metavar="STEPS",
@@ -65,7 +54,6 @@ def declare(parser: ArgumentParser) -> None:
                              "rounded up to a hundredth")
     parser.add_argument("--time-limit", type=above_zero, metavar="SECONDS",
                         help="of training, validation not counted, for each method and seed")
-    declare_jobs(parser)
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ class Run:
 
 
 def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
-            join: Callable[[str, Any, Any, bool], "TrainingMethod"],
+            join: Callable[[str, Any, Any, bool], "Method"],
             pauses: Callable[[int], Callable[[], object]] | None = None,
             **labels: Any) -> Iterator[list[Measurement]]:
     """Train again and again; yield after each training, after the last one all measurements.
@@ -104,31 +92,33 @@ def measure(world: World, options: Namespace, key: str, runs: Sequence[Run],
     Collective: yes. Blocking: yes.
     """
     world.everywhere(refuse_missing_torch)
-    from ...torch import share_cores
-    from . import torch_training
+    from mpiring.tools.bench import torch_training
+    from mpiring.torch import share_cores
+    from .texts import OPTIMIZERS, drawn_from, standard_library
     share_cores(world.comm)
-    texts = torch_training.standard_library(world, options.validation_texts)
-    width = torch_training.width_for(_KIND, options.parameters)
+    texts = standard_library(world, options.validation_texts)
+    width = torch_training.width_for(KIND, options.parameters)
     world.warm_up()
 
     def begin(method: str, seed: int, rate: float, rehearsal: bool = False) -> "Training":
         dice = np.random.default_rng([seed, world.rank])
-        batches = torch_training.drawn_from(texts.training, options.batch, dice)
-        model = torch_training.model_of(_KIND, _REHEARSED_WIDTH if rehearsal else width)
-        optimizer = torch_training.OPTIMIZERS[options.optimizer](model.parameters(), lr=rate)
+        batches = drawn_from(texts.training, options.batch, dice)
+        module = torch_training.model_of(KIND, _REHEARSED_WIDTH if rehearsal else width)
+        joined = join(method, module, OPTIMIZERS[options.optimizer](module.parameters(), lr=rate),
+                      rehearsal)
         return torch_training.Training(
-            method, model, join(method, model, optimizer, rehearsal),
+            method, module, joined.model, joined,
             batches if pauses is None else _paused(batches, pauses(seed)))
 
     for method in dict.fromkeys(run.method for run in runs):
         _rehearse(world, begin(method, 0, _REHEARSED_RATE, rehearsal=True), texts)
-    traffic, measurements = HostTraffic(world), list[Measurement]()
+    measurements: list[Measurement] = []
     for number, run in enumerate(runs, 1):
         rate = run.rate(measurements)
         training = begin(run.method, run.seed, rate)
-        readings = learn(world, options, training, texts, traffic, run.seed)
+        readings = learn(world, options, training, texts, run.seed)
         measurements.append(Measurement({
-            key: run.method, "settings": training.method.settings,
+            key: run.method, "settings": training.optimizer.settings,
             "parameters": training.parameter_count, "seed": run.seed, "batch": options.batch,
             "optimizer": options.optimizer, "learning_rate": rate, **labels,
             "thread_level": world.thread_level}, readings))
@@ -150,13 +140,13 @@ def _rehearse(world: World, training: "Training", texts: "Texts") -> None:
     Collective: yes. Blocking: yes.
     """
     _take_steps(training, _REHEARSED_STEPS)
-    with training.method.show():
+    with training.optimizer.show():
         _bits_per_byte(world, training, texts)
-    training.method.finish()
+    training.optimizer.finish()
 
 
 def learn(world: World, options: Namespace, training: "Training", texts: "Texts",
-          traffic: "HostTraffic", seed: int) -> dict[str, list[float]]:
+          seed: int) -> dict[str, list[float]]:
     """Train to the end, or to the time limit, and check that ranks agree; return the readings.
 
     Steps between two barriers have their mean as their time; to it belongs what it takes to show
@@ -170,13 +160,13 @@ def learn(world: World, options: Namespace, training: "Training", texts: "Texts"
     """
     readings: dict[str, list[float]] = {"step": [], "validated": [], "bits": [], "sent": []}
     seconds, limit = readings["step"], options.time_limit or math.inf
-    name, method = training.name, training.method
+    name, method = training.name, training.optimizer
     before, exposed_s, is_over = Statistics(), 0.0, False
     # All ranks know the slowest rank's time, and so stop at the same step.
     while not is_over:
         done = len(seconds)
         if done == options.settled:
-            traffic.begin()
+            traffic = HostTraffic(world)
             before, exposed_s = method.statistics, 0.0
         count = _next_stop(done, options) - done
         done += count
@@ -194,7 +184,8 @@ def learn(world: World, options: Namespace, training: "Training", texts: "Texts"
         check_parameters(world, {name: training.parameters()})
         if done > options.settled:
             cost = replace(method.statistics - before, exposed_s=exposed_s)
-            readings |= _costs(world, cost, done - options.settled, traffic.end(cost.bytes_sent))
+            readings |= costs_of_step(
+                world, cost, done - options.settled, traffic.end(cost.bytes_sent))
     if done < options.steps and world.rank == 0:
         _log.warning("%s, seed %d: stopped after %d of %d steps by --time-limit %g", name, seed,
                      done, options.steps, limit)
@@ -208,16 +199,16 @@ def _take_steps(training: "Training", count: int) -> None:
     """
     for _ in range(count):
         training.step()
-    training.method.meet()
+    training.optimizer.meet()
 
 
 def _validate(world: World, training: "Training", texts: "Texts",
               readings: dict[str, list[float]]) -> float:
     """Append the loss, and the bytes sent so far; return the seconds to show the parameters."""
     with ExitStack() as shown:
-        took_s = _timed(world, lambda: shown.enter_context(training.method.show()))
+        took_s = _timed(world, lambda: shown.enter_context(training.optimizer.show()))
         readings["bits"].append(_bits_per_byte(world, training, texts))
-    readings["sent"] += _sum(world, [training.method.statistics.bytes_sent])
+    readings["sent"] += _sum(world, [training.optimizer.statistics.bytes_sent])
     return took_s
 
 
@@ -234,8 +225,8 @@ def _timed(world: World, action: timing.Action) -> float:
 
 def _bits_per_byte(world: World, training: "Training", texts: "Texts") -> float:
     """Return the loss on the validation texts, of which each rank predicts a share."""
-    from . import torch_training
-    bits, nbytes = _sum(world, torch_training.bits_and_bytes(
+    from .texts import bits_and_bytes
+    bits, nbytes = _sum(world, bits_and_bytes(
         training.module, texts.validation[world.rank::world.size]))
     return bits / nbytes
 
@@ -245,69 +236,6 @@ def _sum(world: World, values: Sequence[float]) -> list[float]:
     total = np.array(values, np.float64)
     world.raw.Allreduce(world.mpi.IN_PLACE, total, op=world.mpi.SUM)
     return [float(value) for value in total]
-
-
-def _costs(world: World, cost: Statistics, steps: int, host_bytes: float) -> dict[str, list[float]]:
-    """Return the costs of a settled step: bytes of all ranks, seconds of the slowest rank."""
-    nbytes = _sum(world, [cost.dense_bytes, cost.bytes_sent])
-    slowest = world.slowest([cost.encode_s, cost.wire_s, cost.decode_s, cost.exposed_s])
-    names = ("dense_bytes", "sent_bytes", "host_bytes", "encode_s", "wire_s", "decode_s",
-             "exposed_s")
-    return {name: [value / steps] for name, value in zip(names, (*nbytes, host_bytes, *slowest))}
-
-
-class HostTraffic:
-    """Counts the bytes that all hosts send, all headers included.
-
-    Args:
-        world: The ranks on these hosts.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._before = sent_bytes()
-
-    def begin(self) -> None:
-        """Count from here on.
-
-        Collective: yes. Blocking: yes.
-        """
-        self._world.barrier()
-        self._before = sent_bytes()
-
-    def end(self, known_bytes: int) -> float:
-        """Return what all hosts have sent since `begin`.
-
-        Args:
-            known_bytes: Bytes that this rank has sent at least.
-
-        Returns:
-            NaN where all ranks are on one host, and where a counter shows less than a rank has
-            sent, as with InfiniBand, whose messages bypass the system.
-
-        Collective: yes. Blocking: yes.
-        """
-        self._world.barrier()
-        comm, counted = self._world.comm, grown(self._before, sent_bytes())
-        ranks = comm.allgather_object((known_bytes, counted, comm.local_rank))
-        least = min(known for known, _, _ in ranks)
-        if comm.num_nodes == 1 or any(grew < least for _, grew, _ in ranks):
-            return math.nan
-        return float(sum(grew for _, grew, local_rank in ranks if local_rank == 0))
-
-
-def sent_bytes(interfaces: Path = _INTERFACES) -> dict[str, int]:
-    """Return the bytes that each network interface has sent, without the loopback."""
-    return {path.name: int((path / "statistics/tx_bytes").read_text())
-            for path in interfaces.glob("*") if path.name != _LOOPBACK and path.is_dir()}
-
-
-def grown(before: dict[str, int], after: dict[str, int]) -> int:
-    """Return the growth of the interface that has sent the most.
-
-    Not that of all: a bridge, a bond and its members count the same bytes.
-    """
-    return max((after[name] - before[name] for name in before.keys() & after.keys()), default=0)
 
 
 @dataclass(frozen=True)
@@ -346,15 +274,10 @@ def _curve_of(trainings: Sequence[Measurement]) -> LossCurve:
     steps = [step for step in bits[0] if all(step in its for its in bits)]
     return LossCurve(
         steps,
-        [mean([sum(training.readings["step"][:step]) for training in trainings])
+        [fmean([sum(training.readings["step"][:step]) for training in trainings])
          for step in steps],
-        [mean([its[step] for its in bits]) for step in steps],
-        [mean([its[step] for its in sent]) for step in steps])
-
-
-def mean(values: Sequence[float]) -> float:
-    """Return the mean."""
-    return math.fsum(values) / len(values)
+        [fmean([its[step] for its in bits]) for step in steps],
+        [fmean([its[step] for its in sent]) for step in steps])
 
 
 def _default_target(dense: LossCurve) -> float:
@@ -364,17 +287,6 @@ def _default_target(dense: LossCurve) -> float:
     if not late or not math.isfinite(late[0]):
         return math.nan
     return math.ceil(late[0] * _TARGET_PARTS) / _TARGET_PARTS
-
-
-def reading(trainings: Sequence[Measurement], name: str) -> float:
-    """Return the mean of a reading over trainings; NaN where none has it."""
-    values = [training.readings[name][0] for training in trainings if name in training.readings]
-    return mean(values) if values else math.nan
-
-
-def ratio(more: float, less: float) -> float:
-    """Return a ratio; NaN where one of both is nothing."""
-    return more / less if more and less else math.nan
 
 
 def _accuracy(trainings: Sequence[Measurement], dense: LossCurve, target: float) -> Row:

@@ -1,8 +1,8 @@
-"""Methods to train a PyTorch module that communicate rarely, or do not wait for other ranks."""
+"""Methods to train a PyTorch module on several ranks, those that communicate rarely among them."""
 
 from argparse import Namespace
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,16 +13,79 @@ from mpiring.communicator import Communicator
 from mpiring.optim import SGD, AdamW
 from mpiring.optim.outer import Outer
 from mpiring.record.statistics import Statistics
-from mpiring.reducers import PowerSGD
-from mpiring.tools.bench.learning import ALONE, DENSE
-from mpiring.tools.bench.reducers import METHODS as REDUCERS
-from mpiring.tools.bench.torch_training import MeanGradients, TrainingMethod
-from mpiring.torch import AsyncDataParallel, DiLoCo, LocalSGD
+from mpiring.reducers import PowerSGD, Reducer
+from mpiring.tools.bench.reducers import ALONE, DENSE, METHODS as REDUCERS
+from mpiring.torch import AsyncDataParallel, DataParallel, DiLoCo, LocalSGD
 
 _OURS: dict[str, Any] = {"adamw": AdamW, "sgd": SGD}
 
 
-class Rarely(TrainingMethod):
+class Method:
+    """A way to train a module on several ranks; as it is, each rank trains for itself.
+
+    Args:
+        model: Called for the module's results.
+        optimizer: What uses the gradients that backward() has left.
+
+    Attributes:
+        settings: Settings of the method, for a reader.
+        statistics: Costs of its communication so far, on this rank.
+    """
+
+    settings, statistics = "", Statistics()
+
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        self.optimizer.zero_grad()
+
+    def step(self) -> None:
+        """Use the gradients that backward() has left."""
+        self.optimizer.step()
+
+    def meet(self) -> None:
+        """Prepare for ranks that wait for each other; called on all ranks."""
+
+    def show(self) -> AbstractContextManager[Any]:
+        """Return a block in which the module has the parameters to be judged.
+
+        Collective: yes. Blocking: yes.
+        """
+        return nullcontext()
+
+    def finish(self) -> None:
+        """End the training: the module has the same parameters on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+
+
+class MeanGradients(Method):
+    """Averages the gradients of each step.
+
+    Args:
+        module: Module that is trained.
+        comm: Communicator of the ranks.
+        optimizer: Optimizer of the module.
+        reducer: How gradients become their mean.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator, optimizer: Any,
+                 reducer: Reducer | None = None) -> None:
+        # Its only buffer, the mask, is a constant.
+        self._parallel = DataParallel(module, comm, reducer=reducer, broadcast_buffers=False)
+        super().__init__(self._parallel, optimizer)
+        self.settings = "" if reducer is None else repr(reducer)
+
+    def step(self) -> None:
+        """Take a step."""
+        self.statistics += self._parallel.statistics
+        super().step()
+
+
+class Rarely(Method):
     """Trains locally, and synchronizes what the ranks have learned.
 
     Args:
@@ -54,7 +117,7 @@ class Rarely(TrainingMethod):
         self._outer.synchronize()
 
 
-class Pushed(TrainingMethod):
+class Pushed(Method):
     """Pushes gradients to the ranks that own slices of the weights, and pulls these.
 
     Args:
@@ -80,7 +143,7 @@ class Pushed(TrainingMethod):
         self.optimizer.close()
 
 
-class InPairs(TrainingMethod):
+class InPairs(Method):
     """Trains locally, and averages weights in random pairs of ranks.
 
     Args:
@@ -115,7 +178,7 @@ class InPairs(TrainingMethod):
 
 
 def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, options: Namespace,
-           ) -> TrainingMethod:
+           ) -> Method:
     """Return how the ranks train a module.
 
     Args:
@@ -130,8 +193,8 @@ def joined(name: str, module: nn.Module, comm: Communicator, optimizer: Any, opt
     nesterov = {"lr": options.outer_rate, "momentum": options.outer_momentum}
     fragments = {"fragments": options.fragments, "delay": options.delay}
     of_slices = partial(_OURS[options.optimizer], lr=optimizer.defaults["lr"])
-    make: dict[str, Callable[[], TrainingMethod]] = {
-        ALONE: lambda: TrainingMethod(module, optimizer),
+    make: dict[str, Callable[[], Method]] = {
+        ALONE: lambda: Method(module, optimizer),
         DENSE: lambda: MeanGradients(module, comm, optimizer),
         "powersgd": lambda: MeanGradients(module, comm, optimizer, PowerSGD(rank=4)),
         "localsgd": lambda: Rarely(module, optimizer, LocalSGD(module, comm, **outer)),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from mpiring import ConfigError
-from mpiring.tools import files
+from mpiring.tools import output, results
 
 ABOUT = {"ranks": 4, "cpu": "A CPU", "cores": [0, 1]}
 NAN = float("nan")
@@ -17,25 +17,25 @@ ROWS = [{"contender": "a", "median_us": 1000.0}, {"contender": "b", "median_us":
 
 def test_json_comes_back_as_it_went(tmp_path):
     path = tmp_path / "result.json"
-    files.write_json(path, "allreduce", ABOUT, ROWS)
+    results.write_json(path, "allreduce", ABOUT, ROWS)
     assert json.loads(path.read_text())["rows"][1]["median_us"] is None
-    benchmark, about, again = files.read_json(path)
+    benchmark, about, again = results.read_json(path)
     assert (benchmark, about, str(again)) == ("allreduce", ABOUT, str(ROWS))
 
 
 def test_files_that_cannot_be_read_or_written(tmp_path):
     missing = str(tmp_path / "missing" / "out.json")
     with pytest.raises(ConfigError, match="out.json: cannot be read: No such file"):
-        files.read_json(missing)
-    for write in (lambda: files.write_json(missing, "allreduce", ABOUT, []),
-                  lambda: files.write_csv(missing, ABOUT, []),
-                  lambda: files.refuse_unwritable(missing)):
+        results.read_json(missing)
+    for write in (lambda: results.write_json(missing, "allreduce", ABOUT, []),
+                  lambda: results.write_csv(missing, ABOUT, []),
+                  lambda: output.refuse_unwritable(missing)):
         with pytest.raises(ConfigError, match="out.json: cannot be written: No such file"):
             write()
     kept = tmp_path / "kept.json"
     kept.write_text("1")
-    files.refuse_unwritable(str(kept))
-    files.refuse_unwritable(str(tmp_path / "new.json"))
+    output.refuse_unwritable(str(kept))
+    output.refuse_unwritable(str(tmp_path / "new.json"))
     assert kept.read_text() == "1" and list(tmp_path.iterdir()) == [kept]
 
 
@@ -44,12 +44,12 @@ def test_bad_json(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="result.json: no file that --json has written"):
-        files.read_json(path)
+        results.read_json(path)
 
 
 def test_csv(tmp_path):
     path = tmp_path / "result.csv"
-    files.write_csv(path, ABOUT, ROWS)
+    results.write_csv(path, ABOUT, ROWS)
     lines = path.read_text().splitlines()
     above = [line for line in lines if line.startswith("#")]
     assert "# cpu: A CPU" in above and len(above) == len(ABOUT)
@@ -60,20 +60,20 @@ def test_csv(tmp_path):
 
 def test_lists_of_numbers_come_back_with_what_is_missing(tmp_path):
     path = tmp_path / "result.json"
-    files.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
+    results.write_json(path, "reducers", ABOUT, [{"curve_bits": [8.0, NAN], "steps": NAN}])
     assert json.loads(path.read_text())["rows"] == [{"curve_bits": [8.0, None], "steps": None}]
-    _, _, (row,) = files.read_json(path)
+    _, _, (row,) = results.read_json(path)
     assert str(row) == "{'curve_bits': [8.0, nan], 'steps': nan}"
 
 
 def test_a_record_says_with_which_priority_and_in_which_lab(monkeypatch):
-    assert "lab" not in files.machine()
+    assert "lab" not in results.machine()
     monkeypatch.setenv("LAB_OPTIONS", "--hosts 2")
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: 2, raising=False)
     monkeypatch.setattr(os, "sched_getparam", lambda _: SimpleNamespace(sched_priority=10),
                         raising=False)
-    about = files.machine()
+    about = results.machine()
     assert (about["lab"], about["scheduling"]) == ("--hosts 2", "SCHED_RR 10")
     monkeypatch.setattr(os, "sched_getscheduler", lambda _: 0)
     monkeypatch.setattr(os, "sched_getparam", lambda _: SimpleNamespace(sched_priority=0))
-    assert files.machine()["scheduling"] == f"SCHED_OTHER, nice {os.nice(0)}"
+    assert results.machine()["scheduling"] == f"SCHED_OTHER, nice {os.nice(0)}"

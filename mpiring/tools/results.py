@@ -1,6 +1,6 @@
-"""Reads and writes results as JSON and CSV, with the machine and the software beside them."""
+"""Reads and writes results as JSON and CSV, with the machine and the software; draws them."""
 
-import contextlib
+import argparse
 import csv
 import datetime
 import importlib.metadata
@@ -9,23 +9,61 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from .. import __version__
 from ..errors import ConfigError
 from ..launch.environment import lab_options, relevant_variables
-
-Row = dict[str, Any]
-# A path, or an open stream, as standard output.
-Target = str | os.PathLike[str] | TextIO
-Environment = dict[str, Any]
+from .output import Target, opened, refuse_unwritable
+from .picture import refuse_undrawable
+from .plot import DRAWINGS, Drawing, draw
+from .table import Environment, Row
 
 _PACKAGES = ("mpi4py", "numpy", "numba", "torch", "horovod", "ml_dtypes", "cupy-cuda13x",
              "cupy-cuda12x")
 # Linux' numbers.
 _POLICIES = {0: "SCHED_OTHER", 1: "SCHED_FIFO", 2: "SCHED_RR", 3: "SCHED_BATCH", 5: "SCHED_IDLE"}
+
+
+def declare_files(parser: argparse.ArgumentParser, content: str) -> None:
+    """Declare the options.
+
+    Args:
+        content: What is written, for the help.
+    """
+    for name in "--json", "--csv":
+        parser.add_argument(name, metavar="FILE", help=f"write {content}; -: to stdout alone")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the results (needs matplotlib)")
+
+
+def check_files(options: argparse.Namespace) -> None:
+    """Refuse files that could not be written, before anything is measured.
+
+    Raises:
+        ConfigError: A folder is missing or read-only, a picture's format is unknown, or two
+            files are the same.
+        MissingDependencyError: A picture needs matplotlib.
+    """
+    paths = [path for path in (options.json, options.csv, options.plot) if path]
+    for path in paths:
+        refuse_unwritable(path)
+        if paths.count(path) > 1:
+            raise ConfigError(f"{path}: one file cannot take both; give two names")
+    if options.plot:
+        refuse_undrawable(options.plot)
+
+
+def write_files(name: str, about: Environment, rows: Sequence[Row], options: argparse.Namespace,
+                drawings: Mapping[str, Drawing] = DRAWINGS) -> None:
+    """Write the files that the options ask for."""
+    if options.json:
+        write_json(options.json, name, about, rows)
+    if options.csv:
+        write_csv(options.csv, about, rows)
+    if options.plot:
+        draw(options.plot, name, about, rows, drawings)
 
 
 def now() -> str:
@@ -82,52 +120,6 @@ def _scheduling() -> str | None:
     priority = os.sched_getparam(0).sched_priority
     name = _POLICIES.get(os.sched_getscheduler(0), "unknown")
     return f"{name} {priority}" if priority else f"{name}, nice {os.nice(0)}"
-
-
-@contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the system's errors into ours, while a file is written.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    try:
-        yield
-    except OSError as exc:
-        raise ConfigError(f"{path}: cannot be written: {exc.strerror or exc}") from exc
-
-
-@contextlib.contextmanager
-def opened(path: Target, opener: Callable[[str, int], int] | None = None) -> Iterator[TextIO]:
-    """Yield a new file, or the stream that was given instead of a path.
-
-    Args:
-        path: Path of the file, or a stream.
-        opener: As for Python's `open`.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    if not isinstance(path, str | os.PathLike):
-        yield path
-        return
-    with writing(path), open(path, "w", newline="", opener=opener) as file:
-        yield file
-
-
-def refuse_unwritable(path: Target) -> None:
-    """Raise if a file could not be written later; do not create it.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    if not isinstance(path, str | os.PathLike):
-        return
-    with writing(path):
-        new = not os.path.lexists(path)
-        open(path, "a").close()
-        if new:
-            os.unlink(path)
 
 
 def write_json(path: Target, benchmark: str, about: Environment, rows: Sequence[Row]) -> None:

@@ -1,0 +1,92 @@
+"""Draws what `--json` of a study has written: `python -m benchmarks.plot FILE.json FILE.png`."""
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mpiring.text import count
+from mpiring.tools.picture import COLOURS, GREY, INK, curve_style, name_bars
+from mpiring.tools.plot import Drawing, draw, model_title, step_bars
+from mpiring.tools.results import read_json
+from mpiring.tools.table import Row
+
+from . import main
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# If times differ by a larger factor, their axis is logarithmic.
+_LINEAR_RANGE = 10
+
+
+def declare(parser: ArgumentParser) -> None:
+    """Declare the files."""
+    parser.description = "Draws the results of a study."
+    parser.add_argument("results", metavar="FILE.json", help="-: standard input")
+    parser.add_argument("plot", metavar="FILE.png")
+    parser.set_defaults(action=_plot)
+
+
+def _plot(options: Namespace) -> int:
+    draw(options.plot, *read_json(options.results), DRAWINGS)
+    return 0
+
+
+def _batch_bars(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw tokens per second, and what of tokens and time is lost."""
+    positions, names = range(len(rows)), [row["contender"] for row in rows]
+    axes[0].barh(positions, [row["tokens_per_s"] for row in rows], color=[
+        COLOURS[0] if name == "TokenBatches" else GREY for name in names])
+    axes[0].set_xlabel("real tokens per second")
+    for i, loss in enumerate(("padding", "idle")):
+        axes[1].barh([position + 0.4 * i - 0.2 for position in positions],
+                     [row[f"{loss}_percent"] for row in rows], 0.4, color=COLOURS[i], label=loss)
+    axes[1].set_xlabel("% of tokens, % of a step")
+    axes[1].legend(frameon=False)
+    for panel in axes:
+        name_bars(panel, names)
+
+
+def _learning(axes: "Sequence[Axes]", rows: Sequence[Row]) -> None:
+    """Draw the validation loss over the time of training, and over bytes, a curve per method."""
+    for panel, key, unit, title in zip(
+            axes, ("curve_s", "curve_bytes"), (1, 1e6),
+            ("time of training (s)", "sent by all ranks (MB)")):
+        _loss_curves(panel, rows, key, unit)
+        panel.set_xlabel(title)
+        panel.set_ylabel("validation loss (bits per byte)")
+
+
+def _loss_curves(panel: "Axes", rows: Sequence[Row], key: str, unit: float) -> None:
+    trained = [row for row in rows if row["curve_s"]]
+    for i, row in enumerate(trained):
+        panel.plot([value / unit for value in row[key]], row["curve_bits"], **curve_style(i),
+                   label=row.get("method", row.get("reducer")), linewidth=1.2)
+    targets = {row["target_bits"] for row in trained if row["target_bits"] == row["target_bits"]}
+    for target in targets:
+        panel.axhline(target, color=INK, linestyle="--", linewidth=1, label="target")
+    reached = [row[key][-1] for row in trained if row[key][-1]]
+    if reached and max(reached) > _LINEAR_RANGE * min(reached):
+        panel.set_xscale("log")
+
+
+def _loader_title(row: Row, rows: Sequence[Row]) -> str:
+    model = model_title(row, rows)
+    return model if row["loader"] == "-" else f"{model}, loader: {row['loader']}"
+
+
+def _training_title(row: Row, rows: Sequence[Row]) -> str:
+    # Methods without a loss have fewer seeds.
+    seeds = count(max(row["seeds"] for row in rows), "seed")
+    return f"transformer, {row['parameters'] / 1e6:.1f} M parameters, {row['optimizer']}, {seeds}"
+
+
+DRAWINGS = {
+    "batches": Drawing(_batch_bars), "prefetch": Drawing(step_bars, 1, _loader_title),
+    "reducers": Drawing(_learning, 1, _training_title),
+    "local": Drawing(_learning, 2, _training_title)}
+
+
+if __name__ == "__main__":
+    sys.exit(main("plot", declare))
