@@ -1,6 +1,6 @@
 """Schedules of one operation: what the communicator calls, and Reducers build on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -280,12 +280,11 @@ class Collectives:
             yield from self.combine_directly(chunks, combine)
             yield from self._gather(chunks[root], chunks, root)
             return
-        own = chunks[self.rank]
-        with self.borrow(own.size, x.dtype) as mine:
-            copy_to(mine, own)
-            chunks[self.rank] = mine
+        with self.borrow(chunks[self.rank].size, x.dtype) as combined:
+            copy_to(combined, chunks[self.rank])
+            chunks[self.rank] = combined
             yield from self.combine_directly(chunks, combine)
-            yield from self._gather(mine, (), root)
+            yield from self._gather(combined, (), root)
 
     # What Reducers do between nodes
 
@@ -339,25 +338,40 @@ class Collectives:
             self.ring, [chunks[rank] for rank in self.order], self.tuning.ring_bytes)
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
-        """Return the schedule that sends `sends[r]` to rank r; see exchange.all_to_all."""
-        if self._whole is not None:
-            return node_copies.all_to_all(self._whole, sends, receives)
-        return self.confirmed(exchange.all_to_all(self.net, sends, receives))
+        """Return the schedule that sends `sends[r]` to rank r; see exchange.exchange."""
+        return self.confirmed(self._exchange(
+            dict(enumerate(sends)), dict(enumerate(receives)), self.size))
 
-    def gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-        """Return the schedule that copies `mine` of all ranks to `root`; see exchange.gather."""
-        return self.confirmed(self._gather(mine, parts, root))
+    def gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        """Return the schedule that copies `x` of each rank r to `parts[r]` of rank `root`.
 
-    def _gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-        if self._whole is not None:
-            return node_copies.gather(self._whole, mine, parts, root)
-        return exchange.gather(self.net, mine, parts, root)
+        Args:
+            x: Contiguous, of any length.
+            parts: On `root`, per rank a vector of as many bytes. Ignored elsewhere.
+            root: The rank that receives.
 
-    def scatter(self, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
-        """Return the schedule that copies a part to each rank; see exchange.scatter."""
+        Raises:
+            BufferMismatchError: A rank sends another number of bytes.
+        """
+        return self.confirmed(self._gather(x, parts, root))
+
+    def _gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        receives = dict(enumerate(parts)) if self.rank == root else {}
+        return self._exchange({root: x}, receives, 1)
+
+    def scatter(self, parts: Sequence[Array], x: Array, root: int) -> Schedule[None]:
+        """Return the schedule that copies `parts[r]` of rank `root` to `x` of each rank r.
+
+        Args, raises: as `gather`.
+        """
+        sends = dict(enumerate(parts)) if self.rank == root else {}
+        return self.confirmed(self._exchange(sends, {root: x}, self.size))
+
+    def _exchange(self, sends: Mapping[int, Array], receives: Mapping[int, Array],
+                  rows: int) -> Schedule[None]:
         if self._whole is not None:
-            return node_copies.scatter(self._whole, parts, mine, root)
-        return self.confirmed(exchange.scatter(self.net, parts, mine, root))
+            return node_copies.exchange(self._whole, sends, receives, rows)
+        return exchange.exchange(self.net, sends, receives)
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule in which ranks exchange data that are not neighbours."""
