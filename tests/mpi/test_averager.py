@@ -9,7 +9,7 @@ from mpiring.buckets.bucket import TensorSpec
 from mpiring.reducers import Cast, ErrorFeedback, Mean
 from mpiring.training.averager import Averager
 from mpiring.training.fused import Fusion
-from mpiring.training.slices import ModelSlices
+from mpiring.optim.slices import ModelSlices
 
 pytestmark = pytest.mark.mpi
 
@@ -136,12 +136,12 @@ def test_what_a_rank_updates(comm, scatters):
         updated = np.zeros(1, np.int64)
         for w in weights.values():
             w[...] = 0
-        for piece in [piece for pieces in slices.follow() for piece in pieces]:
-            here = slice(piece.offset, piece.offset + piece.gradient.size)
-            state = piece.vector("sum", "float32")
-            state += piece.gradient
-            piece.weights[...] = state
-            np.testing.assert_allclose(state, total[piece.name].reshape(-1)[here], atol=1e-3)
+        for part in [part for parts in slices.follow() for part in parts]:
+            elements = slice(part.offset, part.offset + part.size)
+            state = part.vector("sum")
+            state += part.gradient
+            part.weights[...] = state
+            np.testing.assert_allclose(state, total[part.name].reshape(-1)[elements], atol=1e-3)
             updated += state.size
         slices.end_step()
         assert comm.allreduce(updated) == (1 if scatters else comm.size) * 121
