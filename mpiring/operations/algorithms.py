@@ -3,12 +3,10 @@
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from ..collectives import direct, hierarchical, native, ring, shared
 from ..collectives.operation import Operation, Tuning
@@ -51,22 +49,12 @@ class BuiltOperation(Operation, Protocol):
     resources: Resources
 
     @property
-    def net(self) -> Channel:
-        """The channel, with ranks as the communicator numbers them."""
-
-    @property
     def ring(self) -> Channel:
-        """The same, with ranks node after node."""
+        """The channel, with ranks node after node."""
 
     @property
     def order(self) -> Sequence[int]:
         """The ranks, node after node."""
-
-    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
-        """Lend scratch memory for n elements."""
-
-    def combiner(self, op: str, dtype: np.dtype[Any], size: float) -> Combine:
-        """Return what combines vectors where they lie."""
 
     def combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         """Combine all ranks' chunk `rank` on rank `rank`."""
@@ -187,52 +175,6 @@ def _native(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> S
     return native.allreduce(resources.transport, turn, x, reduction(op, x.dtype, operation.size))
 
 
-def _levels(operation: BuiltOperation, op: str, x: Array) -> hierarchical.Levels:
-    return hierarchical.Levels.of(op, x.dtype, operation.nodes, operation.combiner)
-
-
-def _hierarchical(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> Schedule[None]:
-    levels = _levels(operation, op, x)
-    inside = yield from hierarchical.meet(operation, x, levels.within)
-    yield from _by_levels(operation, x, levels, inside)
-
-
-def _by_levels(operation: BuiltOperation, x: Array, levels: hierarchical.Levels,
-               inside: Sequence[hierarchical.Inside]) -> Schedule[None]:
-    size = hierarchical.inbox_size(x.size, x.itemsize, operation.nodes, levels, operation.tuning)
-    with operation.borrow(size, x.dtype) as inbox:
-        yield from hierarchical.allreduce(
-            operation.net, operation.nodes, inside, operation.node, x, inbox, levels,
-            operation.tuning)
-
-
-def _hierarchical_reduce_scatter(operation: BuiltOperation, x: Array, bounds: Sequence[int],
-                                 op: str, combine: Combine) -> Schedule[None]:
-    levels = _levels(operation, op, x)
-    inside = yield from hierarchical.meet(operation, x, levels.within)
-    size = hierarchical.inbox_size_of_slices(
-        bounds, x.itemsize, operation.nodes, levels, operation.tuning)
-    with operation.borrow(size, x.dtype) as inbox:
-        yield from hierarchical.reduce_scatter(
-            operation.net, operation.nodes, inside, operation.node, x, bounds, inbox, levels,
-            operation.tuning)
-
-
-def _hierarchical_allgather(operation: BuiltOperation, x: Array,
-                            bounds: Sequence[int]) -> Schedule[None]:
-    # Nothing is combined.
-    inside = yield from hierarchical.meet(
-        operation, x, operation.combiner("max", np.dtype(bool), 1))
-    yield from hierarchical.allgather(
-        operation.net, operation.nodes, inside, operation.node, x, bounds, operation.tuning)
-
-
-def _short(operation: BuiltOperation, x: Array, op: str, combine: Combine) -> Schedule[None]:
-    with operation.borrow((len(operation.nodes) - 1) * x.size, x.dtype) as inbox:
-        yield from hierarchical.short(
-            operation.net, operation.nodes, operation.node, x, inbox, _levels(operation, op, x))
-
-
 def _shared_on_gpus(operation: BuiltOperation, x: Array, op: str,
                     combine: Combine) -> Schedule[None]:
     positions = yield from operation.node.share(*operation.windows.position_of(x))
@@ -240,8 +182,8 @@ def _shared_on_gpus(operation: BuiltOperation, x: Array, op: str,
     if slices is not None:
         yield from shared.in_place(operation.node, slices, combine)
     else:
-        levels = _levels(operation, op, x)
-        yield from _by_levels(operation, x, levels, hierarchical.by_slots(
+        levels = hierarchical.levels_of(operation, op, x)
+        yield from hierarchical.by_levels(operation, x, levels, hierarchical.by_slots(
             operation.node, x, levels.within, operation.tuning.in_flight))
 
 
@@ -280,11 +222,11 @@ TABLE = (
     Algorithm("native", _native, refusal=_unless_mpi_can, is_measured=lambda nodes: True),
     Algorithm("ring", _ring, Halves(_ring_reduce_scatter, _ring_allgather),
               is_measured=lambda nodes: nodes > 1),
-    Algorithm("hierarchical", _hierarchical,
-              Halves(_hierarchical_reduce_scatter, _hierarchical_allgather),
+    Algorithm("hierarchical", hierarchical.allreduce,
+              Halves(hierarchical.reduce_scatter, hierarchical.allgather),
               _unless_nodes_of_several,
               is_measured=lambda nodes: True, keeps_float32=True,
-              short=Algorithm("short", _short),
+              short=Algorithm("short", hierarchical.short),
               is_short=lambda case: case.nbytes <= case.tuning.short_bytes
               # See shared.is_short.
               and case.dtype.char not in "gG"),

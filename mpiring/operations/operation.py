@@ -210,12 +210,11 @@ class Collectives:
             x: From `node_array`, or a part of it.
             bounds: As for `reduce_scatter`. Where one rank has all of it, this is a broadcast.
         """
-        node, lanes = self.node, hierarchical.in_one_array(self.tuning.in_flight)
         # Until here, other ranks of this node may have read.
-        yield (node.barrier(),)
+        yield (self.node.barrier(),)
         if len(self.nodes) > 1:
-            yield from hierarchical.allgather(
-                self.net, self.nodes, lanes, node, x, bounds, self.tuning)
+            yield from hierarchical.by_rings(
+                self, x, bounds, [hierarchical.InOneArray()] * self.tuning.in_flight)
 
     def _equal(self, x: Array) -> list[int]:
         return bounds_of(x.size, self.size)
@@ -308,7 +307,7 @@ class Collectives:
         within = self.combiner("mean", x.dtype, self.size / len(self.nodes))
         inside = yield from hierarchical.meet(self, x, within)
         answers = yield from hierarchical.by_slices(
-            self.net, self.nodes, inside[0], self.node, x, _slices(bounds), exchange)
+            self, 0, inside[0], x, _slices(bounds), exchange)
         # No rank's vector is complete before.
         return all(answer for answer, in (yield from self.node.share(int(all(answers)))))
 
