@@ -276,8 +276,8 @@ def choose_halves(case: Case, wish: str = "auto", model: Model | None = None) ->
     Raises: as `choose`.
     """
     halves = {row: row.halves for row in TABLE if row.halves is not None}
-    found = halves[_row(case, wish, model, list(halves))]
-    return found.short if found.short is not None and found.is_short(case) else found
+    chosen = halves[_row(case, wish, model, list(halves))]
+    return chosen.short if chosen.short is not None and chosen.is_short(case) else chosen
 
 
 def _row(case: Case, wish: str, model: Model | None, rows: Sequence[Algorithm]) -> Algorithm:

@@ -145,23 +145,23 @@ class Collectives:
     def _chosen(self, choose: Callable[..., T], x: Array, op: str, wish: str = "auto") -> T:
         # A program makes the same few calls again and again.
         chosen, key = self.resources.chosen, (choose, x.nbytes, x.dtype, op, wish, self.gpu)
-        found: T | None = chosen.get(key)
-        if found is None:
+        choice: T | None = chosen.get(key)
+        if choice is None:
             if len(chosen) >= _MOST_CHOSEN:
                 chosen.clear()
-            found = chosen[key] = self._choose(choose, x, op, wish)
-        return found
+            choice = chosen[key] = self._choose(choose, x, op, wish)
+        return choice
 
     def _choose(self, choose: Callable[..., T], x: Array, op: str, wish: str) -> T:
-        own = self.resources
-        case = Case(x.nbytes, x.dtype, op, self.size, len(own.nodes), self.tuning, self.gpu)
-        if wish == "auto" and own.algorithm != "auto":
+        algorithm, model = self.resources.algorithm, self.resources.model
+        case = Case(x.nbytes, x.dtype, op, self.size, len(self.nodes), self.tuning, self.gpu)
+        if wish == "auto" and algorithm != "auto":
             try:
-                return choose(case, own.algorithm, own.model)
+                return choose(case, algorithm, model)
             except ConfigError as error:
                 if self.rank == 0:
                     say_fallback(str(error))
-        return choose(case, wish, own.model)
+        return choose(case, wish, model)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
@@ -311,7 +311,7 @@ class Collectives:
         # No rank's vector is complete before.
         return all(answer for answer, in (yield from self.node.share(int(all(answers)))))
 
-    def handed_out(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    def allgather_on_node(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that copies each rank's slices of `x` to the others of its node.
 
         Args:
@@ -380,14 +380,14 @@ class Collectives:
             # believed. A rank that disagrees does not come here.
             yield from chain.barrier(self.net)
 
-    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+    def allgather_bytes(self, payload: Array) -> Schedule[list[Array]]:
         """Return the schedule that collects a byte vector from every rank, in rank order."""
         lengths = np.zeros(self.size, np.int64)
-        lengths[self.rank] = mine.size
+        lengths[self.rank] = payload.size
         # Receives need them.
         yield from self.allgather_chunks(chunks_of(lengths, self.size))
         gathered = [np.empty(length, np.uint8) for length in lengths]
-        gathered[self.rank] = mine
+        gathered[self.rank] = payload
         yield from self.allgather_chunks(gathered)
         return gathered
 
@@ -400,11 +400,12 @@ class Collectives:
         return chain.broadcast(
             self.ring, x, self.order.index(root), self.tuning.broadcast_bytes)
 
-    def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:
+    def broadcast_bytes(self, payload: Array, root: int) -> Schedule[Array]:
         """Return the schedule that copies a byte vector of any length to all."""
-        length = np.array([mine.size], np.int64)
+        length = np.array([payload.size], np.int64)
         yield from self.broadcast(length, root)
-        payload = mine if self.rank == root else np.empty(length[0], np.uint8)
+        if self.rank != root:
+            payload = np.empty(length[0], np.uint8)
         yield from self.broadcast(payload, root)
         return payload
 

@@ -179,17 +179,17 @@ def slices_of(shapes: Mapping[str, Iterable[int]],
                    for vector, x in its.items()} for name, its in ranges.items()}
 
 
-class Gathering(Protocol):
+class AllgatherCollectives(Protocol):
     """The collectives that `gather` needs."""
 
-    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+    def allgather_bytes(self, payload: Array) -> Schedule[list[Array]]:
         """Return the schedule that returns the bytes of all ranks."""
 
     def allgather(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that copies every rank's slice of a vector to all."""
 
 
-def gather(collectives: Gathering, slices: Sequence[Sliced], *,
+def gather(collectives: AllgatherCollectives, slices: Sequence[Sliced], *,
            keep: bool = True) -> Schedule[list[Array]]:
     """Return the schedule that returns complete tensors, made of the ranges of all ranks.
 
