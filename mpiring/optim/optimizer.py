@@ -14,8 +14,7 @@ from ..gpu import vectors
 from ..engine.handle import Handle
 from ..gpu.device import await_event
 from ..memory.arrays import Array, dtype_name
-from ..memory.pytrees import mapped
-from ..sharding.sliced import Sliced
+from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..training.averager import Averager
@@ -330,7 +329,7 @@ class Optimizer:
         """
         saved = self._saved(0, 1)
         return {**saved, "tensors": state.gathered(self._comm, saved["tensors"]) if self.sharded
-                else mapped(saved["tensors"], lambda leaf: leaf.whole())}
+                else whole(saved["tensors"])}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that this rank is to save: ranges of tensors.
