@@ -57,14 +57,10 @@ class Levels:
     direct: bool
 
     @classmethod
-    def of(cls, op: str, dtype: "np.dtype[np.generic]", nodes: Sequence[Sequence[int]],
-           combiner: Callable[[str, "np.dtype[np.generic]", float], Combine]) -> "Levels":
-        """Return the levels of an op on the ranks of some nodes.
-
-        Args:
-            combiner: As `reduction`.
-        """
-        p, largest = sum(map(len, nodes)), max(map(len, nodes))
+    def of(cls, operation: Operation, op: str, dtype: "np.dtype[np.generic]") -> "Levels":
+        """Return the levels of an op on the vectors of an operation."""
+        combiner, sizes = operation.combiner, [len(ranks) for ranks in operation.nodes]
+        p, largest = sum(sizes), max(sizes)
         if widens(dtype, op):
             # Divides by `largest` on all nodes, whatever their size, and then by the rest.
             return cls(combiner(op, dtype, largest), combiner(op, dtype, p / largest), True)
@@ -103,11 +99,6 @@ def meet(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[I
     return [_InWindows(node.rank, vectors, within)] * tuning.in_flight
 
 
-def levels_of(operation: Operation, op: str, x: Array) -> Levels:
-    """Return the levels of an op on the vectors of an operation."""
-    return Levels.of(op, x.dtype, operation.nodes, operation.combiner)
-
-
 def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     """Combine `x` over all ranks, in place.
 
@@ -118,7 +109,7 @@ def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Sche
 
     Collective: yes. Blocking: no (a schedule).
     """
-    levels = levels_of(operation, op, x)
+    levels = Levels.of(operation, op, x.dtype)
     inside = yield from meet(operation, x, levels.within)
     yield from by_levels(operation, x, levels, inside)
 
@@ -168,7 +159,7 @@ def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: st
     Collective: yes. Blocking: no (a schedule).
     """
     node, nodes, tuning = operation.node, operation.nodes, operation.tuning
-    levels = levels_of(operation, op, x)
+    levels = Levels.of(operation, op, x.dtype)
     inside = yield from meet(operation, x, levels.within)
     size = inbox_size_of_slices(bounds, x.itemsize, nodes, levels, tuning)
     with operation.borrow(size, x.dtype) as inbox:
@@ -266,7 +257,7 @@ def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule
 
     Collective: yes. Blocking: no (a schedule).
     """
-    net, node, levels = operation.net, operation.node, levels_of(operation, op, x)
+    net, node, levels = operation.net, operation.node, Levels.of(operation, op, x.dtype)
     # Not after the messages: a rank that disagrees with another node must not have sent any.
     if node.met:
         yield (node.barrier(),)

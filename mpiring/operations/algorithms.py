@@ -182,7 +182,7 @@ def _shared_on_gpus(operation: BuiltOperation, x: Array, op: str,
     if slices is not None:
         yield from shared.in_place(operation.node, slices, combine)
     else:
-        levels = hierarchical.levels_of(operation, op, x)
+        levels = hierarchical.Levels.of(operation, op, x.dtype)
         yield from hierarchical.by_levels(operation, x, levels, hierarchical.by_slots(
             operation.node, x, levels.within, operation.tuning.in_flight))
 

@@ -83,11 +83,7 @@ def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
     if state["optimizer"] != whose:
         raise ConfigError(f"the state is of {state['optimizer']}, not of {whose}; build the "
                           f"optimizer that was saved")
-    refuse_other_state(state["tensors"], tensors, f"of {whose}")
-    unknown = [name for name in state["tensors"] if name not in tensors]
-    if unknown:
-        raise ConfigError(f"the state of {whose} has {', '.join(unknown)} besides; build the model "
-                          f"that was saved")
+    refuse_other_state(state["tensors"], tensors, f"of {whose}", only=True)
     for name in dtypes:
         refuse_other_state(state["tensors"][name], (), f"of {whose} for {name!r}")
     missing = [vector for vector in optional

@@ -299,10 +299,9 @@ class FusedTensors:
         if self._device is not None and isinstance(reducer, Compressor) and not (
                 reducer.on_gpus and self._device.gpu.programmable):
             return _on_host(bucket, self._device, self._comm, reducer)
-        return BucketReduction(reducer, bucket,
-                               lambda collectives: reduce_of(reducer, collectives, bucket),
-                               lambda collectives: scatter_of(reducer, collectives, bucket),
-                               self._device)
+        reduce, scatter = (functools.partial(build, reducer, bucket=bucket)
+                           for build in (reduce_of, scatter_of))
+        return BucketReduction(reducer, bucket, reduce, scatter, self._device)
 
 
 def _on_host(bucket: Bucket, device: Device, comm: Communicator,
