@@ -10,7 +10,7 @@ from numpy.typing import DTypeLike
 
 from ..memory.arrays import Array
 from ..memory.reduction import Combine
-from ..transport.base import Channel, Node
+from ..transport.base import Channel, Node, Schedule
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,14 @@ class Operation(Protocol):
         """The channel, with ranks as the communicator numbers them."""
 
     @property
+    def ring(self) -> Channel:
+        """The channel, with ranks node after node."""
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The ranks, node after node."""
+
+    @property
     def windows(self) -> WindowFinder:
         """What finds vectors in node-shared memory."""
 
@@ -110,3 +118,12 @@ class Operation(Protocol):
 
     def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
         """Return what combines vectors where they lie."""
+
+    def reduce_scatter_chunks(self, chunks: Sequence[Array], *, op: str = "sum") -> Schedule[None]:
+        """Combine vector r of `chunks` of all ranks on rank r, each sent straight to it."""
+
+    def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
+        """Combine `x` over all ranks, in place, by MPI's own call."""
+
+    def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
+        """Run a schedule in which ranks exchange data that are not neighbours on the ring."""

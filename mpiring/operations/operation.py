@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..collectives import chain, direct, exchange, hierarchical, node_copies, ring, shared
+from ..collectives import (
+    chain, direct, exchange, hierarchical, native, node_copies, ring, shared)
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
@@ -99,16 +100,6 @@ class Collectives:
     def bytes_sent(self) -> int:
         """How many bytes this rank has sent in this operation so far; see Statistics."""
         return self._native_bytes + (0 if self._net is None else self._net.sent[0])
-
-    def count_sent(self, nbytes: int) -> None:
-        """Count bytes that MPI sends for this rank by itself."""
-        self.resources.transport.bytes_sent += nbytes
-        self._native_bytes += nbytes
-
-    def dense_bytes(self, nbytes: int) -> int:
-        """Return how many bytes this rank has to send to other nodes to combine so many."""
-        nodes = len(self.nodes)
-        return 2 * (nodes - 1) * nbytes // nodes // self.node.size
 
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
         """Lend scratch memory for n elements, as long as the operation needs it."""
@@ -232,9 +223,9 @@ class Collectives:
             ConfigError: The op does not suit the dtype.
         """
         combine = self.combiner(op, chunks[0].dtype, self.size)
-        return self.confirmed(self.combine_directly(chunks, combine))
+        return self.confirmed(self._combine_directly(chunks, combine))
 
-    def combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
+    def _combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         """Return the schedule that sends chunks straight to the ranks that combine them."""
         if self._whole is not None:
             yield from node_copies.reduce_scatter(self._whole, chunks, combine)
@@ -243,6 +234,20 @@ class Collectives:
         size = direct.inbox_size(n, self.size, chunks[0].itemsize, direct_bytes)
         with self.borrow(size, chunks[0].dtype) as inbox:
             yield from direct.reduce_scatter(self.net, chunks, inbox, combine, direct_bytes)
+
+    def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
+        """Return the schedule that combines the vector `x` by MPI's own call, in place.
+
+        To be called when the operation is made, not from inside a running schedule.
+        """
+        resources, nodes = self.resources, len(self.nodes)
+        turn = resources.turns.join(self.sequence)
+        # What a rank has to send to other nodes, the least: MPI does not report what it sends.
+        nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
+        resources.transport.bytes_sent += nbytes
+        self._native_bytes += nbytes
+        return native.allreduce(
+            resources.transport, turn, x, reduction(op, x.dtype, self.size))
 
     def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
         """Return the schedule that combines the vector `x` of all ranks into that of `root`.
@@ -276,13 +281,13 @@ class Collectives:
     def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
         chunks = chunks_of(x, self.size)
         if self.rank == root:
-            yield from self.combine_directly(chunks, combine)
+            yield from self._combine_directly(chunks, combine)
             yield from self._gather(chunks[root], chunks, root)
             return
         with self.borrow(chunks[self.rank].size, x.dtype) as combined:
             copy_to(combined, chunks[self.rank])
             chunks[self.rank] = combined
-            yield from self.combine_directly(chunks, combine)
+            yield from self._combine_directly(chunks, combine)
             yield from self._gather(combined, (), root)
 
     # What Reducers do between nodes
