@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arguments import whole_number
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.arrays import vector_of
 from ..gpu.device import Device, Event, await_event
-from ..memory.arrays import CACHE_LINE_BYTES, aligned_bounds, is_finite
+from ..memory.arrays import CACHE_LINE_BYTES, Array, aligned_bounds, is_finite
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of
@@ -171,7 +170,7 @@ class Bucket:
     """
 
     def __init__(self, index: int, plan: BucketPlan,
-                 empty: Callable[[int, np.dtype[Any]], NDArray[Any]],
+                 empty: Callable[[int, np.dtype[Any]], Array],
                  device: Device | None = None) -> None:
         self.index = index
         self.plan = plan
@@ -180,7 +179,7 @@ class Bucket:
         self.flat = empty(plan.size, plan.dtype)
         # Padding is reduced with the rest and must not hold junk.
         self.flat[...] = 0
-        self.views: dict[str, NDArray[Any]] = {}
+        self.views: dict[str, Array] = {}
         self._padding: list[slice] = []
         start = 0
         for tensor in plan.tensors:
@@ -216,7 +215,7 @@ class Bucket:
         for gap in self._padding:
             vectors.clear(vector[gap])
 
-    def holds_finite(self, x: NDArray[Any]) -> bool:
+    def holds_finite(self, x: Array) -> bool:
         """Return whether `flat` or a view is finite, once it is written."""
         if self.device is None:
             return is_finite(x.reshape(-1))

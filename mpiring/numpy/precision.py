@@ -5,17 +5,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arguments import refuse_other_state, whole_number
 from ..errors import ConfigError, GradientError
-from ..memory.arrays import SIXTEEN_BIT, dtype_name
+from ..memory.arrays import Array
 from ..operations.consistency import same_on_all
+from ..optim.parts import has_master, wide
 from ..training.averager import HOPELESS_STEPS
 from ..training.fused import Views
 from .data_parallel import DataParallel
 
-Array = NDArray[Any]
 _SAME_STATE = "load the same state on every rank"
 
 
@@ -132,9 +131,10 @@ class LossScaler:
             raise GradientError(
                 f"rank {self._dp.comm.rank}: scaler.unscaled({name!r}) of a step that was not "
                 f"accepted; call it after dp.wait(), and where scaler.step() returned True")
-        gradient = _widened(self._dp.grads[name])
-        gradient *= self._unscale
-        return gradient
+        gradient = self._dp.grads[name]
+        wide_gradient: Array = gradient.astype(wide(gradient.dtype))
+        wide_gradient *= self._unscale
+        return wide_gradient
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state to resume from; the same on all ranks."""
@@ -213,8 +213,8 @@ class MasterWeights(Views):
     def __init__(self, dp: DataParallel) -> None:
         _refuse_other_than_wrappers(dp)
         self._dp = dp
-        self._params = {name: array for name, array in dp.params.items() if _is_sixteen(array)}
-        super().__init__({name: _widened(array) if name in self._params else array
+        self._params = {name: array for name, array in dp.params.items() if has_master(array.dtype)}
+        super().__init__({name: array.astype(np.float32) if name in self._params else array
                           for name, array in dp.params.items()}, "masters")
 
     def round_off(self) -> None:
@@ -256,15 +256,6 @@ class MasterWeights(Views):
         for name, array in self._views.items():
             array[...] = saved[name]
         self.round_off()
-
-
-def _is_sixteen(x: Array) -> bool:
-    return dtype_name(x.dtype) in SIXTEEN_BIT
-
-
-def _widened(x: Array) -> Array:
-    """Return a copy, in float32 if it has 16 bits."""
-    return x.astype(np.float32 if _is_sixteen(x) else x.dtype)
 
 
 def _refuse_other_than_wrappers(dp: object) -> None:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
 from ..communicator import Communicator
@@ -57,7 +56,7 @@ class Placement:
     moved: Callable[[str], None] | None = None
 
 
-class Views(Mapping[str, NDArray[Any]]):
+class Views(Mapping[str, Array]):
     """Tensors by name, which can be written into, but not replaced.
 
     Args:
@@ -68,10 +67,10 @@ class Views(Mapping[str, NDArray[Any]]):
     _error: type[MpiringError] = GradientError
     _reason = " lies in a bucket and"
 
-    def __init__(self, views: Mapping[str, NDArray[Any]], holder: str) -> None:
+    def __init__(self, views: Mapping[str, Array], holder: str) -> None:
         self._views, self._holder = views, holder
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> Array:
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -160,7 +159,7 @@ class FusedTensors:
         self.compressors = compressors(self._reducers.values())
         self._bucket_bytes = (usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
                               else fusion.bucket_bytes)
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._arrays: dict[str, Array] = {}
         self.views = Views(self._arrays, "grads")
         self.home: dict[str, Bucket] = {}
         self.buckets: list[Bucket] = []
