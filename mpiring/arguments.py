@@ -65,19 +65,26 @@ def truth(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def refuse_other_state(state: Any, names: Iterable[str], whose: str) -> None:
+def refuse_other_state(state: Any, names: Iterable[str], whose: str, *,
+                       only: bool = False) -> None:
     """Raise ConfigError unless a state is a mapping with all these names.
 
     Args:
         whose: Completes the message "the state ...", as "of a LossScaler".
+        only: Refuse other names.
     """
+    names = list(names)
     if not isinstance(state, Mapping):
         raise ConfigError(f"the state {whose} is a {type(state).__name__}: pass what "
                           f"state_dict() has returned")
     missing = [name for name in names if name not in state]
-    if missing:
-        raise ConfigError(f"the state {whose} lacks {', '.join(missing)}: pass what state_dict() "
-                          f"has returned")
+    unknown = [str(name) for name in state if name not in names] if only else []
+    problems = [f"lacks {', '.join(missing)}"] if missing else []
+    if unknown:
+        problems.append(f"has {', '.join(unknown)} besides")
+    if problems:
+        raise ConfigError(f"the state {whose} {' and '.join(problems)}: pass what state_dict() has "
+                          f"returned{' for the same model' * only}")
 
 
 def path(name: str, value: Any) -> str:

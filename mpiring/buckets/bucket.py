@@ -3,19 +3,18 @@
 import collections
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arguments import whole_number
 from ..errors import ConfigError
 from ..gpu import vectors
 from ..gpu.arrays import vector_of
 from ..gpu.device import Device, Event, await_event
-from ..memory.arrays import CACHE_LINE_BYTES, aligned_bounds, is_finite
+from ..memory.arrays import CACHE_LINE_BYTES, Array, aligned_bounds, is_finite
 
 # The first buckets are shorter than wanted: what leaves early has the more computing to hide
 # behind. Each next one may be twice as long. Measured: between two hosts, a step with 52 MB of
@@ -125,27 +124,31 @@ def plan(tensors: Sequence[TensorSpec], bucket_bytes: int,
         ConfigError: `bucket_bytes` is not positive.
     """
     whole_number("bucket_bytes", bucket_bytes, 1)
+    alike: dict[Hashable, list[TensorSpec]] = collections.defaultdict(list)
+    for tensor in tensors:
+        alike[tensor.dtype, kind_of(tensor)].append(tensor)
     position = {tensor.name: i for i, tensor in enumerate(tensors)}
-    full: list[list[TensorSpec]] = []
-    filling: dict[Hashable, list[TensorSpec]] = collections.defaultdict(list)
-    first = min(FIRST_BUCKET_BYTES, bucket_bytes)
-    left: dict[Hashable, int] = collections.Counter()
-    used: dict[Hashable, int] = collections.Counter()
+    fused = [bucket for same in alike.values() for bucket in _cut(same, bucket_bytes)]
+    fused.sort(key=lambda bucket: position[bucket[-1].name])
+    return tuple(BucketPlan(tuple(bucket)) for bucket in fused)
+
+
+def _cut(tensors: Sequence[TensorSpec], bucket_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Yield the tensors of each bucket; `plan` says how long these are."""
+    left = sum(tensor.padded_bytes for tensor in tensors)
+    first = growing = limit = min(FIRST_BUCKET_BYTES, bucket_bytes)
+    bucket: list[TensorSpec] = []
+    used = 0
     for tensor in tensors:
-        left[tensor.dtype, kind_of(tensor)] += tensor.padded_bytes
-    growing, limits = dict.fromkeys(left, first), dict.fromkeys(left, first)
-    for tensor in tensors:
-        kind = tensor.dtype, kind_of(tensor)
-        if filling[kind] and used[kind] + tensor.padded_bytes > limits[kind]:
-            full.append(filling.pop(kind))
-            left[kind] -= used.pop(kind)
-            growing[kind] = min(2 * growing[kind], bucket_bytes)
-            limits[kind] = min(growing[kind], max(left[kind] // 2, first))
-        filling[kind].append(tensor)
-        used[kind] += tensor.padded_bytes
-    full.extend(filling.values())
-    full.sort(key=lambda bucket: position[bucket[-1].name])
-    return tuple(BucketPlan(tuple(bucket)) for bucket in full)
+        if bucket and used + tensor.padded_bytes > limit:
+            yield bucket
+            left -= used
+            growing = min(2 * growing, bucket_bytes)
+            limit = min(growing, max(left // 2, first))
+            bucket, used = [], 0
+        bucket.append(tensor)
+        used += tensor.padded_bytes
+    yield bucket
 
 
 class Bucket:
@@ -167,7 +170,7 @@ class Bucket:
     """
 
     def __init__(self, index: int, plan: BucketPlan,
-                 empty: Callable[[int, np.dtype[Any]], NDArray[Any]],
+                 empty: Callable[[int, np.dtype[Any]], Array],
                  device: Device | None = None) -> None:
         self.index = index
         self.plan = plan
@@ -176,7 +179,7 @@ class Bucket:
         self.flat = empty(plan.size, plan.dtype)
         # Padding is reduced with the rest and must not hold junk.
         self.flat[...] = 0
-        self.views: dict[str, NDArray[Any]] = {}
+        self.views: dict[str, Array] = {}
         self._padding: list[slice] = []
         start = 0
         for tensor in plan.tensors:
@@ -212,7 +215,7 @@ class Bucket:
         for gap in self._padding:
             vectors.clear(vector[gap])
 
-    def holds_finite(self, x: NDArray[Any]) -> bool:
+    def holds_finite(self, x: Array) -> bool:
         """Return whether `flat` or a view is finite, once it is written."""
         if self.device is None:
             return is_finite(x.reshape(-1))

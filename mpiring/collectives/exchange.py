@@ -1,7 +1,7 @@
 """All-to-all, gather and scatter: each rank is sent what is meant for it alone."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array
@@ -12,18 +12,18 @@ from ..transport.base import Channel, Request, Schedule
 IN_FLIGHT = 4
 
 
-def all_to_all(
-    net: Channel, sends: Sequence[Array], receives: Sequence[Array], in_flight: int = IN_FLIGHT,
-) -> Schedule[None]:
-    """Send `sends[r]` to rank r, and receive `receives[r]` from it, pairwise, in p-1 steps.
+def exchange(net: Channel, sends: Mapping[int, Array], receives: Mapping[int, Array],
+             in_flight: int = IN_FLIGHT) -> Schedule[None]:
+    """Send `sends[r]` to each rank r in it, and receive `receives[r]` likewise, in p-1 steps.
 
-    In step s rank r sends to r+s and receives from r-s, so that no rank is flooded.
+    In step s rank r sends to r+s and receives from r-s, so that no rank is flooded. An all-to-all
+    has all ranks in both. To gather, all ranks send to `root` only; to scatter, only it sends.
 
     Args:
-        sends: p vectors of any lengths and dtypes.
-        receives: p vectors, contiguous, overwritten; vector r has as many bytes as rank r
+        sends: Vectors of any lengths and dtypes, by rank.
+        receives: Vectors by rank, contiguous, overwritten; vector r has as many bytes as rank r
             sends to this rank.
-        in_flight: So many steps are under way at once.
+        in_flight: Number of steps that are in flight at once.
 
     Raises:
         BufferMismatchError: A rank sent another number of bytes.
@@ -31,70 +31,16 @@ def all_to_all(
     Collective: yes. Blocking: no (a schedule).
     """
     p, r = net.size, net.rank
-    copy_to(receives[r], sends[r])
-    yield from _a_few_at_once(in_flight, (
-        (net.irecv(receives[(r - s) % p], (r - s) % p), net.isend(sends[(r + s) % p], (r + s) % p))
-        for s in range(1, p)))
-
-
-def gather(
-    net: Channel, vector: Array, parts: Sequence[Array], root: int, in_flight: int = IN_FLIGHT,
-) -> Schedule[None]:
-    """Copy `vector` of every rank r to `parts[r]` of rank `root`.
-
-    Args:
-        vector: Contiguous.
-        parts: On `root`, p vectors, contiguous, each as long as what its rank sends; they
-            are overwritten. Ignored elsewhere.
-        root: The rank that receives.
-        in_flight: From so many ranks it receives at once.
-
-    Raises:
-        BufferMismatchError: A rank sent another number of bytes.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
-    p, r = net.size, net.rank
-    if r != root:
-        yield (net.isend(vector, root),)
-        return
-    if parts[r] is not vector:
-        copy_to(parts[r], vector)
-    yield from _a_few_at_once(in_flight, (
-        (net.irecv(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
-
-
-def scatter(
-    net: Channel, parts: Sequence[Array], vector: Array, root: int, in_flight: int = IN_FLIGHT,
-) -> Schedule[None]:
-    """Copy `parts[r]` of rank `root` to `vector` of every rank r.
-
-    Args:
-        parts: On `root`, p vectors, contiguous. Ignored elsewhere.
-        vector: Contiguous, as long as what `root` sends; overwritten.
-        root: The rank that sends.
-        in_flight: To so many ranks it sends at once.
-
-    Raises:
-        BufferMismatchError: `root` sent another number of bytes.
-
-    Collective: yes. Blocking: no (a schedule).
-    """
-    p, r = net.size, net.rank
-    if r != root:
-        yield (net.irecv(vector, root),)
-        return
-    copy_to(vector, parts[r])
-    yield from _a_few_at_once(in_flight, (
-        (net.isend(parts[(r + s) % p], (r + s) % p),) for s in range(1, p)))
-
-
-def _a_few_at_once(in_flight: int, steps: Iterable[Sequence[Request]]) -> Schedule[None]:
-    """Draw steps, which begins them, but wait for the oldest where too many are under way."""
-    under_way: deque[Sequence[Request]] = deque()
-    for step in steps:
-        under_way.append(step)
+    if r in receives and receives[r] is not sends[r]:
+        copy_to(receives[r], sends[r])
+    under_way: deque[list[Request]] = deque()
+    for s in range(1, p):
+        source, dest = (r - s) % p, (r + s) % p
+        step = [net.irecv(receives[source], source)] if source in receives else []
+        if dest in sends:
+            step.append(net.isend(sends[dest], dest))
+        if step:
+            under_way.append(step)
         if len(under_way) == in_flight:
             yield under_way.popleft()
-    while under_way:
-        yield under_way.popleft()
+    yield from under_way

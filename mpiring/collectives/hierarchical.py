@@ -57,14 +57,10 @@ class Levels:
     direct: bool
 
     @classmethod
-    def of(cls, op: str, dtype: "np.dtype[np.generic]", nodes: Sequence[Sequence[int]],
-           combiner: Callable[[str, "np.dtype[np.generic]", float], Combine]) -> "Levels":
-        """Return the levels of an op on the ranks of some nodes.
-
-        Args:
-            combiner: As `reduction`.
-        """
-        p, largest = sum(map(len, nodes)), max(map(len, nodes))
+    def of(cls, operation: Operation, op: str, dtype: "np.dtype[np.generic]") -> "Levels":
+        """Return the levels of an op on the vectors of an operation."""
+        combiner, sizes = operation.combiner, [len(ranks) for ranks in operation.nodes]
+        p, largest = sum(sizes), max(sizes)
         if widens(dtype, op):
             # Divides by `largest` on all nodes, whatever their size, and then by the rest.
             return cls(combiner(op, dtype, largest), combiner(op, dtype, p / largest), True)
@@ -100,45 +96,56 @@ def meet(operation: Operation, x: Array, within: Combine) -> Schedule[Sequence[I
     vectors = [x] if node.size == 1 else windows.vectors(positions, x)
     if vectors is None:
         return by_slots(node, x, within, tuning.in_flight)
-    return in_windows(node, vectors, within, tuning.in_flight)
+    return [_InWindows(node.rank, vectors, within)] * tuning.in_flight
 
 
-def allreduce(
-    net: Channel, nodes: Sequence[Sequence[int]], inside: Sequence[Inside], node: Node,
-    x: Array, inbox: Array, levels: Levels, tuning: Tuning,
-) -> Schedule[None]:
-    """Combine `x` over all ranks, in place. To be called when all ranks of the node have arrived.
+def allreduce(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
+    """Combine `x` over all ranks, in place.
 
     Args:
-        nodes: The ranks of each node, in the same order on all ranks.
-        inside: Per lane, from `in_windows` or `by_slots`; the nodes' may differ.
-        node: The meeting place of this rank's node.
+        operation: Of ranks on several nodes.
         x: Shape (n,), contiguous. Overwritten by the result.
-        inbox: Scratch vector of at least `inbox_size` elements of the same dtype.
-        levels: The op.
-        tuning: The same on all ranks.
+        op, combine: The op, and what combines by it on all ranks at once.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    inboxes = chunks_of(inbox, len(inside))
-
-    def lane(index: int, piece: Piece) -> Schedule[object]:
-        def exchange(members: Channel, part: Array, j: int) -> Schedule[None]:
-            if levels.direct:
-                return direct.allreduce(members, part, inboxes[index], levels.between,
-                                        tuning.direct_bytes, tuning.ring_bytes)
-            return ring.allreduce(
-                members, part, inboxes[index], levels.between, tuning.ring_bytes)
-
-        return by_slices(net.lane(index), nodes, inside[index], node, x, piece, exchange)
-
-    return _in_lanes(node, pieces_of(x.size, x.itemsize, nodes, tuning), len(inside), lane)
+    levels = Levels.of(operation, op, x.dtype)
+    inside = yield from meet(operation, x, levels.within)
+    yield from by_levels(operation, x, levels, inside)
 
 
-def reduce_scatter(
-    net: Channel, nodes: Sequence[Sequence[int]], inside: Sequence[Inside], node: Node,
-    x: Array, bounds: Sequence[int], inbox: Array, levels: Levels, tuning: Tuning,
-) -> Schedule[None]:
+def by_levels(operation: Operation, x: Array, levels: Levels,
+              inside: Sequence[Inside]) -> Schedule[None]:
+    """Continue `allreduce` when all ranks of the node have arrived.
+
+    Args:
+        operation, x: As for `allreduce`.
+        levels: The op.
+        inside: Per lane, see `meet`; the nodes' may differ.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    nodes, tuning = operation.nodes, operation.tuning
+    size = inbox_size(x.size, x.itemsize, nodes, levels, tuning)
+    with operation.borrow(size, x.dtype) as inbox:
+        inboxes = chunks_of(inbox, len(inside))
+
+        def lane(index: int, piece: Piece) -> Schedule[object]:
+            def exchange(members: Channel, part: Array, j: int) -> Schedule[None]:
+                if levels.direct:
+                    return direct.allreduce(members, part, inboxes[index], levels.between,
+                                            tuning.direct_bytes, tuning.ring_bytes)
+                return ring.allreduce(
+                    members, part, inboxes[index], levels.between, tuning.ring_bytes)
+
+            return by_slices(operation, index, inside[index], x, piece, exchange)
+
+        yield from _in_lanes(operation.node, pieces_of(x.size, x.itemsize, nodes, tuning),
+                             len(inside), lane)
+
+
+def reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
+                   combine: Combine) -> Schedule[None]:
     """Combine slice r of `x` over all ranks on rank r.
 
     Each of N nodes sends the slices of the other nodes' ranks, (N-1)/N of the array where
@@ -147,59 +154,77 @@ def reduce_scatter(
     Args:
         x: Shape (n,), contiguous. Overwritten; this rank's slice holds the result.
         bounds: Rank r's slice is `x[bounds[r]:bounds[r + 1]]`.
-        inbox: Scratch vector of at least `inbox_size_of_slices` elements.
-        net, nodes, inside, node, levels, tuning: As for `allreduce`.
+        operation, op, combine: As for `allreduce`.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    inboxes = chunks_of(inbox, len(inside))
+    node, nodes, tuning = operation.node, operation.nodes, operation.tuning
+    levels = Levels.of(operation, op, x.dtype)
+    inside = yield from meet(operation, x, levels.within)
+    size = inbox_size_of_slices(bounds, x.itemsize, nodes, levels, tuning)
+    with operation.borrow(size, x.dtype) as inbox:
+        inboxes = chunks_of(inbox, len(inside))
 
-    def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
-        def collect(i: int) -> Schedule[None]:
-            return inside[index].collect(rows[i])
+        def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
+            def collect(i: int) -> Schedule[None]:
+                return inside[index].collect(rows[i])
 
-        # Ranks that meet amid their rings, one of which waits for a rank with several rings, could
-        # wait in a circle.
-        is_early = levels.direct or inside[index].meets
-        if is_early:
-            for i in range(len(rows)):
-                yield from collect(i)
-        for j in range(node.rank, len(rows[0]), node.size):
-            members, chunks = _ring(net.lane(index), nodes, j), [x[row[j]] for row in rows]
-            if levels.direct:
-                yield from direct.reduce_scatter(
-                    members, chunks, inboxes[index], levels.between, tuning.direct_bytes)
-            else:
-                # The first ring of a rank collects its slices of all.
-                yield from ring.reduce_scatter(
-                    members, chunks, inboxes[index], levels.between, tuning.ring_bytes,
-                    None if is_early or j > node.rank else collect)
+            # Ranks that meet amid their rings, one of which waits for a rank with several rings,
+            # could wait in a circle.
+            is_early = levels.direct or inside[index].meets
+            if is_early:
+                for i in range(len(rows)):
+                    yield from collect(i)
+            for j in range(node.rank, len(rows[0]), node.size):
+                members, chunks = _ring(operation, index, j), [x[row[j]] for row in rows]
+                if levels.direct:
+                    yield from direct.reduce_scatter(
+                        members, chunks, inboxes[index], levels.between, tuning.direct_bytes)
+                else:
+                    # The first ring of a rank collects its slices of all.
+                    yield from ring.reduce_scatter(
+                        members, chunks, inboxes[index], levels.between, tuning.ring_bytes,
+                        None if is_early or j > node.rank else collect)
 
-    return _in_lanes(
-        node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
+        yield from _in_lanes(
+            node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
 
 
-def allgather(
-    net: Channel, nodes: Sequence[Sequence[int]], inside: Sequence[Inside], node: Node,
-    x: Array, bounds: Sequence[int], tuning: Tuning,
-) -> Schedule[None]:
+def allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     """Copy slice r of `x` of rank r to all ranks; the way back from `reduce_scatter`.
 
     Args:
         x: Shape (n,), contiguous. All but this rank's slice is overwritten.
-        bounds, net, nodes, inside, node, tuning: As for `reduce_scatter`.
+        operation, bounds: As for `reduce_scatter`.
 
     Collective: yes. Blocking: no (a schedule).
     """
+    # Nothing is combined.
+    inside = yield from meet(operation, x, operation.combiner("max", np.dtype(bool), 1))
+    yield from by_rings(operation, x, bounds, inside)
+
+
+def by_rings(operation: Operation, x: Array, bounds: Sequence[int],
+             inside: Sequence[Inside]) -> Schedule[None]:
+    """Continue `allgather` when all ranks of the node have arrived.
+
+    Args:
+        operation, x, bounds: As for `allgather`.
+        inside: Per lane, see `meet`; the nodes' may differ.
+
+    Collective: yes. Blocking: no (a schedule).
+    """
+    node, tuning = operation.node, operation.tuning
+
     def lane(index: int, rows: Sequence[Piece]) -> Schedule[None]:
         for j in range(node.rank, len(rows[0]), node.size):
-            yield from ring.allgather(_ring(net.lane(index), nodes, j),
-                                      [x[row[j]] for row in rows], tuning.ring_bytes)
+            yield from ring.allgather(
+                _ring(operation, index, j), [x[row[j]] for row in rows], tuning.ring_bytes)
         for row in rows:
             yield from inside[index].spread(row)
 
-    return _in_lanes(
-        node, pieces_of_slices(bounds, x.itemsize, nodes, tuning), len(inside), lane)
+    return _in_lanes(node, pieces_of_slices(bounds, x.itemsize, operation.nodes, tuning),
+                     len(inside), lane)
 
 
 def _in_lanes(node: Node, pieces: Sequence[T], count: int,
@@ -215,15 +240,12 @@ def _in_lanes(node: Node, pieces: Sequence[T], count: int,
     yield (node.barrier(),)
 
 
-def _ring(net: Channel, nodes: Sequence[Sequence[int]], j: int) -> Channel:
-    """Return the channel of the ranks, one of each node, that exchange slice j."""
-    return Members(net, [ranks[j % len(ranks)] for ranks in nodes])
+def _ring(operation: Operation, lane: int, j: int) -> Channel:
+    """Return a lane's channel of the ranks, one of each node, that exchange slice j."""
+    return Members(operation.net.lane(lane), [ranks[j % len(ranks)] for ranks in operation.nodes])
 
 
-def short(
-    net: Channel, nodes: Sequence[Sequence[int]], node: Node, x: Array, inbox: Array,
-    levels: Levels,
-) -> Schedule[None]:
+def short(operation: Operation, x: Array, op: str, combine: Combine) -> Schedule[None]:
     """Combine a short vector over all ranks, in place: the nodes' first ranks tell each other.
 
     Takes one message's time between nodes. The bits are equal: each of those ranks combines
@@ -231,11 +253,11 @@ def short(
 
     Args:
         x: Shape (n,), contiguous, not longer than a staging slot. Overwritten by the result.
-        inbox: Scratch vector of at least `(len(nodes) - 1) * n` elements.
-        nodes, node, levels: As for `allreduce`.
+        operation, op, combine: As for `allreduce`.
 
     Collective: yes. Blocking: no (a schedule).
     """
+    net, node, levels = operation.net, operation.node, Levels.of(operation, op, x.dtype)
     # Not after the messages: a rank that disagrees with another node must not have sent any.
     if node.met:
         yield (node.barrier(),)
@@ -243,40 +265,41 @@ def short(
     yield (node.barrier(),)
     if node.rank == 0:
         levels.within.combine(copies, x)
-        leaders = [ranks[0] for ranks in nodes]
+        leaders = [ranks[0] for ranks in operation.nodes]
         others = [leader for leader in leaders if leader != net.rank]
-        received = dict(zip(others, chunks_of(inbox[:len(others) * x.size], len(others))))
-        yield [*(net.irecv(received[leader], leader) for leader in others),
-               *(net.isend(x, leader) for leader in others)]
-        levels.between.combine([received.get(leader, x) for leader in leaders], x)
+        with operation.borrow(len(others) * x.size, x.dtype) as inbox:
+            received = dict(zip(others, chunks_of(inbox, len(others))))
+            yield [*(net.irecv(received[leader], leader) for leader in others),
+                   *(net.isend(x, leader) for leader in others)]
+            levels.between.combine([received.get(leader, x) for leader in leaders], x)
         copy_to(copies[0], x)
     yield (node.barrier(),)
     copy_to(x, copies[0])
 
 
-def by_slices(
-    net: Channel, nodes: Sequence[Sequence[int]], inside: Inside, node: Node, x: Array,
-    piece: Piece, exchange: Exchange[T],
-) -> Schedule[list[T]]:
+def by_slices(operation: Operation, lane: int, inside: Inside, x: Array, piece: Piece,
+              exchange: Exchange[T]) -> Schedule[list[T]]:
     """Combine a piece of `x` within the node, let nodes exchange its slices, and hand them out.
 
     All ranks take the slices in the same order, so that the exchanges cannot wait for each
     other in a circle.
 
     Args:
+        lane: Whose channel is used.
+        inside: That lane's.
         piece: Its slices, one for each rank of the largest node.
         exchange: Replaces a slice, in place, by what all nodes are to have, with the same bits.
-        net, nodes, inside, node, x: As for `allreduce`.
+        operation, x: As for `allreduce`.
 
     Returns:
         What `exchange` has returned for each of this rank's slices.
 
     Collective: yes. Blocking: no (a schedule).
     """
-    returned = []
+    node, returned = operation.node, []
     yield from inside.collect(piece)
     for j in range(node.rank, len(piece), node.size):
-        returned.append((yield from exchange(_ring(net, nodes, j), x[piece[j]], j)))
+        returned.append((yield from exchange(_ring(operation, lane, j), x[piece[j]], j)))
     yield from inside.spread(piece)
     return returned
 
@@ -347,19 +370,6 @@ def _inbox_size(lengths: Sequence[int], itemsize: int, p: int, levels: Levels,
         ring.inbox_size(n, p, itemsize, tuning.ring_bytes) for n in lengths)
 
 
-def in_windows(
-    node: Node, vectors: Sequence[Array], combine: Combine, in_flight: int,
-) -> Sequence[Inside]:
-    """Return how lanes combine vectors that lie in shared memory.
-
-    Args:
-        vectors: Per rank of the node.
-        combine: The op within the node.
-        in_flight: How many lanes there are.
-    """
-    return [_InWindows(node.rank, vectors, combine)] * in_flight
-
-
 def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence[Inside]:
     """Return how lanes combine private vectors: by way of the node's staging slots.
 
@@ -376,27 +386,17 @@ def by_slots(node: Node, x: Array, combine: Combine, in_flight: int) -> Sequence
             for index in range(in_flight)]
 
 
-def in_one_array(in_flight: int) -> Sequence[Inside]:
-    """Return how lanes hand out slices of an array that lies once in the node's memory.
-
-    Args:
-        in_flight: How many lanes there are.
-    """
-    return [_InOneArray()] * in_flight
-
-
-class _InOneArray:
-    """What one rank writes, all have: nothing moves."""
+class InOneArray:
+    """An array that lies once in the node's memory: what one rank writes, all have."""
 
     meets = False
 
     def collect(self, piece: Piece) -> Schedule[None]:
+        """Move nothing."""
         return
         yield ()
 
-    def spread(self, piece: Piece) -> Schedule[None]:
-        return
-        yield ()
+    spread = collect
 
 
 class _InWindows:

@@ -1,11 +1,16 @@
 """What an algorithm is given: the operation it works for, and the lengths in which it cuts."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import DTypeLike
 
 from ..memory.arrays import Array
-from ..transport.base import Node
+from ..memory.reduction import Combine
+from ..transport.base import Channel, Node, Schedule
 
 
 @dataclass(frozen=True)
@@ -89,9 +94,36 @@ class Operation(Protocol):
     tuning: Tuning
 
     @property
+    def net(self) -> Channel:
+        """The channel, with ranks as the communicator numbers them."""
+
+    @property
+    def ring(self) -> Channel:
+        """The channel, with ranks node after node."""
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The ranks, node after node."""
+
+    @property
     def windows(self) -> WindowFinder:
         """What finds vectors in node-shared memory."""
 
     @property
     def nodes(self) -> Sequence[Sequence[int]]:
         """The ranks that share a memory, for each memory, in the same order on all ranks."""
+
+    def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
+        """Lend scratch memory for n elements."""
+
+    def combiner(self, op: str, dtype: "np.dtype[Any]", size: float) -> Combine:
+        """Return what combines vectors where they lie."""
+
+    def reduce_scatter_chunks(self, chunks: Sequence[Array], *, op: str = "sum") -> Schedule[None]:
+        """Combine vector r of `chunks` of all ranks on rank r, each sent straight to it."""
+
+    def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
+        """Combine `x` over all ranks, in place, by MPI's own call."""
+
+    def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
+        """Run a schedule in which ranks exchange data that are not neighbours on the ring."""

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..arguments import truth
 from ..asynchronous import ParameterServer
@@ -74,7 +73,7 @@ class DataParallel:
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, params: Mapping[str, NDArray[Any]], comm: Communicator, *,
+    def __init__(self, params: Mapping[str, Array], comm: Communicator, *,
                  bucket_bytes: int | None = None, reducer: ReducerSpec = None,
                  deterministic: bool = False, order: Sequence[str] | None = None) -> None:
         refuse_other_than_communicators(comm)
@@ -312,7 +311,7 @@ class AsyncDataParallel(ParameterServer):
         return super().step(gradients)
 
 
-def share(params: Mapping[str, NDArray[Any]], comm: Communicator, *, deterministic: bool = False,
+def share(params: Mapping[str, Array], comm: Communicator, *, deterministic: bool = False,
           **arguments: Any) -> tuple[list[TensorSpec], Device | None]:
     """Give all ranks rank 0's parameters.
 
@@ -355,7 +354,7 @@ def _device_of(params: Mapping[str, Any], comm: Communicator) -> Device | None:
     return device
 
 
-def spec_of(name: str, array: NDArray[Any], rank: int) -> TensorSpec:
+def spec_of(name: str, array: Array, rank: int) -> TensorSpec:
     """Return the name, shape and dtype of a parameter.
 
     Args:

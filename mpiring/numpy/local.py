@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..buckets.bucket import refuse_changed
 from ..communicator import Communicator
 from ..gpu.arrays import vector_of
 from ..gpu.device import await_event
-from ..memory.arrays import SIXTEEN_BIT, dtype_name, is_finite
+from ..memory.arrays import Array, is_finite
 from ..optim import outer
 from ..optim.fragments import LocalWeights
+from ..optim.parts import wide
 from .data_parallel import DataParallel, share, spec_of
 
 
@@ -28,7 +28,7 @@ class ArrayWeights(LocalWeights):
     Collective: yes. Blocking: yes.
     """
 
-    def __init__(self, model: Mapping[str, NDArray[Any]] | DataParallel,
+    def __init__(self, model: Mapping[str, Array] | DataParallel,
                  comm: Communicator) -> None:
         # Not a copy: arrays that are replaced in it count from then on.
         self._arrays: Mapping[str, Any] = (
@@ -58,9 +58,8 @@ class ArrayWeights(LocalWeights):
         """Set local weights to alpha × local + (1 - alpha) × global."""
         local, target = self._arrays[name], self._global[name]
         if alpha:
-            kind = np.float32 if dtype_name(local.dtype) in SIXTEEN_BIT else local.dtype
-            target = target.astype(kind)
-            target += alpha * (local.astype(kind) - target)
+            target = target.astype(wide(local.dtype))
+            target += alpha * (local.astype(target.dtype) - target)
         local[...] = target
 
     def is_finite(self, name: str) -> bool:

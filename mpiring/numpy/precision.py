@@ -1,21 +1,20 @@
 """Trains in 16 bits: scales the loss, so that gradients do not vanish; masters have 32 bits."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..arguments import whole_number
+from ..arguments import refuse_other_state, whole_number
 from ..errors import ConfigError, GradientError
-from ..memory.arrays import SIXTEEN_BIT, dtype_name
+from ..memory.arrays import Array
 from ..operations.consistency import same_on_all
+from ..optim.parts import has_master, wide
 from ..training.averager import HOPELESS_STEPS
 from ..training.fused import Views
 from .data_parallel import DataParallel
 
-Array = NDArray[Any]
 _SAME_STATE = "load the same state on every rank"
 
 
@@ -132,9 +131,10 @@ class LossScaler:
             raise GradientError(
                 f"rank {self._dp.comm.rank}: scaler.unscaled({name!r}) of a step that was not "
                 f"accepted; call it after dp.wait(), and where scaler.step() returned True")
-        gradient = _widened(self._dp.grads[name])
-        gradient *= self._unscale
-        return gradient
+        gradient = self._dp.grads[name]
+        wide_gradient: Array = gradient.astype(wide(gradient.dtype))
+        wide_gradient *= self._unscale
+        return wide_gradient
 
     def state_dict(self) -> dict[str, float | int]:
         """Return the state to resume from; the same on all ranks."""
@@ -153,7 +153,7 @@ class LossScaler:
         Collective: yes. Blocking: yes.
         """
         with same_on_all(self._dp.comm, "the state of a LossScaler", remedy=_SAME_STATE) as same:
-            _refuse_other_names(self._dp, "state of a LossScaler", state, self.state_dict())
+            refuse_other_state(state, self.state_dict(), "of a LossScaler", only=True)
             same["scale"] = scale = _power_of_two(
                 "scale", state["scale"], self._smallest, self._largest)
             same["taken_in_row"] = taken = whole_number("taken_in_row", state["taken_in_row"], 0)
@@ -213,8 +213,8 @@ class MasterWeights(Views):
     def __init__(self, dp: DataParallel) -> None:
         _refuse_other_than_wrappers(dp)
         self._dp = dp
-        self._params = {name: array for name, array in dp.params.items() if _is_sixteen(array)}
-        super().__init__({name: _widened(array) if name in self._params else array
+        self._params = {name: array for name, array in dp.params.items() if has_master(array.dtype)}
+        super().__init__({name: array.astype(np.float32) if name in self._params else array
                           for name, array in dp.params.items()}, "masters")
 
     def round_off(self) -> None:
@@ -242,7 +242,7 @@ class MasterWeights(Views):
         """
         with same_on_all(self._dp.comm, "the state of the MasterWeights",
                          remedy=_SAME_STATE) as same:
-            _refuse_other_names(self._dp, "state of the MasterWeights", state, self._views)
+            refuse_other_state(state, self._views, "of the MasterWeights", only=True)
             # Of files such as numpy.load's, each access reads the array.
             same["arrays"] = saved = {name: state[name] for name in self._views}
             for name, array in self._views.items():
@@ -258,32 +258,9 @@ class MasterWeights(Views):
         self.round_off()
 
 
-def _is_sixteen(x: Array) -> bool:
-    return dtype_name(x.dtype) in SIXTEEN_BIT
-
-
-def _widened(x: Array) -> Array:
-    """Return a copy, in float32 if it has 16 bits."""
-    return x.astype(np.float32 if _is_sixteen(x) else x.dtype)
-
-
 def _refuse_other_than_wrappers(dp: object) -> None:
     if not isinstance(getattr(dp, "grads", None), Mapping):
         raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy")
-
-
-def _refuse_other_names(dp: DataParallel, whose: str, state: Mapping[str, Any],
-                        names: Iterable[str]) -> None:
-    names = list(names)
-    if not isinstance(state, Mapping):
-        raise ConfigError(f"rank {dp.comm.rank}: the {whose} is a {type(state).__name__}; pass "
-                          f"what state_dict() returned")
-    if set(names) != set(state):
-        raise ConfigError(
-            f"rank {dp.comm.rank}: the {whose} lacks "
-            f"{', '.join(name for name in names if name not in state) or 'nothing'} and has "
-            f"{', '.join(str(name) for name in state if name not in names) or 'nothing'} besides; "
-            f"pass what state_dict() returned for the same model")
 
 
 def _power_of_two(name: str, value: Any, least: float, most: float) -> float:

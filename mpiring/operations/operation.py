@@ -1,13 +1,14 @@
 """Schedules of one operation: what the communicator calls, and Reducers build on."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ..collectives import chain, direct, exchange, hierarchical, node_copies, ring, shared
+from ..collectives import (
+    chain, direct, exchange, hierarchical, native, node_copies, ring, shared)
 from ..errors import ConfigError
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
@@ -100,16 +101,6 @@ class Collectives:
         """How many bytes this rank has sent in this operation so far; see Statistics."""
         return self._native_bytes + (0 if self._net is None else self._net.sent[0])
 
-    def count_sent(self, nbytes: int) -> None:
-        """Count bytes that MPI sends for this rank by itself."""
-        self.resources.transport.bytes_sent += nbytes
-        self._native_bytes += nbytes
-
-    def dense_bytes(self, nbytes: int) -> int:
-        """Return how many bytes this rank has to send to other nodes to combine so many."""
-        nodes = len(self.nodes)
-        return 2 * (nodes - 1) * nbytes // nodes // self.node.size
-
     def borrow(self, n: int, dtype: DTypeLike) -> AbstractContextManager[Array]:
         """Lend scratch memory for n elements, as long as the operation needs it."""
         return self.resources.scratch.borrow(n, dtype)
@@ -145,23 +136,23 @@ class Collectives:
     def _chosen(self, choose: Callable[..., T], x: Array, op: str, wish: str = "auto") -> T:
         # A program makes the same few calls again and again.
         chosen, key = self.resources.chosen, (choose, x.nbytes, x.dtype, op, wish, self.gpu)
-        found: T | None = chosen.get(key)
-        if found is None:
+        choice: T | None = chosen.get(key)
+        if choice is None:
             if len(chosen) >= _MOST_CHOSEN:
                 chosen.clear()
-            found = chosen[key] = self._choose(choose, x, op, wish)
-        return found
+            choice = chosen[key] = self._choose(choose, x, op, wish)
+        return choice
 
     def _choose(self, choose: Callable[..., T], x: Array, op: str, wish: str) -> T:
-        own = self.resources
-        case = Case(x.nbytes, x.dtype, op, self.size, len(own.nodes), self.tuning, self.gpu)
-        if wish == "auto" and own.algorithm != "auto":
+        algorithm, model = self.resources.algorithm, self.resources.model
+        case = Case(x.nbytes, x.dtype, op, self.size, len(self.nodes), self.tuning, self.gpu)
+        if wish == "auto" and algorithm != "auto":
             try:
-                return choose(case, own.algorithm, own.model)
+                return choose(case, algorithm, model)
             except ConfigError as error:
                 if self.rank == 0:
                     say_fallback(str(error))
-        return choose(case, wish, own.model)
+        return choose(case, wish, model)
 
     def reduce_scatter(self, x: Array, *, op: str = "sum",
                        bounds: Sequence[int] | None = None) -> Schedule[Array]:
@@ -210,12 +201,11 @@ class Collectives:
             x: From `node_array`, or a part of it.
             bounds: As for `reduce_scatter`. Where one rank has all of it, this is a broadcast.
         """
-        node, lanes = self.node, hierarchical.in_one_array(self.tuning.in_flight)
         # Until here, other ranks of this node may have read.
-        yield (node.barrier(),)
+        yield (self.node.barrier(),)
         if len(self.nodes) > 1:
-            yield from hierarchical.allgather(
-                self.net, self.nodes, lanes, node, x, bounds, self.tuning)
+            yield from hierarchical.by_rings(
+                self, x, bounds, [hierarchical.InOneArray()] * self.tuning.in_flight)
 
     def _equal(self, x: Array) -> list[int]:
         return bounds_of(x.size, self.size)
@@ -233,9 +223,9 @@ class Collectives:
             ConfigError: The op does not suit the dtype.
         """
         combine = self.combiner(op, chunks[0].dtype, self.size)
-        return self.confirmed(self.combine_directly(chunks, combine))
+        return self.confirmed(self._combine_directly(chunks, combine))
 
-    def combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
+    def _combine_directly(self, chunks: Sequence[Array], combine: Combine) -> Schedule[None]:
         """Return the schedule that sends chunks straight to the ranks that combine them."""
         if self._whole is not None:
             yield from node_copies.reduce_scatter(self._whole, chunks, combine)
@@ -244,6 +234,20 @@ class Collectives:
         size = direct.inbox_size(n, self.size, chunks[0].itemsize, direct_bytes)
         with self.borrow(size, chunks[0].dtype) as inbox:
             yield from direct.reduce_scatter(self.net, chunks, inbox, combine, direct_bytes)
+
+    def native_allreduce(self, x: Array, op: str) -> Schedule[None]:
+        """Return the schedule that combines the vector `x` by MPI's own call, in place.
+
+        To be called when the operation is made, not from inside a running schedule.
+        """
+        resources, nodes = self.resources, len(self.nodes)
+        turn = resources.turns.join(self.sequence)
+        # What a rank has to send to other nodes, the least: MPI does not report what it sends.
+        nbytes = 2 * (nodes - 1) * x.nbytes // nodes // self.node.size
+        resources.transport.bytes_sent += nbytes
+        self._native_bytes += nbytes
+        return native.allreduce(
+            resources.transport, turn, x, reduction(op, x.dtype, self.size))
 
     def reduce(self, x: Array, root: int, *, op: str = "sum") -> Schedule[None]:
         """Return the schedule that combines the vector `x` of all ranks into that of `root`.
@@ -277,15 +281,14 @@ class Collectives:
     def _reduce(self, x: Array, root: int, combine: Combine) -> Schedule[None]:
         chunks = chunks_of(x, self.size)
         if self.rank == root:
-            yield from self.combine_directly(chunks, combine)
+            yield from self._combine_directly(chunks, combine)
             yield from self._gather(chunks[root], chunks, root)
             return
-        own = chunks[self.rank]
-        with self.borrow(own.size, x.dtype) as mine:
-            copy_to(mine, own)
-            chunks[self.rank] = mine
-            yield from self.combine_directly(chunks, combine)
-            yield from self._gather(mine, (), root)
+        with self.borrow(chunks[self.rank].size, x.dtype) as combined:
+            copy_to(combined, chunks[self.rank])
+            chunks[self.rank] = combined
+            yield from self._combine_directly(chunks, combine)
+            yield from self._gather(combined, (), root)
 
     # What Reducers do between nodes
 
@@ -309,11 +312,11 @@ class Collectives:
         within = self.combiner("mean", x.dtype, self.size / len(self.nodes))
         inside = yield from hierarchical.meet(self, x, within)
         answers = yield from hierarchical.by_slices(
-            self.net, self.nodes, inside[0], self.node, x, _slices(bounds), exchange)
+            self, 0, inside[0], x, _slices(bounds), exchange)
         # No rank's vector is complete before.
         return all(answer for answer, in (yield from self.node.share(int(all(answers)))))
 
-    def handed_out(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
+    def allgather_on_node(self, x: Array, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that copies each rank's slices of `x` to the others of its node.
 
         Args:
@@ -339,25 +342,40 @@ class Collectives:
             self.ring, [chunks[rank] for rank in self.order], self.tuning.ring_bytes)
 
     def all_to_all(self, sends: Sequence[Array], receives: Sequence[Array]) -> Schedule[None]:
-        """Return the schedule that sends `sends[r]` to rank r; see exchange.all_to_all."""
-        if self._whole is not None:
-            return node_copies.all_to_all(self._whole, sends, receives)
-        return self.confirmed(exchange.all_to_all(self.net, sends, receives))
+        """Return the schedule that sends `sends[r]` to rank r; see exchange.exchange."""
+        return self.confirmed(self._exchange(
+            dict(enumerate(sends)), dict(enumerate(receives)), self.size))
 
-    def gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-        """Return the schedule that copies `mine` of all ranks to `root`; see exchange.gather."""
-        return self.confirmed(self._gather(mine, parts, root))
+    def gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        """Return the schedule that copies `x` of each rank r to `parts[r]` of rank `root`.
 
-    def _gather(self, mine: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
-        if self._whole is not None:
-            return node_copies.gather(self._whole, mine, parts, root)
-        return exchange.gather(self.net, mine, parts, root)
+        Args:
+            x: Contiguous, of any length.
+            parts: On `root`, per rank a vector of as many bytes. Ignored elsewhere.
+            root: The rank that receives.
 
-    def scatter(self, parts: Sequence[Array], mine: Array, root: int) -> Schedule[None]:
-        """Return the schedule that copies a part to each rank; see exchange.scatter."""
+        Raises:
+            BufferMismatchError: A rank sends another number of bytes.
+        """
+        return self.confirmed(self._gather(x, parts, root))
+
+    def _gather(self, x: Array, parts: Sequence[Array], root: int) -> Schedule[None]:
+        receives = dict(enumerate(parts)) if self.rank == root else {}
+        return self._exchange({root: x}, receives, 1)
+
+    def scatter(self, parts: Sequence[Array], x: Array, root: int) -> Schedule[None]:
+        """Return the schedule that copies `parts[r]` of rank `root` to `x` of each rank r.
+
+        Args, raises: as `gather`.
+        """
+        sends = dict(enumerate(parts)) if self.rank == root else {}
+        return self.confirmed(self._exchange(sends, {root: x}, self.size))
+
+    def _exchange(self, sends: Mapping[int, Array], receives: Mapping[int, Array],
+                  rows: int) -> Schedule[None]:
         if self._whole is not None:
-            return node_copies.scatter(self._whole, parts, mine, root)
-        return self.confirmed(exchange.scatter(self.net, parts, mine, root))
+            return node_copies.exchange(self._whole, sends, receives, rows)
+        return exchange.exchange(self.net, sends, receives)
 
     def confirmed(self, schedule: Schedule[None]) -> Schedule[None]:
         """Run a schedule in which ranks exchange data that are not neighbours."""
@@ -367,14 +385,14 @@ class Collectives:
             # believed. A rank that disagrees does not come here.
             yield from chain.barrier(self.net)
 
-    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+    def allgather_bytes(self, payload: Array) -> Schedule[list[Array]]:
         """Return the schedule that collects a byte vector from every rank, in rank order."""
         lengths = np.zeros(self.size, np.int64)
-        lengths[self.rank] = mine.size
+        lengths[self.rank] = payload.size
         # Receives need them.
         yield from self.allgather_chunks(chunks_of(lengths, self.size))
         gathered = [np.empty(length, np.uint8) for length in lengths]
-        gathered[self.rank] = mine
+        gathered[self.rank] = payload
         yield from self.allgather_chunks(gathered)
         return gathered
 
@@ -387,11 +405,12 @@ class Collectives:
         return chain.broadcast(
             self.ring, x, self.order.index(root), self.tuning.broadcast_bytes)
 
-    def broadcast_bytes(self, mine: Array, root: int) -> Schedule[Array]:
+    def broadcast_bytes(self, payload: Array, root: int) -> Schedule[Array]:
         """Return the schedule that copies a byte vector of any length to all."""
-        length = np.array([mine.size], np.int64)
+        length = np.array([payload.size], np.int64)
         yield from self.broadcast(length, root)
-        payload = mine if self.rank == root else np.empty(length[0], np.uint8)
+        if self.rank != root:
+            payload = np.empty(length[0], np.uint8)
         yield from self.broadcast(payload, root)
         return payload
 

@@ -156,8 +156,8 @@ class Fragment:
                              nesterov=bool(settings.momentum), sharded=settings.sharded)
         self.since, self.statistics = 0, Statistics()
         self.due: int | None = None
-        # What was sent is not used yet; weights are on their way.
-        self._is_sent = self._is_updated = False
+        # Weights are on their way.
+        self._is_updated = False
 
     def vector(self, name: str) -> Any:
         """Return global weights as a vector that shares their memory, and is ready."""
@@ -180,7 +180,7 @@ class Fragment:
         Collective: yes. Blocking: no.
         """
         self._label(step)
-        self.since, self._is_sent = step, True
+        self.since = step
         # In the order in which buckets are filled.
         for name in reversed(self.names):
             self._weights.subtract(name, self.gradients.views[name], factor)
@@ -198,10 +198,9 @@ class Fragment:
 
         Collective: yes. Blocking: yes.
         """
-        if not self._is_sent:
+        if not self.gradients.under_way:
             return
         self._label(step)
-        self._is_sent = False
         self._await(self.gradients.wait, self.gradients)
         self._is_updated = self.optimizer.begin_step()
         if not self._is_updated:

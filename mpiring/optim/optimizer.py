@@ -13,18 +13,15 @@ from ..errors import ConfigError, GradientError
 from ..gpu import vectors
 from ..engine.handle import Handle
 from ..gpu.device import await_event
-from ..memory.arrays import dtype_name
-from ..memory.pytrees import mapped
-from ..sharding.sliced import Sliced
+from ..memory.arrays import Array, dtype_name
+from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..training.averager import Averager
-from ..training.slices import ModelSlices
 from . import state
-from .norms import norms
-from .parts import DIRECTION, MASTER, Part, has_master, wide
+from .parts import DIRECTION, Part, add_squares, state_dtypes
 from .settings import ADAPTS, Groups, Settings, all_at, described, settings_of, summarized
-from .state import Loaded
+from .slices import ModelSlices
 from .update import Update
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -132,7 +129,7 @@ class Optimizer:
                  no_decay: Sequence[str], max_norm: float | None, sharded: bool) -> None:
         _refuse_other_than_models(dp)
         self._dp, self._comm, self._gradients = dp, dp.comm, dp.gradients
-        self._rule, self._names, self.steps = rule, list(self._gradients.tensors), 0
+        self._rule, self.steps = rule, 0
         with same_on_all(self._comm, type(self).__name__,
                          remedy="give it the same arguments on every rank") as same:
             same["sharded"] = self.sharded = truth("sharded", sharded)
@@ -140,15 +137,15 @@ class Optimizer:
                 "max_norm", max_norm, lambda x: 0 < x < math.inf,
                 "a finite number above 0, or None")
             self._refuse_other_tensors()
-            self.settings = settings_of(self._names, rule.settings, groups, no_decay)
+            self.settings = settings_of(self._gradients.tensors, rule.settings, groups, no_decay)
             same |= {**described(self.settings), **rule.more(self.settings)}
             self._gradients.refuse_claim(scatters=self.sharded)
         self._gradients.claim(self, scatters=self.sharded)
         # The vectors that are remembered: a list, so that slices refer to it, not to this object.
-        self._vectors = vectors = list(rule.vectors)
+        self._vectors = names = list(rule.vectors)
         self._remember(self.settings)
         self._slices = ModelSlices(self._gradients, self._comm, dp.vector,
-                                   lambda plan: _vectors_of(vectors, plan.dtype))
+                                   lambda plan: state_dtypes(names, plan.dtype))
         self._device = self._gradients.buckets[0].device
         # The last step of the gradients that was looked at.
         self._seen = self._gradients.steps
@@ -251,14 +248,13 @@ class Optimizer:
         """Update this rank's parts with these settings by tensor; see `update`."""
         self._after_users_work()
         self._remember(now)
-        buckets = self._parts(now)
+        buckets = self._slices.follow()
         parts = [part for bucket in buckets for part in bucket]
         if self._max_norm is not None:
             total = scale * self._norm_of_gradients(parts)
             scale *= min(1.0, self._max_norm / total) if total else 1.0
         for part in parts:
-            part.scale = scale
-            part.begin()
+            part.begin(now[part.name], self.steps + 1, scale)
         if self._rule.layerwise is not None:
             self._adapt(parts, self._rule.layerwise)
         indices = range(len(buckets))
@@ -324,9 +320,7 @@ class Optimizer:
         For `dp.watch(optimizer=optimizer.state)`, where it is not sharded: they are equal on all
         ranks.
         """
-        return state.Present(
-            lambda: {piece.name: piece for pieces in self._slices.pieces for piece in pieces},
-            lambda dtype: _vectors_of(self._vectors, dtype))
+        return state.Present(self._slices, self._vectors)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the whole state, by tensor: equal on all ranks.
@@ -335,7 +329,7 @@ class Optimizer:
         """
         saved = self._saved(0, 1)
         return {**saved, "tensors": state.gathered(self._comm, saved["tensors"]) if self.sharded
-                else mapped(saved["tensors"], lambda leaf: leaf.whole())}
+                else whole(saved["tensors"])}
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a copy of the state that this rank is to save: ranges of tensors.
@@ -364,40 +358,46 @@ class Optimizer:
         parts = self._all_parts()
         with same_on_all(self._comm, f"the state of {type(self).__name__}",
                          remedy="load the same state on every rank") as same:
-            loaded = self._checked(state_dict, parts)
-            same["steps"] = loaded.steps
+            steps, names, contents = self._checked(state_dict, parts)
+            same["steps"] = steps
             same["tensors"] = {
                 name: {vector: _comparable(x) for vector, x in vectors.items()}
                 for name, vectors in state_dict["tensors"].items()} if self.sharded else {
-                part.name: vectors for part, vectors in loaded.vectors}
-        self._take(loaded)
+                part.name: vectors for part, vectors in contents}
+        self._take(steps, names, contents)
 
     def load_alone(self, state_dict: Mapping[str, Any]) -> None:
         """Do as `load_state_dict`, but compare nothing: for an adapter whose ranks' states differ.
 
         Collective: no, but where buckets have been built anew. Blocking: yes.
         """
-        self._take(self._checked(state_dict, self._all_parts()))
+        self._take(*self._checked(state_dict, self._all_parts()))
 
-    def _checked(self, state_dict: Any, parts: Sequence[Part]) -> Loaded:
-        """Return a state as far as this rank has its tensors, and change nothing."""
+    def _checked(self, state_dict: Any, parts: Sequence[Part]) -> tuple[
+            int, list[str], list[tuple[Part, dict[str, Array]]]]:
+        """Return a state as far as this rank has its tensors, and change nothing.
+
+        Returns:
+            Updates so far, the names of the vectors that are remembered, and copies of each
+            part's vectors by name.
+        """
         known = list(dict.fromkeys([*self._vectors, *self._rule.optional]))
         steps, leaves = state.checked(state_dict, type(self).__name__, self._gradients.tensors,
                                       self._dtypes(known), self._rule.optional)
-        contents = state.of_parts(leaves, parts)
         saved = {vector for its in leaves.values() for vector in its}
-        for part, its in contents:
-            # Those that were not remembered yet, when the state was saved, were zero.
-            its |= {vector: np.zeros(part.size, part.dtype)
-                    for vector in self._vectors if vector not in its}
-        return Loaded(
-            steps, [name for name in known if name in self._vectors or name in saved], contents)
+        names = [name for name in known if name in self._vectors or name in saved]
+        # Those that were not remembered yet, when the state was saved, were zero.
+        return steps, names, [(part, {
+            vector: leaves[part.name][vector].read(part.offset, part.offset + part.size)
+            if vector in saved else np.zeros(part.size, part.dtype)
+            for vector in state_dtypes(names, part.weights.dtype)}) for part in parts]
 
-    def _take(self, loaded: Loaded) -> None:
-        self.steps, self._seen, self._vectors[:] = loaded.steps, self._gradients.steps, loaded.names
-        for part, its in loaded.vectors:
+    def _take(self, steps: int, names: Sequence[str],
+              contents: Sequence[tuple[Part, Mapping[str, Array]]]) -> None:
+        self.steps, self._seen, self._vectors[:] = steps, self._gradients.steps, names
+        for part, its in contents:
             for vector, x in its.items():
-                vectors.copy_to(part.piece.vector(vector, x.dtype), vectors.moved(x, self._device))
+                vectors.copy_to(part.vector(vector), vectors.moved(x, self._device))
         self._slices.end_step()
 
     def _saved(self, rank: int, size: int) -> dict[str, Any]:
@@ -408,14 +408,37 @@ class Optimizer:
 
     def _dtypes(self, names: Sequence[str]) -> dict[str, dict[str, "np.dtype[Any]"]]:
         """Return the dtypes of each tensor's vectors with these names, and of masters."""
-        return {name: _vectors_of(names, tensor.dtype)
+        return {name: state_dtypes(names, tensor.dtype)
                 for name, tensor in self._gradients.tensors.items()}
 
     def _norms(self, parts: Sequence[Part], kinds: Sequence[str],
-               blocks: Any) -> Mapping[str, Mapping[str, float]]:
-        """Return the norms of whole tensors; see norms.norms."""
-        return norms(self._comm, parts, self._names, kinds, blocks,
-                     scatters=self._gradients.scatters, device=self._device)
+               blocks: Callable[[Part, slice], Iterator[Mapping[str, Any]]],
+               ) -> Mapping[str, Mapping[str, float]]:
+        """Return the norms of whole tensors, by tensor and kind; the same bits on all ranks.
+
+        Sums of squares in float64, in one allreduce. If all ranks have all parts, each takes its
+        share of every one: for less work, and so that ranks of different processors agree.
+
+        Args:
+            parts: Of this rank.
+            kinds: The vectors whose norms are wanted, as in the blocks.
+            blocks: Returns what there is of a part, block by block, given the elements.
+
+        Collective: yes. Blocking: yes.
+        """
+        names = self._gradients.tensors
+        sums = vectors.zeros(len(names) * len(kinds), np.float64, self._device)
+        rows = {name: i * len(kinds) for i, name in enumerate(names)}
+        rank, size = (0, 1) if self._gradients.scatters else (self._comm.rank, self._comm.size)
+        for part in parts:
+            n, row = part.size, rows[part.name]
+            for block in blocks(part, slice(rank * n // size, (rank + 1) * n // size)):
+                for i, kind in enumerate(kinds, row):
+                    add_squares(block[kind], sums[i:i + 1])
+        total = vectors.on_host(sums)
+        self._comm.allreduce(total)
+        return {name: dict(zip(kinds, map(math.sqrt, total[row:row + len(kinds)].tolist())))
+                for name, row in rows.items()}
 
     # The step
 
@@ -427,14 +450,9 @@ class Optimizer:
                 f"rank {self._comm.rank}: {call} without new gradients; compute them, and mark "
                 f"each as ready, before each optimizer.step(), which is called once per step")
 
-    def _parts(self, now: Mapping[str, Settings]) -> list[list[Part]]:
-        """Return this rank's parts, per bucket, with these settings by tensor."""
-        return [[Part(piece, now[piece.name], self.steps + 1) for piece in pieces]
-                for pieces in self._slices.follow()]
-
     def _all_parts(self) -> list[Part]:
-        """Return this rank's parts of all buckets, for what needs no settings."""
-        return [part for bucket in self._parts(dict.fromkeys(self._names, {})) for part in bucket]
+        """Return this rank's parts of all buckets."""
+        return [part for bucket in self._slices.follow() for part in bucket]
 
     def _norm_of_gradients(self, parts: Sequence[Part]) -> float:
         norms_of = self._norms(parts, ["g"], lambda part, share: part.blocks(["g"], share))
@@ -464,11 +482,6 @@ def _refuse_other_than_models(dp: object) -> None:
     if missing:
         raise ConfigError(f"dp is a {type(dp).__name__}; pass a DataParallel of mpiring.numpy "
                           f"(for a model of PyTorch, see mpiring.torch.Sharded)")
-
-
-def _vectors_of(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
-    """Return the vectors of the state of tensors of a dtype: their dtypes by name."""
-    return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide(dtype))
 
 
 def _comparable(x: Any) -> Any:

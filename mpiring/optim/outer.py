@@ -16,7 +16,6 @@ from ..arguments import number, refuse_other_state, truth, whole_number
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import ConfigError, GradientError
 from ..gpu import vectors
-from ..memory.pytrees import mapped
 from ..sharding.sliced import Sliced, whole
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
@@ -260,8 +259,9 @@ class Outer:
         Collective: yes. Blocking: yes.
         """
         self._complete()
-        return self._saved([fragment.optimizer.state_dict() for fragment in self._fragments],
-                           lambda leaf: leaf.whole(), 0, 1)
+        saved: dict[str, Any] = whole(self._saved(
+            [fragment.optimizer.state_dict() for fragment in self._fragments], 0, 1))
+        return saved
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a copy of the part of the global state that this rank is to save.
@@ -273,10 +273,9 @@ class Outer:
         self._complete()
         return self._saved(
             [fragment.optimizer.sharded_state_dict() for fragment in self._fragments],
-            lambda leaf: leaf, self.comm.rank, self.comm.size)
+            self.comm.rank, self.comm.size)
 
-    def _saved(self, optimizers: list[dict[str, Any]], finished: Any, rank: int,
-               size: int) -> dict[str, Any]:
+    def _saved(self, optimizers: list[dict[str, Any]], rank: int, size: int) -> dict[str, Any]:
         parameters = {}
         for fragment in self._fragments:
             for name, tensor in fragment.gradients.tensors.items():
@@ -284,7 +283,7 @@ class Outer:
                 x = vectors.on_host(fragment.vector(name)[first:last])
                 parameters[name] = Sliced(tensor.shape, {(first, last): x}, tensor.dtype)
         return {"outer": type(self).__name__, "steps": self.steps,
-                "parameters": mapped(parameters, finished),
+                "parameters": parameters,
                 "fragments": [{"since": fragment.since, "due": fragment.due, "optimizer": its}
                               for fragment, its in zip(self._fragments, optimizers)]}
 
@@ -384,21 +383,21 @@ class Outer:
 
 def _agreed(comm: Communicator, method: str, settings: OuterSettings) -> OuterSettings:
     """Return settings that were checked; raise ConfigError unless all ranks have the same."""
-    every, delay, alpha = settings.every, settings.delay, settings.alpha
     with same_on_all(comm, method) as same:
-        same["every"] = every = whole_number("every", every, 1)
-        same["start"] = start = whole_number("start", settings.start, 0)
-        same["fragments"] = fragments = whole_number("fragments", settings.fragments, 1, every)
-        same["delay"] = delay = whole_number("delay", delay, 0, every - 1)
-        same["alpha"] = alpha = number("alpha", _ALPHA * bool(delay) if alpha is None else alpha,
-                                       lambda x: 0 <= x < 1, "a number of at least 0, below 1")
-        same["sharded"] = sharded = truth("sharded", settings.sharded)
+        same["every"] = every = whole_number("every", settings.every, 1)
+        same["start"] = whole_number("start", settings.start, 0)
+        same["fragments"] = whole_number("fragments", settings.fragments, 1, every)
+        same["delay"] = delay = whole_number("delay", settings.delay, 0, every - 1)
+        same["alpha"] = number(
+            "alpha", _ALPHA * bool(delay) if settings.alpha is None else settings.alpha,
+            lambda x: 0 <= x < 1, "a number of at least 0, below 1")
+        same["sharded"] = truth("sharded", settings.sharded)
         same["bucket_bytes"] = whole_number("bucket_bytes", settings.bucket_bytes, 1)
         (rates,) = settings_of(
             ["*"], {"lr": settings.lr, "momentum": settings.momentum}, None, ()).values()
+        settings = replace(settings, **same, lr=rates["lr"], momentum=rates["momentum"])
         same.update(at(rates, 0))
-    return replace(settings, every=every, start=start, fragments=fragments, delay=delay,
-                   alpha=alpha, sharded=sharded, lr=rates["lr"], momentum=rates["momentum"])
+    return settings
 
 
 class PeriodicAveraging(Outer):

@@ -1,4 +1,4 @@
-"""What an optimiser works on: this rank's part of a tensor, its weights, gradient and state.
+"""What an optimizer works on: this rank's part of a tensor, its weights, gradient and state.
 
 Weights of 16 bits have masters in float32, in which small updates are not rounded away:
 Micikevicius et al., Mixed precision training, ICLR 2018.
@@ -6,7 +6,7 @@ Micikevicius et al., Mixed precision training, ICLR 2018.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,15 +14,17 @@ import numpy as np
 from ..gpu import vectors
 from ..gpu.device import DeviceVector
 from ..memory import sixteen
-from ..memory.arrays import SIXTEEN_BIT, dtype_name
+from ..memory.arrays import SIXTEEN_BIT, Array, dtype_name
 from ..memory.reduction import quietly
-from ..training.slices import Piece
+from ..sharding.state import SliceState
 from .settings import Settings
 from .update import BLOCK, Update
 
 MASTER = "master"
 # What is calculated for a while only.
 DIRECTION = "r"
+# Numbers that a GPU squares at a time: they take 8 bytes each.
+_GPU_BLOCK = 1 << 22
 
 
 def has_master(dtype: "np.dtype[Any]") -> bool:
@@ -35,61 +37,78 @@ def wide(dtype: "np.dtype[Any]") -> "np.dtype[Any]":
     return np.dtype(np.float32) if has_master(dtype) else dtype
 
 
+def state_dtypes(names: Sequence[str], dtype: "np.dtype[Any]") -> dict[str, "np.dtype[Any]"]:
+    """Return the dtypes, by name, of the state's vectors for weights of a dtype.
+
+    Args:
+        names: The vectors that the optimizer remembers.
+        dtype: Of the weights; those of 16 bits also have masters.
+    """
+    return dict.fromkeys([*names, *[MASTER] * has_master(dtype)], wide(dtype))
+
+
 @dataclass
 class Part:
     """The range of a tensor that this rank updates.
 
     Attributes:
-        piece: Where it lies.
+        name: Of the tensor.
+        offset: First element of the flattened tensor that is here.
+        weights: Shape (n,); a view, to be updated in place.
+        gradient: Shape (n,); a view of the bucket: the mean, once it has arrived.
         settings: Of the tensor, in this step.
         t: The number of the update, from 1.
         scale: Factor of the gradient.
         ratio: Factor of the rate; see Layerwise.
     """
 
-    piece: Piece
-    settings: Settings
+    name: str
+    offset: int
+    weights: Array
+    gradient: Array
+    _state: SliceState
+    _elements: slice
+    settings: Settings = field(default_factory=dict)
     t: int = 1
     scale: float = 1.0
     ratio: float = 1.0
 
     @property
-    def name(self) -> str:
-        """Of the tensor."""
-        return self.piece.name
-
-    @property
     def size(self) -> int:
         """Number of elements."""
-        return int(self.piece.weights.size)
+        return int(self.weights.size)
 
     @property
     def dtype(self) -> "np.dtype[Any]":
         """Of the arithmetic, and of the state."""
-        return wide(self.piece.weights.dtype)
+        return wide(self.weights.dtype)
 
     @property
     def is_sixteen(self) -> bool:
         """Whether weights and gradients are of 16 bits."""
-        return has_master(self.piece.weights.dtype)
+        return has_master(self.weights.dtype)
 
     def vector(self, name: str) -> Any:
-        """Return the weights `w` (their master, in 16 bits), the gradient `g`, or state."""
-        if name == "g":
-            return self.piece.gradient
-        if name == "w" and not self.is_sixteen:
-            return self.piece.weights
-        return self.piece.vector(MASTER if name == "w" else name, self.dtype)
+        """Return the weights `w` (their master, in 16 bits), the gradient `g`, or state.
 
-    def begin(self) -> None:
-        """Let the master follow weights of 16 bits that were changed by hand, or are new."""
+        Those of the state are zeros at first. Changes count at once.
+        """
+        if name == "g":
+            return self.gradient
+        if name == "w" and not self.is_sixteen:
+            return self.weights
+        return self._state.vector(MASTER if name == "w" else name, self.dtype)[self._elements]
+
+    def begin(self, settings: Settings, t: int, scale: float) -> None:
+        """Begin an update; let masters follow weights that were changed by hand, or are new."""
+        self.settings, self.t, self.scale, self.ratio = settings, t, scale, 1.0
         if self.is_sixteen:
-            _follow_weights(self.vector("w"), self.piece.weights)
+            _follow_weights(self.vector("w"), self.weights)
 
     def end(self) -> None:
         """Round the master into weights of 16 bits: to nearest, ties to even."""
         if self.is_sixteen:
-            vectors.convert(self.piece.weights, self.vector("w"))
+            vectors.convert(self.weights, self.vector("w"))
 
     def apply(self, update: Update, numbers: Mapping[str, float]) -> None:
         """Update the vectors that an update names."""
@@ -150,3 +169,28 @@ def _follow(xp: Any, master: Any, weights: Any) -> None:
     if xp is not np or changed.any():
         sixteen.widen(weights, widened, xp)
         xp.copyto(master, widened, where=changed)
+
+
+def add_squares(x: Any, total: Any) -> None:
+    """Add the sum of the squares of a vector to a number; on a GPU, queue to replace it.
+
+    Args:
+        x: Shape (n,), float32 or float64.
+        total: Shape (1,), float64.
+    """
+    if isinstance(x, DeviceVector):
+        x.device.compute(_queue_squares, x, total)
+    else:
+        quietly(_add_squares, x, total)
+
+
+def _add_squares(x: Array, total: Array) -> None:
+    for start in range(0, x.size, BLOCK):
+        block = x[start:start + BLOCK].astype(np.float64)
+        total += np.dot(block, block)
+
+
+def _queue_squares(xp: Any, x: Any, total: Any) -> None:
+    # Not by `dot`, which takes cuBLAS.
+    for start in range(0, x.size, _GPU_BLOCK):
+        total += xp.square(x[start:start + _GPU_BLOCK], dtype=np.float64).sum()

@@ -1,8 +1,7 @@
 """State of an optimiser by tensor: whole, or this rank's ranges; read for any number of ranks."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,32 +14,34 @@ from ..gpu import vectors
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..sharding.sliced import Leaves, Sliced, gather, slices_of
-from ..training.slices import Piece
-from .parts import Part
+from .parts import Part, state_dtypes
+from .slices import ModelSlices
 
 
 class Present(Mapping[str, Mapping[str, Any]]):
     """Vectors by tensor and name, asked for anew each time.
 
     Args:
-        pieces: Returns the pieces that there are, by tensor.
-        dtypes: Returns the vectors of weights of a dtype: their dtypes by name.
+        slices: This rank's parts.
+        names: The vectors that the optimizer remembers.
     """
 
-    def __init__(self, pieces: Callable[[], Mapping[str, Piece]],
-                 dtypes: Callable[["np.dtype[Any]"], Mapping[str, "np.dtype[Any]"]]) -> None:
-        self._pieces, self._dtypes = pieces, dtypes
+    def __init__(self, slices: ModelSlices, names: Sequence[str]) -> None:
+        self._slices, self._names = slices, names
 
     def __getitem__(self, name: str) -> Mapping[str, Any]:
-        piece = self._pieces()[name]
-        return {vector: piece.vector(vector, dtype)
-                for vector, dtype in self._dtypes(piece.weights.dtype).items()}
+        part = self._parts()[name]
+        return {vector: part.vector(vector)
+                for vector in state_dtypes(self._names, part.weights.dtype)}
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces())
+        return iter(self._parts())
 
     def __len__(self) -> int:
-        return len(self._pieces())
+        return len(self._parts())
+
+    def _parts(self) -> dict[str, Part]:
+        return {part.name: part for parts in self._slices.parts for part in parts}
 
 
 def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
@@ -57,36 +58,11 @@ def sliced(tensors: Mapping[str, TensorSpec], parts: Sequence[Part],
         rank, size = share
         for part in parts:
             start, stop = rank * part.size // size, (rank + 1) * part.size // size
-            for vector, dtype in dtypes[part.name].items():
-                x = vectors.on_host(part.piece.vector(vector, dtype)[start:stop])
-                yield part.name, vector, part.piece.offset + start, x
+            for vector in dtypes[part.name]:
+                x = vectors.on_host(part.vector(vector)[start:stop])
+                yield part.name, vector, part.offset + start, x
 
     return slices_of({name: tensor.shape for name, tensor in tensors.items()}, dtypes, pieces())
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """A state that was checked, as far as this rank has its tensors.
-
-    Attributes:
-        steps: Updates so far.
-        names: Of the vectors that the optimiser remembers.
-        vectors: Each part's vectors by name, copied.
-    """
-
-    steps: int
-    names: Sequence[str]
-    vectors: Sequence[tuple[Part, dict[str, Array]]]
-
-
-def of_parts(leaves: Leaves, parts: Sequence[Part]) -> list[tuple[Part, dict[str, Array]]]:
-    """Return copies of the vectors of parts, from what `checked` has returned.
-
-    Raises:
-        ConfigError: Some elements are not there.
-    """
-    return [(part, {vector: leaf.read(part.piece.offset, part.piece.offset + part.size)
-                    for vector, leaf in leaves[part.name].items()}) for part in parts]
 
 
 def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
@@ -107,11 +83,7 @@ def checked(state: Any, whose: str, tensors: Mapping[str, TensorSpec],
     if state["optimizer"] != whose:
         raise ConfigError(f"the state is of {state['optimizer']}, not of {whose}; build the "
                           f"optimizer that was saved")
-    refuse_other_state(state["tensors"], tensors, f"of {whose}")
-    unknown = [name for name in state["tensors"] if name not in tensors]
-    if unknown:
-        raise ConfigError(f"the state of {whose} has {', '.join(unknown)} besides; build the model "
-                          f"that was saved")
+    refuse_other_state(state["tensors"], tensors, f"of {whose}", only=True)
     for name in dtypes:
         refuse_other_state(state["tensors"][name], (), f"of {whose} for {name!r}")
     missing = [vector for vector in optional

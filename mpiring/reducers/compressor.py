@@ -251,7 +251,7 @@ class Compressor(ABC):
         yield from self._states.rebuild(
             buckets, lambda plan: dict.fromkeys(self.vector_names, np.float32),
             lambda bucket: _bounds(bucket, collectives.slices, self.whole_tensors),
-            collectives.own_slices, collectives.handed_out)
+            collectives.own_slices, collectives.allgather_on_node)
 
     @property
     def vector_names(self) -> tuple[str, ...]:

@@ -55,8 +55,7 @@ class Sliced:
         for (start, stop), piece in self.pieces.items():
             self._refuse(start, stop, piece)
             if start < end:
-                raise ConfigError(f"elements {start} to {min(end, stop) - 1} of a tensor of shape "
-                                  f"{self.shape} are in two pieces; give each to one")
+                self._refuse_twice(start, min(end, stop))
             end = stop
 
     def _refuse(self, start: int, stop: int, piece: Array) -> None:
@@ -71,6 +70,10 @@ class Sliced:
         if piece.dtype != self.dtype:
             raise ConfigError(f"the piece of elements {start} to {stop - 1} is of {piece.dtype}, "
                               f"not of {self.dtype}")
+
+    def _refuse_twice(self, start: int, stop: int) -> NoReturn:
+        raise ConfigError(f"elements {start} to {stop - 1} of a tensor of shape {self.shape} are "
+                          f"in two pieces; give each to one")
 
     def __repr__(self) -> str:
         ranges = ", ".join(f"{start}:{stop}" for start, stop in self.pieces)
@@ -141,8 +144,7 @@ class Sliced:
                     f"one of {self.dtype} and shape {self.shape}")
             twice = pieces.keys() & other.pieces.keys()
             if twice:
-                raise ConfigError(f"elements {min(twice)[0]} to {min(twice)[1] - 1} of a tensor of "
-                                  f"shape {self.shape} are in two pieces; give each to one")
+                self._refuse_twice(*min(twice))
             pieces.update(other.pieces)
         return Sliced(self.shape, pieces, self.dtype)
 
@@ -179,17 +181,17 @@ def slices_of(shapes: Mapping[str, Iterable[int]],
                    for vector, x in its.items()} for name, its in ranges.items()}
 
 
-class Gathering(Protocol):
+class AllgatherCollectives(Protocol):
     """The collectives that `gather` needs."""
 
-    def allgather_bytes(self, mine: Array) -> Schedule[list[Array]]:
+    def allgather_bytes(self, payload: Array) -> Schedule[list[Array]]:
         """Return the schedule that returns the bytes of all ranks."""
 
     def allgather(self, x: Array, *, bounds: Sequence[int]) -> Schedule[None]:
         """Return the schedule that copies every rank's slice of a vector to all."""
 
 
-def gather(collectives: Gathering, slices: Sequence[Sliced], *,
+def gather(collectives: AllgatherCollectives, slices: Sequence[Sliced], *,
            keep: bool = True) -> Schedule[list[Array]]:
     """Return the schedule that returns complete tensors, made of the ranges of all ranks.
 

@@ -207,7 +207,7 @@ class BucketState:
     Args:
         bucket: The bucket.
         bounds: Offsets at which it is cut into slices, from 0 to its size.
-        own: Numbers of this rank's slices.
+        slice_numbers: Of this rank's slices.
 
     Attributes:
         slices: By number.
@@ -239,11 +239,9 @@ class BucketState:
         tensors = {tensor.name: TensorState(self.steps, {(0, tensor.size): {}})
                    for tensor in self.plan.tensors}
         for name, dtype in known(self.plan).items():
-            of_slices = {j: state.vectors()[name] for j, state in self.slices.items()
-                         if name in state.vectors()}
             x = np.zeros(self.plan.size, dtype)
-            for j, vector in of_slices.items():
-                x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(vector)
+            for j, state in self.slices.items():
+                x[self.bounds[j]:self.bounds[j + 1]] = vectors.on_host(state.vector(name, dtype))
             yield from gather(x, self.bounds)
             for part in ranges_in(self.plan, 0, self.plan.size):
                 tensors[part.name].pieces[0, part.size][name] = x[part.elements].copy()

@@ -40,7 +40,7 @@ HOPELESS_STEPS = 10
 _log = logging.getLogger("mpiring")
 
 
-class Averager:
+class Averager(FusedTensors):
     """Tensors as views into buckets, averaged over ranks while others are still being written.
 
     A step: write tensors into `views`, mark each with `ready`, and `wait`. Buckets leave in one
@@ -58,9 +58,6 @@ class Averager:
             other, since ranks compute on all cores until then; the same on all ranks.
 
     Attributes:
-        views: By name; replaced by new views when buckets are built again.
-        tensors: By name, in the given order.
-        compressors: The Reducers that have a state.
         steps: Steps that are complete.
         updates: Steps of optimizers since the last of these; counted by the adapter.
         label: The present step in words, where the adapter counts other steps; see `step_label`.
@@ -74,6 +71,8 @@ class Averager:
         statistics: What those of the last complete step cost; no others.
         weighing: The factor by which gradients are to be multiplied before they are ready.
 
+    FusedTensors has the other attributes.
+
     Raises: as FusedTensors.
 
     Collective: yes. Blocking: yes.
@@ -82,7 +81,8 @@ class Averager:
     def __init__(self, tensors: Sequence[TensorSpec], comm: Communicator,
                  fusion: Fusion = Fusion(), placement: Placement = Placement(), *,
                  weighing: Weighing | None = None, steps: int = 0, overlap: bool = True) -> None:
-        self._comm, self._overlaps = comm, overlap
+        super().__init__(tensors, comm, fusion, placement)
+        self._overlaps = overlap
         self.weighing = weighing or Weighing(comm)
         self.nonfinite, self.tally, self.statistics = NonFinite(comm), Tally(comm), Statistics()
         self.compared: dict[str, str] = {}
@@ -96,26 +96,7 @@ class Averager:
         # By what tensors are scaled otherwise than in the step before.
         self._rescaled = 1.0
         self._optimizer: weakref.ref[object] | None = None
-        self._fused = FusedTensors(tensors, comm, fusion, placement)
-        self.tensors, self.views = self._fused.tensors, self._fused.views
-        self.compressors, self._home = self._fused.compressors, self._fused.home
-        self._mark = self._fused.mark
         comm.prepare()
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """In the order in which they leave."""
-        return self._fused.buckets
-
-    @property
-    def version(self) -> int:
-        """Number of times that buckets were built."""
-        return self._fused.version
-
-    @property
-    def order(self) -> list[str] | None:
-        """The names in the order in which they are fused; None while that may change."""
-        return self._fused.order
 
     @property
     def step_label(self) -> str:
@@ -133,11 +114,11 @@ class Averager:
     @property
     def missing(self) -> list[str]:
         """The names of the tensors that are not ready in this step."""
-        return [name for name, bucket in self._home.items() if name in bucket.missing]
+        return [name for name, bucket in self.home.items() if name in bucket.missing]
 
     def expects(self, name: str) -> bool:
         """Return whether a tensor is yet to be marked as written in this step."""
-        return name in self._home[name].missing
+        return name in self.home[name].missing
 
     def ready(self, name: str) -> None:
         """Mark a tensor as written; send its bucket if it and all earlier ones are full.
@@ -147,37 +128,36 @@ class Averager:
 
         Collective: yes, over a step. Blocking: no.
         """
-        bucket = self._home.get(name) if isinstance(name, str) else None
+        bucket = self.home.get(name) if isinstance(name, str) else None
         if bucket is None or name not in bucket.missing:
             self._refuse(name)
         if not self._ready:
             self._began_s = time.monotonic()
-            self._fused.begin_step()
-        bucket = self._home[name]
+            self._begin_step()
+        bucket = self.home[name]
         bucket.missing.remove(name)
-        if self._mark is not None:
-            bucket.written.append(self._mark())
+        if self.mark is not None:
+            bucket.written.append(self.mark())
         self._ready.append(name)
-        buckets = self.buckets
-        while self._overlaps and len(self._handles) < len(buckets):
-            bucket = buckets[len(self._handles)]
+        while self._overlaps and len(self._handles) < len(self.buckets):
+            bucket = self.buckets[len(self._handles)]
             if bucket.missing:
                 break
             self._handles.append(self._send(bucket))
         self._comm.poke()
 
     def _refuse(self, name: str) -> None:
-        if isinstance(name, str) and name in self._home:
+        if isinstance(name, str) and name in self.home:
             raise GradientError(
                 f"rank {self._comm.rank}: gradient {name!r} was marked ready twice; call wait() "
                 f"after each backward pass, and ready() once per gradient between two waits")
-        close = difflib.get_close_matches(str(name), self._home, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self._home)}"
+        close = difflib.get_close_matches(str(name), self.home, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(self.home)}"
         raise GradientError(f"rank {self._comm.rank}: there is no gradient {name!r}; {hint}")
 
     def _send(self, bucket: Bucket) -> Handle[None] | None:
         self.nonfinite.check(bucket, last=bucket is self.buckets[-1])
-        reduction = self._fused.reductions[bucket.index]
+        reduction = self.reductions[bucket.index]
         bucket.finite = None
         detail = ", ".join([f"{reduction.text} in {self.step_label}", *self.compared.values()])
         call = Call("scatter" if self.scatters else "reduce", detail, bucket.label,
@@ -191,7 +171,7 @@ class Averager:
     @property
     def _leaves_slices(self) -> bool:
         # What is in other buckets soon is needed as a whole.
-        return self.scatters and self._fused.is_final
+        return self.scatters and self.is_final
 
     def wait(self, elsewhere: Sequence[str] = (), *, finite: bool = True) -> None:
         """Return when every tensor is the mean over ranks, and end the step.
@@ -208,7 +188,7 @@ class Averager:
         waited_s, missing = time.monotonic(), self.missing
         if missing:
             raise GradientError(
-                f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self._home)} "
+                f"rank {self._comm.rank}: wait() with {len(missing)} of {len(self.home)} "
                 f"gradients missing: {', '.join(missing)}; call ready(name) for each, also for one "
                 f"that is zero in this step")
         is_finite, bad_means = self._await_means()
@@ -216,11 +196,11 @@ class Averager:
         self.nonfinite.end_step(self.steps, elsewhere, bad_means, finite=self.finite)
         cost = sum((compressor.take_cost() for compressor in self.compressors), Cost())
         self.statistics = replace(
-            self.tally.take(), dense_bytes=self._fused.dense_bytes, encode_s=cost.encode_s,
+            self.tally.take(), dense_bytes=self.dense_bytes, encode_s=cost.encode_s,
             wire_s=cost.wire_s, decode_s=cost.decode_s)
         for compressor in self.compressors:
             compressor.commit_step(self.finite)
-        self._fused.end_step(self._ready)
+        self._end_step(self._ready)
         self._ready.clear()
         self.steps, self.updates, self._rescaled = self.steps + 1, 0, 1.0
         self.compared.pop("rescale", None)
@@ -268,20 +248,6 @@ class Averager:
             compressor.rescale(factor)
         self._rescaled *= factor
         self.compared["rescale"] = f"rescaled by {self._rescaled:.15g}"
-
-    def replan(self, *, bucket_bytes: int) -> None:
-        """Fuse the tensors, in their present order, into buckets of another size, between steps.
-
-        Their values move along, and what Reducers remember of them.
-
-        Raises:
-            ConfigError: `bucket_bytes` is not positive.
-            GradientError: A step has begun.
-
-        Collective: yes. Blocking: yes.
-        """
-        self._refuse_amid("replan()")
-        self._fused.fuse(bucket_bytes=bucket_bytes)
 
     def close(self) -> None:
         """Let Reducers serve another model, or these tensors in other buckets."""

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..arguments import whole_number
 from ..buckets.bucket import Bucket, BucketPlan, TensorSpec, plan, usual_bytes
 from ..communicator import Communicator
 from ..engine.group import Build
@@ -58,7 +56,7 @@ class Placement:
     moved: Callable[[str], None] | None = None
 
 
-class Views(Mapping[str, NDArray[Any]]):
+class Views(Mapping[str, Array]):
     """Tensors by name, which can be written into, but not replaced.
 
     Args:
@@ -69,10 +67,10 @@ class Views(Mapping[str, NDArray[Any]]):
     _error: type[MpiringError] = GradientError
     _reason = " lies in a bucket and"
 
-    def __init__(self, views: Mapping[str, NDArray[Any]], holder: str) -> None:
+    def __init__(self, views: Mapping[str, Array], holder: str) -> None:
         self._views, self._holder = views, holder
 
-    def __getitem__(self, name: str) -> NDArray[Any]:
+    def __getitem__(self, name: str) -> Array:
         return self._views[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -161,7 +159,7 @@ class FusedTensors:
         self.compressors = compressors(self._reducers.values())
         self._bucket_bytes = (usual_bytes(len(comm.memory_groups)) if fusion.bucket_bytes is None
                               else fusion.bucket_bytes)
-        self._arrays: dict[str, NDArray[Any]] = {}
+        self._arrays: dict[str, Array] = {}
         self.views = Views(self._arrays, "grads")
         self.home: dict[str, Bucket] = {}
         self.buckets: list[Bucket] = []
@@ -169,20 +167,20 @@ class FusedTensors:
         self.reductions: list[BucketReduction] = []
         # Buckets that were replaced, and that views of the user's may still show.
         self._retired: list[Bucket] = []
-        # As they are fused.
-        self._fused: list[TensorSpec] = []
         self.is_final = fusion.deterministic or fusion.order is not None
         for compressor in self.compressors:
             compressor.serve(self)
         if not self._resume():
-            self._build(tensors[::-1] if fusion.order is None else self._ordered(fusion.order))
+            self._fused = (list(tensors[::-1]) if fusion.order is None else
+                           self._ordered(fusion.order))
+            self._rebuild()
 
     @property
     def order(self) -> list[str] | None:
         """The names in the order in which they are fused; None while that may change."""
         return [tensor.name for tensor in self._fused] if self.is_final else None
 
-    def begin_step(self) -> None:
+    def _begin_step(self) -> None:
         """Follow a state that a Reducer has loaded; give up the buckets that were replaced.
 
         Collective: if there is such a state. Blocking: then.
@@ -192,7 +190,7 @@ class FusedTensors:
             bucket.poison()
         self._retired = []
 
-    def end_step(self, ready: Sequence[str]) -> None:
+    def _end_step(self, ready: Sequence[str]) -> None:
         """Expect all tensors again; after the first step, fuse them as rank 0's became ready.
 
         Args:
@@ -200,34 +198,23 @@ class FusedTensors:
 
         Collective: yes, after the first step. Blocking: then.
         """
-        self._expect_all()
         if not self.is_final:
             self.is_final = True
-            order = self._comm.broadcast_object(list(ready), root=0)
-            self.fuse([self.tensors[name] for name in order])
-
-    def _expect_all(self) -> None:
-        # In `end_step`, the loop's variable would keep a bucket while others are built.
+            self.fuse(self._comm.broadcast_object(list(ready), root=0))
         for bucket in self.buckets:
             bucket.expect_all()
 
-    def fuse(self, tensors: Sequence[TensorSpec] = (), bucket_bytes: int | None = None) -> None:
-        """Build other buckets, if tensors or size make a difference; values move along.
+    def fuse(self, order: Sequence[str]) -> None:
+        """Fuse the tensors in another order; values move along.
 
         Args:
-            tensors: In their order; by default as they are fused now.
-            bucket_bytes: The new size of a bucket.
-
-        Raises:
-            ConfigError: `bucket_bytes` is not positive.
+            order: All names.
 
         Collective: yes. Blocking: yes.
         """
-        if bucket_bytes is not None:
-            self._bucket_bytes = whole_number("bucket_bytes", bucket_bytes, 1)
-        self._fused = list(tensors) or self._fused
-        if self._plan(self._fused) != tuple(bucket.plan for bucket in self.buckets):
-            self._rebuild(self._fused)
+        self._fused = [self.tensors[name] for name in order]
+        if self._plan() != tuple(bucket.plan for bucket in self.buckets):
+            self._rebuild()
 
     def _resume(self) -> bool:
         """Build the buckets as they were when the state was saved that a Reducer has loaded."""
@@ -235,12 +222,12 @@ class FusedTensors:
                   if compressor.loaded_order is not None]
         if not orders:
             return False
-        tensors = [self._ordered(order) for order in orders][0]
+        self._fused = [self._ordered(order) for order in orders][0]
         # A rank that has not loaded anything finds out here.
         self._comm.submit(Call("load", "the states of all ranks' reducers"),
                           lambda collectives: collectives.barrier()).wait()
         self.is_final = True
-        self._rebuild(tensors)
+        self._rebuild()
         return True
 
     def _ordered(self, order: Sequence[str]) -> list[TensorSpec]:
@@ -258,27 +245,22 @@ class FusedTensors:
                 f"{', '.join(order)}; this one has {', '.join(self.tensors)}")
         return [self.tensors[name] for name in order]
 
-    def _plan(self, tensors: Sequence[TensorSpec]) -> tuple[BucketPlan, ...]:
-        return plan(tensors, self._bucket_bytes, lambda tensor: id(self._reducers[tensor.name]))
+    def _plan(self) -> tuple[BucketPlan, ...]:
+        return plan(self._fused, self._bucket_bytes,
+                    lambda tensor: id(self._reducers[tensor.name]))
 
-    def _rebuild(self, tensors: Sequence[TensorSpec]) -> None:
-        """Build the buckets again; the present ones are not to be used any more."""
+    def _rebuild(self) -> None:
+        """Build buckets, one after the other, and move the tensors into them."""
         if self._moved is None:
             self._retired += self.buckets
-        self._build(tensors)
-        for bucket in self._retired:
-            bucket.retire()
-
-    def _build(self, tensors: Sequence[TensorSpec]) -> None:
-        """Build buckets, one after the other, and move the tensors into them."""
-        self._fused, self.buckets, self.reductions = list(tensors), [], []
+        self.buckets, self.reductions = [], []
         self.version += 1
         self.home.clear()
         empty = functools.partial(self._comm.empty, device=self._device or "cpu")
         if self._arrays and self.mark is not None:
             # What is to be moved may have been written a moment ago.
             await_event(self.mark())
-        for index, bucket_plan in enumerate(self._plan(tensors)):
+        for index, bucket_plan in enumerate(self._plan()):
             bucket = Bucket(index, bucket_plan, empty, self._device)
             self.buckets.append(bucket)
             self._move_into(bucket)
@@ -286,13 +268,15 @@ class FusedTensors:
         if self._device is not None:
             # Others than CuPy may write on streams of their own.
             await_event(self._device.gpu.mark())
-        order = [tensor.name for tensor in tensors]
+        order = [tensor.name for tensor in self._fused]
         for compressor in self.compressors:
             buckets = [reduction.bucket for reduction in self.reductions
                        if reduction.reducer is compressor]
             self._comm.submit(
                 Call("attach buckets", f"{len(buckets)} buckets of {compressor!r}"),
                 functools.partial(compressor.attach_buckets, buckets=buckets, order=order)).wait()
+        for bucket in self._retired:
+            bucket.retire()
         nodes = self._comm.memory_groups
         (local,) = [len(ranks) for ranks in nodes if self._comm.rank in ranks]
         self.dense_bytes = sum(2 * (len(nodes) - 1) * bucket.flat.nbytes // len(nodes) // local
@@ -314,10 +298,9 @@ class FusedTensors:
         if self._device is not None and isinstance(reducer, Compressor) and not (
                 reducer.on_gpus and self._device.gpu.programmable):
             return _on_host(bucket, self._device, self._comm, reducer)
-        return BucketReduction(reducer, bucket,
-                               lambda collectives: reduce_of(reducer, collectives, bucket),
-                               lambda collectives: scatter_of(reducer, collectives, bucket),
-                               self._device)
+        reduce, scatter = (functools.partial(build, reducer, bucket=bucket)
+                           for build in (reduce_of, scatter_of))
+        return BucketReduction(reducer, bucket, reduce, scatter, self._device)
 
 
 def _on_host(bucket: Bucket, device: Device, comm: Communicator,

@@ -46,8 +46,9 @@ class Deliveries:
             for rank, column in enumerate(columns):
                 assert all(np.array_equal(x, row[rank]) for x, row in zip(column, rows))
 
-        return lambda net: exchange.all_to_all(
-            net, rows[net.rank], columns[net.rank], self.in_flight), check
+        return lambda net: exchange.exchange(
+            net, dict(enumerate(rows[net.rank])), dict(enumerate(columns[net.rank])),
+            self.in_flight), check
 
     def allgather(self):
         right = [sent(rank, 0, self.p) for rank in range(self.p)]

@@ -187,8 +187,8 @@ def test_all_to_all(p, in_flight):
     inputs = [[sent(source, dest, p) for dest in range(p)] for source in range(p)]
     outputs = [[np.full_like(inputs[source][dest], -1) for source in range(p)]
                for dest in range(p)]
-    SimulatedNetwork(p, seed=p).run(lambda net: exchange.all_to_all(
-        net, inputs[net.rank], outputs[net.rank], in_flight))
+    SimulatedNetwork(p, seed=p).run(lambda net: exchange.exchange(
+        net, dict(enumerate(inputs[net.rank])), dict(enumerate(outputs[net.rank])), in_flight))
     for dest in range(p):
         for source in range(p):
             assert np.array_equal(outputs[dest][source], sent(source, dest, p))
@@ -200,14 +200,14 @@ def test_gather_and_scatter(p):
     for root in {0, p // 2, p - 1}:
         mine = [sent(rank, root, p) for rank in range(p)]
         parts = [np.full_like(x, -1) for x in mine]
-        SimulatedNetwork(p, seed=root).run(lambda net: exchange.gather(
-            net, mine[net.rank], parts if net.rank == root else (), root))
+        SimulatedNetwork(p, seed=root).run(lambda net: exchange.exchange(
+            net, {root: mine[net.rank]}, dict(enumerate(parts)) if net.rank == root else {}))
         assert all(map(np.array_equal, parts, mine))
 
         parts = [sent(root, rank, p) for rank in range(p)]
         mine = [np.full_like(x, -1) for x in parts]
-        SimulatedNetwork(p, seed=root).run(lambda net: exchange.scatter(
-            net, parts if net.rank == root else (), mine[net.rank], root))
+        SimulatedNetwork(p, seed=root).run(lambda net: exchange.exchange(
+            net, dict(enumerate(parts)) if net.rank == root else {}, {root: mine[net.rank]}))
         assert all(map(np.array_equal, mine, parts))
 
 

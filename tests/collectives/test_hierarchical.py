@@ -1,6 +1,7 @@
 """Tests allreduce over nodes of several ranks: results, bytes, time, rounding, disagreement."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import contract
 import ml_dtypes
@@ -232,7 +233,8 @@ def test_pieces_cover_the_array_and_the_scratch_memory_is_small(n, sizes, dtype)
     assert parts[-1].stop == n
     longest = max(tuning.slice_bytes, len(nodes) * tuning.chunk_bytes) + itemsize
     assert all((part.stop - part.start) * itemsize <= longest for part in parts)
-    levels = hierarchical.Levels.of("sum", np.dtype(dtype), nodes, reduction)
+    operation = SimpleNamespace(nodes=nodes, combiner=reduction)
+    levels = hierarchical.Levels.of(operation, "sum", np.dtype(dtype))
     assert levels.direct == (dtype == "float16")
     # No more than a slice for each piece under way.
     assert hierarchical.inbox_size(n, itemsize, nodes, levels, tuning) * itemsize <= (

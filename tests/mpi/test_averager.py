@@ -9,13 +9,14 @@ from mpiring.buckets.bucket import TensorSpec
 from mpiring.reducers import Cast, ErrorFeedback, Mean
 from mpiring.training.averager import Averager
 from mpiring.training.fused import Fusion
-from mpiring.training.slices import ModelSlices
+from mpiring.optim.slices import ModelSlices
 
 pytestmark = pytest.mark.mpi
 
 SHAPES = {"a": (30,), "b": (4, 5), "c": (), "d": (70,)}
 TENSORS = [TensorSpec(name, shape, np.dtype("float32")) for name, shape in SHAPES.items()]
 ORDER = ["c", "a", "d", "b"]
+OTHER = ["b", "d", "a", "c"]
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +58,12 @@ def test_tensors_become_their_means(overlap, bucket_bytes, comm):
 
 
 def test_other_buckets_between_steps(comm):
-    averager = Averager(TENSORS, comm, Fusion(1 << 20))
+    averager = Averager(TENSORS, comm, Fusion(300))
     means = write(averager, comm, 0)
     averager.wait()
-    assert len(averager.buckets) == 1
-    for bucket_bytes, count in ((1, 4), (1, 4), (1 << 20, 1)):
-        averager.replan(bucket_bytes=bucket_bytes)
-        assert len(averager.buckets) == count and averager.order == ORDER
+    for order, first in ((OTHER, ["b"]), (OTHER, ["b"]), (ORDER, ["c", "a"])):
+        averager.fuse(order)
+        assert averager.order == order and list(averager.buckets[0].views) == first
         assert_equal(averager, means)
     means = write(averager, comm, 1)
     averager.wait()
@@ -72,8 +72,8 @@ def test_other_buckets_between_steps(comm):
 
 def test_before_the_first_step_too(comm):
     averager = Averager(TENSORS, comm, Fusion(1))
-    averager.replan(bucket_bytes=1 << 20)
-    assert len(averager.buckets) == 1 and averager.order is None
+    averager.fuse(OTHER)
+    assert list(averager.home) == OTHER and averager.order is None
     means = write(averager, comm, 0)
     averager.wait()
     assert_equal(averager, means)
@@ -88,7 +88,7 @@ def test_reducers_remember_what_they_did_not_send(apart):
     got = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(6):
         if step in (2, 4):
-            averager.replan(bucket_bytes=step * 100)
+            averager.fuse(OTHER if step == 2 else ORDER)
         for name, mean in write(averager, apart, step).items():
             wanted[name] += mean
         averager.wait()
@@ -121,7 +121,7 @@ def test_a_nan_is_known_on_all_ranks(comm):
 @pytest.mark.parametrize("scatters", [False, True])
 def test_what_a_rank_updates(comm, scatters):
     """Each rank has the means and the state of its slices, whatever the buckets."""
-    averager = Averager(TENSORS, comm, Fusion(100))
+    averager = Averager(TENSORS, comm, Fusion(300))
     if scatters:
         averager.scatter()
     weights = {name: np.zeros(shape, "float32") for name, shape in SHAPES.items()}
@@ -136,17 +136,17 @@ def test_what_a_rank_updates(comm, scatters):
         updated = np.zeros(1, np.int64)
         for w in weights.values():
             w[...] = 0
-        for piece in [piece for pieces in slices.follow() for piece in pieces]:
-            here = slice(piece.offset, piece.offset + piece.gradient.size)
-            state = piece.vector("sum", "float32")
-            state += piece.gradient
-            piece.weights[...] = state
-            np.testing.assert_allclose(state, total[piece.name].reshape(-1)[here], atol=1e-3)
+        for part in [part for parts in slices.follow() for part in parts]:
+            elements = slice(part.offset, part.offset + part.size)
+            state = part.vector("sum")
+            state += part.gradient
+            part.weights[...] = state
+            np.testing.assert_allclose(state, total[part.name].reshape(-1)[elements], atol=1e-3)
             updated += state.size
         slices.end_step()
         assert comm.allreduce(updated) == (1 if scatters else comm.size) * 121
         if step in (1, 3):
-            averager.replan(bucket_bytes=100 * step)
+            averager.fuse(OTHER if step == 1 else ORDER)
     whole = {name: comm.allreduce(w, op="max" if not scatters else "sum")
              for name, w in weights.items()}
     for name, wanted in total.items():
@@ -180,22 +180,20 @@ def test_mistakes_are_named(comm):
         averager.ready("a")
     with pytest.raises(mpiring.GradientError, match="with 3 of 4 gradients missing: d, c, b; "):
         averager.wait()
-    with pytest.raises(mpiring.GradientError, match="replan.. amid a step; call it between"):
-        averager.replan(bucket_bytes=1)
     with pytest.raises(mpiring.GradientError, match="scatter.. amid a step; call it between"):
         averager.scatter()
     for name in ("b", "c", "d"):
         averager.ready(name)
     averager.wait()
-    with pytest.raises(mpiring.ConfigError, match="bucket_bytes=0: expected a whole number"):
-        averager.replan(bucket_bytes=0)
     averager.close()
+    with pytest.raises(mpiring.ConfigError, match="bucket_bytes=0: expected a whole number"):
+        Averager(TENSORS, comm, Fusion(0))
 
 
 def test_a_view_of_buckets_that_were_replaced_reads_nan(comm):
     averager = Averager(TENSORS, comm, Fusion(1))
     old = averager.views["a"]
-    averager.replan(bucket_bytes=1 << 20)
+    averager.fuse(OTHER)
     with pytest.raises(ValueError, match="read-only"):
         old[...] = 1
     write(averager, comm, 0)

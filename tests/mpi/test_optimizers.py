@@ -210,7 +210,7 @@ def test_a_state_of_others_is_refused(comm):
     for other, text in (
             (1, r"the state of AdamW is a int: pass what state_dict\(\) has returned"),
             ({**state, "optimizer": "SGD"}, "the state is of SGD, not of AdamW; build the optimiz"),
-            ({**state, "tensors": {**state["tensors"], "x": {}}}, "of AdamW has x besides; build"),
+            ({**state, "tensors": {**state["tensors"], "x": {}}}, "of AdamW has x besides: pass"),
             ({**state, "tensors": {}}, "the state of AdamW lacks w1, b1, scale, w2, w3, b3: pass"),
             ({**state, "tensors": {**state["tensors"], "b1": {"m": np.zeros(3), "v": 0}}},
              r"m of 'b1' is float64 \(3,\) in the state, but float32 \(11,\) here; build the mo")):

@@ -179,8 +179,9 @@ def test_other_things_are_refused():
     scaler = LossScaler(dp)
     good = scaler.state_dict()
     for state, message in [
-            ({}, "lacks scale, taken_in_row, skipped_at_smallest and has nothing besides"),
-            ({**good, "sclae": 1}, "lacks nothing and has sclae besides"),
+            ({}, "lacks scale, taken_in_row, skipped_at_smallest: pass"),
+            ({**good, "sclae": 1}, "LossScaler has sclae besides: pass"),
+            ({"sclae": 1}, "skipped_at_smallest and has sclae besides: pass"),
             ({**good, "scale": 3.0}, "scale=3.0: expected a power of two"),
             ({**good, "taken_in_row": -1}, "taken_in_row=-1")]:
         with pytest.raises(mpiring.ConfigError, match=message):

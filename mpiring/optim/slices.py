@@ -1,82 +1,57 @@
-"""What this rank updates: its slices of all buckets, tensor by tensor, with optimiser state."""
+"""What this rank updates: its slices of all buckets, part by part, with the optimizer's state."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from numpy.typing import DTypeLike
-
 from ..buckets.bucket import Bucket
-from ..sharding.state import BucketStates, SliceState, Vectors
 from ..communicator import Communicator
 from ..engine.handle import Handle
-from ..gpu import vectors as copying
+from ..gpu import vectors
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 from ..operations.operation import Collectives
+from ..sharding.state import BucketStates, Vectors, ranges_in
+from ..training.averager import Averager, Tally
 from ..transport.base import Schedule
-from .averager import Averager, Tally
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A tensor, or the range of it that this rank updates.
-
-    Attributes:
-        name, shape: Of the tensor.
-        offset: First element of the flattened tensor that is here.
-        weights: Shape (n,); a view, to be updated in place.
-        gradient: Shape (n,); a view of the bucket: the mean, once it has arrived.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    weights: Array
-    gradient: Array
-    _state: SliceState
-    _range: slice
-
-    def vector(self, name: str, dtype: DTypeLike) -> Any:
-        """Return the piece of a state vector, zeros at first: shape (n,). Changes count at once."""
-        return self._state.vector(name, dtype)[self._range]
+from .parts import Part
 
 
 class ModelSlices:
-    """The pieces of a model that this rank updates, and the state that it keeps for them.
+    """The parts of a model that this rank updates, and the state that it keeps for them.
 
     Without `averager.scatter()` that is all of it, on every rank.
 
     Args:
         averager: Of the gradients.
         comm: The ranks.
-        weights: Returns a tensor as a vector, by name; asked again when buckets are built anew.
-        vectors: Returns the state's vectors in a bucket of this plan: dtypes by name, the same on
-            all ranks. They follow tensors to other buckets.
+        weights: Returns a tensor as a vector, by name; asked again when buckets are built again.
+        state_vectors: Returns the state's vectors in a bucket of this plan: dtypes by name, the
+            same on all ranks. They follow tensors to other buckets.
 
     Attributes:
         states: The state, by bucket and slice.
-        pieces: What `follow` has returned last.
+        parts: What `follow` has returned last.
         tally: Counts what `send` costs.
 
     Collective: no.
     """
 
     def __init__(self, averager: Averager, comm: Communicator,
-                 weights: Callable[[str], Any], vectors: Vectors) -> None:
+                 weights: Callable[[str], Any], state_vectors: Vectors) -> None:
         self._averager, self._comm = averager, comm
-        self._weights, self._vectors = weights, vectors
+        self._weights, self._vectors = weights, state_vectors
         self.states, self.tally = BucketStates(), Tally(comm)
         self._buckets: Sequence[Bucket] = ()
         self._version = 0
-        self.pieces: list[list[Piece]] = []
+        self.parts: list[list[Part]] = []
 
-    def follow(self) -> Sequence[Sequence[Piece]]:
-        """Return this rank's pieces, per bucket in the order in which buckets leave.
+    def follow(self) -> Sequence[Sequence[Part]]:
+        """Return this rank's parts, per bucket in the order in which buckets leave.
 
-        To be called on all ranks in the same steps; between them, buckets may have been built anew.
+        To be called on all ranks in the same steps; between them, buckets may have been
+        built again.
 
-        Collective: yes. Blocking: yes, where they have been.
+        Collective: yes. Blocking: yes, if they have been.
         """
         if self._version != self._averager.version:
             self._version, self._buckets = self._averager.version, self._averager.buckets
@@ -84,11 +59,11 @@ class ModelSlices:
             self._comm.submit(Call(
                 "attach buckets", f"the optimizer's state in {len(self._buckets)} buckets: "
                 f"{', '.join(sorted(names)) or 'none'}"), self._rebuilt).wait()
-            self.pieces = [self._pieces_of(bucket) for bucket in self._buckets]
-        return self.pieces
+            self.parts = [self._parts_of(bucket) for bucket in self._buckets]
+        return self.parts
 
     def send(self, index: int, made_with: str) -> Handle[None]:
-        """Begin to bring the weights in this rank's pieces of a bucket to all ranks.
+        """Begin to bring the weights in this rank's parts of a bucket to all ranks.
 
         They take the place of the gradients, in the bucket.
 
@@ -99,8 +74,8 @@ class ModelSlices:
         Collective: yes. Blocking: no.
         """
         bucket = self._buckets[index]
-        for piece in self.pieces[index]:
-            copying.copy_to(piece.gradient, piece.weights)
+        for part in self.parts[index]:
+            vectors.copy_to(part.gradient, part.weights)
         bounds, device = self._averager.bounds(bucket), bucket.device
         return self.tally.submit(
             Call("allgather", f"weights of {self._averager.step_label} {made_with}",
@@ -115,15 +90,12 @@ class ModelSlices:
 
         Collective: no.
         """
-        bucket, start = self._buckets[index], 0
+        bucket = self._buckets[index]
         local, vector = self._averager.own(bucket), bucket.vector
-        for tensor in bucket.plan.tensors:
-            stop = start + tensor.size
-            for first, last in ((start, min(stop, local.start)), (max(start, local.stop), stop)):
-                if first < last:
-                    copying.copy_to(self._weights(tensor.name)[first - start:last - start],
-                                    vector[first:last])
-            start += tensor.padded_size
+        for first, last in (0, local.start), (local.stop, bucket.plan.size):
+            for its in ranges_in(bucket.plan, first, last):
+                vectors.copy_to(self._weights(its.name)[slice(*its.ends)],
+                                vector[first:last][its.elements])
         if bucket.device is not None:
             bucket.device.gpu.follow(bucket.device.event())
         bucket.mark_as_junk()
@@ -146,14 +118,11 @@ class ModelSlices:
         yield from self.states.rebuild(
             self._buckets, self._vectors, self._averager.bounds, [index], gather)
 
-    def _pieces_of(self, bucket: Bucket) -> list[Piece]:
+    def _parts_of(self, bucket: Bucket) -> list[Part]:
         states = self.states.of(bucket)
         if states is None:
             return []
         (state,) = states.slices.values()
         gradient = bucket.vector[self._averager.own(bucket)]
-        return [
-            Piece(part.name, part.shape, part.offset,
-                  self._weights(part.name)[slice(*part.ends)], gradient[part.elements], state,
-                  part.elements)
-            for part in state.ranges]
+        return [Part(its.name, its.offset, self._weights(its.name)[slice(*its.ends)],
+                     gradient[its.elements], state, its.elements) for its in state.ranges]
