@@ -25,8 +25,8 @@ _GROUPS: Mapping[str, Callable[[Rank], Hashable]] = {
     "node": lambda rank: rank.node, "rank": lambda rank: rank.rank}
 
 # The subjects, in the order of the report, and the tables that judge them: each is called with the
-# facts of the job, for every group of ranks.
-SUBJECTS: Mapping[str, Sequence[tuple[str, Callable[[JobFacts, Sequence[Rank]], Rows]]]] = {
+# facts of the job, and the ranks of each group.
+SUBJECTS: Mapping[str, Sequence[tuple[str, Callable[..., Rows]]]] = {
     "Python and MPI": (("rank", software.installed), ("job", software.mpirun),
                        ("rank", software.threads)),
     "Launch": (("job", software.launch), ("job", software.slurm), ("rank", software.settings)),
@@ -135,7 +135,7 @@ def judged(job: JobFacts) -> list[Finding]:
         (replace(finding, subject=subject, ranks=tuple(rank.rank for rank in ranks))
          for subject, tables in SUBJECTS.items() for group, table in tables
          for ranks in grouped(job.ranks, _GROUPS[group]).values()
-         for finding in table(job, ranks) if finding is not None), len(job.ranks))
+         for finding in table(job, *ranks) if finding is not None), len(job.ranks))
 
 
 def _stand_by(rank: int, failure: Failure, reporter: Rank, until: float) -> None:

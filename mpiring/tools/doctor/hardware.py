@@ -5,7 +5,7 @@ import operator
 import statistics
 from collections.abc import Sequence
 
-from ...text import count
+from ...text import count, span
 from .facts import JobFacts, NetworkDevice, Pair, Rank, first_on
 from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check, where
 
@@ -78,17 +78,12 @@ def _is_busy(ranks: Sequence[Rank]) -> bool:
     return max(rank.processors.load for rank in ranks) > _BUSY * ranks[0].processors.online
 
 
-def _span(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return f"{least}" if least == most else f"{least} to {most}"
-
-
-def processors(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def processors(job: JobFacts, *ranks: Rank) -> Rows:
     """Judge whether each rank of a node has processors of its own."""
     first, sets = ranks[0].processors, [rank.processors.allowed for rank in ranks]
     (allowed, room), online = _room(ranks), first.online
     is_full, is_alike = len(ranks) > room, len(set(sets)) == 1
-    each, is_free = _span([len(numbers) for numbers in sets]), is_alike and len(sets[0]) == online
+    each, is_free = span([len(numbers) for numbers in sets]), is_alike and len(sets[0]) == online
     text = f"{count(len(ranks), 'rank')} on {allowed} of {count(online, 'processor')}"
     text += f", of which a cgroup grants {room:g}" if room < allowed else ""
     yield check("processors", [
@@ -121,7 +116,7 @@ def _threads(ranks: Sequence[Rank], room: float) -> Finding | None:
     variable = next((name for name in _THREAD_VARIABLES if variables.get(name)), "")
     source = f"{variable}={variables[variable]}" if variable else "nothing is set"
     remedy = f"export OMP_NUM_THREADS={max(1, math.floor(room / len(ranks)))}"
-    text = (f"{_span(each)} per rank in NumPy's BLAS ({source}): {total} on "
+    text = (f"{span(each)} per rank in NumPy's BLAS ({source}): {total} on "
             f"{count(int(room), 'processor')}")
     if not variable and "torch" in ranks[0].versions:
         text += "; PyTorch's are shared out by mpiring.torch"
@@ -142,10 +137,10 @@ def _threads_of(rank: Rank) -> int:
     return len(rank.processors.allowed)
 
 
-def slurm_share(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def slurm_share(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's processors: since Slurm 22.05, srun ignores the batch script's number."""
-    wanted = ranks[0].variables.get("SLURM_CPUS_PER_TASK", "")
-    allowed = len(ranks[0].processors.allowed)
+    wanted = rank.variables.get("SLURM_CPUS_PER_TASK", "")
+    allowed = len(rank.processors.allowed)
     if wanted.isdigit() and allowed < int(wanted):
         yield Finding(
             "--cpus-per-task", WARNING, f"{wanted} were asked for, but the rank may use {allowed}",
@@ -175,7 +170,7 @@ def _text(nbytes: float) -> str:
     return f"{nbytes / _MIB:.0f} MiB" if nbytes >= _MIB else f"{nbytes / 1024:.0f} KiB"
 
 
-def shared_memory(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def shared_memory(job: JobFacts, *ranks: Rank) -> Rows:
     """Judge a node's /dev/shm, and what dead jobs have left there.
 
     MPICH names its files by the job: a new job with an old Slurm number may trip over them.
@@ -202,9 +197,8 @@ def shared_memory(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
                       f"that no process uses, {_text(memory.left_bytes)}", REMOVE)
 
 
-def limits(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def limits(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's limits, and forks, whose children share the network's memory with it."""
-    (rank,) = ranks
     locked, files, method = rank.memory.locked_bytes, rank.memory.open_files, rank.start_method
     if locked is not None and rank.fast_devices:
         yield Finding("ulimit -l", WARNING, f"only {_text(locked)} may be locked, which fast "
@@ -229,9 +223,8 @@ def _described(device: NetworkDevice) -> str:
     return f"{device.name} ({device.kind}, {speed})"
 
 
-def devices(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def devices(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's network devices, and the variables that choose among them."""
-    (rank,) = ranks
     variables, fast = rank.variables, rank.fast_devices
     active = sorted((device for device in rank.devices if device.active),
                     key=lambda device: device.kind == "virtual")
@@ -264,9 +257,9 @@ def _slowest(pairs: Sequence[Pair]) -> tuple[float, float]:
     return max(pair.latency_s for pair in pairs), min(pair.bytes_per_s for pair in pairs)
 
 
-def measured(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def measured(job: JobFacts, *_: Rank) -> Rows:
     """Judge what was measured within and between nodes."""
-    within = [pair for pair in job.pairs if len({ranks[rank].node for rank in pair.ranks}) == 1]
+    within = [pair for pair in job.pairs if len({job.ranks[rank].node for rank in pair.ranks}) == 1]
     between = [pair for pair in job.pairs if pair not in within]
     if within:
         yield _within_a_node(job, within)
@@ -315,9 +308,8 @@ def _between_nodes(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
         (True, OK, f"{text}, over {_described(best)} or the like")])
 
 
-def gpus(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def gpus(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's GPUs, and how MPI and the network reach their memory."""
-    (rank,) = ranks
     gpus, neighbours = rank.gpus, job.nodes()[rank.node]
     visible = next((name for name in _VISIBLE if name in rank.variables), "")
     text = f"{gpus.count} of {gpus.kind}"

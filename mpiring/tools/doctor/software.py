@@ -1,10 +1,10 @@
 """Judges Python, packages, the MPI library, the launch and containers, a row per finding."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ...launch.environment import launched_here, launcher_of, survives_deaths
-from ...text import count, ranks_on_nodes
+from ...text import count, ranks_on_nodes, span
 from .facts import (
     ENDING, STARTING, Failure, JobFacts, Rank, incompatible, is_closed, vendor_of, version_of)
 from .hardware import shm_is_short
@@ -61,9 +61,9 @@ _APART = "export MPIR_CVAR_NOLOCAL=1, and they use the network"
 _COPY = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
 
 
-def installed(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def installed(job: JobFacts, rank: Rank) -> Rows:
     """Judge Python and mpi4py, of which all ranks must have the same, and the MPI library."""
-    (rank,), library = ranks, job.library
+    library = job.library
     yield _same(job, "Python", rank, lambda each: each.python, rank.executable)
     if "mpi4py" not in job.reporter.versions:
         yield Finding("mpi4py", PROBLEM, "not installed", "pip install mpi4py")
@@ -88,7 +88,7 @@ def _same(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], 
                         (True, WARNING, text, remedy)])
 
 
-def mpirun(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def mpirun(job: JobFacts, *_: Rank) -> Rows:
     """Judge whether a shell's mpirun is the library's own."""
     path, library, matching = job.mpirun.path, job.library, job.mpirun.of_library
     vendor = vendor_of(job.mpirun.text)
@@ -118,10 +118,10 @@ def mpirun(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
         (True, NOTE, f"{text}; the library is {library.path or library.name}", remedy)])
 
 
-def threads(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def threads(job: JobFacts, rank: Rank) -> Rows:
     """Judge the thread level that MPI has given a rank."""
-    level, variables = ranks[0].thread_level, ranks[0].variables
-    remedy = _LEVELS.get(ranks[0].library.vendor,
+    level, variables = rank.thread_level, rank.variables
+    remedy = _LEVELS.get(rank.library.vendor,
                          "use an MPI library built with MPI_THREAD_MULTIPLE")
     if variables.get("MPI4PY_RC_THREAD_LEVEL", "multiple") != "multiple":
         remedy = "unset MPI4PY_RC_THREAD_LEVEL"
@@ -131,9 +131,8 @@ def threads(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
          f"is hidden", remedy)])
 
 
-def packages(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def packages(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's packages, and what missing ones are for."""
-    (rank,) = ranks
     yield _same(job, "numpy", rank, lambda each: each.versions.get("numpy", "missing"),
                 remedy="install the same version on all nodes")
     for name, (purpose, remedy) in _OPTIONAL.items():
@@ -188,7 +187,7 @@ def _pmi_text(job: JobFacts) -> str:
     return f"{used} by --mpi={asked}" if asked else used
 
 
-def launch(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def launch(job: JobFacts, *_: Rank) -> Rows:
     """Judge the launcher, and how the examination of the ranks went."""
     launcher, library, right = launcher_of(job.variables), job.library, right_launch(job)
     title, is_srun = job.launcher.title, launcher == "srun"
@@ -223,13 +222,12 @@ def launch(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
 def _world(job: JobFacts) -> Finding | None:
     """Judge whether the processes became one world."""
     sizes = [len(ranks) for ranks in job.nodes().values()]
-    is_even, text = len(set(sizes)) == 1, ranks_on_nodes(job.size, len(sizes))
-    if job.size > 1:
-        text += f", {sizes[0] if is_even else f'{min(sizes)} to {max(sizes)}'} on each"
+    text = ranks_on_nodes(job.size, len(sizes))
+    text += f", {span(sizes)} on each" if job.size > 1 else ""
     return check("ranks", [
         (job.is_torn, PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
          f"each process is alone in its MPI world: {_cause(job)}", right_launch(job)),
-        (is_even, OK, text),
+        (len(set(sizes)) == 1, OK, text),
         (True, NOTE, text, "give every node as many: the fullest sets the pace")])
 
 
@@ -270,7 +268,7 @@ def _failed(job: JobFacts, failure: Failure) -> Finding:
                    next(remedy for holds, remedy in remedies if holds))
 
 
-def slurm(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def slurm(job: JobFacts, *_: Rank) -> Rows:
     """Judge what srun offers."""
     slurm, vendor, pmi = job.slurm, job.library.vendor, job.library.pmi
     if not slurm.installed or not slurm.mpi_types and "SLURM_JOB_ID" not in job.variables:
@@ -288,9 +286,9 @@ def slurm(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
                       "others wait for it", "srun --kill-on-bad-exit=1")
 
 
-def settings(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def settings(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's settings, of which all ranks must have the same."""
-    name, text, error = "MPIRING_* variables", _settings_of(ranks[0]), ranks[0].settings_error
+    name, text, error = "MPIRING_* variables", _settings_of(rank), rank.settings_error
     if error:
         yield Finding(name, PROBLEM, error,
                       "unset or correct it; docs/reference/settings.md has them all")
@@ -305,7 +303,7 @@ def _settings_of(rank: Rank) -> str:
                     if name.startswith("MPIRING_")) or "none"
 
 
-def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def survival(job: JobFacts, *_: Rank) -> Rows:
     """Judge whether this MPI, as it was launched, lets other ranks go on after a rank's death."""
     library, variables = job.library, job.variables
     is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
@@ -322,9 +320,9 @@ def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
         (library.text, NOTE, text, _CHECKPOINTS)])
 
 
-def container(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def container(job: JobFacts, rank: Rank) -> Rows:
     """Tell in which container a rank lives."""
-    kinds, image = ranks[0].container.kinds, ranks[0].container.image
+    kinds, image = rank.container.kinds, rank.container.image
     if kinds:
         yield Finding("container", OK, ", ".join(filter(None, [" in ".join(kinds), image])))
 
@@ -341,7 +339,7 @@ def _remedy(table: Mapping[str, str], rank: Rank) -> str:
     return next((table[kind] for kind in rank.container.kinds if kind in table), table[""])
 
 
-def images(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def images(job: JobFacts, *_: Rank) -> Rows:
     """Compare the launcher's MPI and PMIx, as far as variables tell, with those inside.
 
     Launchers that come with no MPI, such as srun, are judged by the PMI that they offer.
@@ -387,7 +385,7 @@ def _suit(vendor: str) -> str:
             f"the mpirun inside")
 
 
-def shared(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def shared(job: JobFacts, *ranks: Rank) -> Rows:
     """Compare what ranks on one machine see, whether MPI takes them for one node or for several."""
     first, number = ranks[0], count(len(ranks), "rank")
     apart, together = first.container.apart, _remedy(_TOGETHER, first)
