@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..gpu.vectors import copy_to
+from ..launch.host import all_processors, usable_processors
 from ..memory.arrays import Array, data_address
 from ..memory.machine import Code
 from ..memory.reduction import Combine, Reduction
@@ -345,8 +346,7 @@ def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -
 @functools.cache
 def _has_cores(ranks: int) -> bool:
     """Return whether each rank of a node has a core of its own, as far as one can tell."""
-    every = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    every, usable = len(all_processors()), len(usable_processors())
     # A rank that is bound to one core (of two threads) does not share it.
     return ranks <= (every if usable <= 2 else usable)
 

@@ -20,6 +20,7 @@ from ...config import Config, unknown_variables
 from ...errors import ConfigError
 from ...launch import child_job
 from ...launch.environment import CONTAINERS, launch_variables, launched_first
+from ...launch.host import count_cores, usable_processors
 from ...launch.start import find_mpiexec
 from .facts import (
     Container, Gpus, Library, Memory, Mpirun, NetworkDevice, Processors, Rank, Slurm,
@@ -99,12 +100,8 @@ def processors(root: Path = _ROOT) -> Processors:
     Args:
         root: Where the system's files are.
     """
-    online = os.cpu_count() or 1
-    allowed = (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity")
-               else set(range(online)))
-    siblings = {text_of(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-                or str(cpu) for cpu in allowed}
-    return Processors(allowed=frozenset(allowed), cores=len(siblings), online=online,
+    allowed = frozenset(usable_processors())
+    return Processors(allowed=allowed, cores=count_cores(allowed, root), online=os.cpu_count() or 1,
                       quota=quota(root), load=os.getloadavg()[0])
 
 
