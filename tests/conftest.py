@@ -8,7 +8,7 @@ import pytest
 import slurm_cluster
 from launching import default_signals, needed
 
-from mpiring.memory import machine, sums
+from mpiring.jit import cache, sums
 from mpiring.transport import compiled
 
 MPI_FOLDER = "mpi"
@@ -76,7 +76,7 @@ def machine_code(request):
     # Of two workers each compiles half: what the other one has made is found.
     order = -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "_folder", folder)
+        patch.setattr(cache, "_folder", folder)
         codes = [code(compiles=True) for code in wanted[::order]]
     assert None not in codes
     return folder

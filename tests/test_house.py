@@ -23,7 +23,7 @@ ALL_FILES = FILES + sorted((ROOT / "benchmarks").glob("*.py"))
 # layer, and files make no circle.
 LAYERS = [
     ["errors", "arguments", "text", "files"],
-    ["config", "memory"],
+    ["config", "jit", "memory"],
     ["gpu", "progress"],
     ["launch", "transport", "buckets"],
     ["sharding"],

@@ -87,7 +87,7 @@ LAYERS = (
     ("when", ["engine/", "record/"]),
     ("one operation", ["operations/", "collectives/", "simulated/"]),
     ("messages and memory", ["transport/", "launch/", "buckets/", "sharding/"]),
-    ("vectors", ["gpu/", "memory/", "config"]),
+    ("vectors", ["gpu/", "memory/", "jit/", "config"]),
 )
 
 

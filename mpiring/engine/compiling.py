@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..memory import sums
+from ..jit import sums
 from ..operations.agreement import Call
 from ..transport import compiled
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, cast
 from ..collectives.native import Turns
 from ..config import Config
 from ..errors import ClosedError
+from ..jit.cache import save_in
 from ..launch import forks
 from ..launch.cache import folder_of
 from ..launch.start import load_mpi
-from ..memory.machine import save_in
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
 from ..operations.algorithms import candidates

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from . import sixteen, sums
+from ..jit import sums
+from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 
 # Vectors are combined block by block where they are three or more, or where the result is stored

@@ -1,6 +1,6 @@
 """Converts float16 and bfloat16 to float32 and back, and combines them in float32, by NumPy.
 
-Where numba is installed, `compiled` combines them several times as fast.
+Where numba is installed, `jit.loops` combines them several times as fast.
 """
 
 import threading
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from . import compiled
+from ..jit import loops
 from .arrays import Array, dtype_name
 
 # Elements in a block: the two scratch blocks of a sum, 4 bytes per element, stay in the level-2
@@ -28,9 +28,9 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def combiner(dtype: DTypeLike) -> compiled.Combine16:
+def combiner(dtype: DTypeLike) -> loops.Combine16:
     """Return the fastest available function that does what `combine` does."""
-    return compiled.combiner(dtype_name(dtype)) or combine
+    return loops.combiner(dtype_name(dtype)) or combine
 
 
 def widen(x: Any, out: Any, xp: Any = np) -> None:

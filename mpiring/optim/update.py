@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..gpu.device import DeviceVector
-from ..memory import compiled
+from ..jit import loops
 from ..memory.arrays import Array
 from ..memory.reduction import quietly
 
@@ -90,8 +90,8 @@ class Update:
     def _loop(self, dtype: str) -> Callable[..., None] | None:
         """Return the compiled loop; None where numba is missing."""
         signature = [f"{dtype}*"] * len(self.vectors) + ["intp"] + [dtype] * len(self.numbers)
-        return compiled.loop(f"updates of {dtype} by {self.name}", self._of_pointers(dtype),
-                             " ".join(signature))
+        return loops.loop(f"updates of {dtype} by {self.name}", self._of_pointers(dtype),
+                          " ".join(signature))
 
     def _queue(self, xp: Any, *arguments: Any) -> None:
         """Queue the update of CuPy arrays, given the vectors and then the numbers."""

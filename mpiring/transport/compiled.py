@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ..memory import machine
+from ..jit import cache
+from ..jit.sums import adding_both, of_two
 from ..memory.arrays import SIXTEEN_BIT
-from ..memory.sums import adding_both, of_two
 from .base import HEADER_BYTES
 from .layout import (
     CALL_AREA, CALL_BASES, CALL_COUNTER, CALL_DIVISOR, CALL_HEADER,
@@ -35,7 +35,7 @@ _HAS_LOCK: bool = getattr(sys, "_is_gil_enabled", lambda: True)()
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 0)
 
 
-def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.Code | None:
+def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Code | None:
     """Return the code of calls for an op on a dtype, among some ranks; None where there is none.
 
     Args:
@@ -48,7 +48,7 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> machine.C
     # More vectors of 16 bits would be rounded on the way, see _adding.
     if not _HAS_LOCK or op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
-    find = machine.code if compiles else machine.saved
+    find = cache.code if compiles else cache.saved
     return find(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name)
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..gpu.vectors import copy_to
+from ..jit.cache import Code
 from ..launch.host import all_processors, usable_processors
 from ..memory.arrays import Array, data_address
-from ..memory.machine import Code
 from ..memory.reduction import Combine, Reduction
 from . import compiled
 from .base import Node

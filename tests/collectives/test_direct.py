@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpiring.collectives import direct
+from mpiring.jit import sums
 from mpiring.operations.agreement import Call
 from mpiring.collectives.operation import Tuning
 from mpiring.operations.algorithms import Case, choose
-from mpiring.memory import sums
 from mpiring.errors import BufferMismatchError
 from mpiring.simulated.prices import Link, NoCombine, ghost
 from mpiring.simulated.network import SimulatedNetwork

@@ -12,7 +12,8 @@ import pytest
 from launching import HANG_S, ROOT, WITHOUT_STAND_INS, environment, needed
 
 from mpiring import ConfigError
-from mpiring.memory import compiled, reduction, sixteen, sums
+from mpiring.jit import loops, sums
+from mpiring.memory import reduction, sixteen
 from mpiring.memory.reduction import Reduction
 
 SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
@@ -21,7 +22,7 @@ SIXTEEN_BIT = ["float16", ml_dtypes.bfloat16]
 @pytest.fixture
 def without_numba(monkeypatch):
     """Combine by NumPy."""
-    monkeypatch.setattr(compiled, "combiner", lambda name: None)
+    monkeypatch.setattr(loops, "combiner", lambda name: None)
     monkeypatch.setattr(sums, "code", lambda name: None)
 
 
@@ -273,7 +274,7 @@ def test_combine_takes_no_memory_of_the_length_of_its_data(dtype):
 def test_numba_and_numpy_take_every_number_alike(dtype):
     needed("numba")
     name = np.dtype(dtype).name
-    by_numba, by_numpy = compiled.combiner(name), sixteen.combine
+    by_numba, by_numpy = loops.combiner(name), sixteen.combine
     every = np.arange(1 << 16, dtype=np.uint16).view(dtype)
     results = []
     for way in (by_numba, by_numpy):

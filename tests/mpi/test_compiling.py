@@ -4,7 +4,7 @@ import pytest
 from mpi4py import MPI
 
 import mpiring
-from mpiring.memory import machine
+from mpiring.jit import cache
 
 pytestmark = pytest.mark.mpi
 
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.mpi
 def compiled(monkeypatch):
     """What this rank would have compiled, in order."""
     asked = []
-    monkeypatch.setattr(machine, "code", lambda what, *_: asked.append(what))
-    monkeypatch.setattr(machine, "_folder", None)
+    monkeypatch.setattr(cache, "code", lambda what, *_: asked.append(what))
+    monkeypatch.setattr(cache, "_folder", None)
     return asked
 
 

@@ -12,7 +12,7 @@ import pytest
 from pages import example
 from threads import TrainingComm, on_ranks
 
-from mpiring.memory import compiled
+from mpiring.jit import loops
 from mpiring.numpy import DataParallel
 from mpiring.optim import LAMB, LARS, SGD, Adam, AdamW
 
@@ -161,8 +161,8 @@ def train(comm, make, settings, dtype, sharded, steps=range(STEPS), state=None, 
 def way(request, monkeypatch):
     """Run updates compiled, or by NumPy."""
     if request.param == "numpy":
-        monkeypatch.setattr(compiled, "loop", lambda *arguments: None)
-    elif compiled.loop("tests", _nothing, "intp") is None:
+        monkeypatch.setattr(loops, "loop", lambda *arguments: None)
+    elif loops.loop("tests", _nothing, "intp") is None:
         pytest.skip(reason="no numba")
 
 
@@ -196,7 +196,7 @@ def test_as_the_paper_has_it(name, dtype, way):
 
 @pytest.mark.parametrize("name", ["nesterov", "adamw", "lars", "lamb"])
 def test_numba_and_numpy_have_the_same_bits(name, monkeypatch):
-    if compiled.loop("tests", _nothing, "intp") is None:
+    if loops.loop("tests", _nothing, "intp") is None:
         pytest.skip(reason="no numba")
     make, _, settings = OPTIMIZERS[name]
 
@@ -206,7 +206,7 @@ def test_numba_and_numpy_have_the_same_bits(name, monkeypatch):
         return [x.tobytes() for x in params.values()]
 
     one = run()
-    monkeypatch.setattr(compiled, "loop", lambda *arguments: None)
+    monkeypatch.setattr(loops, "loop", lambda *arguments: None)
     assert run() == one
 
 

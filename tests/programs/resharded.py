@@ -9,12 +9,12 @@ from torch import nn
 
 import mpiring
 import mpiring.optim
-from mpiring.memory import compiled
+from mpiring.jit import loops
 from mpiring.numpy import DataParallel as NumpyDataParallel
 from mpiring.torch import Checkpoints, DataParallel, Sharded, whole
 
 # Compiling would take longer than all that follows.
-compiled.loop = compiled.loop_16 = lambda *arguments: None
+loops.loop = loops.loop_16 = lambda *arguments: None
 # Of a step: 1 to 4 ranks have equal shares of them.
 SAMPLES = 12
 SAVED, LAST = 3, 6

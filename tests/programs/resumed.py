@@ -5,13 +5,13 @@ import sys
 import numpy as np
 
 import mpiring
-from mpiring.memory import compiled
+from mpiring.jit import loops
 from mpiring.numpy import Checkpoints, DataParallel, LossScaler, MasterWeights
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.resilience import random_state, set_random_state
 
 # Compiling would take longer than all that follows; the bits are the same.
-compiled.loop = compiled.loop_16 = lambda *arguments: None
+loops.loop = loops.loop_16 = lambda *arguments: None
 SHAPES = {"a": (40, 30), "b": (500,), "c": (30, 20), "d": (700,), "e": ()}
 MAKERS = {
     "mean": lambda: None,

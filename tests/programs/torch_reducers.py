@@ -11,12 +11,12 @@ from torch import nn
 from whereabouts import CUDA, WHERE
 
 import mpiring
-from mpiring.memory import compiled
+from mpiring.jit import loops
 from mpiring.reducers import Cast, ErrorFeedback, Int8, OneBit, PowerSGD, TopK
 from mpiring.torch import DataParallel
 
 # On every rank, that would take longer than all that follows; the bits are the same.
-compiled.loop = compiled.loop_16 = lambda *arguments: None
+loops.loop = loops.loop_16 = lambda *arguments: None
 if CUDA:
     torch.set_default_device(WHERE)
 MAKERS = {

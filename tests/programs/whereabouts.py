@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from mpiring.gpu import accelerator, arrays
+from mpiring.jit import loops
 from mpiring.launch.start import load_mpi
-from mpiring.memory import compiled
 from mpiring.torch import tensors
 
 SIMULATED, ACCELERATOR = (sys.argv[-1] == name for name in ("simulated", "accelerator"))
@@ -34,7 +34,7 @@ def _simulate():
     patch = pytest.MonkeyPatch()
     # To compile them takes longer than all that follows; the bits are the same.
     for name in ("loop", "loop_16"):
-        patch.setattr(compiled, name, lambda *arguments: None)
+        patch.setattr(loops, name, lambda *arguments: None)
     if ACCELERATOR:
         simulated_accelerator.install(patch)
         return

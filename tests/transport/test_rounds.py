@@ -12,7 +12,7 @@ import pytest
 from mpiring.collectives import shared
 from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
 from mpiring.errors import BufferMismatchError
-from mpiring.memory import machine
+from mpiring.jit import cache
 from mpiring.memory.arrays import bounds_of, dtype_name
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
@@ -317,7 +317,7 @@ def test_any_16_bits_in_place_are_rounded_once(dtype, size):
 
 
 def test_a_python_without_its_lock_calls_no_compiled_code(machine_code, monkeypatch):
-    monkeypatch.setattr(machine, "_folder", machine_code)
+    monkeypatch.setattr(cache, "_folder", machine_code)
     assert compiled.code("sum", "float32", 2) is not None
     monkeypatch.setattr(compiled, "_HAS_LOCK", False)
     assert compiled.code("sum", "float32", 2) is None

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...arguments import whole_number
-from ...memory import compiled
+from ...jit import loops
 from .base import BlockCodec, mixed
 
 _INFINITY = np.uint32(0x7f800000)               # the bits of float32's
@@ -48,10 +48,10 @@ class EightBit(BlockCodec):
         return n + 4 * -(-n // self.block)
 
     def _encode_loop(self) -> Callable[..., None] | None:
-        return compiled.loop("8-bit codes", _encode_loop, _ENCODE)
+        return loops.loop("8-bit codes", _encode_loop, _ENCODE)
 
     def _decode_loop(self) -> Callable[..., None] | None:
-        return compiled.loop("sums of 8-bit codes", _decode_loop, _DECODE)
+        return loops.loop("sums of 8-bit codes", _decode_loop, _DECODE)
 
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
         return (self.block,) if key is None else (self.block, mixed(key))

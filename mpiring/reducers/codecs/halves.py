@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ...errors import ConfigError
-from ...memory import compiled, sixteen
+from ...jit import loops
+from ...memory import sixteen
 from ...memory.arrays import SIXTEEN_BIT, Array, peak
 from .base import Codec, check_size
 
@@ -49,10 +50,10 @@ class SixteenBit(Codec):
         return fields[0].size == 0 or peak(fields[0]) < _INFINITY[self.dtype]
 
     def _encode_loop(self) -> Callable[..., None] | None:
-        return compiled.loop_16(f"{self.dtype} codes", _encode_loop, _ENCODE, self.dtype)
+        return loops.loop_16(f"{self.dtype} codes", _encode_loop, _ENCODE, self.dtype)
 
     def _decode_loop(self) -> Callable[..., None] | None:
-        return compiled.loop_16(f"sums of {self.dtype} codes", _decode_loop, _DECODE, self.dtype)
+        return loops.loop_16(f"sums of {self.dtype} codes", _decode_loop, _DECODE, self.dtype)
 
     def _write(self, xp: Any, x: Any, fields: Sequence[Any], key: int) -> None:
         sixteen.narrow(x, fields[0], xp)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ...arguments import whole_number
 from ...errors import ConfigError
-from ...memory import compiled
+from ...jit import loops
 from .base import BlockCodec
 
 # Sums of magnitudes are made in so many lanes, in the order of the elements, and these summed by
@@ -42,10 +42,10 @@ class Sign(BlockCodec):
         return 4 * -(-n // self.block) + 4 * -(-n // _LANES)
 
     def _encode_loop(self) -> Callable[..., None] | None:
-        return compiled.loop("signs", _encode_loop, _ENCODE)
+        return loops.loop("signs", _encode_loop, _ENCODE)
 
     def _decode_loop(self) -> Callable[..., None] | None:
-        return compiled.loop("sums of signs", _decode_loop, _DECODE)
+        return loops.loop("sums of signs", _decode_loop, _DECODE)
 
     def _loop_numbers(self, key: int | None) -> Sequence[Any]:
         # To encode, also scratch memory.

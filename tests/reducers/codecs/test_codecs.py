@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from launching import needed
 
 from mpiring import ConfigError
-from mpiring.memory import compiled, machine
+from mpiring.jit import cache, loops
 from mpiring.reducers.codecs.base import Codec
 from mpiring.reducers.codecs.blocks import EightBit
 from mpiring.reducers.codecs.halves import SixteenBit
@@ -29,8 +29,8 @@ every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 @pytest.fixture
 def without_numba(monkeypatch):
     """Encode and decode by NumPy."""
-    monkeypatch.setattr(compiled, "loop", lambda *arguments: None)
-    monkeypatch.setattr(compiled, "loop_16", lambda *arguments: None)
+    monkeypatch.setattr(loops, "loop", lambda *arguments: None)
+    monkeypatch.setattr(loops, "loop_16", lambda *arguments: None)
 
 
 @pytest.fixture(params=["NumPy", "numba"])
@@ -138,8 +138,8 @@ def test_numba_and_numpy_give_the_same_bits(codec, monkeypatch):
     results = []
     for way in ("numba", "NumPy"):
         if way == "NumPy":
-            monkeypatch.setattr(compiled, "loop", lambda *arguments: None)
-            monkeypatch.setattr(compiled, "loop_16", lambda *arguments: None)
+            monkeypatch.setattr(loops, "loop", lambda *arguments: None)
+            monkeypatch.setattr(loops, "loop_16", lambda *arguments: None)
         for x in inputs:
             lost = np.empty_like(x)
             payload = encoded(codec, x, 7, lost)
@@ -162,12 +162,12 @@ def test_numba_is_what_runs_where_it_is_installed(codec, monkeypatch):
             return lambda *vectors: (ran.append(found), found(*vectors))
         return loop
 
-    monkeypatch.setattr(compiled, "loop", watched(compiled.loop))
-    monkeypatch.setattr(compiled, "loop_16", watched(compiled.loop_16))
+    monkeypatch.setattr(loops, "loop", watched(loops.loop))
+    monkeypatch.setattr(loops, "loop_16", watched(loops.loop_16))
     decoded(codec, encoded(codec, normal(9)), 9)
     assert len(ran) == 2 and None not in ran
     # Of numba's own functions numba is the owner.
-    assert all(hasattr(code.call.owner, "get_function_address") for code in machine._codes.values())
+    assert all(hasattr(code.call.owner, "get_function_address") for code in cache._codes.values())
 
 
 @every_codec
@@ -321,7 +321,7 @@ def test_signs_are_the_mean_magnitude(by):
 @pytest.mark.parametrize("codec", [SixteenBit("bfloat16"), EightBit(64), Sign(64)], ids=repr)
 def test_without_numba_numpy_encodes_and_the_log_says_so_once(codec, monkeypatch, caplog):
     caplog.set_level("INFO", "mpiring")
-    monkeypatch.setattr(machine, "_codes", {})
+    monkeypatch.setattr(cache, "_codes", {})
     monkeypatch.setitem(sys.modules, "numba", None)
     x = normal(300)
     for _ in range(2):

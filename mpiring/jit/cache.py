@@ -322,7 +322,7 @@ def _digest(lines: list[str]) -> str:
 
 
 def _sources() -> Iterator[str]:
-    for name in ("intrinsics.py", "machine.py"):
+    for name in ("intrinsics.py", "cache.py"):
         yield Path(__file__).with_name(name).read_text()
 
 

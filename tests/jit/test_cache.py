@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from launching import HANG_S, ROOT, WITHOUT_STAND_INS, environment, needed
 
-from mpiring.memory import compiled, machine
+from mpiring.jit import cache, loops
 
 FACTOR = np.int64(3)
 
@@ -19,15 +19,15 @@ def made(tmp_path, monkeypatch):
     """Save code in a folder of the test's own; return what has been compiled."""
     needed("numba")
     what = []
-    by_numba = machine._made
-    monkeypatch.setattr(machine, "_made",
+    by_numba = cache._made
+    monkeypatch.setattr(cache, "_made",
                         lambda *arguments: (what.append(arguments[0]), by_numba(*arguments))[1])
-    monkeypatch.setattr(machine, "_codes", {})
-    monkeypatch.setattr(machine, "_missing", set())
-    monkeypatch.setattr(machine, "_folder", tmp_path)
-    monkeypatch.setattr(machine, "_warns", True)
-    monkeypatch.setattr(machine, "_warned", set())
-    monkeypatch.setattr(machine, "_problem", "")
+    monkeypatch.setattr(cache, "_codes", {})
+    monkeypatch.setattr(cache, "_missing", set())
+    monkeypatch.setattr(cache, "_folder", tmp_path)
+    monkeypatch.setattr(cache, "_warns", True)
+    monkeypatch.setattr(cache, "_warned", set())
+    monkeypatch.setattr(cache, "_problem", "")
     return what
 
 
@@ -49,9 +49,9 @@ def counted(x, n):
 
 def run(function, as_in_a_new_process=True):
     if as_in_a_new_process:
-        machine._codes.clear()
+        cache._codes.clear()
     x = np.array([1, 2, 3])
-    compiled.loop("tests", function, "int64* intp")(x, 3)
+    loops.loop("tests", function, "int64* intp")(x, 3)
     return x.tolist()
 
 
@@ -68,10 +68,10 @@ def test_code_is_made_once_and_then_loaded(made, tmp_path):
 
 def test_later_processes_need_no_numba(made, tmp_path):
     text = ("import sys; sys.modules['numba'] = None; from pathlib import Path; import numpy as np;"
-            "from mpiring.memory import machine; from mpiring.memory.reduction import Reduction; "
-            f"machine.save_in(Path({str(tmp_path)!r})); x = np.array([1, 2.5], 'float16'); "
-            "Reduction('sum', x.dtype, 2).combine([x, x], x); print(x, list(machine._codes))")
-    compiled.combiner("float16")
+            "from mpiring.jit import cache; from mpiring.memory.reduction import Reduction; "
+            f"cache.save_in(Path({str(tmp_path)!r})); x = np.array([1, 2.5], 'float16'); "
+            "Reduction('sum', x.dtype, 2).combine([x, x], x); print(x, list(cache._codes))")
+    loops.combiner("float16")
     out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
                          env=environment(**WITHOUT_STAND_INS), capture_output=True,
                          timeout=HANG_S).stdout
@@ -80,8 +80,8 @@ def test_later_processes_need_no_numba(made, tmp_path):
 
 def test_nothing_is_loaded_to_find_that_nothing_was_saved(tmp_path):
     """LLVM takes 50 MiB of each process."""
-    text = ("import sys; from pathlib import Path; from mpiring.memory import machine, sums; "
-            f"machine.save_in(Path({str(tmp_path)!r})); "
+    text = ("import sys; from pathlib import Path; from mpiring.jit import cache, sums; "
+            f"cache.save_in(Path({str(tmp_path)!r})); "
             "print(sums.code('float32'), 'llvmlite' in sys.modules)")
     out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
                          env=environment(**WITHOUT_STAND_INS), capture_output=True,
@@ -90,12 +90,12 @@ def test_nothing_is_loaded_to_find_that_nothing_was_saved(tmp_path):
 
 
 def test_saved_is_what_needs_no_compiling(made):
-    arguments = ("tests", compiled._alone, "int64* intp", tripled)
-    assert machine.saved(*arguments) is None and not made
-    code = machine.code(*arguments)
-    assert machine.saved(*arguments) is code
-    machine._codes.clear()
-    assert machine.saved(*arguments) is not None and made == ["tests"]
+    arguments = ("tests", loops._alone, "int64* intp", tripled)
+    assert cache.saved(*arguments) is None and not made
+    code = cache.code(*arguments)
+    assert cache.saved(*arguments) is code
+    cache._codes.clear()
+    assert cache.saved(*arguments) is not None and made == ["tests"]
 
 
 def truncated(file):
@@ -164,7 +164,7 @@ def test_without_a_folder_code_is_made_by_every_process(folder, made, tmp_path, 
                                                         caplog):
     caplog.set_level("INFO", "mpiring")
     (tmp_path / "a file").touch()
-    machine.save_in(folder and tmp_path / folder / "deep")
+    cache.save_in(folder and tmp_path / folder / "deep")
     assert run(tripled) == run(tripled) == [3, 6, 9] and len(made) == 2
     levels = [entry.levelname for entry in caplog.records if "MPIRING_TUNING_FOLDER" in entry.msg]
     assert levels == (["WARNING", "INFO"] if folder else [])
@@ -183,12 +183,12 @@ def test_a_numba_that_cannot_be_loaded_is_done_without(error, warns, monkeypatch
 
     for name, value in {"_codes": {}, "_missing": set(), "_warned": set(), "_problem": "",
                         "_folder": None}.items():
-        monkeypatch.setattr(machine, name, value)
-    machine.save_in(None, warns=warns)
-    monkeypatch.setattr(machine.importlib, "import_module", fails)
+        monkeypatch.setattr(cache, name, value)
+    cache.save_in(None, warns=warns)
+    monkeypatch.setattr(cache.importlib, "import_module", fails)
     caplog.set_level("INFO", "mpiring")
     for function in (tripled, shifted):
-        assert machine.code("tests", compiled._alone, "int64* intp", function) is None
+        assert cache.code("tests", loops._alone, "int64* intp", function) is None
     (entry,) = caplog.records
     assert entry.levelname == ("WARNING" if warns else "INFO")
     assert (str(error) or "MemoryError") in caplog.text and "ulimit -v" in caplog.text
@@ -207,7 +207,7 @@ def test_what_a_function_depends_on_is_part_of_its_name(made, monkeypatch):
     assert run(tripled) == [3, 6, 9]
     monkeypatch.setitem(globals(), "FACTOR", np.int64(7))
     assert run(tripled) == [7, 14, 21] and len(made) == 4
-    monkeypatch.setattr(machine.platform, "python_version", lambda: "3.99")
+    monkeypatch.setattr(cache.platform, "python_version", lambda: "3.99")
     assert run(tripled) == [7, 14, 21] and len(made) == 5
 
 

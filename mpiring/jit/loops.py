@@ -1,6 +1,6 @@
 """Compiled loops over vectors: sums of float16 and bfloat16, and loops of codecs and optimizers.
 
-They are loaded, or compiled, when first needed; see `machine`.
+They are loaded, or compiled, when first needed; see `cache`.
 """
 
 import ctypes
@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from . import machine
-from .arrays import Array
+from ..memory.arrays import Array
+from . import cache
 
 Combine16 = Callable[[Callable[..., Any], Sequence[Array], float, Array], None]
 
@@ -36,7 +36,7 @@ def combiner(name: str) -> Combine16 | None:
     Args:
         name: Of the dtype, "float16" or "bfloat16".
     """
-    code = machine.code("16-bit sums", _with_conversions, _COMBINE, _combine_loop, name)
+    code = cache.code("16-bit sums", _with_conversions, _COMBINE, _combine_loop, name)
     return None if code is None else _caller(code.call)
 
 
@@ -54,7 +54,7 @@ def loop(
         function: Of pointers and numbers, in the Python that numba compiles.
         signature: Their types, separated by spaces, such as "float32* int8* intp".
     """
-    return _of_vectors(machine.code(label, _alone, signature, function))
+    return _of_vectors(cache.code(label, _alone, signature, function))
 
 
 def loop_16(
@@ -68,7 +68,7 @@ def loop_16(
             uint16 to float32, and back.
         name: Of the dtype, "float16" or "bfloat16".
     """
-    return _of_vectors(machine.code(label, _with_conversions, signature, make, name))
+    return _of_vectors(cache.code(label, _with_conversions, signature, make, name))
 
 
 def _alone(intrinsics: Any, function: Callable[..., None]) -> Callable[..., None]:
@@ -80,7 +80,7 @@ def _with_conversions(intrinsics: Any, make: Callable[..., Callable[..., None]],
     return make(*intrinsics.conversions(name))
 
 
-def _of_vectors(code: machine.Code | None) -> Callable[..., None] | None:
+def _of_vectors(code: cache.Code | None) -> Callable[..., None] | None:
     """Return a function that takes vectors where the compiled one takes addresses."""
     if code is None:
         return None

@@ -1,6 +1,6 @@
 """What compiled functions need and numba has no name for, in LLVM's terms.
 
-Imported by `machine` alone, when something is compiled: it imports numba. Addresses are int64.
+Imported by `cache` alone, when something is compiled: it imports numba. Addresses are int64.
 """
 
 import platform

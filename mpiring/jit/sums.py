@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from . import machine
-from .arrays import Array, data_address
+from ..memory.arrays import Array, data_address
+from . import cache
 
 DTYPES = ("float32", "float64")
 # Numbers that are added at a time: with those of four vectors they stay in the level-1 cache.
@@ -52,14 +52,14 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
     return True
 
 
-def code(name: str, *, compiles: bool = False) -> machine.Code | None:
+def code(name: str, *, compiles: bool = False) -> cache.Code | None:
     """Return the code of `add`; None where there is none.
 
     Args:
         name: Of a dtype of DTYPES.
         compiles: Compile it if need be, for a second; else only what is on disk is taken.
     """
-    find = machine.code if compiles else machine.saved
+    find = cache.code if compiles else cache.saved
     return find(f"long sums of {name}", _add,
                 "int64 int64 int64 float64 int64 int64 int64 -> int64", name)
 
