@@ -13,6 +13,12 @@ def ranks_on_nodes(ranks: int, nodes: int) -> str:
     return f"{count(ranks, 'rank')} on {count(nodes, 'node')}"
 
 
+def span(numbers: Sequence[int]) -> str:
+    """Return the least and the largest number, as "2 to 4"; "2" if they are the same."""
+    least, most = min(numbers), max(numbers)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
 def ranges(numbers: Iterable[int]) -> str:
     """Return whole numbers, in their order, as ranges: "0-3,8"."""
     bounds: list[list[int]] = []

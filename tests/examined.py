@@ -43,9 +43,8 @@ def job(some, **facts):
 def found(what):
     """Return the findings by name; of those of one name, all."""
     names = {}
-    for section in judged(what):
-        for finding in section.findings:
-            names.setdefault(finding.name, []).append(finding)
+    for finding in judged(what):
+        names.setdefault(finding.name, []).append(finding)
     return names
 
 

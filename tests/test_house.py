@@ -48,8 +48,8 @@ KEYWORDS = {"Adam", "AdamW", "DataParallel", "LAMB", "LARS", "SGD", "StreamingDi
 ENVIRONMENT_READERS = {"config.py", "launch/environment.py"}
 # All others open files by `mpiring.files`, as another user may have prepared the folder: the tools
 # open what their user names, the rest what the kernel makes.
-FILE_OPENERS = {"files.py", "memory/window.py", "torch/threads.py", "tools/bench/benchmark.py",
-                "tools/bench/memory.py", "tools/lab/lab.py", "tools/output.py"}
+FILE_OPENERS = {"files.py", "memory/window.py", "tools/bench/benchmark.py", "tools/bench/memory.py",
+                "tools/lab/lab.py", "tools/output.py"}
 OPENING = (r"(?<!def )(?<![.\w])open\((?!.*opener=)|\bos\.(open|replace)\("
            r"|\.write_(text|bytes)\(|\bmkstemp\(")
 LONG_FILES: dict[str, str] = {}  # files of more than 400 lines of code: why they are one

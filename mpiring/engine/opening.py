@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..config import AGREED, Config
 from ..errors import ConfigError, MpiringError, StallError
-from ..launch.first_report import FirstReport
-from ..launch.start import JobEnder, end_job_on_exceptions, load_mpi
+from ..launch.ending import FirstReport, JobEnder, end_job_on_exceptions
+from ..launch.start import load_mpi
 from ..launch.topology import Topology, neighbours, node_order, ranks_of_nodes, topology
 from ..operations.algorithms import named
 from ..operations.windows import mapped

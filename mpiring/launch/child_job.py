@@ -1,4 +1,4 @@
-"""Runs a command that may crash or hang in a child process, until a deadline at the latest."""
+"""Runs a command that may crash or hang in a child process, for a limited time."""
 
 import contextlib
 import os
@@ -8,8 +8,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# Beyond the deadline, at which a child is expected to end by itself.
-_GRACE_S = 5.0
+# The time that a child gets beyond a deadline at which it is to end by itself.
+GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -17,24 +17,26 @@ class Ended:
     """How a child ended.
 
     Attributes:
-        status: Its exit status, below 0 for a signal; None where it was ended at the deadline.
-        lines: What it printed, on standard output and standard error.
+        status: Its exit status, below 0 for a signal; None if it was killed at the limit.
+        lines: Its output, on standard output and standard error.
     """
 
     status: int | None
     lines: Sequence[str]
 
-    def last_lines(self, most: int) -> list[str]:
-        """Return the last lines that say something."""
-        return [line.rstrip() for line in self.lines if line.strip(" -=*")][-most:]
+
+def last_lines(lines: Sequence[str], most: int) -> list[str]:
+    """Return the last lines that say something."""
+    return [line.rstrip() for line in lines if line.strip(" -=*")][-most:]
 
 
 def run(command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None = None,
         in_place: bool = False) -> Ended:
-    """Run a command to its end, or end it some seconds after the deadline.
+    """Run a command to its end, or kill it.
 
     Args:
-        limit_s: Seconds until the deadline.
+        command: Words of the command.
+        limit_s: Seconds after which it is killed.
         env: Its environment; by default this process's.
         in_place: The child stands for this process among a launcher's ranks: it inherits open
             files and stays in the session. Otherwise it has a session of its own, all of which
@@ -50,7 +52,7 @@ def run(command: Sequence[str], limit_s: float, *, env: Mapping[str, str] | None
         status = None
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                status = child.wait(limit_s + _GRACE_S)
+                status = child.wait(limit_s)
         finally:
             if in_place:
                 child.kill()

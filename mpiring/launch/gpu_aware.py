@@ -81,7 +81,8 @@ def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
         limit_s: Seconds after which they are ended.
     """
     try:
-        ended = child_job.run([*command, str(limit_s)], limit_s, env=variables_for_another_job())
+        ended = child_job.run([*command, str(limit_s)], limit_s + child_job.GRACE_S,
+                              env=variables_for_another_job())
     except OSError as error:
         return f"{command[0]} cannot be started: {error}"
     if ended.status is None:
@@ -91,7 +92,7 @@ def tried(command: Sequence[str], limit_s: float = _LIMIT_S) -> str:
     # What the ranks reported, else the launcher's last words on how they died.
     problems = list(dict.fromkeys(line.removeprefix(_PROBLEM) for line in ended.lines
                                   if line.startswith(_PROBLEM) and line != _PROOF))
-    problems = problems or [line.strip() for line in ended.last_lines(_MOST_LINES)]
+    problems = problems or [line.strip() for line in child_job.last_lines(ended.lines, _MOST_LINES)]
     return f"a trial ended with status {ended.status}: {'; '.join(problems)}"
 
 

@@ -1,35 +1,19 @@
-"""Starts MPI, checks the world of ranks, and ends the job when a rank fails."""
+"""Starts MPI, and checks the world of ranks."""
 
 import atexit
-import contextlib
 import functools
-import os
 import shlex
 import shutil
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from ..errors import ClosedError, LaunchError, MissingDependencyError, StallError
+from ..errors import ClosedError, LaunchError, MissingDependencyError
 from . import forks
+from .ending import FORWARD_S
 from .environment import launched_by_ancestors, launched_size, launchers
-from .first_report import FirstReport
-
-# The exit status of a process that Ctrl-C ended, by the convention of shells.
-_INTERRUPTED = 130
-# Launchers kill at once, and were seen to drop output that they had not yet forwarded.
-_FORWARD_S = 0.3
-# The last words of a rank show this many operations.
-_LAST = 4
-# Of an error that another rank has reported, so many characters are printed.
-_LINE = 300
-
-Abort = Callable[[int], None]
 
 
 def load_mpi() -> Any:
@@ -142,7 +126,7 @@ def _linger() -> None:
 
     srun, which ends all at the first bad exit, was seen to cut a traceback after its first line.
     """
-    atexit.register(time.sleep, _FORWARD_S)
+    atexit.register(time.sleep, FORWARD_S)
 
 
 def _command() -> str:
@@ -151,101 +135,3 @@ def _command() -> str:
     # torchrun adds -u.
     words = words[1:] if words[:1] == ["-u"] else words
     return shlex.join(["python", *words]) if words and words[0] != "-c" else "python train.py"
-
-
-class JobEnder:
-    """Prints an error with its rank, and ends the whole MPI job.
-
-    Args:
-        rank, size: Printed, so that the rank is found among many.
-        abort: MPI_Abort; takes the exit status.
-        report: Returns lines about this number of last operations of this rank.
-
-    Attributes:
-        first: Asked whether this rank reports in full; None: it does.
-    """
-
-    def __init__(self, rank: int, size: int, abort: Abort,
-                 report: Callable[[int], str] = lambda last: "") -> None:
-        self._report = report
-        self._where = f"rank {rank} of {size} on {socket.gethostname()}"
-        self._abort = abort
-        self.first: FirstReport | None = None
-
-    def __call__(self, error: BaseException) -> None:
-        """Print the traceback of `error` and end the job.
-
-        If another rank of the node has, a line will do: all of them raise the same.
-        """
-        is_due = True
-        with contextlib.suppress(Exception):
-            is_due = self.first is None or self.first.is_due(error)
-        if is_due:
-            self.end(error, "".join(traceback.format_exception(error)))
-        else:
-            line = str(error).partition("\n")[0][:_LINE]
-            self._end(error, f"mpiring: {self._where} failed with {type(error).__name__}: {line}")
-
-    def end(self, error: BaseException, text: str = "") -> None:
-        """Print `text` and last words, and end the job because of `error`."""
-        self._end(error, f"{text}{self._last_words(error)}")
-
-    def _end(self, error: BaseException, text: str) -> None:
-        # A program that wraps the excepthook may hold back what it prints, as PyTorch does after
-        # init_process_group, and would never come to show it.
-        held_back = sys.stderr is not sys.__stderr__
-        for stream in (sys.stderr, sys.__stderr__) if held_back else (sys.stderr,):
-            # Also where nothing can be printed, as on a full disk, the other ranks must end.
-            with contextlib.suppress(Exception):
-                # One write (print makes two), so that the launcher does not mix ranks' lines.
-                stream.write(f"{text}\n")  # type: ignore[union-attr]
-                stream.flush()  # type: ignore[union-attr]
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-        with contextlib.suppress(Exception):
-            if self.first is not None:
-                self.first.printed()
-        time.sleep(_FORWARD_S)
-        code = _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        self._abort(code)
-        # MPICH's MPI_Abort was seen to return, and this process must do nothing more.
-        os._exit(code)
-
-    def _last_words(self, error: BaseException) -> str:
-        report = ""
-        # Nothing that goes wrong here may keep the job from ending.
-        with contextlib.suppress(Exception):
-            # A StallError shows the last operations itself.
-            report = self._report(0 if isinstance(error, StallError) else _LAST)
-        end = f"mpiring: {self._where} failed with {type(error).__name__}: the job ends"
-        return f"{report}\n{end}" if report else end
-
-
-class _Hook:
-    """An excepthook that ends the job after the traceback is printed."""
-
-    def __init__(self, ender: JobEnder) -> None:
-        self._ender = ender
-        self._previous = sys.excepthook
-
-    def __call__(self, kind: type[BaseException], error: BaseException,
-                 trace: TracebackType | None) -> None:
-        if forks.in_fork:
-            # No rank waits for it: it ends alone.
-            self._previous(kind, error, trace)
-            return
-        if self._previous is sys.__excepthook__:
-            self._ender(error)
-        try:
-            self._previous(kind, error, trace)
-        finally:
-            self._ender.end(error)
-
-
-def end_job_on_exceptions(ender: JobEnder) -> None:
-    """Make an uncaught exception of this process end the job.
-
-    Otherwise MPI_Finalize would wait for the other ranks, which wait for this one.
-    """
-    if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(ender)

@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..arguments import truth
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..errors import BufferMismatchError, ConfigError, GradientError
-from ..launch.heap import keep_freed_memory
+from ..launch.host import keep_freed_memory
 from ..operations.consistency import same_on_all
 from ..record.statistics import Statistics
 from ..reducers.reducer import ReducerSpec

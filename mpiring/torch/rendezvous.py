@@ -17,7 +17,7 @@ from torch.distributed import register_rendezvous_handler
 from ..communicator import Communicator, init, refuse_other_than_communicators
 from ..errors import ConfigError, TransportError
 from ..launch.environment import set_variables
-from ..launch.interfaces import ipv4_addresses
+from ..launch.host import ipv4_addresses
 from .private import rendezvous_handlers
 
 _log = logging.getLogger("mpiring")

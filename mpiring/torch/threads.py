@@ -1,6 +1,5 @@
 """Limits PyTorch's threads to each rank's share of the node's cores."""
 
-import os
 from collections.abc import Callable, Set
 
 import numpy as np
@@ -9,6 +8,7 @@ import torch
 from ..communicator import Communicator, refuse_other_than_communicators
 from ..engine.group import Build
 from ..launch.environment import threads_are_set
+from ..launch.host import all_processors, count_cores, usable_processors
 from ..memory.arrays import Array
 from ..operations.agreement import Call
 
@@ -32,7 +32,8 @@ def share_cores(comm: Communicator) -> int:
     """
     refuse_other_than_communicators(comm)
     share = own_share(comm.run, comm.node_rank)
-    if not threads_are_set() and torch.get_num_threads() in _shares | _defaults(_own_cores()):
+    defaults = _defaults(usable_processors())
+    if not threads_are_set() and torch.get_num_threads() in _shares | defaults:
         threads = max(1, int(share))
         _shares.add(threads)
         torch.set_num_threads(threads)
@@ -50,7 +51,7 @@ def own_share(run: Callable[[Call, Build[list[Array]]], list[Array]], node_rank:
 
     Collective: yes. Blocking: yes.
     """
-    numbers_sent = np.array([node_rank, *sorted(_own_cores())], np.int64)
+    numbers_sent = np.array([node_rank, *sorted(usable_processors())], np.int64)
     of_ranks = run(Call("cores"), lambda collectives: collectives.allgather_bytes(
         numbers_sent.view(np.uint8)))
     cores, taken = set(numbers_sent[1:]), 0.0
@@ -78,30 +79,11 @@ def fill_only_node(comm: Communicator) -> bool:
     return len(comm.memory_groups) == 1 and all(comm.allgather_object(fills))
 
 
-def _own_cores() -> Set[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return _all_cores()
-
-
-def _all_cores() -> Set[int]:
-    return set(range(os.cpu_count() or 1))
-
-
 def _defaults(cores: Set[int]) -> set[int]:
     """Return the numbers of threads that PyTorch may start with, depending on its build.
 
     The number of cores, or of their hardware threads, that this rank may run on; or of all, where
     the MPI library binds the rank only when it is initialized.
     """
-    return {count for usable in (cores, _all_cores())
-            for count in (len(usable), len({_siblings(core) for core in usable}))}
-
-
-def _siblings(core: int) -> str:
-    """Return a text that is equal for the hardware threads of a core."""
-    try:
-        with open(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list") as file:
-            return file.read()
-    except OSError:
-        return str(core)
+    return {count for usable in (cores, all_processors())
+            for count in (len(usable), count_cores(usable))}

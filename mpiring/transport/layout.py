@@ -26,7 +26,7 @@ HEADER_WORD: Final = LANES * LANE_WORDS
 SLOT_WORD: Final = -(-(HEADER_WORD * 8 + HEADER_BYTES) // 64) * 8
 AREA_WORDS: Final = SLOT_WORD + SLOT_BYTES // 8
 # Behind the areas, once the rank has failed: when, in ns of CLOCK_MONOTONIC; the kind of its error;
-# 1 when it has reported that. See launch.first_report.
+# 1 when it has reported that. See launch.ending.
 REPORT_FAILED, REPORT_KIND, REPORT_PRINTED = range(AREAS * AREA_WORDS, AREAS * AREA_WORDS + 3)
 NODE_MEMORY_BYTES: Final = (AREAS * AREA_WORDS + 8) * 8
 # A flag counts the barriers of one operation in its low bits; above is the operation's number,

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..gpu.vectors import copy_to
 from ..jit.cache import Code
+from ..launch.host import all_processors, usable_processors
 from ..memory.arrays import Array, data_address
 from ..memory.reduction import Combine, Reduction
 from . import compiled
@@ -345,8 +346,7 @@ def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -
 @functools.cache
 def _has_cores(ranks: int) -> bool:
     """Return whether each rank of a node has a core of its own, as far as one can tell."""
-    every = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    every, usable = len(all_processors()), len(usable_processors())
     # A rank that is bound to one core (of two threads) does not share it.
     return ranks <= (every if usable <= 2 else usable)
 

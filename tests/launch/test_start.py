@@ -11,7 +11,7 @@ from launching import launch as job
 
 from mpiring import LaunchError
 from mpiring.launch import start as launch
-from mpiring.launch.start import JobEnder
+from mpiring.launch.ending import JobEnder
 
 pytestmark = pytest.mark.launch
 

@@ -121,7 +121,7 @@ def test_cores_are_full(ranks, share, monkeypatch):
     import torch
 
     from mpiring.torch import threads
-    monkeypatch.setattr(threads, "_own_cores", lambda: set(ranks[0][1]))
+    monkeypatch.setattr(threads, "usable_processors", lambda: set(ranks[0][1]))
     assert threads.own_share(cores_of(*ranks), 0) == pytest.approx(share)
     for count in range(1, 9):
         monkeypatch.setattr(torch, "get_num_threads", lambda: count)

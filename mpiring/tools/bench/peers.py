@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from ...errors import ConfigError, MissingDependencyError
-from ...launch.interfaces import ipv4_address, ipv4_addresses
+from ...launch.host import ipv4_address, ipv4_addresses
 from ...memory.arrays import Array
 from .world import World
 

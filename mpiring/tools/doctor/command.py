@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import IO, Any
 
@@ -17,48 +17,27 @@ from ..arguments import above_zero
 from . import gather, hardware, software
 from .examine import examine
 from .facts import ENDING, LOADING, STARTING, Failure, JobFacts, Library, Rank, grouped
-from .report import PROBLEM, Rows, Section, as_json, as_text, merged, worst
+from .report import PROBLEM, Finding, Rows, as_json, as_text, merged, worst
 
-Groups = Iterable[Sequence[Rank]]
-
-
-def as_one(job: JobFacts) -> Groups:
-    """Return all ranks, as one group."""
-    return [job.ranks]
-
-
-def by_rank(job: JobFacts) -> Groups:
-    """Return each rank, as a group of its own."""
-    return [[rank] for rank in job.ranks]
-
-
-def by_node(job: JobFacts) -> Groups:
-    """Return the ranks of each node."""
-    return job.nodes().values()
-
-
-def by_machine(job: JobFacts) -> Groups:
-    """Return the ranks of each running system, of which MPI may make several nodes."""
-    machines = grouped(job.ranks, lambda rank: rank.container.machine)
-    return [ranks for machine, ranks in machines.items() if machine or not job.size]
-
+# What the ranks have in common that a table judges together.
+_GROUPS: Mapping[str, Callable[[Rank], Hashable]] = {
+    "job": lambda rank: "", "machine": lambda rank: rank.container.machine,
+    "node": lambda rank: rank.node, "rank": lambda rank: rank.rank}
 
 # The subjects, in the order of the report, and the tables that judge them: each is called with the
-# facts of the job, for every group of ranks.
-SUBJECTS: Sequence[tuple[str, Sequence[tuple[
-    Callable[[JobFacts], Groups], Callable[[JobFacts, Sequence[Rank]], Rows]]]]] = (
-    ("Python and MPI", ((by_rank, software.installed), (as_one, software.mpirun),
-                        (by_rank, software.threads))),
-    ("Launch", ((as_one, software.launch), (as_one, software.slurm),
-                (by_rank, software.settings))),
-    ("Containers", ((by_rank, software.container), (as_one, software.images),
-                    (by_machine, software.shared))),
-    ("Processors", ((by_node, hardware.processors), (by_rank, hardware.slurm_share))),
-    ("Memory and processes", ((by_node, hardware.shared_memory), (by_rank, hardware.limits))),
-    ("Network", ((by_rank, hardware.devices), (as_one, hardware.measured))),
-    ("GPUs", ((by_rank, hardware.gpus),)),
-    ("After a rank's death", ((as_one, software.survival),)),
-    ("Packages", ((by_rank, software.packages),)))
+# facts of the job, and the ranks of each group.
+SUBJECTS: Mapping[str, Sequence[tuple[str, Callable[..., Rows]]]] = {
+    "Python and MPI": (("rank", software.installed), ("job", software.mpirun),
+                       ("rank", software.threads)),
+    "Launch": (("job", software.launch), ("job", software.slurm), ("rank", software.settings)),
+    "Containers": (("rank", software.container), ("job", software.images),
+                   ("machine", software.shared)),
+    "Processors": (("node", hardware.processors), ("rank", hardware.slurm_share)),
+    "Memory and processes": (("node", hardware.shared_memory), ("rank", hardware.limits)),
+    "Network": (("rank", hardware.devices), ("job", hardware.measured)),
+    "GPUs": (("rank", hardware.gpus),),
+    "After a rank's death": (("job", software.survival),),
+    "Packages": (("rank", software.packages),)}
 
 # How much longer than the reporting rank a failed rank stays: mpirun ends all ranks when a rank
 # ends that was in MPI, before the report; srun does not.
@@ -91,18 +70,24 @@ def run(options: argparse.Namespace) -> int:
     began = time.monotonic()
     facts, failure = _examined(options.deadline)
     rank = launched_rank() or 0 if launcher_of() else 0
-    if facts.get("size", 0) > 1:
-        rank = facts["ranks"][0].rank
+    library = facts.pop("library", Library(error=failure.how if failure else ""))
+    if "ranks" not in facts:
+        facts |= {"ranks": [gather.rank(rank, library)], "size": 0}
+    reporter = facts["ranks"][0]
+    if facts["size"] > 1:
+        rank = reporter.rank
     if rank > 0:
-        if "library" in facts and facts["library"].error:
+        if library.error and failure is None:
             failure = Failure(stage=LOADING, how="mpi4py cannot load one")
         if failure is not None:
-            _stand_by(rank, failure, facts, began + options.deadline + _LINGER_S)
+            _stand_by(rank, failure, reporter, began + options.deadline + _LINGER_S)
         return 0
-    job = _job(facts, failure)
-    sections = judged(job)
-    print((as_json if options.json else as_text)(sections, job), flush=True)
-    return int(worst(sections) == PROBLEM)
+    wanted, wanted_by = launched_size()
+    job = JobFacts(**facts, failure=failure, wanted=wanted, wanted_by=wanted_by,
+                   mpirun=gather.mpirun(reporter.library), slurm=gather.slurm(reporter.variables))
+    findings = judged(job)
+    print((as_json if options.json else as_text)(findings, job), flush=True)
+    return int(worst(findings) == PROBLEM)
 
 
 def _examined(deadline_s: float) -> tuple[dict[str, Any], Failure | None]:
@@ -118,12 +103,12 @@ def _examined(deadline_s: float) -> tuple[dict[str, Any], Failure | None]:
         os.set_inheritable(answers.fileno(), True)
         ended = child_job.run(
             [sys.executable, "-m", "mpiring", "doctor", "--examine", str(answers.fileno()),
-             "--deadline", str(deadline_s)], deadline_s, in_place=True)
+             "--deadline", str(deadline_s)], deadline_s + child_job.GRACE_S, in_place=True)
         stage, facts = _read(answers)
     # Python's own report of a late end is noise.
     end = next((i for i, line in enumerate(ended.lines) if line.startswith("Timeout (")), None)
     is_late, status = ended.status is None or end is not None, ended.status or 0
-    facts["printed"] = child_job.Ended(None, ended.lines[:end]).last_lines(_MOST_LINES)
+    facts["printed"] = child_job.last_lines(ended.lines[:end], _MOST_LINES)
     if stage == "":
         return facts, None    # however it ended after MPI did
     how = (f"no end within {deadline_s:g} s" if is_late else f"exit status {status}"
@@ -144,33 +129,20 @@ def _read(answers: IO[bytes]) -> tuple[str, dict[str, Any]]:
         facts.update(more)
 
 
-def _job(facts: dict[str, Any], failure: Failure | None) -> JobFacts:
-    """Join the child's facts and those that need no MPI."""
-    library = facts.pop("library", Library(error=failure.how if failure else ""))
-    if "ranks" not in facts:
-        facts = {**facts, "ranks": [gather.rank(0, library)], "size": 0}
-    wanted, wanted_by = launched_size()
-    reporter = facts["ranks"][0]
-    return JobFacts(**facts, failure=failure, wanted=wanted, wanted_by=wanted_by,
-                    mpirun=gather.mpirun(reporter.library), slurm=gather.slurm(reporter.variables))
-
-
-def judged(job: JobFacts) -> list[Section]:
+def judged(job: JobFacts) -> list[Finding]:
     """Return all findings, by subject; a pure function of the facts."""
-    return [Section(title, merged(
-        (replace(finding, ranks=tuple(rank.rank for rank in ranks))
-         for groups, table in tables for ranks in groups(job)
-         for finding in table(job, ranks) if finding is not None), len(job.ranks)))
-        for title, tables in SUBJECTS]
+    return merged(
+        (replace(finding, subject=subject, ranks=tuple(rank.rank for rank in ranks))
+         for subject, tables in SUBJECTS.items() for group, table in tables
+         for ranks in grouped(job.ranks, _GROUPS[group]).values()
+         for finding in table(job, *ranks) if finding is not None), len(job.ranks))
 
 
-def _stand_by(rank: int, failure: Failure, facts: dict[str, Any], until: float) -> None:
-    """Print on standard error that this rank has failed, where the report may not show it.
+def _stand_by(rank: int, failure: Failure, reporter: Rank, until: float) -> None:
+    """Print on standard error that this rank has failed, if the report may not show it.
 
-    Where rank 0 failed for the same reason, as on one node, the report is enough.
+    If rank 0 failed for the same reason, as on one node, the report is enough.
     """
-    reporter = facts["ranks"][0] if "ranks" in facts else gather.rank(
-        rank, facts.get("library", Library()))
     # Failures of the start are printed once per node, later ones by each rank.
     is_first = launched_rank(local=True) == 0 or failure.stage not in (LOADING, STARTING)
     if not failure.late and not software.is_mismatched(reporter) and is_first:

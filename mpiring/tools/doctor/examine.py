@@ -7,9 +7,11 @@ import logging
 import os
 import pickle
 import re
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +120,15 @@ def _tried(mpi: Any, world: Any, rank: Rank) -> dict[str, Any]:
     if world.allreduce(bool(rank.settings_error), op=mpi.LOR):
         return {}
     error, seconds = "", None
-    with _logged() as warnings:
-        try:
-            seconds = _allreduce(mpi)
-        except MpiringError as raised:
-            error = f"{type(raised).__name__}: {raised}"
+    # It stays: nothing else logs in this process.
+    handler = BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("mpiring").addHandler(handler)
+    try:
+        seconds = _allreduce(mpi)
+    except MpiringError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    warnings = [record.getMessage() for record in handler.buffer]
     everywhere = world.gather((warnings, error)) or []
     return {"tried_s": seconds,
             "warnings": list(dict.fromkeys(line for lines, _ in everywhere for line in lines)),
@@ -147,20 +153,6 @@ def _allreduce(mpi: Any) -> float:
             if not (x == comm.size * (comm.size + 1) / 2).all():
                 raise MpiringError(f"rank {comm.rank}: an allreduce gave wrong sums; {x[:3]}…")
     return best
-
-
-@contextlib.contextmanager
-def _logged() -> Iterator[list[str]]:
-    """Collect mpiring's warnings."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("mpiring")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
 
 
 def _asked(gpus: Gpus, library: Path) -> Gpus:
@@ -203,4 +195,4 @@ def usable(gpus: Gpus, turn: int) -> Gpus:
     # A look must not end the examination: CUDA's own errors are RuntimeErrors.
     except (MpiringError, RuntimeError, ImportError, MemoryError) as error:
         return replace(gpus, problem=" ".join(str(error).split()) or type(error).__name__)
-    return replace(gpus, seen=seen, own=seen[turn % count], unshared=unshared)
+    return replace(gpus, seen=seen, address=seen[turn % count], unshared=unshared)

@@ -1,7 +1,8 @@
 """Holds the facts about ranks, nodes and networks, which are all that the judges read."""
 
+import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -12,9 +13,11 @@ _VENDORS = {
     "Intel MPI": r"Intel\(R\) MPI", "Cray MPICH": r"CRAY MPICH", "MVAPICH": r"MVAPICH",
     "Open MPI": r"Open MPI|OpenRTE|PRRTE|prterun", "MPICH": r"MPICH|HYDRA"}
 # Libraries whose ranks each other's launchers can start: they share a PMI.
-_HYDRA = ("MPICH", "Intel MPI", "MVAPICH")
+_HYDRA = {"MPICH", "Intel MPI", "MVAPICH"}
+# The PMI that each vendor's library needs, as srun names it.
+_PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
 
-Key = TypeVar("Key", int, str)
+Key = TypeVar("Key", bound=Hashable)
 
 # How MPICH's switches are turned off.
 _NO = ("0", "no", "false", "off")
@@ -31,14 +34,18 @@ def version_of(text: str) -> str:
     return number[0].rstrip(".") if number else ""
 
 
-def related(first: str, second: str) -> bool:
-    """Return whether one vendor's launcher starts ranks of the other's library."""
-    return first == second or first in _HYDRA and second in _HYDRA
+def incompatible(first: str, second: str) -> bool:
+    """Return whether one vendor's launcher cannot start ranks of the other's library.
+
+    False if one of them is not the name of a vendor.
+    """
+    pair = {first, second}
+    return first != second and pair <= _VENDORS.keys() and not pair <= _HYDRA
 
 
-def is_foreign(launcher: str, vendor: str) -> bool:
-    """Return whether a launcher came with an MPI library of which `vendor`'s is no relation."""
-    return launcher in _VENDORS and not related(launcher, vendor)
+def first_on(variables: Mapping[str, str], names: Iterable[str]) -> str:
+    """Return the first of these variables that is neither empty nor 0, or ""."""
+    return next((name for name in names if variables.get(name, "0") not in ("", "0")), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +76,11 @@ class Library:
         """The vendor, or what the library says, and the version."""
         return f"{self.vendor or self.text[:40]} {version_of(self.text)}".strip()
 
+    @property
+    def pmi(self) -> str:
+        """The PMI that it needs, as srun names it."""
+        return _PMI.get(self.vendor, "pmi2")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Processors:
@@ -79,14 +91,14 @@ class Processors:
         cores: How many physical cores these are; less than `len(allowed)` where cores have
             several hardware threads.
         online: How many the node has.
-        quota: Of a cgroup, in processors; None without.
+        quota: Of a cgroup, in processors; infinite without.
         load: Number of processes that wanted a processor, averaged over the last minute.
     """
 
     allowed: frozenset[int] = frozenset((0,))
     cores: int = 1
     online: int = 1
-    quota: float | None = None
+    quota: float = math.inf
     load: float = 0.0
 
 
@@ -115,13 +127,13 @@ class NetworkDevice:
 
     Attributes:
         kind: "Ethernet", "InfiniBand", "RoCE", "Omni-Path", "EFA", "Slingshot" or "virtual".
-        gbit: Its speed in Gbit/s; None where the system does not know.
+        gbit: Its speed in Gbit/s; 0 if the system does not know.
         active: It is connected.
     """
 
     name: str
     kind: str
-    gbit: float | None = None
+    gbit: float = 0.0
     active: bool = True
 
     @property
@@ -145,7 +157,7 @@ class Gpus:
             MPI does not use UCX.
         gtl: Cray's library for GPUs is loaded.
         seen: NVIDIA's GPUs that CuPy sees, by their addresses on the PCI bus.
-        own: The address of this rank's.
+        address: The address of this rank's GPU.
         problem: Why mpiring can use none, or "".
         unshared: Why processes cannot open its memory to each other, or "".
     """
@@ -158,7 +170,7 @@ class Gpus:
     transports: tuple[str, ...] | None = None
     gtl: bool = False
     seen: tuple[str, ...] = ()
-    own: str = ""
+    address: str = ""
     problem: str = ""
     unshared: str = ""
 
@@ -176,7 +188,7 @@ class Container:
         shm: The file system at /dev/shm, by a name that is unique on the machine.
         processes, users: The namespaces of processes and users; those of other ones are not seen,
             or their memory is closed.
-        own: The launcher has started this container for this rank alone.
+        private: The launcher has started this container for this rank alone.
         apart: How many of the doctor's processes that are seen have another /dev/shm.
         missing: The folder of the launcher's PMIx, if it is not there inside; else "".
     """
@@ -187,7 +199,7 @@ class Container:
     shm: str = ""
     processes: str = ""
     users: str = ""
-    own: bool = False
+    private: bool = False
     apart: int = 0
     missing: str = ""
 
@@ -296,12 +308,12 @@ class Mpirun:
     Attributes:
         path: "" where there is none.
         text: What it says of its version, on one line.
-        beside: The mpirun of the library's own installation, or "".
+        of_library: The mpirun of the library's own installation, or "".
     """
 
     path: str = ""
     text: str = ""
-    beside: str = ""
+    of_library: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,6 +331,10 @@ class Slurm:
     mpi_types: tuple[str, ...] = ()
     mpi_default: str = ""
     kills: bool | None = None
+
+    def offers(self, pmi: str) -> bool:
+        """Return whether srun has a PMI of this name, or a version of it."""
+        return any(kind.startswith(pmi) for kind in self.mpi_types)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -367,14 +383,14 @@ class JobFacts:
         return self.reporter.variables
 
     @property
-    def launcher(self) -> Launcher | None:
-        """The launcher of this process, if it is one of several ranks."""
-        return launchers(self.variables)[0] if launcher_of(self.variables) else None
+    def launcher(self) -> Launcher:
+        """The launcher of this process; one without a name unless it has started ranks."""
+        return launchers(self.variables)[0] if launcher_of(self.variables) else Launcher("", "")
 
     @property
     def is_torn(self) -> bool:
         """Whether the launcher started several ranks, but each is a world of its own."""
-        return self.size == 1 and self.wanted > 1 and self.launcher is not None
+        return self.size == 1 and self.wanted > 1 and launcher_of(self.variables) != ""
 
     def nodes(self) -> dict[int, list[Rank]]:
         """Return the ranks of each node, by its number."""

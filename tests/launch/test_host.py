@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
 # Pages that are taken anew where 64 MiB are allocated in four blocks, freed, and allocated again.
 _COUNT = """
 import resource
-from mpiring.launch.heap import keep_freed_memory
+from mpiring.launch.host import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
