@@ -12,20 +12,20 @@ from numpy.typing import DTypeLike
 from .arguments import MOST_OF_MPI, whole_number
 from .config import Config
 from .engine.compiling import COMPILED_EARLY, compile_fast_calls
+from .engine.fast_calls import BARRIER, NOTHING
 from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
-from .engine.repeated import BARRIER
 from .errors import ConfigError
 from .gpu.arrays import device_named
 from .gpu.device import Device, Event
 from .launch.start import mpi_world
-from .memory.arrays import dtype_name
+from .memory.arrays import dtype_name, flat, slice_of
 from .objects import ObjectCollectives
 from .operations.agreement import Call, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
-from .persistent import A, ArrayCollectives
+from .persistent import A, ArrayCollectives, Prepared
 from .record.statistics import Statistics
 from .transport.base import Schedule, T
 
@@ -86,7 +86,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         self._join(Group(mpi_comm, _settings(config)))
 
     def _join(self, group: Group) -> None:
-        self._group, self._repeated = group, group.repeated
+        self._group, self._fast_calls = group, group.fast_calls
         self.config, self.recorder = group.config, group.recorder
         self.rank, self.size = group.rank, group.size
         nodes = group.sharing.topology
@@ -162,16 +162,22 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray and algorithm == "auto" else None
-        if repeated is not None and repeated.allreduce(x, op):
+        if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.again(
+                "allreduce", x, op):
             return x
-        call, build, _ = self._allreduce(x, op, algorithm)
+        prepared = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
-        self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "allreduce", op)
+        self._run(prepared, "allreduce", x, op, notes=algorithm == "auto")
         return x
+
+    def _run(self, prepared: Prepared, kind: str, x: Any, op_or_root: Any = None, *,
+             notes: bool = True) -> Any:
+        """Run a collective that is no fast call yet; the next one like it may be."""
+        result = self._group.run(prepared.call, prepared.build)
+        if notes and type(x) is np.ndarray:
+            self._fast_calls.note(kind, prepared.call, x, op_or_root)
+        return result
 
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
         """Begin to combine `x` over all ranks, and return a handle at once.
@@ -183,14 +189,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: no.
         """
-        repeated = self._repeated if type(x) is np.ndarray and algorithm == "auto" else None
-        started = None if repeated is None else repeated.iallreduce(x, op)
-        if started is not None:
+        may_be_fast = type(x) is np.ndarray and algorithm == "auto"
+        if may_be_fast and (started := self._fast_calls.iallreduce(x, op)) is not None:
             return started
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
-        if repeated is not None:
-            repeated.note(call, x, "allreduce", op)
+        if may_be_fast:
+            self._fast_calls.note("allreduce", call, x, op)
         return handle
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
@@ -208,15 +213,11 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray else None
-        chunk = None if repeated is None else repeated.reduce_scatter(x, op)
-        if chunk is not None:
-            return cast(A, chunk)
-        call, build, vector = self._reduce_scatter(x, op)
-        chunk = self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "reduce_scatter", op)
-        return cast(A, part_of(x, vector, chunk))
+        if type(x) is np.ndarray and self._fast_calls.again("reduce_scatter", x, op):
+            return cast(A, slice_of(flat(x), self.rank, self.size))
+        prepared = self._reduce_scatter(x, op)
+        chunk = self._run(prepared, "reduce_scatter", x, op)
+        return cast(A, part_of(x, prepared.vector, chunk))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.
@@ -231,13 +232,8 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray else None
-        if repeated is not None and repeated.allgather(x):
-            return x
-        call, build, _ = self._allgather(x)
-        self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "allgather")
+        if type(x) is not np.ndarray or not self._fast_calls.again("allgather", x):
+            self._run(self._allgather(x), "allgather", x)
         return x
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
@@ -251,13 +247,11 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray else None
-        if repeated is not None and repeated.broadcast(x, root):
-            return x
-        call, build, _ = self._broadcast(x, root)
-        self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "broadcast", root)
+        # 1 == 1.0 == True
+        is_fast = (type(x) is np.ndarray and type(root) is int
+                   and self._fast_calls.again("broadcast", x, root))
+        if not is_fast:
+            self._run(self._broadcast(x, root), "broadcast", x, root)
         return x
 
     def barrier(self) -> None:
@@ -265,8 +259,9 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        if self._repeated is None or not self._repeated.barrier():
-            self._group.run(BARRIER, lambda collectives: collectives.barrier())
+        if not self._fast_calls.again("barrier", NOTHING):
+            self._run(Prepared(BARRIER, lambda collectives: collectives.barrier(), NOTHING),
+                      "barrier", NOTHING)
 
     # Operations
 

@@ -81,14 +81,13 @@ class ObjectCollectives:
         return [loaded for loaded, _ in unpickled]
 
     def _run_short(self, call: Call, kind: str, x: NDArray[Any], root: int | None) -> None:
-        """Run a copy of a short vector, as a round from the second time on where that may be."""
-        repeated = self._group.repeated
-        if repeated is not None and repeated.again(call.kind, x, root):
-            return
-        self._group.run(call, lambda collectives: collectives.allgather(x) if root is None else
-                        collectives.broadcast(x, root))
-        if repeated is not None:
-            repeated.note(call, x, kind, root)
+        """Run a copy of a short vector; from the second time on, a fast call where that may be."""
+        # A label may be the name of another collective.
+        fast_calls, name = self._group.fast_calls, f"object: {call.kind}"
+        if not fast_calls.again(name, x, root):
+            self._group.run(call, lambda collectives: collectives.allgather(x) if root is None else
+                            collectives.broadcast(x, root))
+            fast_calls.note(name, call, x, root, kind)
 
     def _root(self, root: int) -> int:
         return whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)

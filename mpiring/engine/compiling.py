@@ -39,8 +39,7 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
             compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),
                   lambda collectives: collectives.barrier(), patient=_PATIENCE_S)
-    if group.repeated is not None:
-        group.repeated.forget()
+    group.fast_calls.forget()
 
 
 def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -46,19 +46,6 @@ give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0
 # Given per rank of the node what its note says, and this rank's vector: returns all ranks' vectors
 # if they lie in one window.
 Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
-
-
-class Identity(NamedTuple):
-    """What stands for a whole operation: its number in the counter, and how ranks compare it.
-
-    Attributes:
-        number: See OperationCounter.identity_of.
-        header, digest: As for NodeMemory.node.
-    """
-
-    number: int
-    header: bytes
-    digest: int
 
 
 # Of an area: all slots, what is written of this rank's, and what reduces all of them.
@@ -100,7 +87,8 @@ class NodeCall:
         combine: What reduces, in Python; None where nothing is.
 
     Attributes:
-        memory, dtype, combine: As above.
+        memory, dtype: As above.
+        call, op: What it is, and the op of what is reduced; of a whole operation.
         words: See layout. An array where compiled code runs it. Where Python does, a list, which
             it reads in a third of the time: with objects in the place of their addresses.
         operands: What Python works on.
@@ -111,12 +99,13 @@ class NodeCall:
 
     def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", n: int, kind: int,
                  combine: Any) -> None:
-        self.memory, self.dtype, self.combine = memory, dtype, combine
+        self.memory, self.dtype = memory, dtype
         self.words: Any = [0] * call_words(len(memory.ranks))
         self._of_code: Any = None
         self.operands = _Operands(memory, dtype, combine)
         self.code: Code | None = None
         self.is_short, self.address = False, 0
+        self.call: Any = None
         self.op = ""
         self._find: Find | None = None
         self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
@@ -136,19 +125,21 @@ class NodeCall:
     def __setitem__(self, word: int, value: int) -> None:
         self.words[word] = value
 
-    def whole(self, identity: Identity, op: str, code: Code | None, *,
+    def whole(self, call: Any, identity: int, op: str, code: Code | None, *,
               note: tuple[int, int] = (0, 0), barriers: int = 1, find: Find | None = None) -> None:
         """Become a whole operation.
 
         Args:
-            identity: Of the call.
+            call: What it is, with the header and the digest by which ranks compare it.
+            identity: See OperationCounter.identity_of.
             op: Of what is reduced; "" where nothing is.
             code: Compiled code for the op and the dtype, if there is some.
             note: What this rank tells the others of where its vector is, and always will be.
             barriers: How many it has come to when its vector lies in its slot.
             find: Of WINDOWS: finds all ranks' vectors.
         """
-        self[CALL_IDENTITY], self.operands.header, self[CALL_DIGEST] = identity
+        self.call, self.operands.header = call, call.header
+        self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
         self[CALL_WHOLE], self._find, self.op = 1, find, op
         self[CALL_LAST] = int(find is not None)
         self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
@@ -210,13 +201,7 @@ class NodeCall:
             x: Its vector.
         """
         code = self.code
-        if code is None:
-            status: int = run_plain(self.words, how, x)
-            if self.words[CALL_STAGE] == IDLE:
-                # Whoever remembers the call shall not keep the array.
-                self.operands.x = None
-            return status
-        if self.words is not self._of_code:
+        if code is None or self.words is not self._of_code:
             return self._run_in_python(how, x)
         if how == GO_ON or how == LOOK and not self.is_short:
             status = code.call(self.address + how, 0)
@@ -232,10 +217,12 @@ class NodeCall:
     def _run_in_python(self, how: int, x: Array) -> int:
         status: int = run_plain(self.words, how, x)
         if self.words[CALL_STAGE] == IDLE:
+            # Whoever remembers the call shall not keep the array.
             self.operands.x = None
-            # The next time is that of compiled code again.
-            self.words = self._of_code
-            self.words[CALL_STAGE] = IDLE
+            if self.code is not None:
+                # The next time is that of compiled code again.
+                self.words = self._of_code
+                self.words[CALL_STAGE] = IDLE
         return status
 
     def _go_on_otherwise(self, how: int, x: Array) -> int:
@@ -257,11 +244,6 @@ class NodeCall:
             self[first + rank] = address
             self[first + ranks + 2 * rank], self[first + ranks + 2 * rank + 1] = window, offset
         return self.run(how, x)
-
-    def reduced(self, x: Array) -> Array:
-        """Return the part of a vector that it reduces."""
-        start = self[CALL_REDUCES]
-        return x[start:start + self[CALL_REDUCED]]
 
     @property
     def in_place(self) -> bool:
