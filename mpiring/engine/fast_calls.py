@@ -13,20 +13,19 @@ import numpy as np
 from ..collectives import shared
 from ..collectives.operation import IN_SLOT, NOWHERE
 from ..config import Config
-from ..memory.arrays import Array, bounds_of, data_address, dtype_name
+from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.reduction import reduction
 from ..operations.agreement import Call, refuse_others
 from ..operations.operation import Collectives
 from ..operations.windows import Windows
 from ..record.flight import Flight
-from ..transport import compiled, plans
+from ..transport import compiled
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import (
     AREAS, BEGIN, CALL_BEGAN, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, COUNTER_NANOSECONDS,
     DISAGREE, DONE, GATED, GATE_STARTED, GO_ON, HELD, IDLE, LATE, LOOK, OTHERWISE, PUBLISH, WINDOWS)
-from ..transport.node_call import NodeCall, slot_call
+from ..transport.node_call import NodeCall, slot_call, slot_plan
 from ..transport.node_memory import NodeMemory
-from ..transport.plans import SlotPlan
 from .engine import Engine
 from .handle import Action, Handle, Lane
 from .opening import Sharing
@@ -195,7 +194,8 @@ class FastCalls:
         if memory is None or not self.group.collectives().is_eager(kind, x, op):
             return None
         combine = reduction(op, x.dtype, len(memory.ranks)) if op else None
-        plan = self._plan(kind, x.size, op_or_root)
+        root = op_or_root if kind == "broadcast" else 0
+        plan = slot_plan(kind, x.size, memory.rank, len(memory.ranks), root)
         node_call = slot_call(memory, x.dtype, x.size, plan, combine)
         settings = {"note": IN_SLOT, "barriers": _BARRIERS} if instead else {}
         self._whole(node_call, call, op, BY_SLOTS if kind == "allreduce" else "", **settings)
@@ -221,18 +221,6 @@ class FastCalls:
         code = compiled.code(op, dtype_name(node_call.dtype), len(node_call.memory.ranks))
         node_call.whole(call, self._counter.identity_of(call, algorithm), op,
                         code if self.group.config.rounds == "auto" else None, **settings)
-
-    def _plan(self, kind: str, n: int, op_or_root: Any) -> SlotPlan:
-        memory: Any = self.memory
-        rank, size = memory.rank, len(memory.ranks)
-        if kind == "allreduce":
-            return plans.allreduce(n)
-        if kind == "broadcast":
-            return plans.broadcast(n, op_or_root, rank, size)
-        if kind == "barrier":
-            return plans.BARRIER
-        build = plans.reduce_scatter if kind == "reduce_scatter" else plans.allgather
-        return build(bounds_of(n, size), rank)
 
     def is_compiled(self, x: Array, op: str, algorithm: str = BY_SLOTS) -> bool:
         """Return whether an allreduce by an algorithm would be fast, and compiled."""

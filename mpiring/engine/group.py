@@ -23,9 +23,9 @@ from ..operations.resources import Resources
 from ..operations.windows import Windows
 from ..record.flight import Flight
 from ..record.statistics import Statistics
+from ..transport import waiting
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, COUNTER_SEQUENCE
-from ..transport.node_call import give_way
 from .engine import Engine
 from .fast_calls import FastCalls
 from .handle import Handle
@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from ..transport.survivors import Survivors
 
 Build = Callable[[Collectives], Schedule[T]]
-
-# A blocking call tests this often by itself before it becomes an operation of the engine's: in a
-# shared memory, most are over by then. The first tests keep the core.
-_TRIES = 300
-_TRIES_ALONE = 20
 
 
 class Group:
@@ -227,9 +222,9 @@ class Group:
             engine.raise_failure()
         flight.started_s = began_s = time.monotonic()
         with engine.lock:
-            for attempt in range(_TRIES):
-                if not task.step() and attempt > _TRIES_ALONE:
-                    give_way()
+            for attempt in range(waiting.SPINS + waiting.YIELDS):
+                if not task.step() and attempt >= waiting.SPINS:
+                    waiting.give_way()
                 if task.done:
                     break
             now_s = time.monotonic()
@@ -297,7 +292,7 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        from ..transport.mpi import made
+        from ..transport.mpi import create_communicator
         self.check_open()
         mpi = load_mpi()
         # Native collectives and MPI's split must come in the same order on all ranks.
@@ -305,7 +300,8 @@ class Group:
         # MPI's call cannot stall once every rank is here.
         self.run(Call("split"), lambda collectives: collectives.barrier())
         comm = self._transport.comm
-        part = made(comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
+        part = create_communicator(
+            comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
         return None if color is None else self._child(cast("MPI.Intracomm", part), self.config)
 
     def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
@@ -325,12 +321,13 @@ class Group:
 
         Collective: yes, among those ranks. Blocking: yes.
         """
-        from ..transport.mpi import made
+        from ..transport.mpi import create_communicator
         self.check_open()
         comm = self._transport.comm
         everybody = comm.Get_group()
         members = everybody.Incl(ranks)
-        part = made(comm, lambda: comm.Create_group(members, tag % self._transport.tag_limit))
+        part = create_communicator(
+            comm, lambda: comm.Create_group(members, tag % self._transport.tag_limit))
         for used in (members, everybody):
             used.Free()
         return self._child(part, config)

@@ -13,28 +13,28 @@ from mpiring.collectives import shared
 from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
 from mpiring.errors import BufferMismatchError
 from mpiring.memory import machine
-from mpiring.memory.arrays import bounds_of, dtype_name
+from mpiring.memory.arrays import dtype_name
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
 from mpiring.operations.windows import Windows
 from mpiring.record.counter import OperationCounter
-from mpiring.transport import compiled, plans
+from mpiring.transport import compiled
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, CALL_BEGAN, CALL_STAGE, COUNTER_GATE, COUNTER_SEQUENCE, DISAGREE, DONE, GATED, IDLE,
     LATE, LOOK, NODE_MEMORY_BYTES, OTHERWISE, PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
-from mpiring.transport.node_call import NodeCall, slot_call
+from mpiring.transport.node_call import NodeCall, slot_call, slot_plan
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"
 # The last rank is the root of broadcasts.
 KINDS = {
-    "allreduce": lambda n, rank, p: plans.allreduce(n),
-    "reduce_scatter": lambda n, rank, p: plans.reduce_scatter(bounds_of(n, p), rank),
-    "allgather": lambda n, rank, p: plans.allgather(bounds_of(n, p), rank),
-    "broadcast": lambda n, rank, p: plans.broadcast(n, p - 1, rank, p),
-    "barrier": lambda n, rank, p: plans.BARRIER}
+    "allreduce": lambda n, rank, p: slot_plan("allreduce", n, rank, p),
+    "reduce_scatter": lambda n, rank, p: slot_plan("reduce_scatter", n, rank, p),
+    "allgather": lambda n, rank, p: slot_plan("allgather", n, rank, p),
+    "broadcast": lambda n, rank, p: slot_plan("broadcast", n, rank, p, p - 1),
+    "barrier": lambda n, rank, p: slot_plan("barrier", 0, rank, p)}
 COMBINE = "allreduce", "reduce_scatter"
 
 
