@@ -124,10 +124,10 @@ class FastCalls:
         vector = x if x.ndim == 1 else x.reshape(-1)
         for number in range(1, _MOST_STARTED):
             if call[CALL_STAGE]:
-                call = self._calls.get((*key, number))
-                if call is None and (another := self.prepare(first.call, vector, "allreduce", op)):
-                    call = self._keep((*key, number), another)
-        return self.start(first if call is None or call[CALL_STAGE] else call, vector, x)
+                another = *key, number
+                call = self._calls.get(another) or self._keep(
+                    another, self.prepare(first.call, vector, "allreduce", op) or first)
+        return self.start(first if call[CALL_STAGE] else call, vector, x)
 
     def _noted(self, key: _Key, x: Any) -> Any:
         try:
@@ -228,20 +228,19 @@ class FastCalls:
                 and self.group.collectives().algorithm_of(x, op).name == algorithm
                 and compiled.code(op, dtype_name(x.dtype), len(self.memory.ranks)) is not None)
 
-    def run(self, call: NodeCall, x: Array, address: int = 0) -> bool:
+    def run(self, call: NodeCall, x: Array, status: int = GATED) -> bool:
         """Run a call to its end; return False, and do nothing, if the gate is closed.
 
         Args:
             call: Prepared.
             x: Its vector.
-            address: Of the vector, if it is known.
+            status: What its beginning has returned, if that was done.
         """
         try:
-            status = GATED
-            if call.is_short:
+            if call.is_short and status == GATED:
                 # As call.run, in a third of the time.
-                status = call.begin(call.address, address or data_address(x))
-            elif call.code is not None:
+                status = call.begin(call.address, data_address(x))
+            elif call.code is not None and status == GATED:
                 status = call.run(BEGIN, x)
             return status == DONE or self._go_on(status, call, x)
         except BaseException as error:

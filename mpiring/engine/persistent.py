@@ -13,6 +13,7 @@ from ..operations.agreement import Call
 from ..operations.operation import Collectives
 from ..transport import compiled
 from ..transport.base import Schedule, T
+from ..transport.layout import DONE, GATED
 from .compiling import compile_fast_calls
 from .fast_calls import COPYING, IN_PLACE, FastCalls
 from .handle import Handle
@@ -51,8 +52,8 @@ class Persistent(Generic[T]):
         self._fast_calls = fast_calls = group.fast_calls
         # What runs when it is called, and when it is started.
         self._called = self._started = None
-        # The vector's address. Where the memory may move, it has to be looked at each time.
-        self._address = data_address(vector) if type(result) is np.ndarray else 0
+        self._begin: Callable[[int, int], int] | None = None
+        self._words = self._address = 0
         # All ranks make the same ones, and in the same order.
         group.run(Call("persistent", str(call), nbytes=call.nbytes),
                   lambda collectives: collectives.barrier())
@@ -73,6 +74,10 @@ class Persistent(Generic[T]):
         if in_windows or (kind == "allreduce" and group.windows.position_of(vector) != NOWHERE
                           and fast_calls.is_compiled(vector, op_or_root, IN_PLACE)):
             self._called = fast_calls.in_place(call, vector, op_or_root)
+        # Where the memory may move, it has to be looked at each time.
+        if self._called is not None and self._called.is_short and type(result) is np.ndarray:
+            self._begin, self._words = self._called.begin, self._called.address
+            self._address = data_address(vector)
 
     def __repr__(self) -> str:
         return f"<Persistent: {self._call}{', started' * (self._handle is not None)}>"
@@ -116,10 +121,19 @@ class Persistent(Generic[T]):
         """
         if self._handle is not None:
             self._refuse_started()
-        build = None if self._address else self._build()
-        if self._called is None or not self._fast_calls.run(
-                self._called, self._vector, self._address):
-            self._group.run(self._call, build or self._build())
+        begin, status = self._begin, GATED
+        try:
+            # As FastCalls.run, in two thirds of its time.
+            if begin is not None and (status := begin(self._words, self._address)) == DONE:
+                return self._result
+            build = self._build()
+            if self._called is None or not self._fast_calls.run(
+                    self._called, self._vector, status):
+                self._group.run(self._call, build)
+        except BaseException as error:
+            if self._called is not None:
+                self._fast_calls.fail(self._called, error)
+            raise
         return self._result
 
     def _refuse_started(self) -> None:

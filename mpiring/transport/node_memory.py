@@ -89,8 +89,8 @@ class NodeMemory:
     def fence() -> None:
         """Let no access to memory move across this line, where the processor would do that.
 
-        Giving a lock away and taking it again forbids it on each. Not always the same lock: rounds
-        pass here in one thread, and other operations in another.
+        Giving a lock away and taking it again forbids it on each. Not always the same lock: fast
+        calls pass here in one thread, and other operations in another.
         """
         lock = threading.Lock()
         lock.acquire()
