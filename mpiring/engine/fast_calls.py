@@ -41,6 +41,7 @@ _Key = tuple[Any, ...]
 BARRIER = Call("barrier")
 # It combines nothing.
 NOTHING = np.empty(0, np.float32)
+_OF_BARRIER: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
 COPYING = "allgather", "broadcast"
 # What node calls of an allreduce do to the bit, see collectives.shared: every rank combines all
 # vectors, by slots; or a slice of all, in windows.
@@ -108,6 +109,11 @@ class FastCalls:
         if call is None:
             return False
         return self.run(call, x if x.ndim == 1 else x.reshape(-1))
+
+    def barrier(self) -> bool:
+        """Return whether every rank has called a barrier; False if none was noted."""
+        call: Any = self._calls.get(_OF_BARRIER)
+        return call is not None and self.run(call, NOTHING)
 
     def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
         """Begin to combine `x` over all ranks, in place, if such a call was noted.
