@@ -345,7 +345,7 @@ class FastHandle(Handle[T]):
         self._calls, self._call, self._result = calls, call, result
         self._x: Any = x
         self._sequence, self._began_ns = call[CALL_SEQUENCE], call[CALL_BEGAN]
-        self._waited_ns, self._is_done = waited_ns, False
+        self._waited_ns, self._is_done, self._is_running = waited_ns, False, False
         self._counter = calls.group.sharing.counter
         # The engine's.
         self._handle: Handle[Any] | None = None
@@ -369,7 +369,8 @@ class FastHandle(Handle[T]):
         """
         if not (self._is_done or self._handle or self._is_void):
             with self._counter:
-                if not (self._is_done or self._handle):
+                # A signal's handler may look amid a run.
+                if not (self._is_done or self._handle or self._is_running):
                     self._run(LOOK)
         return self._is_done if self._handle is None else self._handle.done
 
@@ -380,9 +381,10 @@ class FastHandle(Handle[T]):
 
     def _run(self, how: int) -> bool:
         """Run what is left, in this thread, which holds the lock; return whether it is complete."""
-        began_ns = time.monotonic_ns()
+        began_ns, self._is_running = time.monotonic_ns(), True
         try:
             status = self._call.run(how, self._x)
+            self._is_running = False
             ended_ns = time.monotonic_ns()
             self._waited_ns += ended_ns - began_ns
             if status == DISAGREE:
