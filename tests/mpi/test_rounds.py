@@ -321,6 +321,28 @@ def test_handles_of_rounds(some):
     assert some.allreduce(np.ones(3))[0] == some.size
 
 
+def test_a_look_amid_a_run_of_the_same_handle():
+    """As by a signal's handler: the call is not run within itself."""
+    with opened(rounds="python") as comm:
+        x, looks = np.ones(3), []
+        comm.allreduce(x)
+        x[:], before = comm.rank + 1, comm.statistics
+        handle = comm.iallreduce(x)
+        operands = handle._call.operands
+        combined = operands.combined
+
+        def looking(out):
+            if not looks:
+                looks.append(None)
+                looks[0] = handle.done
+            combined(out)
+
+        operands.combined = looking
+        assert handle.wait(60) is x and handle.done and looks in ([], [False])
+        assert (x == comm.size * (comm.size + 1) // 2).all()
+        assert (comm.statistics - before).operations == 1
+
+
 def blocking(comm, *args, **named):
     comm.allreduce(*args, **named)
 
