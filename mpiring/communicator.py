@@ -1,31 +1,35 @@
-"""The public face: a Communicator's ranks, collectives on arrays, and messages."""
+"""The public face: a Communicator's ranks, collectives on arrays and objects, and messages."""
 
+import operator
+import pickle
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from .arguments import MOST_OF_MPI, whole_number
 from .config import Config
 from .engine.compiling import COMPILED_EARLY, compile_fast_calls
+from .engine.fast_calls import BARRIER, NOTHING
 from .engine.group import Build, Group
 from .engine.handle import Handle
 from .engine.messages import Messages
-from .engine.repeated import BARRIER
+from .engine.persistent import Persistent
 from .errors import ConfigError
-from .gpu.arrays import device_named
+from .gpu.arrays import device_named, vector_of
 from .gpu.device import Device, Event
 from .launch.start import mpi_world
-from .memory.arrays import dtype_name
-from .objects import ObjectCollectives
-from .operations.agreement import Call, part_of
+from .memory.arrays import dtype_name, flat, slice_of
+from .memory.reduction import reduction
+from .memory.tensors import is_tensor
+from .operations.agreement import Call, allreduce_call, described, op_named, part_of
 from .operations.consistency import same_on_all
 from .operations.model import Model
-from .persistent import A, ArrayCollectives
 from .record.statistics import Statistics
 from .transport.base import Schedule, T
 
@@ -33,6 +37,25 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from .transport.survivors import Survivors
+
+# What most objects fit into travels with the length, in one message.
+_HEAD_BYTES, _LENGTH_BYTES = 1024, 8
+# An array of NumPy, PyTorch or CuPy.
+A = TypeVar("A")
+
+
+class Prepared(NamedTuple):
+    """A collective on an array.
+
+    Attributes:
+        call: What it is.
+        build: Returns its schedule.
+        vector: The array as a vector.
+    """
+
+    call: Call
+    build: Build[Any]
+    vector: Any
 
 
 def init(*, config: Config | None = None) -> "Communicator":
@@ -53,7 +76,7 @@ def init(*, config: Config | None = None) -> "Communicator":
     return Communicator(mpi_world(allow_singleton=config.allow_singleton), config=config)
 
 
-class Communicator(ArrayCollectives, ObjectCollectives):
+class Communicator:
     """The ranks of one MPI communicator, and the collectives among them.
 
     Every rank must call the same collectives in the same order. Different calls raise
@@ -86,7 +109,7 @@ class Communicator(ArrayCollectives, ObjectCollectives):
         self._join(Group(mpi_comm, _settings(config)))
 
     def _join(self, group: Group) -> None:
-        self._group, self._repeated = group, group.repeated
+        self._group, self._fast_calls = group, group.fast_calls
         self.config, self.recorder = group.config, group.recorder
         self.rank, self.size = group.rank, group.size
         nodes = group.sharing.topology
@@ -162,16 +185,22 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray and algorithm == "auto" else None
-        if repeated is not None and repeated.allreduce(x, op):
+        if type(x) is np.ndarray and algorithm == "auto" and self._fast_calls.again(
+                "allreduce", x, op):
             return x
-        call, build, _ = self._allreduce(x, op, algorithm)
+        prepared = self._allreduce(x, op, algorithm)
         if algorithm == "auto":
             self._group.tune_once()
-        self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "allreduce", op)
+        self._run(prepared, "allreduce", x, op, notes=algorithm == "auto")
         return x
+
+    def _run(self, prepared: Prepared, kind: str, x: Any, op_or_root: Any = None, *,
+             notes: bool = True) -> Any:
+        """Run a collective that is no fast call yet; the next one like it may be."""
+        result = self._group.run(prepared.call, prepared.build)
+        if notes and type(x) is np.ndarray:
+            self._fast_calls.note(kind, prepared.call, x, op_or_root)
+        return result
 
     def iallreduce(self, x: A, *, op: str = "sum", algorithm: str = "auto") -> Handle[A]:
         """Begin to combine `x` over all ranks, and return a handle at once.
@@ -183,14 +212,13 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: no.
         """
-        repeated = self._repeated if type(x) is np.ndarray and algorithm == "auto" else None
-        started = None if repeated is None else repeated.iallreduce(x, op)
-        if started is not None:
+        may_be_fast = type(x) is np.ndarray and algorithm == "auto"
+        if may_be_fast and (started := self._fast_calls.iallreduce(x, op)) is not None:
             return started
         call, build, _ = self._allreduce(x, op, algorithm)
         handle = self.submit(call, lambda collectives: _returning(x, build(collectives)))
-        if repeated is not None:
-            repeated.note(call, x, "allreduce", op)
+        if may_be_fast:
+            self._fast_calls.note("allreduce", call, x, op)
         return handle
 
     def reduce_scatter(self, x: A, *, op: str = "sum") -> A:
@@ -208,15 +236,11 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray else None
-        chunk = None if repeated is None else repeated.reduce_scatter(x, op)
-        if chunk is not None:
-            return cast(A, chunk)
-        call, build, vector = self._reduce_scatter(x, op)
-        chunk = self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "reduce_scatter", op)
-        return cast(A, part_of(x, vector, chunk))
+        if type(x) is np.ndarray and self._fast_calls.again("reduce_scatter", x, op):
+            return cast(A, slice_of(flat(x), self.rank, self.size))
+        prepared = self._reduce_scatter(x, op)
+        chunk = self._run(prepared, "reduce_scatter", x, op)
+        return cast(A, part_of(x, prepared.vector, chunk))
 
     def allgather(self, x: A) -> A:
         """Copy every rank's chunk of `x` to all ranks, in place, and return `x`.
@@ -231,13 +255,8 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray else None
-        if repeated is not None and repeated.allgather(x):
-            return x
-        call, build, _ = self._allgather(x)
-        self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "allgather")
+        if type(x) is not np.ndarray or not self._fast_calls.again("allgather", x):
+            self._run(self._allgather(x), "allgather", x)
         return x
 
     def broadcast(self, x: A, *, root: int = 0) -> A:
@@ -251,13 +270,11 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        repeated = self._repeated if type(x) is np.ndarray else None
-        if repeated is not None and repeated.broadcast(x, root):
-            return x
-        call, build, _ = self._broadcast(x, root)
-        self._group.run(call, build)
-        if repeated is not None:
-            repeated.note(call, x, "broadcast", root)
+        # 1 == 1.0 == True
+        is_fast = (type(x) is np.ndarray and type(root) is int
+                   and self._fast_calls.again("broadcast", x, root))
+        if not is_fast:
+            self._run(self._broadcast(x, root), "broadcast", x, root)
         return x
 
     def barrier(self) -> None:
@@ -265,8 +282,176 @@ class Communicator(ArrayCollectives, ObjectCollectives):
 
         Collective: yes. Blocking: yes.
         """
-        if self._repeated is None or not self._repeated.barrier():
-            self._group.run(BARRIER, lambda collectives: collectives.barrier())
+        if not self._fast_calls.barrier():
+            self._run(Prepared(BARRIER, lambda collectives: collectives.barrier(), NOTHING),
+                      "barrier", NOTHING)
+
+    def persistent_allreduce(self, x: A, *, op: str = "sum") -> Persistent[A]:
+        """Return an operation that combines `x` over all ranks, in place, each time it is called.
+
+        Arguments are checked, and the algorithm is chosen, once. `op()` is an `allreduce` that
+        returns `x`; `op.start()` and `op.wait()` let the program compute in between.
+
+        Args: as `allreduce`. The array's memory must stay where it is.
+
+        Raises: as `allreduce`.
+
+        Collective: yes. Blocking: yes.
+        """
+        prepared = self._allreduce(_of_its_own(x), op, "auto")
+        name = self._checked(op, prepared)
+        self._group.tune_once()
+        return self._persistent(prepared, lambda: self._allreduce(x, op, "auto"), x, x,
+                                "allreduce", name)
+
+    def persistent_reduce_scatter(self, x: A, *, op: str = "sum") -> Persistent[A]:
+        """Return an operation that is a `reduce_scatter` of `x` each time; see there.
+
+        Collective: yes. Blocking: yes.
+        """
+        prepared = self._reduce_scatter(_of_its_own(x), op)
+        name = self._checked(op, prepared)
+        chunk = part_of(x, prepared.vector, slice_of(prepared.vector, self.rank, self.size))
+        return self._persistent(prepared, lambda: self._reduce_scatter(x, op), x, cast(A, chunk),
+                                "reduce_scatter", name)
+
+    def persistent_allgather(self, x: A) -> Persistent[A]:
+        """Return an operation that is an `allgather` of `x` each time; see there.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self._persistent(
+            self._allgather(_of_its_own(x)), lambda: self._allgather(x), x, x, "allgather")
+
+    def persistent_broadcast(self, x: A, *, root: int = 0) -> Persistent[A]:
+        """Return an operation that is a `broadcast` of `x` each time; see there.
+
+        Collective: yes. Blocking: yes.
+        """
+        return self._persistent(
+            self._broadcast(_of_its_own(x), root), lambda: self._broadcast(x, root), x, x,
+            "broadcast", operator.index(root))
+
+    def _checked(self, op: Any, prepared: Prepared) -> str:
+        """Return the name of an op that suits the dtype; else raise ConfigError."""
+        dtype = prepared.vector.dtype
+        return reduction(op_named(op, dtype), dtype, self.size).op
+
+    def _persistent(self, prepared: Prepared, again: Callable[[], Prepared], x: Any, result: A,
+                    kind: str, op_or_root: Any = None) -> Persistent[A]:
+        call, build, vector = prepared
+        number = self._group.next_persistent()
+        call = replace(call, detail=f"{call.detail}, persistent operation {number}")
+        if type(vector) is not np.ndarray:
+            # On a GPU: of what is queued when it is started.
+            return Persistent(self._group, call, lambda: again().build, result, self,
+                              vector=None, kind=kind, op_or_root=op_or_root)
+        return Persistent(
+            self._group, call, _looked_at(x, build, self.rank) if is_tensor(x) else lambda: build,
+            result, self, vector=vector, kind=kind, op_or_root=op_or_root)
+
+    def _allreduce(self, x: Any, op: str, algorithm: str) -> Prepared:
+        vector = flat(x) if type(x) is np.ndarray else vector_of(x)
+        if type(op) is not str:
+            op = op_named(op, vector.dtype)
+        return Prepared(allreduce_call(op, x, vector, algorithm), self._where(
+            vector, lambda collectives: collectives.allreduce(
+                vector, op=op, algorithm=algorithm)), vector)
+
+    def _reduce_scatter(self, x: Any, op: str) -> Prepared:
+        vector = vector_of(x)
+        op = op_named(op, vector.dtype)
+        return self._prepared("reduce_scatter", f"{op} of {described(x, vector)}", vector,
+                              lambda collectives: collectives.reduce_scatter(vector, op=op))
+
+    def _allgather(self, x: Any) -> Prepared:
+        vector = vector_of(x)
+        return self._prepared("allgather", described(x, vector), vector,
+                              lambda collectives: collectives.allgather(vector))
+
+    def _broadcast(self, x: Any, root: int) -> Prepared:
+        root = whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)
+        vector = vector_of(x, writeable=self.rank != root)
+        return self._prepared("broadcast", f"of {described(x, vector)} from root {root}", vector,
+                              lambda collectives: collectives.broadcast(vector, root))
+
+    def _prepared(self, kind: str, detail: str, vector: Any, build: Build[Any]) -> Prepared:
+        call = Call(kind, detail, nbytes=vector.nbytes)
+        return Prepared(call, self._where(vector, build), vector)
+
+    def _where(self, vector: Any, build: Build[Any]) -> Build[Any]:
+        """Return `build` for the memory, of the host or a GPU, that holds a vector."""
+        return build if type(vector) is np.ndarray else self._group.gpus.where(vector, build)
+
+    # Objects
+
+    def broadcast_object(self, obj: T, *, root: int = 0) -> T:
+        """Return the object that rank `root` passed, on every rank.
+
+        Args:
+            obj: Anything that pickles; ignored on ranks other than `root`.
+            root: The rank whose object is copied.
+
+        Raises:
+            ConfigError: It does not pickle; raised on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        root = self._root(root)
+        pickled, problem = _pickled(obj) if self.rank == root else (np.empty(0, np.uint8), "")
+        head = _head(pickled)
+        self._run_short(Call("broadcast_object", f"from root {root}"), "broadcast", head, root)
+        nbytes = _length(head)
+        payload = head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
+        if nbytes > payload.size:
+            payload = pickled if self.rank == root else np.empty(nbytes, np.uint8)
+            self._group.run(Call("broadcast_object", f"of {nbytes} bytes from root {root}"),
+                            lambda collectives: collectives.broadcast(payload, root))
+        if self.rank != root:
+            obj, problem = pickle.loads(payload.data)
+        _refuse_unpickled(root, problem)
+        return obj
+
+    def allgather_object(self, obj: T, *, label: str = "allgather_object") -> list[T]:
+        """Return the objects that all ranks passed, in rank order.
+
+        Args:
+            obj: Anything that pickles; types and sizes may differ.
+            label: Name of the call in comparisons between ranks and in reports.
+
+        Raises:
+            ConfigError: A rank's does not pickle; raised on all ranks.
+
+        Collective: yes. Blocking: yes.
+        """
+        pickled, _ = _pickled(obj)
+        heads = np.empty((self.size, _HEAD_BYTES), np.uint8)
+        heads[self.rank] = _head(pickled)
+        self._run_short(Call(label), "allgather", heads.reshape(-1), None)
+        lengths = [_length(head) for head in heads]
+        payloads = [head[_LENGTH_BYTES:_LENGTH_BYTES + nbytes]
+                    for head, nbytes in zip(heads, lengths)]
+        if max(lengths) > _HEAD_BYTES - _LENGTH_BYTES:
+            payloads = [np.empty(nbytes, np.uint8) for nbytes in lengths]
+            payloads[self.rank] = pickled
+            self._group.run(Call(label, f"of up to {max(lengths)} bytes"),
+                            lambda collectives: collectives.allgather_chunks(payloads))
+        unpickled = [pickle.loads(payload.data) for payload in payloads]
+        for rank, (_, problem) in enumerate(unpickled):
+            _refuse_unpickled(rank, problem)
+        return [loaded for loaded, _ in unpickled]
+
+    def _run_short(self, call: Call, kind: str, x: NDArray[Any], root: int | None) -> None:
+        """Run a copy of a short vector; from the second time on, a fast call where that may be."""
+        # A label may be the name of another collective.
+        fast_calls, name = self._group.fast_calls, f"object: {call.kind}"
+        if not fast_calls.again(name, x, root):
+            self._group.run(call, lambda collectives: collectives.allgather(x) if root is None else
+                            collectives.broadcast(x, root))
+            fast_calls.note(name, call, x, root, kind)
+
+    def _root(self, root: int) -> int:
+        return whole_number(f"rank {self.rank}: root", root, 0, self.size - 1)
 
     # Operations
 
@@ -475,3 +660,59 @@ def _settings(config: Config | None) -> Config:
 def _returning(value: T, schedule: Schedule[Any]) -> Schedule[T]:
     yield from schedule
     return value
+
+
+def _of_its_own(x: Any) -> Any:
+    """Return a view of a NumPy array: what becomes of its shape and flags does not matter then."""
+    return x.view() if isinstance(x, np.ndarray) else x
+
+
+def _looked_at(x: Any, build: Build[Any], rank: int) -> Callable[[], Build[Any]]:
+    """Return a function that returns `build` while a tensor's memory is where it was.
+
+    Args:
+        x: In host memory.
+        build: Returns a schedule on its memory.
+        rank: For messages.
+    """
+    address, n = x.data_ptr(), x.numel()
+
+    def again() -> Build[Any]:
+        if x.data_ptr() != address or x.numel() != n:
+            raise ConfigError(f"rank {rank}: the tensor of this persistent operation has got "
+                              f"another memory; make a new operation for it")
+        return build
+
+    return again
+
+
+def _head(data: NDArray[Any]) -> NDArray[Any]:
+    """Return a vector of the length of some bytes, and the first of them: what travels at once."""
+    head = np.empty(_HEAD_BYTES, np.uint8)
+    head[:_LENGTH_BYTES].view(np.int64)[0] = data.size
+    first = data[:_HEAD_BYTES - _LENGTH_BYTES]
+    head[_LENGTH_BYTES:_LENGTH_BYTES + first.size] = first
+    return head
+
+
+def _length(head: NDArray[Any]) -> int:
+    return int(head[:_LENGTH_BYTES].view(np.int64)[0])
+
+
+def _pickled(obj: object) -> tuple[NDArray[Any], str]:
+    """Return a pair of an object and a problem, "" if it pickles, as bytes; and the problem.
+
+    The other ranks wait for the bytes, and so learn of the problem.
+    """
+    problem = ""
+    try:
+        data = pickle.dumps((obj, problem), pickle.HIGHEST_PROTOCOL)
+    except Exception as exc:
+        problem = f"a {type(obj).__qualname__} does not pickle: {exc}"
+        data = pickle.dumps((None, problem))
+    return np.frombuffer(data, np.uint8), problem
+
+
+def _refuse_unpickled(rank: int, problem: str) -> None:
+    if problem:
+        raise ConfigError(f"rank {rank}: {problem}; send arrays, numbers, texts, or nests of them")

@@ -48,8 +48,9 @@ class Config:
         progress: "thread" advances operations in the background, "inline" only inside mpiring's
             calls; "auto" takes the thread where MPI allows it.
         operations_in_flight: How many nonblocking operations advance at a time; later ones queue.
-        rounds: Run short calls on a node as rounds, in the caller's thread: "auto" in compiled code
-            where there is some, "python" without, "off" not at all. Each rank chooses for itself.
+        rounds: Run short calls on a node as fast calls, in the caller's thread: "auto" in compiled
+            code where there is some, "python" without, "off" not at all. Each rank chooses for
+            itself.
         max_pause_s: Longest sleep of the progress thread between two looks at MPI, in seconds,
             while no caller waits.
         stall_warning_s: Seconds without progress after which a report is printed; 0 for never.

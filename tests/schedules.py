@@ -7,8 +7,7 @@ from mpiring.collectives.operation import Tuning
 from mpiring.operations.agreement import Call, agreed
 from mpiring.memory.arrays import chunks_of
 from mpiring.memory.reduction import Reduction
-from mpiring.transport.base import together
-from mpiring.transport.members import Members
+from mpiring.transport.base import Members, together
 
 
 def by_ring(net, x, op, piece_bytes=Tuning.ring_bytes):

@@ -31,7 +31,6 @@ LAYERS = [
     ["operations"],
     ["record"],
     ["engine"],
-    ["objects", "persistent"],
     ["communicator"],
     ["gpus", "reducers", "resilience", "data"],
     ["training"],

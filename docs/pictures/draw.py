@@ -57,8 +57,8 @@ GRADIENT_LANES = ("PyTorch", "mpiring, in your thread", "mpiring's own thread", 
 
 BLOCKING = (
     ("call", 0, ["allreduce(x)"], ["communicator.py"]),
-    ("made", 0, ["was such a call made before?", "then its words are at hand"],
-     ["engine/repeated.py"]),
+    ("made", 0, ["was such a call prepared?", "then its words are at hand"],
+     ["engine/fast_calls.py"]),
     ("begin", 0, ["takes the next number, unless", "something else is under way"],
      ["transport/protocol.py"]),
     ("=ordinary", 1, ["first time, or under way:", "a schedule is built"],

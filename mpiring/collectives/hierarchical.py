@@ -23,8 +23,7 @@ import numpy as np
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, widens
-from ..transport.base import Channel, Node, Schedule, T, together
-from ..transport.members import Members
+from ..transport.base import Channel, Members, Node, Schedule, T, together
 from . import direct, ring, shared
 from .operation import Operation, Tuning
 

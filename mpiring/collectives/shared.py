@@ -13,10 +13,8 @@ import numpy as np
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, cut
 from ..memory.reduction import Combine
-from ..transport import plans
 from ..transport.base import Node, Schedule
-from ..transport.node_call import piece_call, slot_call, window_call
-from ..transport.plans import SlotPlan
+from ..transport.node_call import SlotPlan, piece_call, slot_call, slot_plan, window_call
 from . import node_copies
 from .operation import IN_SLOT, Operation, Tuning
 
@@ -78,21 +76,25 @@ def eager(operation: Operation, x: Array, op: str, combine: Combine,
 
     Collective: yes. Blocking: no (a schedule).
     """
-    plan = plans.allreduce(x.size)
-    if root is not None and root != operation.node.rank:
+    node = operation.node
+    plan = slot_plan("allreduce", x.size, node.rank, node.size)
+    if root is not None and root != node.rank:
         plan = plan._replace(reduces=None)
-    return moved(operation.node, x, plan, combine)
+    return moved(node, x, plan, combine)
 
 
 def eager_reduce_scatter(operation: Operation, x: Array, bounds: Sequence[int], op: str,
                          combine: Combine) -> Schedule[None]:
     """Do as `reduce_scatter` with a short vector: each rank reads its slice of all."""
-    return moved(operation.node, x, plans.reduce_scatter(bounds, operation.node.rank), combine)
+    node = operation.node
+    plan = slot_plan("reduce_scatter", x.size, node.rank, node.size, bounds=bounds)
+    return moved(node, x, plan, combine)
 
 
 def eager_allgather(operation: Operation, x: Array, bounds: Sequence[int]) -> Schedule[None]:
     """Do as `allgather` with a short vector: each rank lays down its slice."""
-    return moved(operation.node, x, plans.allgather(bounds, operation.node.rank))
+    node = operation.node
+    return moved(node, x, slot_plan("allgather", x.size, node.rank, node.size, bounds=bounds))
 
 
 def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]:
@@ -101,14 +103,14 @@ def eager_broadcast(operation: Operation, x: Array, root: int) -> Schedule[None]
     Args: as for `eager`.
     """
     node = operation.node
-    return moved(node, x, plans.broadcast(x.size, root, node.rank, node.size))
+    return moved(node, x, slot_plan("broadcast", x.size, node.rank, node.size, root))
 
 
 def moved(node: Node, x: Array, plan: SlotPlan, combine: Combine | None = None) -> Schedule[None]:
     """Lay a part of a short vector down, meet, and combine or take what all have laid down.
 
     One barrier: nobody lays down anything else before all have left the operation. This is what a
-    round does, see transport.layout, to the bit.
+    fast call does, see transport.layout, to the bit.
 
     Args:
         x: Shape (n,), contiguous, not longer than a staging slot.

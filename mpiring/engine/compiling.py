@@ -6,13 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..jit import sums
 from ..operations.agreement import Call
-from ..transport import compiled
+from ..transport import compiled, waiting
 
 if TYPE_CHECKING:
     from .group import Group
 
-# To compile takes seconds, and a minute or two where processors are busy.
-_PATIENCE_S = 600.0
 COMPILED_EARLY = ("float32", "float64", "int64")
 
 
@@ -38,9 +36,8 @@ def compile_fast_calls(group: "Group", dtypes: Sequence[str]) -> None:
         for compilation in share:
             compilation(compiles=True)
         group.run(Call("barrier", "(while sums are compiled)"),
-                  lambda collectives: collectives.barrier(), patient=_PATIENCE_S)
-    if group.repeated is not None:
-        group.repeated.forget()
+                  lambda collectives: collectives.barrier(), patient=waiting.OPENING_S)
+    group.fast_calls.forget()
 
 
 def _compilations(group: "Group", dtypes: Sequence[str]) -> Iterator[Any]:

@@ -16,32 +16,10 @@ from ..errors import ClosedError, ProcessFailedError, StallError, TransportError
 from ..launch import forks
 from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
+from ..transport import waiting
 from ..transport.base import T, Task
 from ..transport.layout import GATE_FAILED
-from ..transport.node_call import give_way
 from .handle import Action, Handle, Lane
-
-# The thread tests several times before it sleeps: between hosts, one test moved at most some
-# 100 KiB (MPICH over TCP), but the wire 250 KB in a pause of 2 ms. With one test, an allreduce
-# behind a computation took twice its time.
-_TESTS = 4
-# The pauses of the thread, and by how much they change.
-_FIRST_PAUSE_S = 20e-6
-_PAUSE_GROWTH = 1.5
-_PAUSE_SHRINKAGE = 2.0
-# How often an idle engine answers other ranks' questions.
-_LOOK_S = 0.1
-# How often a busy one does, and looks for stalls and dead ranks. (Open MPI reported a death at
-# the third look or so: with 0.1 s, after 0.25 to 0.45 s.)
-_BUSY_LOOK_S = 0.02
-# A waiting caller first only yields its core: two ranks that share a core must alternate.
-_YIELDS = 2000
-_WAITER_PAUSE_S = 50e-6
-# By how much a wait with a timeout may be late because another thread steps operations.
-_LATE_S = 0.01
-# How long a failure in the background waits for the main thread to notice it, so that the
-# traceback shows the user's line; after that the thread ends the job.
-_GRACE_S = 2.0
 
 
 class Pause:
@@ -56,15 +34,15 @@ class Pause:
 
     def __init__(self, longest_s: float) -> None:
         self._longest_s = longest_s
-        self._next_s = _FIRST_PAUSE_S
+        self._next_s = waiting.FIRST_PAUSE_S
 
     def after(self, moved: bool) -> float:
         """Return the seconds to sleep after tests that moved something, or nothing."""
         if moved:
-            self._next_s = max(self._next_s / _PAUSE_SHRINKAGE, _FIRST_PAUSE_S)
+            self._next_s = max(self._next_s / waiting.PAUSE_SHRINKAGE, waiting.FIRST_PAUSE_S)
         pause = min(self._next_s, self._longest_s)
         if not moved:
-            self._next_s = min(self._next_s * _PAUSE_GROWTH, self._longest_s)
+            self._next_s = min(self._next_s * waiting.PAUSE_GROWTH, self._longest_s)
         return pause
 
 
@@ -233,7 +211,7 @@ class Engine:
                 self.raise_failure()
                 moved = False
                 # Locks are not fair: a thread whose operations move may take it again and again.
-                if self.lock.acquire(timeout=-1 if timeout_s is None else _LATE_S):
+                if self.lock.acquire(timeout=-1 if timeout_s is None else waiting.LATE_S):
                     try:
                         moved = self._progress()
                     finally:
@@ -245,10 +223,10 @@ class Engine:
                         f"wait for {handle}: Timed out after {timeout_s:g} s; the operation stays "
                         f"under way, and wait may be called again with a longer timeout")
                 fruitless = 0 if moved else fruitless + 1
-                if fruitless > _YIELDS:
-                    time.sleep(_WAITER_PAUSE_S)
+                if fruitless > waiting.WAIT_YIELDS:
+                    time.sleep(waiting.WAIT_PAUSE_S)
                 elif fruitless:
-                    give_way()
+                    waiting.give_way()
         finally:
             with self._waiting_lock:
                 now = time.monotonic()
@@ -262,7 +240,7 @@ class Engine:
         """Make progress once, unless another thread does, without waiting for anything."""
         forks.refuse_calls(self.recorder.rank)
         if not self._unless_busy(self._progress):
-            give_way()
+            waiting.give_way()
 
     def call(self, handle: Handle[Any], action: Action) -> None:
         """Call an action when `handle` is complete; see Handle.when_done."""
@@ -341,7 +319,7 @@ class Engine:
                         self._completed(handle)
             now = time.monotonic()
             if now >= self._next_look_s:
-                self._next_look_s = now + _BUSY_LOOK_S
+                self._next_look_s = now + waiting.BUSY_LOOK_S
                 for lane in self._lanes:
                     lane.look()
                 self._forget_dropped()
@@ -395,15 +373,15 @@ class Engine:
         pause = Pause(self._config.max_pause_s)
         try:
             while self._lanes and not self._stopping and self.failure is None:
-                self._nobody_waits.wait(_LOOK_S)
+                self._nobody_waits.wait(waiting.IDLE_LOOK_S)
                 if not (self._blocking or any(
                         lane.busy and not lane.rests for lane in tuple(self._lanes))):
                     pause = Pause(self._config.max_pause_s)
-                    self._wake.wait(_LOOK_S)
+                    self._wake.wait(waiting.IDLE_LOOK_S)
                     self._wake.clear()
                 if self._stopping:
                     return
-                moved = [self._unless_busy(self._progress_awake) for _ in range(_TESTS)]
+                moved = [self._unless_busy(self._progress_awake) for _ in range(waiting.TESTS)]
                 self._call_actions()
                 time.sleep(pause.after(any(moved)))
             # A waiting caller may have met a failure: the actions of others are still due.
@@ -417,7 +395,7 @@ class Engine:
         if isinstance(error, ProcessFailedError):
             # It can be survived, whenever the main thread meets it.
             return
-        deadline = time.monotonic() + _GRACE_S
+        deadline = time.monotonic() + waiting.GRACE_S
         while time.monotonic() < deadline:
             if self._failure_noticed or self._stopping:
                 return

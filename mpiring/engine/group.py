@@ -23,14 +23,14 @@ from ..operations.resources import Resources
 from ..operations.windows import Windows
 from ..record.flight import Flight
 from ..record.statistics import Statistics
+from ..transport import waiting
 from ..transport.base import Node, Schedule, T, Task
 from ..transport.layout import GATE_CLOSED, GATE_TRACED, COUNTER_SEQUENCE
-from ..transport.node_call import give_way
 from .engine import Engine
+from .fast_calls import FastCalls
 from .handle import Handle
 from .messages import Messages
 from .opening import open_group
-from .repeated import RepeatedCalls
 from .stalls import StallWatch
 from .tuning import Tuner
 
@@ -40,11 +40,6 @@ if TYPE_CHECKING:
     from ..transport.survivors import Survivors
 
 Build = Callable[[Collectives], Schedule[T]]
-
-# A blocking call tests this often by itself before it becomes an operation of the engine's: in a
-# shared memory, most are over by then. The first tests keep the core.
-_TRIES = 300
-_TRIES_ALONE = 20
 
 
 class Group:
@@ -62,7 +57,7 @@ class Group:
         recorder: The last operations of this rank.
         engine, lane: Advances the operations; they queue there.
         gpus: The GPUs that operations have used.
-        repeated: Calls that were made before; on one node.
+        fast_calls: Node calls that are prepared.
         closed: Whether `close` was called, or a rank has died.
 
     Raises: as Communicator.
@@ -93,8 +88,8 @@ class Group:
         self.engine.guard(self._counter)
         if self.recorder.trace is not None:
             self._counter.close(GATE_TRACED)
-        self.repeated = None if config.rounds == "off" or self.sharing.memory is None or len(
-            self.sharing.memory_groups) > 1 else RepeatedCalls(self)
+        is_fast = config.rounds != "off" and len(self.sharing.memory_groups) == 1
+        self.fast_calls = FastCalls(self, self.sharing.memory if is_fast else None)
         self._messages: Messages | None = None
         self._disconnect = before_finalize(self._leave_engine)
         atexit.register(self._close_at_exit)
@@ -192,11 +187,19 @@ class Group:
             task.step()
         return task.result  # type: ignore[return-value]
 
-    def watch(self, handle: Handle[Any]) -> None:
-        """Watch an operation that has begun by itself; from now on it may stall."""
-        self.recorder.add(handle.flight)
-        self._watch.last = handle.flight
-        self._watch.enter(handle)
+    def adopt(self, handle: Handle[Any]) -> None:
+        """Advance and watch an operation that has begun by itself."""
+        try:
+            self._note(handle.flight)
+            self._watch.enter(handle)
+            self.engine.adopt(handle)
+        except BaseException as error:
+            self.engine.fail(error)
+            raise
+
+    def _note(self, flight: Flight) -> None:
+        self.recorder.add(flight)
+        self._watch.last = flight
 
     def next_persistent(self) -> int:
         """Return the number of the next persistent operation, the same on all ranks."""
@@ -219,9 +222,9 @@ class Group:
             engine.raise_failure()
         flight.started_s = began_s = time.monotonic()
         with engine.lock:
-            for attempt in range(_TRIES):
-                if not task.step() and attempt > _TRIES_ALONE:
-                    give_way()
+            for attempt in range(waiting.SPINS + waiting.YIELDS):
+                if not task.step() and attempt >= waiting.SPINS:
+                    waiting.give_way()
                 if task.done:
                     break
             now_s = time.monotonic()
@@ -247,8 +250,8 @@ class Group:
         holds the counter's lock, until the number is used up.
         """
         self.check_open()
-        if self.repeated is not None and self.repeated.started:
-            self.repeated.hand_over()
+        if self.fast_calls.started:
+            self.fast_calls.hand_over()
         sequence, sharing = self._words[COUNTER_SEQUENCE], self.sharing
         node = None if sharing.memory is None else sharing.memory.node(
             sequence, call.header, call.digest)
@@ -258,8 +261,7 @@ class Group:
             if self.size == 1:
                 return Flight(call, sequence), schedule
             flight = Flight(call, sequence, self._name, collectives.algorithm)
-            self.recorder.add(flight)
-            self._watch.last = flight
+            self._note(flight)
             return flight, agreed(
                 lambda: collectives.net, node, sharing.neighbours, call, schedule)
         except BaseException:
@@ -277,11 +279,11 @@ class Group:
     @property
     def statistics(self) -> Statistics:
         """What this group's operations have cost so far."""
-        rounds, rounds_s = self._counter.rounds, self._counter.rounds_s
+        fast_s = self._counter.fast_s
         # A rank that is alone has some only where its GPU makes it wait.
-        operations = self.lane.operations + rounds if self.size > 1 else 0
+        operations = self.lane.operations + self._counter.fast_calls if self.size > 1 else 0
         return Statistics(operations, self._transport.bytes_sent,
-                          self.lane.communication_s + rounds_s, self.lane.exposed_s + rounds_s)
+                          self.lane.communication_s + fast_s, self.lane.exposed_s + fast_s)
 
     def split(self, color: int | None, key: int) -> "Group | None":
         """Return a group of the ranks that pass the same color; None where that is None.
@@ -290,7 +292,7 @@ class Group:
 
         Collective: yes. Blocking: yes.
         """
-        from ..transport.mpi import made
+        from ..transport.mpi import create_communicator
         self.check_open()
         mpi = load_mpi()
         # Native collectives and MPI's split must come in the same order on all ranks.
@@ -298,7 +300,8 @@ class Group:
         # MPI's call cannot stall once every rank is here.
         self.run(Call("split"), lambda collectives: collectives.barrier())
         comm = self._transport.comm
-        part = made(comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
+        part = create_communicator(
+            comm, lambda: comm.Split(mpi.UNDEFINED if color is None else color, key))
         return None if color is None else self._child(cast("MPI.Intracomm", part), self.config)
 
     def _child(self, part: "MPI.Intracomm", config: Config) -> "Group":
@@ -318,12 +321,13 @@ class Group:
 
         Collective: yes, among those ranks. Blocking: yes.
         """
-        from ..transport.mpi import made
+        from ..transport.mpi import create_communicator
         self.check_open()
         comm = self._transport.comm
         everybody = comm.Get_group()
         members = everybody.Incl(ranks)
-        part = made(comm, lambda: comm.Create_group(members, tag % self._transport.tag_limit))
+        part = create_communicator(
+            comm, lambda: comm.Create_group(members, tag % self._transport.tag_limit))
         for used in (members, everybody):
             used.Free()
         return self._child(part, config)
@@ -431,8 +435,7 @@ class Group:
 
     def _wait_for_all(self) -> None:
         """Wait for the operations in the background."""
-        if self.repeated is not None:
-            self.repeated.hand_over()
+        self.fast_calls.hand_over()
         for handle in self._watch.unfinished():
             handle.wait()
 

@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 from ..record.flight import Flight
+from ..transport import waiting
 from ..transport.base import T, Task
-
-# Longer than what most models compute between two buckets. Other ranks are late by no more if a
-# caller does not wait, or waits where the engine cannot know of it.
-_REST_S = 0.3
-
-# One rank may still train, evaluate or save while the others close.
-_PATIENCE_S = 86400.0
 
 # Called with None when an operation is complete, or with the error that ended it.
 Action = Callable[[BaseException | None], None]
@@ -37,7 +31,7 @@ class Handle(Generic[T]):
                  patient: float | bool = False) -> None:
         self.flight = flight
         self.done = False
-        self.patience_s = _PATIENCE_S if patient is True else patient
+        self.patience_s = waiting.CLOSING_S if patient is True else patient
         self.lane = lane
         self.task = task
         self._moved_s = flight.called_s
@@ -175,7 +169,7 @@ class Lane:
         For a caller that soon waits, and needs its core until then: the engine's thread would
         take it again and again, and hide nothing. After 0.3 s it advances them after all.
         """
-        self.rests_until_s = time.monotonic() + _REST_S
+        self.rests_until_s = time.monotonic() + waiting.REST_S
 
     @property
     def rests(self) -> bool:

@@ -18,6 +18,7 @@ from ..operations.windows import mapped
 from ..record.counter import OperationCounter
 from ..record.recorder import Recorder
 from ..record.trace_file import TraceFile
+from ..transport import waiting
 from ..transport.base import run_to_end
 from ..transport.layout import NODE_MEMORY_BYTES
 from ..transport.node_memory import NodeMemory
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
     from ..transport.mpi import MpiTransport
 
 _log = logging.getLogger("mpiring")
-# Ranks may still prepare data before they open a group.
-_PATIENCE_S = 600.0
-_PAUSE_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -128,15 +126,15 @@ def await_all(comm: "MPI.Intracomm", config: Config) -> None:
     Raises:
         StallError: A rank has not, after `stall_timeout_s` or ten minutes, if that is longer.
     """
-    from ..transport.mpi import made
-    request, began_s = made(comm, comm.Ibarrier), time.monotonic()
-    limit_s = max(config.stall_timeout_s, _PATIENCE_S) if config.stall_timeout_s else math.inf
+    from ..transport.mpi import create_communicator
+    request, began_s = create_communicator(comm, comm.Ibarrier), time.monotonic()
+    limit_s = max(config.stall_timeout_s, waiting.OPENING_S) if config.stall_timeout_s else math.inf
     warning_s = config.stall_warning_s or math.inf
-    while not made(comm, request.Test):
+    while not create_communicator(comm, request.Test):
         waited_s = time.monotonic() - began_s
         text = (f"rank {comm.rank} of {comm.size} has waited {waited_s:.0f} s in mpiring.init(), "
                 f"Communicator() or split(): not all ranks have called it; it waits for "
-                f"{limit_s:g} s (the longer of stall_timeout_s and {_PATIENCE_S:g} s)")
+                f"{limit_s:g} s (the longer of stall_timeout_s and {waiting.OPENING_S:g} s)")
         if waited_s >= limit_s:
             raise StallError(text)
         if waited_s >= warning_s:
@@ -144,7 +142,7 @@ def await_all(comm: "MPI.Intracomm", config: Config) -> None:
             # Not all of them. Rank 0 may be the one that is missing.
             if comm.rank <= 1:
                 print_at_once(text)
-        time.sleep(min(waited_s / 10, _PAUSE_S))
+        time.sleep(min(waited_s / 10, waiting.OPENING_PAUSE_S))
 
 
 def _first_report(memory: NodeMemory) -> FirstReport:

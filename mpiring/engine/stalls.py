@@ -15,13 +15,12 @@ from ..errors import StallError
 from ..record.counter import OperationCounter
 from ..record.flight import Flight
 from ..record.recorder import Recorder
+from ..transport import waiting
 from .handle import Handle
 
 if TYPE_CHECKING:
     from ..transport.mpi import Mailbox
 
-# How long a stalled rank waits for the others' answers before it reports.
-_ANSWER_S = 1.0
 # A report shows this many operations before the one that stalls, on this many ranks: this one,
 # and the first of those that have not called it.
 _LAST, _RANKS = 4, 4
@@ -125,7 +124,7 @@ class StallWatch:
                 answers.clear()
             _ask(self._post, inquiry.handle.flight.sequence, self._others)
         return (len(inquiry.answers) == len(self._others)
-                or time.monotonic() - inquiry.asked_s > _ANSWER_S)
+                or time.monotonic() - inquiry.asked_s > waiting.ANSWER_S)
 
     def _read(self, source: int, message: dict[str, Any]) -> None:
         inquiry = self._inquiry
@@ -256,7 +255,8 @@ class MessageWatch:
             if not wait.asked_s and waited_s >= wait.ask_s:
                 wait.asked_s = now_s
                 _ask(self._post, number, wait.peers)
-            complete = len(wait.answers) == len(wait.peers) or now_s - wait.asked_s > _ANSWER_S
+            is_late = now_s - wait.asked_s > waiting.ANSWER_S
+            complete = is_late or len(wait.answers) == len(wait.peers)
             if waited_s >= wait.warning_s and complete:
                 wait.warning_s = math.inf
                 self._warn("\n".join([
@@ -264,7 +264,7 @@ class MessageWatch:
                     *self._lines(wait)]))
 
     def _lines(self, wait: "_Wait") -> list[str]:
-        late = wait.asked_s and time.monotonic() - wait.asked_s > _ANSWER_S
+        late = wait.asked_s and time.monotonic() - wait.asked_s > waiting.ANSWER_S
         missing = _SILENT if late else "has not answered yet"
         lines = [line for rank in wait.peers[:_RANKS]
                  for line in f"rank {rank} {wait.answers.get(rank, missing)}".splitlines()]

@@ -17,7 +17,7 @@ from ..errors import ClosedError, LaunchError
 
 
 class Gate(Protocol):
-    """What keeps rounds from beginning; see record.counter."""
+    """What keeps fast calls from beginning; see record.counter."""
 
     def fork(self) -> None:
         """Close the gate in a fork, for good."""

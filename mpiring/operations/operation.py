@@ -13,9 +13,8 @@ from ..errors import ConfigError
 from ..gpu.vectors import copy_to
 from ..memory.arrays import Array, bounds_of, chunks_of
 from ..memory.reduction import Combine, reduction
-from ..transport.alone import Alone
-from ..transport.base import Channel, Node, Schedule, T
-from ..transport.members import Members
+from ..transport.base import Channel, Members, Node, Schedule, T
+from ..transport.node_memory import Alone
 from .algorithms import EAGER, EAGER_HALVES, Algorithm, Case, choose, choose_halves, say_fallback
 from .resources import OperationChannel, Resources
 from .windows import mapped_once

@@ -1,4 +1,4 @@
-"""Keeps what the operations of a group have in common on this rank, in words that rounds change."""
+"""Keeps what a group's operations have in common on this rank, in words that fast calls change."""
 
 import threading
 from array import array
@@ -15,11 +15,11 @@ from .flight import Flight
 # So many calls are known by their identities. Beyond, those are forgotten that are neither in the
 # ring nor among the newer half.
 _MOST_CALLS = 4 * RING
-_FORGOTTEN = Call("a round", "of a call long ago")
+_FORGOTTEN = Call("a fast call", "of long ago")
 
 
 class OperationCounter:
-    """The number of a group's next operation, and its last rounds; see transport.layout.
+    """The number of a group's next operation, and its last fast calls; see transport.layout.
 
     Attributes:
         words: COUNTER_WORDS words, which compiled code changes, too; never resized.
@@ -53,17 +53,17 @@ class OperationCounter:
         return self.words[COUNTER_SEQUENCE]
 
     @property
-    def rounds(self) -> int:
-        """How many rounds were complete without the engine."""
+    def fast_calls(self) -> int:
+        """How many fast calls were complete without the engine."""
         return self.words[COUNTER_CALLS]
 
     @property
-    def rounds_s(self) -> float:
+    def fast_s(self) -> float:
         """Seconds that callers spent in these."""
         return self.words[COUNTER_NANOSECONDS] / 1e9
 
     def close(self, reason: int) -> None:
-        """Close the gate: no round begins.
+        """Close the gate: no fast call begins.
 
         Args:
             reason: GATE_CLOSED or another bit, see transport.layout.
@@ -81,7 +81,7 @@ class OperationCounter:
         self.close(GATE_FORKED)
 
     def identity_of(self, call: Call, algorithm: str) -> int:
-        """Return a new number by which rounds of a call are noted.
+        """Return a new number by which fast calls are noted.
 
         Args:
             call: What they are.
@@ -96,24 +96,13 @@ class OperationCounter:
             self._calls[self._identity] = call, algorithm
             return self._identity
 
-    def note(self, identity: int, sequence: int, began_ns: int, ended_ns: int,
-             waited_ns: int) -> None:
-        """Note a complete fast call, and how long callers have waited for it."""
-        words = self.words
-        calls = words[COUNTER_CALLS]
-        entry = COUNTER_RING + calls % RING * RING_WORDS
-        words[entry + RING_IDENTITY], words[entry + RING_SEQUENCE] = identity, sequence
-        words[entry + RING_BEGAN], words[entry + RING_ENDED] = began_ns, ended_ns
-        words[COUNTER_NANOSECONDS] += waited_ns
-        words[COUNTER_CALLS] = calls + 1
-
     def flights(self, last: int = RING) -> list[Flight]:
-        """Return the last rounds as operations, the newest last."""
+        """Return the last fast calls as operations, the newest last."""
         return [self._flight(*entry) for entry in self._noted(last)]
 
     def _noted(self, last: int = RING) -> Iterator[tuple[int, int, int, int]]:
-        rounds = self.rounds
-        for k in range(max(0, rounds - min(last, RING)), rounds):
+        calls = self.fast_calls
+        for k in range(max(0, calls - min(last, RING)), calls):
             entry = COUNTER_RING + k % RING * RING_WORDS
             words = self.words[entry:entry + RING_WORDS]
             yield (words[RING_IDENTITY], words[RING_SEQUENCE], words[RING_BEGAN],

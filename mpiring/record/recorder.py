@@ -5,9 +5,10 @@ import weakref
 import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from ..text import ranges
+from .counter import OperationCounter
 from .flight import Flight
 from .trace_file import TraceFile
 
@@ -16,13 +17,6 @@ CAPACITY = 1024
 _NAME_WIDTH = 40
 # All other ranks may ask for a report at once: the last operations are saved this often at most.
 _SAVE_S = 1.0
-
-
-class FastCalls(Protocol):
-    """What notes operations of a communicator in memory of its own, for speed."""
-
-    def flights(self, last: int, /) -> list[Flight]:
-        """Return its last operations, the newest last."""
 
 
 class Recorder:
@@ -36,13 +30,13 @@ class Recorder:
     Attributes:
         rank: As above.
         trace: A file of all operations, waits and steps, or None.
-        counters: Of those communicators; their rounds are operations, too.
+        counters: Of those communicators; their fast calls are operations, too.
         add: Note that this rank calls an operation.
     """
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
-        self.counters: weakref.WeakSet[FastCalls] = weakref.WeakSet()
+        self.counters: weakref.WeakSet[OperationCounter] = weakref.WeakSet()
         self.trace: TraceFile | None = None
         self._flights: deque[Flight] = deque(maxlen=CAPACITY)
         # No method, for speed: a blocking call takes microseconds.

@@ -39,7 +39,7 @@ def failure(action: str, error: MPI.Exception) -> TransportError:
     return TransportError(f"{action} failed: {error.Get_error_string()}")
 
 
-def made(comm: MPI.Comm, make: Callable[[], T]) -> T:
+def create_communicator(comm: MPI.Comm, make: Callable[[], T]) -> T:
     """Return a communicator that `make` makes out of another.
 
     Raises:
@@ -173,7 +173,7 @@ class MpiTransport:
     """
 
     def __init__(self, comm: MPI.Intracomm, piece_bytes: int = PIECE_BYTES) -> None:
-        self.comm = made(comm, comm.Dup)
+        self.comm = create_communicator(comm, comm.Dup)
         self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self.rank = self.comm.rank
         self.size = self.comm.size
@@ -353,7 +353,8 @@ class MpiNode:
     """
 
     def __init__(self, comm: MPI.Intracomm) -> None:
-        self._local = made(comm, lambda: comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
+        self._local = create_communicator(
+            comm, lambda: comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank))
         self.rank, self.size = self._local.rank, self._local.size
         self.ranks: Sequence[int] = self._local.allgather(comm.rank)
 

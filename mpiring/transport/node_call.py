@@ -3,7 +3,6 @@
 import functools
 import math
 import operator
-import os
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -14,10 +13,9 @@ import numpy as np
 
 from ..gpu.vectors import copy_to
 from ..jit.cache import Code
-from ..launch.host import all_processors, usable_processors
-from ..memory.arrays import Array, data_address
+from ..memory.arrays import Array, bounds_of, data_address
 from ..memory.reduction import Combine, Reduction
-from . import compiled
+from . import compiled, waiting
 from .base import Node
 from .layout import (
     AREAS, AREA_WORDS, CALL_ADDRESS, CALL_AREA, CALL_BARRIERS, CALL_BASES, CALL_CLOCK, CALL_COUNT,
@@ -28,38 +26,14 @@ from .layout import (
     COUNTER_NANOSECONDS, DONE, GO_ON, IDLE, LOOK, OTHERWISE, PIECES, PUBLISH, READS, SLOTS, WINDOWS,
     WRITING, call_words)
 from .node_memory import REORDERS, NodeMemory, SharedNode
-from .plans import SlotPlan
 from .protocol import protocol
 
-# How often Python looks at a meeting at first, and then while it gives the core away: most ranks
-# come within a few microseconds; then another rank may need it.
-_SPINS, _YIELDS = 20, 300
-# How often compiled code does at first, and where ranks share cores.
-_COMPILED_SPINS, _SPINS_TOGETHER = 200, 20
-# Compiled code looks so often at a barrier between pieces, for some 3 us: after that the engine
-# knows better. 20 to 5000 are the same.
-_LOOKS = 50
 # For longer vectors, Python's lock is not held.
 _WITH_LOCK_BYTES = 64 << 10
-
-give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 # Given per rank of the node what its note says, and this rank's vector: returns all ranks' vectors
 # if they lie in one window.
 Find = Callable[[Sequence[tuple[int, ...]], Array], Sequence[Array] | None]
-
-
-class Identity(NamedTuple):
-    """What stands for a whole operation: its number in the counter, and how ranks compare it.
-
-    Attributes:
-        number: See OperationCounter.identity_of.
-        header, digest: As for NodeMemory.node.
-    """
-
-    number: int
-    header: bytes
-    digest: int
 
 
 # Of an area: all slots, what is written of this rank's, and what reduces all of them.
@@ -101,7 +75,8 @@ class NodeCall:
         combine: What reduces, in Python; None where nothing is.
 
     Attributes:
-        memory, dtype, combine: As above.
+        memory, dtype: As above.
+        call, op: What it is, and the op of what is reduced; of a whole operation.
         words: See layout. An array where compiled code runs it. Where Python does, a list, which
             it reads in a third of the time: with objects in the place of their addresses.
         operands: What Python works on.
@@ -112,17 +87,18 @@ class NodeCall:
 
     def __init__(self, memory: NodeMemory, dtype: "np.dtype[Any]", n: int, kind: int,
                  combine: Any) -> None:
-        self.memory, self.dtype, self.combine = memory, dtype, combine
+        self.memory, self.dtype = memory, dtype
         self.words: Any = [0] * call_words(len(memory.ranks))
         self._of_code: Any = None
         self.operands = _Operands(memory, dtype, combine)
         self.code: Code | None = None
         self.is_short, self.address = False, 0
+        self.call: Any = None
         self.op = ""
         self._find: Find | None = None
         self[CALL_RANKS], self[CALL_RANK] = len(memory.ranks), memory.rank
         self[CALL_KIND], self[CALL_LENGTH], self[CALL_LOOKS] = kind, n, 1
-        self[CALL_SPINS], self[CALL_YIELDS] = _SPINS, _YIELDS
+        self[CALL_SPINS], self[CALL_YIELDS] = waiting.SPINS, waiting.YIELDS
         self._name_objects()
 
     def _name_objects(self) -> None:
@@ -137,19 +113,21 @@ class NodeCall:
     def __setitem__(self, word: int, value: int) -> None:
         self.words[word] = value
 
-    def whole(self, identity: Identity, op: str, code: Code | None, *,
+    def whole(self, call: Any, identity: int, op: str, code: Code | None, *,
               note: tuple[int, int] = (0, 0), barriers: int = 1, find: Find | None = None) -> None:
         """Become a whole operation.
 
         Args:
-            identity: Of the call.
+            call: What it is, with the header and the digest by which ranks compare it.
+            identity: See OperationCounter.identity_of.
             op: Of what is reduced; "" where nothing is.
             code: Compiled code for the op and the dtype, if there is some.
             note: What this rank tells the others of where its vector is, and always will be.
             barriers: How many it has come to when its vector lies in its slot.
             find: Of WINDOWS: finds all ranks' vectors.
         """
-        self[CALL_IDENTITY], self.operands.header, self[CALL_DIGEST] = identity
+        self.call, self.operands.header = call, call.header
+        self[CALL_IDENTITY], self[CALL_DIGEST] = identity, call.digest
         self[CALL_WHOLE], self._find, self.op = 1, find, op
         self[CALL_LAST] = int(find is not None)
         self[CALL_NOTE], self[CALL_NOTE + 1], self[CALL_BARRIERS] = *note, barriers
@@ -168,8 +146,8 @@ class NodeCall:
         self.words = self._of_code = array("q", [
             word if isinstance(word, int) else 0 for word in self.words])
         self[CALL_ITEMSIZE] = self.dtype.itemsize
-        self[CALL_DIVISOR], self[CALL_SPINS] = divisor, (
-            _COMPILED_SPINS if _has_cores(self[CALL_RANKS]) else _SPINS_TOGETHER)
+        self[CALL_DIVISOR] = divisor
+        self[CALL_SPINS] = waiting.compiled_spins(self[CALL_RANKS])
         self[CALL_COUNTER] = self.memory.counter.buffer_info()[0]
         if header:
             self[CALL_HEADER] = np.frombuffer(header, np.uint8).ctypes.data
@@ -211,13 +189,7 @@ class NodeCall:
             x: Its vector.
         """
         code = self.code
-        if code is None:
-            status: int = run_plain(self.words, how, x)
-            if self.words[CALL_STAGE] == IDLE:
-                # Whoever remembers the call shall not keep the array.
-                self.operands.x = None
-            return status
-        if self.words is not self._of_code:
+        if code is None or self.words is not self._of_code:
             return self._run_in_python(how, x)
         if how == GO_ON or how == LOOK and not self.is_short:
             status = code.call(self.address + how, 0)
@@ -233,10 +205,12 @@ class NodeCall:
     def _run_in_python(self, how: int, x: Array) -> int:
         status: int = run_plain(self.words, how, x)
         if self.words[CALL_STAGE] == IDLE:
+            # Whoever remembers the call shall not keep the array.
             self.operands.x = None
-            # The next time is that of compiled code again.
-            self.words = self._of_code
-            self.words[CALL_STAGE] = IDLE
+            if self.code is not None:
+                # The next time is that of compiled code again.
+                self.words = self._of_code
+                self.words[CALL_STAGE] = IDLE
         return status
 
     def _go_on_otherwise(self, how: int, x: Array) -> int:
@@ -258,11 +232,6 @@ class NodeCall:
             self[first + rank] = address
             self[first + ranks + 2 * rank], self[first + ranks + 2 * rank + 1] = window, offset
         return self.run(how, x)
-
-    def reduced(self, x: Array) -> Array:
-        """Return the part of a vector that it reduces."""
-        start = self[CALL_REDUCES]
-        return x[start:start + self[CALL_REDUCED]]
 
     @property
     def in_place(self) -> bool:
@@ -302,6 +271,48 @@ def _reducer(combine: Any, sources: Sequence[Array]) -> Callable[[Array], None]:
     return functools.partial(combine.combine, sources)
 
 
+class SlotPlan(NamedTuple):
+    """One rank's part in a collective in which each rank of a node writes once, and reads once.
+
+    What is written lies in the rank's slot where it lies in the vector.
+
+    Attributes:
+        writes: What this rank writes of its vector.
+        reduces: What it reduces of all ranks' vectors; None where nothing is reduced.
+        reads: Else, per rank of the node, what it reads of that one's vector.
+    """
+
+    writes: slice
+    reduces: slice | None
+    reads: Sequence[slice] = ()
+
+
+def slot_plan(kind: str, n: int, rank: int, ranks: int, root: int = 0,
+              bounds: Sequence[int] | None = None) -> SlotPlan:
+    """Return what a rank writes and reads in a short collective.
+
+    Args:
+        kind: "allreduce", "reduce_scatter", "allgather", "broadcast" or "barrier".
+        n: Elements of the vector.
+        rank, ranks: This rank, among those of the node, and how many these are.
+        root: Of a broadcast.
+        bounds: Rank r's slice is `bounds[r]` to `bounds[r + 1]`; by default, equal slices.
+    """
+    everything, nothing = slice(0, n), slice(0, 0)
+    if kind == "allreduce":
+        return SlotPlan(everything, everything)
+    if kind == "broadcast":
+        return SlotPlan(everything if rank == root else nothing, None, [
+            everything if r == root != rank else nothing for r in range(ranks)])
+    bounds = bounds or bounds_of(n, ranks)
+    slices = [slice(*pair) for pair in zip(bounds, bounds[1:])]
+    if kind == "reduce_scatter":
+        return SlotPlan(slice(bounds[0], bounds[-1]), slices[rank])
+    # A barrier is an allgather of nothing.
+    rank_slice, slices[rank] = slices[rank], nothing
+    return SlotPlan(rank_slice, None, slices)
+
+
 def slot_call(memory: NodeMemory, dtype: "np.dtype[Any]", n: int, plan: SlotPlan,
               combine: Combine | None = None) -> NodeCall:
     """Return a call in which each rank writes once to its slot, and reads once."""
@@ -332,7 +343,7 @@ def piece_call(memory: NodeMemory, x: Array, piece_bytes: int, combine: Combine)
     if (p > 1 and combine.adds and memory.segments and combine.divisor == int(combine.divisor)
             and data_address(x) % x.itemsize == 0):
         call.compile(compiled.code("sum", x.dtype.name, p), int(combine.divisor))
-        call[CALL_LOOKS] = _LOOKS
+        call[CALL_LOOKS] = waiting.PIECE_LOOKS
     return call
 
 
@@ -341,14 +352,6 @@ def window_call(memory: NodeMemory, slices: Sequence[Array], combine: Combine) -
     call = NodeCall(memory, slices[0].dtype, slices[0].size, WINDOWS, combine)
     call.operands.slices, call[CALL_FIRST], call[CALL_LAST] = slices, 1, 1
     return call
-
-
-@functools.cache
-def _has_cores(ranks: int) -> bool:
-    """Return whether each rank of a node has a core of its own, as far as one can tell."""
-    every, usable = len(all_processors()), len(usable_processors())
-    # A rank that is bound to one core (of two threads) does not share it.
-    return ranks <= (every if usable <= 2 else usable)
 
 
 def _length(part: slice) -> int:
@@ -449,4 +452,4 @@ run_plain = protocol(SimpleNamespace(
     bind=_bind, load=operator.getitem, have_come=_have_come, store=operator.setitem,
     publish=_publish if REORDERS else operator.setitem,
     write_header=_write_header, write=_write, read=_read, reduce=_reduce, relax=_nothing,
-    give_way=give_way, now=time.clock_gettime_ns, count=_count))
+    give_way=waiting.give_way, now=time.clock_gettime_ns, count=_count))

@@ -99,7 +99,7 @@ def test_the_thread_advances_what_nobody_waits_for(background):
 
 
 def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monkeypatch):
-    monkeypatch.setattr("mpiring.engine.handle._REST_S", 1000.0)
+    monkeypatch.setattr("mpiring.transport.waiting.REST_S", 1000.0)
     flags, log, lane = [Flag(), Flag(), Flag()], [], background.engine.join(int)
     background.lane.rest()
     resting = background.submit(waits_for(flags[0], log=log))
@@ -116,7 +116,7 @@ def test_the_thread_leaves_alone_what_its_caller_will_wait_for(background, monke
 
 
 def test_nothing_rests_for_long(background, monkeypatch):
-    monkeypatch.setattr("mpiring.engine.handle._REST_S", 0.01)
+    monkeypatch.setattr("mpiring.transport.waiting.REST_S", 0.01)
     flag = Flag()
     background.lane.rest()
     resting = background.submit(waits_for(flag))
@@ -288,7 +288,7 @@ def test_an_error_of_the_thread_is_raised_in_the_main_thread(background):
 
 
 def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monkeypatch):
-    monkeypatch.setattr("mpiring.engine.engine._GRACE_S", 0.1)
+    monkeypatch.setattr("mpiring.transport.waiting.GRACE_S", 0.1)
     flag = Flag()
     background.submit(breaks(flag))
     flag.complete = True
@@ -297,7 +297,7 @@ def test_an_error_of_the_thread_that_nobody_takes_ends_the_job(background, monke
 
 
 def test_a_death_that_the_thread_hears_of_is_left_to_the_next_call(background, monkeypatch):
-    monkeypatch.setattr("mpiring.engine.engine._GRACE_S", 0.1)
+    monkeypatch.setattr("mpiring.transport.waiting.GRACE_S", 0.1)
 
     def dies(flag):
         yield (flag,)

@@ -15,4 +15,4 @@ def test_whatever_way_each_rank_takes_all_sums_are_right(ranks, operations, how,
     assert ended.status == 0, ended.output
     assert ended.output.count(f"{operations} right") == ranks
     form = "compiled" if how == "auto" else "in Python"
-    assert ended.output.count(f"rounds, {form},") == ranks
+    assert ended.output.count(f"fast, {form},") == ranks

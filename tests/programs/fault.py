@@ -18,7 +18,7 @@ comm = mpiring.init()
 odd = comm.rank == comm.size - 1
 x = np.ones(1000, np.float32)
 comm.allreduce(x)
-is_compiled = comm._group.repeated is not None and comm._group.repeated.is_compiled(x, "sum")
+is_compiled = comm._group.fast_calls.is_compiled(x, "sum")
 print(f"rank {comm.rank} is ready{', compiled' * is_compiled}", flush=True)
 
 if fault == "raise":

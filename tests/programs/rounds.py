@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 import mpiring
 from mpiring.transport.layout import GATE_TRACED
+from mpiring.transport.node_call import NodeCall
 
 LENGTHS = 1, 2, 17, 333, 2000, 4096
 # In windows: from here on ordinary calls are combined in place, and what is persistent is before.
@@ -163,10 +164,12 @@ def main():
     # Compiled now, if numba is installed, and not on disk.
     comm.prepare(DTYPES)
     Program(comm, total).run()
-    known = [a for a, _ in comm._group.repeated._rounds.values()]
+    known = [a for a in comm._group.fast_calls._calls.values()
+             if isinstance(a, NodeCall)]
     codes, places = {a.code is not None for a in known}, sum(a.in_place for a in known)
     form = {True: "compiled", False: "in Python"}
-    print(f"rank {comm.rank}: {total} right, {comm._group.sharing.counter.rounds} of them rounds, "
+    count = comm._group.sharing.counter.fast_calls
+    print(f"rank {comm.rank}: {total} right, {count} of them fast, "
           f"{' or '.join(sorted(form[code] for code in codes))}, {places} places", flush=True)
     comm.close()
 

@@ -37,7 +37,7 @@ def test_rounds_stand_among_the_other_operations_in_the_order_of_their_calls():
     assert "#1 second of rounds, 8 bytes, eager, among ranks 0-1: queued 0.0, took 0.5" in second
     assert recorder.lines(2) == [second, third]
     assert recorder.lines(0) == []
-    assert counter.rounds == 1 and 0.0004 < counter.rounds_s < 0.0006
+    assert counter.fast_calls == 1 and 0.0004 < counter.fast_s < 0.0006
 
 
 def test_the_last_rounds_are_known_and_the_first_forgotten():
@@ -61,7 +61,7 @@ def test_calls_without_end_are_forgotten_but_not_those_in_the_ring():
     assert len(counter._calls) <= 4 * RING
     note(counter, lost, 1, 2.0, 3.0)
     assert [str(flight.call) for flight in counter.flights()] == [
-        "first", "a round of a call long ago"]
+        "first", "a fast call of long ago"]
 
 
 def test_a_gate_stays_closed_and_closes_in_a_fork(monkeypatch):

@@ -1,24 +1,23 @@
 """Fast calls on simulated memory: whatever flags are seen late, and however ranks interleave."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from mpiring.memory.arrays import bounds_of
 from mpiring.memory.reduction import reduction
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
-from mpiring.transport import plans
 from mpiring.transport.layout import BEGIN, DISAGREE, DONE, LATE, LOOK, PUBLISH
-from mpiring.transport.node_call import Identity, slot_call
+from mpiring.transport.node_call import slot_call, slot_plan
 
 FLOAT32 = np.dtype(np.float32)
 PLANS = {
-    "allreduce": lambda n, rank, p: plans.allreduce(n),
-    "reduce_scatter": lambda n, rank, p: plans.reduce_scatter(bounds_of(n, p), rank),
-    "allgather": lambda n, rank, p: plans.allgather(bounds_of(n, p), rank),
-    "broadcast": lambda n, rank, p: plans.broadcast(n, p - 1, rank, p)}
+    "allreduce": lambda n, rank, p: slot_plan("allreduce", n, rank, p),
+    "reduce_scatter": lambda n, rank, p: slot_plan("reduce_scatter", n, rank, p),
+    "allgather": lambda n, rank, p: slot_plan("allgather", n, rank, p),
+    "broadcast": lambda n, rank, p: slot_plan("broadcast", n, rank, p, p - 1)}
 
 
 class Changed:
@@ -43,7 +42,8 @@ def calls_of(memory, rank, size):
             combine = reduction("sum", FLOAT32, size)
             made[kind, n] = slot_call(
                 memory.ranks[rank], FLOAT32, n, PLANS[kind](n, rank, size), combine)
-            made[kind, n].whole(Identity(number, b"h" * 192, number), "sum", None)
+            made[kind, n].whole(
+                SimpleNamespace(header=b"h" * 192, digest=number), number, "sum", None)
         return made[kind, n]
 
     return call

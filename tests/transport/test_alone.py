@@ -1,6 +1,6 @@
 """Tests that a rank alone on its node needs nobody."""
 
-from mpiring.transport.alone import Alone
+from mpiring.transport.node_memory import Alone
 from mpiring.transport.base import Task
 
 

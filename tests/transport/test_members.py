@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from mpiring.errors import BufferMismatchError, ConfigError, StallError
-from mpiring.transport.base import LANES, NO_BYTES, together
-from mpiring.transport.members import Members
+from mpiring.transport.base import LANES, NO_BYTES, Members, together
 from mpiring.simulated.prices import Link
 from mpiring.simulated.network import Lost, SimulatedNetwork
 

@@ -9,7 +9,7 @@ import pytest
 from mpiring.collectives import shared
 from mpiring.memory.reduction import reduction
 from mpiring.record.counter import OperationCounter
-from mpiring.transport import compiled, node_call
+from mpiring.transport import compiled, waiting
 from mpiring.transport.base import HEADER_BYTES, Task
 from mpiring.transport.layout import NODE_MEMORY_BYTES
 from mpiring.transport.node_memory import NodeMemory
@@ -46,7 +46,7 @@ def combined(xs, op, piece_bytes, codes):
 def test_all_ways_give_the_same_bits_in_as_many_barriers(dtype, p, monkeypatch):
     code = compiled.code
     monkeypatch.setattr(compiled, "code", code)
-    monkeypatch.setattr(node_call, "_LOOKS", 2)
+    monkeypatch.setattr(waiting, "PIECE_LOOKS", 2)
     assert code("sum", dtype, p) is not None
     ways = {"Python": [lambda *_: None] * p, "compiled": [code] * p,
             "either": [code if rank % 2 else lambda *_: None for rank in range(p)]}

@@ -13,28 +13,28 @@ from mpiring.collectives import shared
 from mpiring.collectives.operation import IN_SLOT, NOWHERE, Tuning
 from mpiring.errors import BufferMismatchError
 from mpiring.jit import cache
-from mpiring.memory.arrays import bounds_of, dtype_name
+from mpiring.memory.arrays import dtype_name
 from mpiring.memory.reduction import reduction
 from mpiring.operations.agreement import Call, agreed, refuse_others
 from mpiring.operations.windows import Windows
 from mpiring.record.counter import OperationCounter
-from mpiring.transport import compiled, plans
+from mpiring.transport import compiled
 from mpiring.transport.base import Task
 from mpiring.transport.layout import (
     BEGIN, CALL_BEGAN, CALL_STAGE, COUNTER_GATE, COUNTER_SEQUENCE, DISAGREE, DONE, GATED, IDLE,
     LATE, LOOK, NODE_MEMORY_BYTES, OTHERWISE, PUBLISH, WINDOWS)
 from mpiring.transport.node_memory import NodeMemory
-from mpiring.transport.node_call import Identity, NodeCall, slot_call
+from mpiring.transport.node_call import NodeCall, slot_call, slot_plan
 
 FLOAT32 = np.dtype(np.float32)
 OPS = "sum", "max"
 # The last rank is the root of broadcasts.
 KINDS = {
-    "allreduce": lambda n, rank, p: plans.allreduce(n),
-    "reduce_scatter": lambda n, rank, p: plans.reduce_scatter(bounds_of(n, p), rank),
-    "allgather": lambda n, rank, p: plans.allgather(bounds_of(n, p), rank),
-    "broadcast": lambda n, rank, p: plans.broadcast(n, p - 1, rank, p),
-    "barrier": lambda n, rank, p: plans.BARRIER}
+    "allreduce": lambda n, rank, p: slot_plan("allreduce", n, rank, p),
+    "reduce_scatter": lambda n, rank, p: slot_plan("reduce_scatter", n, rank, p),
+    "allgather": lambda n, rank, p: slot_plan("allgather", n, rank, p),
+    "broadcast": lambda n, rank, p: slot_plan("broadcast", n, rank, p, p - 1),
+    "barrier": lambda n, rank, p: slot_plan("barrier", 0, rank, p)}
 COMBINE = "allreduce", "reduce_scatter"
 
 
@@ -72,7 +72,7 @@ class Rank:
             combine = reduction(op, dtype, size) if op else None
             a = NodeCall(self.memory, dtype, n, WINDOWS, combine) if "find" in settings else (
                 slot_call(self.memory, dtype, n, self.plan(kind, n), combine))
-            a.whole(Identity(identity, call.header, call.digest), op, compiled.code(
+            a.whole(call, identity, op, compiled.code(
                 op, dtype_name(dtype), size) if self.compiled else None, **settings)
             self.rounds[key] = call, a
         return self.rounds[key]
@@ -115,7 +115,7 @@ class Rank:
         return self.by_round(x, note=position, find=self.windows.vectors)
 
     def rest(self, a, x):
-        """As engine.started does it."""
+        """As engine.fast_calls does it."""
         node = a.node()
         yield from stepped(shared.located(
             self.operation(node), node.notes(2), x, a.op, reduction(a.op, a.dtype, node.size)))
@@ -171,7 +171,8 @@ def test_rounds_and_schedules_mix_whoever_is_late(node, size):
     for rank in ranks:
         assert rank.counter.sequence == len(calls)
         sequences = [flight.sequence for flight in rank.counter.flights()]
-        assert sequences == sorted(set(sequences)) and rank.counter.rounds == len(sequences) > 100
+        assert sequences == sorted(set(sequences))
+        assert rank.counter.fast_calls == len(sequences) > 100
 
 
 def in_any_order(chance, left):
@@ -253,7 +254,7 @@ def test_a_round_begins_only_where_the_gate_is_open_and_none_of_its_own_is_under
     a[CALL_BEGAN] = 0
     assert a.run(LOOK, x) == DONE and x[0] == y[0] == 2
     # Whose record the engine keeps, the counter does not.
-    assert first.counter.rounds == 0 and second.counter.rounds == 1
+    assert first.counter.fast_calls == 0 and second.counter.fast_calls == 1
 
 
 def combined(size, dtype, op, compiled):

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 
 from ...memory.arrays import Array, chunks_of
 from ...memory.reduction import Combine
-from ...transport.base import Channel, Schedule
-from ...transport.members import Members
+from ...transport.base import Channel, Members, Schedule
 
 # MPIR_CVAR_ALLREDUCE_SHORT_MSG_SIZE.
 SHORT_BYTES = 2048

@@ -1,0 +1,479 @@
+"""Prepares node calls and runs them in the caller's thread; what is late goes to the engine.
+
+A call is prepared when one like it was made, or as a persistent operation. Then it is called, or
+started and waited for. Either way it ends in the protocol (see transport.protocol), which notes it
+in the counter, unless the engine has got it.
+"""
+
+import time
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from ..collectives import shared
+from ..collectives.operation import IN_SLOT, NOWHERE
+from ..config import Config
+from ..memory.arrays import Array, data_address, dtype_name
+from ..memory.reduction import reduction
+from ..operations.agreement import Call, refuse_others
+from ..operations.operation import Collectives
+from ..operations.windows import Windows
+from ..record.flight import Flight
+from ..transport import compiled
+from ..transport.base import Node, Schedule, T, Task
+from ..transport.layout import (
+    AREAS, BEGIN, CALL_BEGAN, CALL_SEQUENCE, CALL_STAGE, COUNTER_GATE, COUNTER_NANOSECONDS,
+    DISAGREE, DONE, GATED, GATE_STARTED, GO_ON, HELD, IDLE, LATE, LOOK, OTHERWISE, PUBLISH, WINDOWS)
+from ..transport.node_call import NodeCall, slot_call, slot_plan
+from ..transport.node_memory import NodeMemory
+from .engine import Engine
+from .handle import Action, Handle, Lane
+from .opening import Sharing
+
+K = TypeVar("K", NodeCall, Call)
+# A program may combine vectors of ever new shapes.
+_MOST_CALLS = 256
+# So many of a kind may be started at once.
+_MOST_STARTED = AREAS - 1
+# A name of the call, op or root, dtype, shape. Then, of an allreduce in place, the position of this
+# rank's vector; of those of which several are started at once, a number.
+_Key = tuple[Any, ...]
+BARRIER = Call("barrier")
+# It combines nothing.
+NOTHING = np.empty(0, np.float32)
+_OF_BARRIER: _Key = "barrier", None, NOTHING.dtype, NOTHING.shape
+COPYING = "allgather", "broadcast"
+# What node calls of an allreduce do to the bit, see collectives.shared: every rank combines all
+# vectors, by slots; or a slice of all, in windows.
+BY_SLOTS, IN_PLACE = "eager", "shared"
+# At how many barriers a vector lies in its slot, if it was to be combined in place.
+_BARRIERS = 3
+
+
+class CallingGroup(Protocol):
+    """What fast calls need of their group; see group.Group."""
+
+    config: Config
+    sharing: Sharing
+    engine: Engine
+    lane: Lane
+
+    @property
+    def windows(self) -> Windows:
+        """The arrays in node-shared memory."""
+
+    def collectives(self, node: Node | None = None, sequence: int = 0) -> Collectives:
+        """Return the schedules of an operation."""
+
+    def adopt(self, handle: Handle[Any]) -> None:
+        """Advance and watch an operation that has begun by itself."""
+
+    def check_open(self) -> None:
+        """Raise ClosedError unless the group is open, and MPI is running in this process."""
+
+
+class FastCalls:
+    """The node calls that a group has prepared: short ones, and allreduces in windows.
+
+    Whether a call is fast, each rank decides by itself: the others cannot tell.
+
+    Args:
+        group: Its ranks.
+        memory: The one that all of them share; None where no call is fast.
+
+    Attributes:
+        group, memory: As above.
+        started: What was started, and is neither complete nor the engine's.
+    """
+
+    def __init__(self, group: CallingGroup, memory: NodeMemory | None) -> None:
+        self.group, self.memory = group, memory
+        self.started: list[FastHandle[Any]] = []
+        self._counter = group.sharing.counter
+        # An allreduce that is prepared for each position of a vector has its Call here.
+        self._calls: dict[_Key, NodeCall | Call] = {}
+
+    def again(self, name: str, x: Any, op_or_root: Any = None) -> bool:
+        """Run a collective on `x` if one like it was noted; return whether.
+
+        Args:
+            name, op_or_root: As for `note`.
+            x: A NumPy array.
+
+        Raises: as the collective.
+        """
+        key = name, op_or_root, x.dtype, x.shape
+        call = self._noted(key, x)
+        if call.__class__ is Call:
+            call = self._at_position(call, key, x)
+        if call is None:
+            return False
+        return self.run(call, x if x.ndim == 1 else x.reshape(-1))
+
+    def barrier(self) -> bool:
+        """Return whether every rank has called a barrier; False if none was noted."""
+        call: Any = self._calls.get(_OF_BARRIER)
+        return call is not None and self.run(call, NOTHING)
+
+    def iallreduce(self, x: Any, op: Any) -> Handle[Any] | None:
+        """Begin to combine `x` over all ranks, in place, if such a call was noted.
+
+        Args: as Communicator.iallreduce.
+
+        Returns:
+            The handle, or None.
+        """
+        key = "allreduce", op, x.dtype, x.shape
+        call = first = self._noted(key, x)
+        if first is None or first.__class__ is Call:
+            return None
+        vector = x if x.ndim == 1 else x.reshape(-1)
+        for number in range(1, _MOST_STARTED):
+            if call[CALL_STAGE]:
+                another = *key, number
+                call = self._calls.get(another) or self._keep(
+                    another, self.prepare(first.call, vector, "allreduce", op) or first)
+        return self.start(first if call[CALL_STAGE] else call, vector, x)
+
+    def _noted(self, key: _Key, x: Any) -> Any:
+        try:
+            call = self._calls.get(key)
+        except TypeError:
+            # An op that is none; the ordinary path says so.
+            return None
+        # Nothing is known about the array: its memory, shape and flags may change at any time.
+        return call if call is not None and x.flags.carray else None
+
+    def _at_position(self, call: Call, key: _Key, x: Any) -> Any:
+        position = self.group.windows.position_of(x)
+        if position == NOWHERE:
+            return None
+        return self._calls.get((*key, position)) or self._keep(
+            (*key, position), self.in_place(call, x.reshape(-1), key[1]))
+
+    def note(self, name: str, call: Call, x: Any, op_or_root: Any = None, kind: str = "") -> None:
+        """Prepare a collective that was made: the next one like it is fast, if it can be.
+
+        Args:
+            name: What stands for the call among others on such arrays.
+            call: What it was.
+            x: Its array, of NumPy.
+            op_or_root: Where it has one.
+            kind: "allreduce", "reduce_scatter", "allgather", "broadcast" or "barrier": how it
+                plans; by default, as its name.
+        """
+        if (self.memory is None or type(op_or_root) not in (str, int, type(None))
+                or not x.flags.carray):
+            return
+        key, kind = (name, op_or_root, x.dtype, x.shape), kind or name
+        if key in self._calls:
+            return
+        vector = x.reshape(-1)
+        prepared = self.prepare(call, vector, kind, op_or_root)
+        if prepared is not None:
+            self._keep(key, prepared)
+        elif kind == "allreduce" and self.is_compiled(vector, op_or_root, IN_PLACE):
+            self._keep(key, call)
+
+    def _keep(self, key: _Key, call: K) -> K:
+        if len(self._calls) >= _MOST_CALLS:
+            self.forget()
+        self._calls[key] = call
+        return call
+
+    def forget(self) -> None:
+        """Forget what was noted: there may be a better way now, or too much."""
+        self._calls.clear()
+
+    def prepare(self, call: Call, x: Array, kind: str, op_or_root: Any = None, *,
+                instead: bool = False) -> NodeCall | None:
+        """Return what runs a collective on short vectors by slots; None where it cannot.
+
+        Args:
+            call: What it is.
+            x: A vector like those that are to be combined or copied.
+            kind, op_or_root: As for `note`.
+            instead: Of an allreduce: others may combine it by `in_place`.
+        """
+        op = op_or_root if kind in ("allreduce", "reduce_scatter") else ""
+        memory = self.memory
+        if memory is None or not self.group.collectives().is_eager(kind, x, op):
+            return None
+        combine = reduction(op, x.dtype, len(memory.ranks)) if op else None
+        root = op_or_root if kind == "broadcast" else 0
+        plan = slot_plan(kind, x.size, memory.rank, len(memory.ranks), root)
+        node_call = slot_call(memory, x.dtype, x.size, plan, combine)
+        settings = {"note": IN_SLOT, "barriers": _BARRIERS} if instead else {}
+        self._whole(node_call, call, op, BY_SLOTS if kind == "allreduce" else "", **settings)
+        return node_call
+
+    def in_place(self, call: Call, x: Array, op: str) -> NodeCall:
+        """Return what combines a vector in a window in place, if `is_compiled`.
+
+        Args:
+            call, op: What it is.
+            x: The vector; it stays where it is.
+        """
+        memory: Any = self.memory
+        windows = self.group.windows
+        node_call = NodeCall(memory, x.dtype, x.size, WINDOWS,
+                             reduction(op, x.dtype, len(memory.ranks)))
+        self._whole(node_call, call, op, IN_PLACE,
+                    note=windows.position_of(x), find=windows.vectors)
+        return node_call
+
+    def _whole(self, node_call: NodeCall, call: Call, op: str, algorithm: str,
+               **settings: Any) -> None:
+        code = compiled.code(op, dtype_name(node_call.dtype), len(node_call.memory.ranks))
+        node_call.whole(call, self._counter.identity_of(call, algorithm), op,
+                        code if self.group.config.rounds == "auto" else None, **settings)
+
+    def is_compiled(self, x: Array, op: str, algorithm: str = BY_SLOTS) -> bool:
+        """Return whether an allreduce by an algorithm would be fast, and compiled."""
+        return (self.memory is not None and self.group.config.rounds == "auto"
+                and self.group.collectives().algorithm_of(x, op).name == algorithm
+                and compiled.code(op, dtype_name(x.dtype), len(self.memory.ranks)) is not None)
+
+    def run(self, call: NodeCall, x: Array, status: int = GATED) -> bool:
+        """Run a call to its end; return False, and do nothing, if the gate is closed.
+
+        Args:
+            call: Prepared.
+            x: Its vector.
+            status: What its beginning has returned, if that was done.
+        """
+        try:
+            if call.is_short and status == GATED:
+                # As call.run, in a third of the time.
+                status = call.begin(call.address, data_address(x))
+            elif call.code is not None and status == GATED:
+                status = call.run(BEGIN, x)
+            return status == DONE or self._go_on(status, call, x)
+        except BaseException as error:
+            self.fail(call, error)
+            raise
+
+    def _go_on(self, status: int, call: NodeCall, x: Array) -> bool:
+        """Run what is left of a call to its end; return False if the gate is closed."""
+        with self._counter:
+            if status == GATED:
+                status = self._begin(BEGIN, call, x)
+            if status in (LATE, OTHERWISE):
+                status = call.run(GO_ON, x)
+            if status in (DONE, GATED):
+                return status == DONE
+            # From here on all is as for any operation.
+            self.hand_over()
+            handle = FastHandle(self, call, x, None, time.monotonic_ns() - call[CALL_BEGAN])
+            handle.hand_over()
+        handle.wait()
+        return True
+
+    def start(self, call: NodeCall, x: Array, result: T) -> Handle[T] | None:
+        """Start a call, and return its handle; None, and do nothing, if the gate is closed.
+
+        Args:
+            call, x: As for `run`.
+            result: What the handle's `wait` returns.
+        """
+        try:
+            with self._counter:
+                status = self._begin(PUBLISH, call, x)
+                if status == GATED:
+                    return None
+                handle = FastHandle(self, call, x, result)
+                self.started.append(handle)
+                if status == LATE:
+                    # An operation in flight has the area.
+                    self.hand_over()
+                else:
+                    self._counter.close(GATE_STARTED)
+                return handle
+        except BaseException as error:
+            self.fail(call, error)
+            raise
+
+    def _begin(self, how: int, call: NodeCall, x: Array) -> int:
+        """Begin a call, if need be after a look at those that were started. Holds the lock."""
+        status = call.run(how + HELD, x)
+        if status == GATED and self.started:
+            for handle in tuple(self.started):
+                handle.look()
+            self._counter.open(GATE_STARTED)
+            status = call.run(how + HELD, x)
+            if self.started:
+                self._counter.close(GATE_STARTED)
+        return status
+
+    def hand_over(self) -> None:
+        """Let the engine run what was started: other operations may have to wait for it."""
+        with self._counter:
+            for handle in tuple(self.started):
+                if not handle.look():
+                    handle.hand_over()
+
+    def leave(self, handle: "FastHandle[Any]") -> None:
+        """Take note that no call need look at a handle any more. The caller holds the lock."""
+        if handle in self.started:
+            self.started.remove(handle)
+            if not self.started:
+                self._counter.open(GATE_STARTED)
+
+    def fail(self, call: NodeCall, error: BaseException) -> None:
+        """Let later calls fail if an error came amid a call: the other ranks go on."""
+        if call[CALL_STAGE]:
+            self.group.engine.fail(error)
+
+
+class FastHandle(Handle[T]):
+    """Handle of a fast call that is published: no other rank needs anything of this one for it.
+
+    What is left, to meet the others and to combine, is done by `wait`, `test` or a look at `done`;
+    or by the engine, once something else of this rank might wait for it (see `hand_over`). Until
+    then, whoever runs it holds the counter's lock: threads run it one after the other.
+
+    Args:
+        calls: Those of its group.
+        call, x: What runs, on which vector.
+        result: What `wait` returns.
+        waited_ns: How long the caller has waited since it began.
+    """
+
+    def __init__(self, calls: FastCalls, call: NodeCall, x: Array, result: T,
+                 waited_ns: int = 0) -> None:
+        # Not that of Handle: what only the engine needs is made when it gets this.
+        self._calls, self._call, self._result = calls, call, result
+        self._x: Any = x
+        self._sequence, self._began_ns = call[CALL_SEQUENCE], call[CALL_BEGAN]
+        self._waited_ns, self._is_done, self._is_running = waited_ns, False, False
+        self._counter = calls.group.sharing.counter
+        # The engine's.
+        self._handle: Handle[Any] | None = None
+
+    def __repr__(self) -> str:
+        return f"#{self._sequence} {self._call.call}"
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what only the engine needs, for who looks at it."""
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.hand_over(), name)
+
+    @property
+    def done(self) -> bool:  # type: ignore[override]
+        """Whether it is complete."""
+        return self.look()
+
+    def look(self) -> bool:
+        """Run it as far as the others have come, unless the engine does; return whether it is done.
+        """
+        if not (self._is_done or self._handle or self._is_void):
+            with self._counter:
+                # A signal's handler may look amid a run.
+                if not (self._is_done or self._handle or self._is_running):
+                    self._run(LOOK)
+        return self._is_done if self._handle is None else self._handle.done
+
+    @property
+    def _is_void(self) -> bool:
+        """Whether it cannot go on here: an operation has failed, or this process is a fork."""
+        return bool(self._counter.words[COUNTER_GATE] & ~GATE_STARTED)
+
+    def _run(self, how: int) -> bool:
+        """Run what is left, in this thread, which holds the lock; return whether it is complete."""
+        began_ns, self._is_running = time.monotonic_ns(), True
+        try:
+            status = self._call.run(how, self._x)
+            self._is_running = False
+            ended_ns = time.monotonic_ns()
+            self._waited_ns += ended_ns - began_ns
+            if status == DISAGREE:
+                refuse_others(self._call.call, self._call.node())
+        except BaseException as error:
+            self._calls.fail(self._call, error)
+            raise
+        if status == DONE:
+            # Whoever remembers the handle shall not keep the array.
+            self._is_done, self._x = True, None
+            # Not all of the time that was noted.
+            self._counter.words[COUNTER_NANOSECONDS] -= (
+                ended_ns - self._began_ns - self._waited_ns)
+            self._calls.leave(self)
+        return self._is_done
+
+    def hand_over(self) -> Handle[Any]:
+        """Let the engine run what is left, unless it does; return the engine's handle."""
+        with self._counter:
+            if self._handle is None:
+                group, call, began_s = self._calls.group, self._call, self._began_ns / 1e9
+                flight = Flight(call.call, self._sequence, self._counter.group,
+                                IN_PLACE if call.in_place else BY_SLOTS * bool(call.op), began_s,
+                                began_s, exposed_s=self._waited_ns / 1e9)
+                handle = Handle(group.lane, flight, Task(_rest(group, call, self._x)))
+                handle.done, self._handle, self._x = self._is_done, handle, None
+                if not handle.done:
+                    # The record is kept by the engine.
+                    call[CALL_BEGAN] = 0
+                    group.adopt(handle)
+                self._calls.leave(self)
+            return self._handle
+
+    def test(self) -> bool:
+        """Make some progress; return whether the operation is complete; see Handle."""
+        if self._handle is not None:
+            return self._handle.test()
+        self._refuse_void()
+        return self.look()
+
+    def wait(self, timeout_s: float | None = None) -> T:
+        """Return the operation's result when it is complete on this rank; see Handle."""
+        if not self._is_done and self._handle is None:
+            self._refuse_void()
+            with self._counter:
+                if not (self._is_done or self._handle or self._run(LOOK) or self._run(GO_ON)):
+                    self.hand_over()
+        if self._handle is not None:
+            self._handle.wait(timeout_s)
+        return self._result
+
+    def _refuse_void(self) -> None:
+        if self._is_void and not self._is_done:
+            self._calls.group.check_open()
+            self._calls.group.engine.raise_failure()
+
+    def when_done(self, action: Action) -> None:
+        """Call `action` once the operation is complete or has failed; see Handle."""
+        if self._handle is None:
+            self._refuse_void()
+        self.hand_over().when_done(action)
+
+
+def _rest(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
+    rest = _Rest(call, x)
+    yield (rest,)
+    if rest.status == DISAGREE:
+        refuse_others(call.call, call.node())
+    if rest.status == OTHERWISE:
+        # Not all vectors are in windows.
+        node = call.node()
+        operation = group.collectives(node, call[CALL_SEQUENCE])
+        yield from shared.located(operation, node.notes(2), x, call.op,
+                                  operation.combiner(call.op, call.dtype, node.size))
+        node.leave()
+        call[CALL_STAGE] = IDLE
+
+
+class _Rest:
+    """What is left of a node call; complete when the call is, or when it cannot go on by itself."""
+
+    def __init__(self, call: NodeCall, x: Any) -> None:
+        self.status, self._call, self._x = LATE, call, x
+
+    def __repr__(self) -> str:
+        return f"stage {self._call[CALL_STAGE]} of a node call"
+
+    def test(self) -> bool:
+        """Run it as far as it goes; return whether anything is left to wait for."""
+        if self.status == LATE:
+            self.status = self._call.run(LOOK, self._x)
+        return self.status != LATE

@@ -1,0 +1,66 @@
+"""How long callers and the engine look for others, give their core away, and sleep: all numbers.
+
+Most ranks come within microseconds: whoever waits looks without pause at first. Then another rank
+may need the core, so it gives that away between looks; at last it sleeps.
+"""
+
+import functools
+import os
+import time
+from collections.abc import Callable
+
+from ..launch.host import all_processors, usable_processors
+
+# A caller in Python looks at a meeting, or steps a schedule, so often without pause; then giving
+# its core away. In a shared memory, most calls are over by then. What is not becomes the engine's.
+SPINS, YIELDS = 20, 300
+# Compiled code looks so often without pause; and where ranks share cores.
+COMPILED_SPINS, SPINS_TOGETHER = 200, 20
+# Compiled code looks so often at a barrier between pieces, for about 3 us: after that the engine
+# knows better. 20 to 5000 are the same.
+PIECE_LOOKS = 50
+# A caller who waits for the engine's operations gives its core away so often before it sleeps: two
+# ranks that share a core must alternate.
+WAIT_YIELDS, WAIT_PAUSE_S = 2000, 50e-6
+# By how much a wait with a timeout may be late because another thread steps operations.
+LATE_S = 0.01
+
+# The engine's thread tests several times before it sleeps: between hosts, one test moved at most
+# 100 KiB (MPICH over TCP), but the wire 250 KB in a pause of 2 ms. With one test, an allreduce
+# behind a computation took twice its time.
+TESTS = 4
+# The pauses of the thread, and by how much they change; see the setting `max_pause_s`.
+FIRST_PAUSE_S, PAUSE_GROWTH, PAUSE_SHRINKAGE = 20e-6, 1.5, 2.0
+# How often an idle engine answers other ranks' questions.
+IDLE_LOOK_S = 0.1
+# How often a busy one does, and looks for stalls and dead ranks. (Open MPI reported a death at
+# about the third look: with 0.1 s, after 0.25 to 0.45 s.)
+BUSY_LOOK_S = 0.02
+# How long the thread leaves operations to a caller who soon waits, see Lane.rest: longer than what
+# most models compute between two buckets. Other ranks are late by no more if the caller does not
+# wait, or waits where the engine cannot know of it.
+REST_S = 0.3
+# How long a failure in the background waits for the main thread to notice it, so that the
+# traceback shows the user's line; after that the thread ends the job.
+GRACE_S = 2.0
+
+# Ranks may still prepare data before they open a group; to compile takes seconds, and a minute or
+# two where processors are busy.
+OPENING_S, OPENING_PAUSE_S = 600.0, 0.01
+# One rank may still train, evaluate or save while the others close.
+CLOSING_S = 86400.0
+# How long a stalled rank waits for the others' answers before it reports.
+ANSWER_S = 1.0
+
+give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0))
+
+
+@functools.cache
+def compiled_spins(ranks: int) -> int:
+    """Return how often the ranks of a node look without pause, in compiled code.
+
+    Fewer times unless each of them has a core of its own, as far as one can tell.
+    """
+    every, usable = len(all_processors()), len(usable_processors())
+    # A rank that is bound to one core (of two threads) does not share it.
+    return COMPILED_SPINS if ranks <= (every if usable <= 2 else usable) else SPINS_TOGETHER
