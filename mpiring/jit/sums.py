@@ -59,9 +59,9 @@ def code(name: str, *, compiles: bool = False) -> cache.Code | None:
         name: Of a dtype of DTYPES.
         compiles: Compile it if need be, for a second; else only what is on disk is taken.
     """
-    find = cache.code if compiles else cache.saved
-    return find(f"long sums of {name}", _add,
-                "int64 int64 int64 float64 int64 int64 int64 -> int64", name)
+    return cache.code(f"long sums of {name}", _add,
+                      "int64 int64 int64 float64 int64 int64 int64 -> int64", name,
+                      compiles=compiles)
 
 
 def _add(intrinsics: Any, name: str) -> Callable[..., Any]:

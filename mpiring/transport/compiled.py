@@ -48,8 +48,8 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Cod
     # More vectors of 16 bits would be rounded on the way, see _adding.
     if not _HAS_LOCK or op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
-    find = cache.code if compiles else cache.saved
-    return find(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name)
+    return cache.code(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name,
+                      compiles=compiles)
 
 
 def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
