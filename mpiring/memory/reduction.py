@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from ..jit import sums
+from ..jit import loops, sums
 from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
 
@@ -135,7 +135,7 @@ class Reduction:
         self._combine = _UFUNCS[op]
         # One rank alone has nothing to combine, and no reason to load numba.
         self._combine_16 = None if not self.widens else (
-            sixteen.combine if size == 1 else sixteen.combiner(dtype))
+            size > 1 and loops.combiner(name) or sixteen.combine)
         self.adds = compiled and op in ("sum", "mean") and name in sums.DTYPES
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
         self.divisor = size if op == "mean" else 1
@@ -147,7 +147,7 @@ class Reduction:
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Combine `contribution` into `out`, in place."""
-        self._quietly((out, contribution), 1, (out,))
+        self._apply((out, contribution), 1, (out,))
 
     def finish(self, chunk: Array) -> None:
         """Divide a chunk of sums by the number of ranks where the op is a mean."""
@@ -168,7 +168,7 @@ class Reduction:
         if (self.adds and (len(sources) > 2 or len(sources) == len(outs) == 2)
                 and out.nbytes >= _LONG_BYTES and sums.add(sources, divisor, outs)):
             return
-        self._quietly(sources, divisor, outs)
+        self._apply(sources, divisor, outs)
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
         """Return a function that combines these vectors as `combine` does, and sooner, if short.
@@ -189,7 +189,7 @@ class Reduction:
 
         return combine
 
-    def _quietly(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
+    def _apply(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         n, step = outs[0].size, self._block
         if n <= step or self._combine_16 is not None and len(outs) == 1:
             quietly(self._store, sources, divisor, outs)

@@ -8,10 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from ..jit import loops
-from .arrays import Array, dtype_name
+from .arrays import Array
 
 # Elements in a block: the two scratch blocks of a sum, 4 bytes per element, stay in the level-2
 # cache; shorter blocks cost more calls. Measured.
@@ -26,11 +24,6 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-
-
-def combiner(dtype: DTypeLike) -> loops.Combine16:
-    """Return the fastest available function that does what `combine` does."""
-    return loops.combiner(dtype_name(dtype)) or combine
 
 
 def widen(x: Any, out: Any, xp: Any = np) -> None:
