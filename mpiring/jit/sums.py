@@ -1,30 +1,18 @@
 """Sums of float32 and float64 vectors in one pass over memory, compiled by numba."""
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..memory.arrays import Array, data_address
+from ..memory.scratch import thread_scratch
 from . import cache
 
 DTYPES = ("float32", "float64")
 # Numbers that are added at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK = 1024
-SCRATCH_BYTES = _BLOCK * 8
-
-
-class _Scratch(threading.local):
-    """A thread's sums."""
-
-    def __init__(self) -> None:
-        self.total = ctypes.create_string_buffer(SCRATCH_BYTES)
-        self.address = ctypes.addressof(self.total)
-
-
-_scratch = _Scratch()
 
 
 def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool:
@@ -48,7 +36,7 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
             return False
     pointers = (ctypes.c_int64 * (p + q))(*addresses)
     first = ctypes.addressof(pointers)
-    machine_code.call(first, p, x.size, divisor, _scratch.address, first + 8 * p, q)
+    machine_code.call(first, p, x.size, divisor, thread_scratch.address, first + 8 * p, q)
     return True
 
 
@@ -77,8 +65,8 @@ def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
 def adding(intrinsics: Any, name: str) -> Any:
     """Return a function for compiled code that adds up p vectors, and stores into q.
 
-    It takes where the addresses of the sources lie, p, n, the divisor, the address of SCRATCH_BYTES
-    of memory, where the addresses of what is written to lie, and q. Several sources are read at a
+    It takes where the addresses of the sources lie, p, n, the divisor, the address of scratch
+    memory, where the addresses of what is written to lie, and q. Several sources are read at a
     time: the more there are, the more loads are under way.
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
