@@ -16,8 +16,8 @@ from ..launch.start import load_mpi
 from ..memory.scratch import Scratch
 from ..operations.agreement import Call, agreed
 from ..operations.algorithms import candidates
-from ..operations.gpus import GpuOperations
 from ..operations.model import Model
+from ..operations.on_device import GpuOperations
 from ..operations.operation import Collectives
 from ..operations.resources import Resources
 from ..operations.windows import Windows

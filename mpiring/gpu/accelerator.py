@@ -214,7 +214,7 @@ class Accelerator(Gpu):
         Args:
             x: The caller has waited for it.
         """
-        _owner_of(x).record_stream(torch.accelerator.current_stream(self._where))
+        x.owner.record_stream(torch.accelerator.current_stream(self._where))
         return _elements_of(x, torch_dtype(x.dtype)).view(shape)
 
     def is_finite(self, x: torch.Tensor) -> bool:
@@ -282,14 +282,9 @@ def _elements_of(x: DeviceVector, dtype: torch.dtype) -> torch.Tensor:
         dtype: Of the same length as the vector's.
     """
     # Not by views of the owner, which may have any shape and dtype, and a gradient.
-    owner = _owner_of(x)
-    storage = owner.untyped_storage()
+    storage = x.owner.untyped_storage()
     start = (x.address - storage.data_ptr()) // x.itemsize
-    return torch.empty(0, dtype=dtype, device=owner.device).set_(storage, start, (x.size,), (1,))
-
-
-def _owner_of(x: DeviceVector) -> Any:
-    return x.owner
+    return torch.empty(0, dtype=dtype, device=x.owner.device).set_(storage, start, (x.size,), (1,))
 
 
 def _copy(out: torch.Tensor, x: torch.Tensor) -> None:

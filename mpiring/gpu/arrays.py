@@ -1,5 +1,6 @@
 """Views arrays and tensors, in host memory and on GPUs, as vectors."""
 
+import functools
 import math
 import re
 import sys
@@ -75,7 +76,11 @@ def vector_of(x: Any, *, writeable: bool = True) -> Any:
         if isinstance(x, DeviceVector):
             return x
         if is_tensor(x):
-            return vector_of_tensor(x)
+            stream = stream_of(x)
+            if stream is None:
+                return array_of(x)
+            refuse_gaps(x)
+            return replace(stream.vector(x), ready=stream.mark())
         if is_on_gpu(x):
             return vector_on_gpu(x, writeable=writeable)
     return flat(x, writeable=writeable)
@@ -165,14 +170,10 @@ def is_gpu_tensor(x: "torch.Tensor") -> bool:
     return x.device.type in OPENERS
 
 
+@functools.cache
 def device_of(where: "torch.device") -> Device:
     """Return one of PyTorch's devices as a GPU; the same object each time."""
-    if where not in _of_pytorch:
-        _of_pytorch[where] = OPENERS[where.type](where)
-    return _of_pytorch[where]
-
-
-_of_pytorch: "dict[torch.device, Device]" = {}
+    return OPENERS[where.type](where)
 
 
 def _by_pytorch(where: "torch.device", unshared: str = "by CuPy, and on NVIDIA's GPUs, only",
@@ -228,15 +229,6 @@ class UserStream:
 def stream_of(x: "torch.Tensor") -> UserStream | None:
     """Return the stream in use on a tensor's GPU; None for a tensor in host memory."""
     return UserStream(x.device) if is_gpu_tensor(x) else None
-
-
-def vector_of_tensor(x: "torch.Tensor") -> Any:
-    """Return a contiguous tensor's elements as `vector_of` does."""
-    stream = stream_of(x)
-    if stream is None:
-        return array_of(x)
-    refuse_gaps(x)
-    return replace(stream.vector(x), ready=stream.mark())
 
 
 def _refuse_strides(shape: Sequence[int], strides: object, dense: bool) -> None:

@@ -65,8 +65,8 @@ class ArrayCarrier:
             copied = self._stream.record()
         self._staging.give(slot, copied)
         # Not the arrays themselves: whoever loads may reuse them.
-        looks = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
-        return lambda: self._arrived(memory, copied, looks)
+        layout = [(start, x.nbytes, x.dtype, x.shape) for start, x in zip(starts, xs)]
+        return lambda: self._arrived(memory, copied, layout)
 
     def _take(self, nbytes: int) -> DeviceVector:
         """Return memory that the stream may write to."""
@@ -80,7 +80,7 @@ class ArrayCarrier:
         return self._device.allocate(1 << max(nbytes - 1, 4095).bit_length())
 
     def _arrived(self, memory: DeviceVector, copied: Event,
-                 looks: Sequence[tuple[int, int, np.dtype[Any], tuple[int, ...]]]) -> list[Any]:
+                 layout: Sequence[tuple[int, int, np.dtype[Any], tuple[int, ...]]]) -> list[Any]:
         gpu = self._device.gpu
         with self._lock:
             if self._dead:
@@ -92,7 +92,7 @@ class ArrayCarrier:
         gpu.follow(copied)
         owner = _BatchMemory(memory, self._dead)
         return [gpu.array(replace(memory[start:start + nbytes].view(dtype), owner=owner), shape)
-                for start, nbytes, dtype, shape in looks]
+                for start, nbytes, dtype, shape in layout]
 
 
 class _BatchMemory:

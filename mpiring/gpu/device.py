@@ -1,8 +1,9 @@
 """GPUs: their vectors and streams, and what copies and combines vectors in the right order."""
 
+import logging
 import threading
 import time
-from abc import ABC, abstractmethod
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from numpy.typing import DTypeLike
 from ..errors import ConfigError, TransportError
 from ..memory.arrays import Array, data_address, dtype_name
 from ..memory.scratch import Scratch
-from . import pinning
+from ..memory.window import PAGE_BYTES
 
 # Between two tests of an event that a caller waits for.
 _PAUSE_S = 20e-6
@@ -27,6 +28,13 @@ _UNIT_BYTES = 2 << 20
 _KEEP, _KEEP_BYTES = 16, 256 << 20
 # How many slots, the oldest, are tested for whether the GPU has done with them.
 _LOOKS = 4
+# cudaSuccess and cudaErrorHostMemoryAlreadyRegistered of CUDA's runtime; HIP has the same.
+_SUCCESS, _ALREADY = 0, 712
+
+_log = logging.getLogger("mpiring")
+# Addresses of the host memory that `Gpu.pin` has locked.
+_pinned: set[int] = set()
+_pinning = threading.Lock()
 
 
 class Event(Protocol):
@@ -77,10 +85,10 @@ class Stream(Protocol):
         """Make work that is queued from now on wait for an event of any stream of this GPU."""
 
 
-class Mark(ABC):
-    """An event of a package's; see Event."""
+class Mark(Event, Protocol):
+    """An event of CuPy or PyTorch."""
 
-    _done = False
+    _done: bool = False
 
     def __repr__(self) -> str:
         return "work queued on a GPU"
@@ -98,12 +106,11 @@ class Mark(ABC):
                 raise TransportError(f"the GPU failed: {error}") from error
         return self._done
 
-    @abstractmethod
     def _query(self) -> bool:
         """Ask the package; raises RuntimeError if the GPU has failed."""
 
 
-class Gpu(ABC):
+class Gpu(Protocol):
     """A GPU, by CuPy or by PyTorch.
 
     Attributes:
@@ -115,14 +122,12 @@ class Gpu(ABC):
 
     index: int
     name: str
-    programmable = True
-    unshared = ""
+    programmable: bool = True
+    unshared: str = ""
 
-    @abstractmethod
     def stream(self) -> Stream:
         """Return a new stream."""
 
-    @abstractmethod
     def allocate(self, nbytes: int, device: "Device") -> "DeviceVector":
         """Return memory of the GPU, by a plain allocation, as bytes of undefined content.
 
@@ -130,19 +135,42 @@ class Gpu(ABC):
             MemoryError: Too little is left.
         """
 
-    @abstractmethod
     def pinned(self, nbytes: int) -> Array:
         """Return page-locked host memory, as bytes."""
 
     def pin(self, memory: Array) -> None:
-        """Lock the pages of host memory, for as long as its array lives; see pinning.pin."""
-        pinning.pin(memory, self.name, self._register, self._unregister)
+        """Lock the pages of host memory, for as long as its array lives; idempotent.
 
-    @abstractmethod
+        If that is refused, copies take longer, and a warning is logged. Memory that does not begin
+        at a page is left alone: other memory may lie in its pages, and CUDA refuses copies of
+        memory that is locked in part.
+        """
+        root, address = memory, memory.ctypes.data
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        if address % PAGE_BYTES:
+            return
+        with _pinning:
+            if address in _pinned:
+                return
+            status, text = self._register(address, memory.nbytes)
+            if status == _SUCCESS:
+                _pinned.add(address)
+        if status == _SUCCESS:
+            # New memory may be mapped at the same address later.
+            weakref.finalize(root, self._unpin, address).atexit = False
+        elif status != _ALREADY:
+            _log.warning("%d bytes of host memory cannot be locked for %s (%s): copies wait for "
+                         "each other", memory.nbytes, self.name, text)
+
+    def _unpin(self, address: int) -> None:
+        # Without the lock, which the thread may have in which memory is collected.
+        self._unregister(address)
+        _pinned.discard(address)
+
     def _register(self, address: int, nbytes: int) -> tuple[int, str]:
         """Lock pages; return CUDA's status, and a text of it."""
 
-    @abstractmethod
     def _unregister(self, address: int) -> None:
         """Unlock pages."""
 
@@ -164,8 +192,8 @@ class Gpu(ABC):
 
     def close(self, x: "DeviceVector") -> None:
         """Close memory from `open`, before the process that exported it frees it."""
+        raise OSError(self.unshared)
 
-    @abstractmethod
     def mark(self, stream: Any = None) -> Event:
         """Return a mark on a user's stream.
 
@@ -173,11 +201,9 @@ class Gpu(ABC):
             stream: PyTorch's, or CUDA's pointer to it; by default the current one of its package.
         """
 
-    @abstractmethod
     def follow(self, event: Event) -> None:
         """Make work that the user's package queues from now on wait for an event."""
 
-    @abstractmethod
     def array(self, x: "DeviceVector", shape: tuple[int, ...]) -> Any:
         """Return a vector as a CuPy array, or a tensor of PyTorch, of the same memory.
 
@@ -185,7 +211,6 @@ class Gpu(ABC):
             x: The caller has waited for it.
         """
 
-    @abstractmethod
     def is_finite(self, x: Any) -> bool:
         """Return whether such an array is finite, when the work queued on it is done."""
 
@@ -209,7 +234,7 @@ class DeviceVector:
     address: int
     size: int
     dtype: np.dtype[Any]
-    owner: object = None
+    owner: Any = None
     ready: Event | None = None
 
     def __post_init__(self) -> None:

@@ -1,11 +1,18 @@
 """Makes machine code of functions with numba, saves it, and loads it without numba.
 
-To import numba takes 0.4 s and 50 MB, to compile a function 0.1 to 1 s; to load what an earlier
-process has saved takes llvmlite alone, 0.05 s and 50 MiB; to find that none has, nothing of that.
-numba's own cache would need numba.
+To load the code of `Communicator.prepare` takes a process 0.1 s and 50 MiB, 45 of them llvmlite's
+files, which a node has once. To find that none is saved takes neither.
 
-A saved file is code that will run: it is taken only from its owner's hands, whole, and made from
-the same functions, by the same versions, for the same processor; else it is made anew.
+numba's own cache cannot replace this one: it never finds a function that another function has made.
+It compares pickled closures, in which numba gives compiled functions and intrinsics random names,
+new ones in each process. So each start compiled again, for 20 s, and added files. Even if it found
+them, each process would import numba, which takes 0.2 s and 65 MiB before anything is loaded:
+
+    python -X importtime -c "import numpy, numba"
+
+A saved file is code that will run. It is used only if it belongs to this user, nobody else may
+write to it, and its checksum shows that it is complete and was made from the same functions, by the
+same versions, for the same processor. Otherwise the code is compiled again.
 """
 
 import contextlib
@@ -14,42 +21,37 @@ import dis
 import hashlib
 import importlib
 import importlib.metadata
-import json
 import logging
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
 
-from ..files import parsed, read, save
+from ..files import read, save
 
 Make = Callable[..., Callable[..., Any]]
 # The address of a function, and what owns its memory.
-_Found = tuple[int, Any]
+_Loaded = tuple[int, Any]
 
 _log = logging.getLogger("mpiring")
 _compiling = threading.Lock()
 _codes: dict[Any, "Code | None"] = {}
-# What `saved` has not found.
+# Keys of code that is not saved.
 _missing: set[Any] = set()
 _folder: Path | None = None
 # Whether this process warns for its job; what it has warned of; why it makes no code any more.
 _warns = True
 _warned: set[str] = set()
 _problem = ""
-# How numba and llvmlite fail where they are installed, but memory or descriptors are short.
-_FAILURES = ImportError, OSError, MemoryError, RuntimeError
-
 _SYMBOL = np.dtype([("name", "u4"), ("info", "u1"), ("other", "u1"), ("section", "u2"),
                     ("value", "u8"), ("size", "u8")])
 # The largest object file of this package has 60 kB.
 _MOST_BYTES = 16 << 20
-# Modules whose attributes are what their names say.
-_MODULES = ("numpy", "math")
+_DIGEST_LENGTH = 64
 
 
 class Code:
@@ -86,14 +88,8 @@ def save_in(folder: Path | None, *, warns: bool = True) -> None:
     _folder, _warns = folder, warns
 
 
-def _report(problem: str, text: str, *values: object) -> None:
-    """Log a problem: the first time, by the process that does so for its job, as a warning."""
-    level = logging.WARNING if _warns and problem not in _warned else logging.INFO
-    _warned.add(problem)
-    _log.log(level, text, *values)
-
-
-def code(label: str, make: Make, signature: str, *arguments: Any) -> Code | None:
+def code(label: str, make: Make, signature: str, *arguments: Any,
+         compiles: bool = True) -> Code | None:
     """Return machine code, loaded or made by the first thread that needs it; None without numba.
 
     Args:
@@ -103,46 +99,35 @@ def code(label: str, make: Make, signature: str, *arguments: Any) -> Code | None
         signature: The function's types, separated by spaces, such as "float32* int8* intp", then
             "-> int64" where it returns something.
         arguments: Functions, dtypes, numbers, texts.
+        compiles: If false, return None for code that is neither made nor saved. It is not looked
+            for again.
     """
-    return _once(label, make, signature, arguments, compiles=True)
-
-
-def saved(label: str, make: Make, signature: str, *arguments: Any) -> Code | None:
-    """Return machine code as `code` does, if that takes no compiling; else None, until it is made.
-
-    What was not found once is not looked for again.
-    """
-    return _once(label, make, signature, arguments, compiles=False)
-
-
-def _once(label: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
-          compiles: bool) -> Code | None:
-    key = (make, signature, arguments)
+    key = make, signature, arguments
     if key not in _codes and (compiles or key not in _missing):
         with _compiling:
             if key not in _codes:
-                loaded = _loaded_or_made(label, make, signature, arguments, compiles=compiles)
-                if loaded is None and not compiles:
+                loaded = _loaded_or_made(label, *key, compiles)
+                if loaded is not None:
+                    _codes[key] = Code(signature, *loaded)
+                elif compiles:
+                    _codes[key] = None
+                else:
                     _missing.add(key)
-                    return None
-                _missing.discard(key)
-                _codes[key] = None if loaded is None else Code(signature, *loaded)
     return _codes.get(key)
 
 
-def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any, ...], *,
-                    compiles: bool) -> _Found | None:
+def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
+                    compiles: bool) -> _Loaded | None:
     """Return code, if it can be had: whatever it makes, NumPy makes, too."""
     global _problem
     if _problem:
         return None
     try:
-        about = _about(label, make, signature, arguments)
-        loaded = None if about is None else _read(about)
-        if loaded is None and compiles:
-            return _made(label, make, signature, arguments, about)
-        return loaded
-    except _FAILURES as error:
+        about = _about(make, signature, arguments)
+        loaded = _read(about) if about else None
+        return loaded or (_made(label, make, signature, arguments, about) if compiles else None)
+    except (ImportError, OSError, MemoryError, RuntimeError) as error:
+        # So numba and llvmlite fail if memory or descriptors are short.
         _problem = str(error) or type(error).__name__
         _report("use", "numba is installed, but cannot be used (%s): this job runs without "
                        "compiled code, and is slower. Are memory (ulimit -v) or open files "
@@ -150,8 +135,15 @@ def _loaded_or_made(label: str, make: Make, signature: str, arguments: tuple[Any
         return None
 
 
+def _report(problem: str, text: str, *values: object) -> None:
+    """Log a problem: the first time, by the process that does so for its job, as a warning."""
+    level = logging.WARNING if _warns and problem not in _warned else logging.INFO
+    _warned.add(problem)
+    _log.log(level, text, *values)
+
+
 def _made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
-          about: dict[str, str] | None) -> _Found | None:
+          about: str) -> _Loaded | None:
     """Compile a function, and save the code if it can be loaded without numba."""
     try:
         numba = importlib.import_module("numba")
@@ -166,24 +158,26 @@ def _made(label: str, make: Make, signature: str, arguments: tuple[Any, ...],
     except numba.errors.NumbaError as error:
         _log.info("%s are made by NumPy, which takes longer: %s", label, error)
         return None
-    llvm = _llvm()
-    image = _image(llvm, compiled)
-    if not _is_loadable(llvm, image):
-        _log.debug("code of %s is not saved: it needs numba", label)
+    llvm, symbol = _llvm(), compiled.native_name
+    machine = llvm.Target.from_default_triple().create_target_machine(
+        *_processor(llvm), opt=3, jit=True)
+    image = machine.emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
+    try:
+        loaded = _loaded(llvm, image, symbol)
+    except ValueError as error:
+        _log.debug("code of %s is not saved: %s", label, error)
         return compiled.address, compiled
-    if about is not None:
-        _save(about, _processor(llvm), compiled.native_name, image)
-    return _loaded(llvm, image, compiled.native_name)
+    if about:
+        _save(about, _processor(llvm), symbol, image)
+    return loaded
 
 
 def _compiled(numba: Any, function: Callable[..., Any], signature: str) -> Any:
     """Compile a function of pointers and numbers by numba."""
     def kind(name: str) -> Any:
-        base = name.rstrip("*")
-        numba_type = numba.from_dtype(np.dtype(base))
-        for _ in range(len(name) - len(base)):
-            numba_type = numba.types.CPointer(numba_type)
-        return numba_type
+        if name.endswith("*"):
+            return numba.types.CPointer(kind(name[:-1]))
+        return numba.from_dtype(np.dtype(name))
 
     arguments, result = _types(signature)
     returned = numba.types.void if result is None else kind(result)
@@ -201,61 +195,22 @@ def _c_type(name: str) -> Any:
     return ctypes.c_void_p if name.endswith("*") else np.ctypeslib.as_ctypes_type(name)
 
 
-def _image(llvm: Any, compiled: Any) -> bytes:
-    """Return the object file of a function that numba has compiled."""
-    machine = llvm.Target.from_default_triple().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3,
-        jit=True)
-    image: bytes = machine.emit_object(llvm.parse_assembly(compiled.inspect_llvm()))
-    return image
+def _loaded(llvm: Any, image: bytes, symbol: str) -> _Loaded:
+    """Load an object file, and find a function in it.
 
-
-def _save(about: dict[str, str], processor: dict[str, str], symbol: str, image: bytes) -> None:
-    """Save an object file for later processes."""
-    body = b"%s\n%s" % (json.dumps({**about, **processor, "symbol": symbol}).encode(), image)
-    try:
-        save(_file(about, _hash(processor)), _checksum(body) + body)
-    except OSError as error:
-        _report("save", "compiled code cannot be saved, and so is compiled at every start, for "
-                        "some seconds: %s. Set MPIRING_TUNING_FOLDER to a folder that can be "
-                        "written to, or to nothing", error)
-
-
-def _checksum(body: bytes) -> bytes:
-    return hashlib.blake2b(body, digest_size=32).hexdigest().encode() + b"\n"
-
-
-def _read(about: dict[str, str]) -> _Found | None:
-    """Return the code in its file; None if that is missing, damaged, another's or about another."""
-    file = _file(about, "*")
-    if not any(file.parent.glob(file.name)):
-        # LLVM is not asked what this processor is.
-        return None
-    llvm = _llvm()
-    processor = _processor(llvm)
-    file = _file(about, _hash(processor))
-    try:
-        content = read(file, _MOST_BYTES, private=True)
-        check, body = content[:65], content[65:]
-        if check != _checksum(body):
-            raise ValueError("it is damaged")
-        head, _, image = body.partition(b"\n")
-        description = parsed(head, 1)
-        symbol = description.pop("symbol")
-        if description != {**about, **processor}:
-            raise ValueError("it is of something else")
-        if not _is_loadable(llvm, image):
-            raise ValueError("it needs what this process does not have")
-        return _loaded(llvm, image, symbol)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _log.info("%s is not used: %s", file, error)
-        return None
-
-
-def _loaded(llvm: Any, image: bytes, symbol: str) -> _Found:
-    """Load an object file, and find a function in it."""
+    Raises:
+        ValueError: It needs what this process does not have: LLVM would end the process.
+    """
+    sections = {section.name(): section.data()
+                for section in llvm.object_file.ObjectFileRef.from_data(image).sections()}
+    if image[:4] != b"\x7fELF" or b".symtab" not in sections:
+        raise ValueError("it is no object file in ELF with symbols")
+    symbols, names = np.frombuffer(sections[b".symtab"], _SYMBOL), sections[b".strtab"]
+    process = ctypes.CDLL(None)
+    for start in symbols["name"][symbols["section"] == 0].tolist():
+        name = names[start:names.index(b"\0", start)].decode()
+        if name and not hasattr(process, name):
+            raise ValueError(f"it needs {name}, which this process does not have")
     engine = llvm.create_mcjit_compiler(
         llvm.parse_assembly(""), llvm.Target.from_default_triple().create_target_machine(jit=True))
     engine.add_object_file(llvm.object_file.ObjectFileRef.from_data(image))
@@ -266,17 +221,50 @@ def _loaded(llvm: Any, image: bytes, symbol: str) -> _Found:
     return address, engine
 
 
-def _is_loadable(llvm: Any, image: bytes) -> bool:
-    """Return whether the process has all that an object needs; LLVM would end it otherwise."""
-    parts = {part.name(): part.data()
-             for part in llvm.object_file.ObjectFileRef.from_data(image).sections()}
-    if image[:4] != b"\x7fELF" or b".symtab" not in parts:
-        return False
-    symbols, names = np.frombuffer(parts[b".symtab"], _SYMBOL), parts[b".strtab"]
-    process = ctypes.CDLL(None)
-    needed = (names[start:names.index(b"\0", start)].decode()
-              for start in symbols["name"][symbols["section"] == 0].tolist() if start)
-    return all(hasattr(process, name) for name in needed)
+def _save(about: str, processor: Sequence[str], symbol: str, image: bytes) -> None:
+    """Save an object file for later processes."""
+    body = symbol.encode() + b"\n" + image
+    try:
+        save(_file(about, _digest(*processor)), _checksum(about, processor, body) + body)
+    except OSError as error:
+        _report("save", "compiled code cannot be saved, and so is compiled at every start, for "
+                        "some seconds: %s. Set MPIRING_TUNING_FOLDER to a folder that can be "
+                        "written to, or to nothing", error)
+
+
+def _read(about: str) -> _Loaded | None:
+    """Return saved code; None if there is none, or the file is not as this user has saved it."""
+    files = _file(about, "*")
+    if not any(files.parent.glob(files.name)):
+        # LLVM is not asked what this processor is.
+        return None
+    llvm = _llvm()
+    processor = _processor(llvm)
+    file = _file(about, _digest(*processor))
+    try:
+        content = read(file, _MOST_BYTES, private=True)
+        body = content[_DIGEST_LENGTH:]
+        if content[:_DIGEST_LENGTH] != _checksum(about, processor, body):
+            raise ValueError("it is damaged, or of something else")
+        symbol, _, image = body.partition(b"\n")
+        return _loaded(llvm, image, symbol.decode())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        _log.info("%s is not used: %s", file, error)
+        return None
+
+
+def _file(about: str, processor: str) -> Path:
+    return (_folder or Path()) / f"code-{about[:24]}-{processor[:24]}.bin"
+
+
+def _checksum(about: str, processor: Sequence[str], body: bytes) -> bytes:
+    return _digest(about, *processor, body.hex()).encode()
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.blake2b("\n".join(texts).encode(), digest_size=_DIGEST_LENGTH // 2).hexdigest()
 
 
 def _llvm() -> Any:
@@ -289,59 +277,49 @@ def _llvm() -> Any:
     return llvm
 
 
-def _file(about: dict[str, str], processor: str) -> Path:
-    return (_folder or Path()) / f"code-{_hash(about)}-{processor}.bin"
+def _processor(llvm: Any) -> tuple[str, str]:
+    """Return the name and the features of this processor, which machine code depends on."""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
-def _hash(about: dict[str, str]) -> str:
-    return hashlib.blake2b(repr(sorted(about.items())).encode(), digest_size=12).hexdigest()
-
-
-def _processor(llvm: Any) -> dict[str, str]:
-    """Return all that machine code depends on beside `_about`."""
-    return {"processor": llvm.get_host_cpu_name(),
-            "features": llvm.get_host_cpu_features().flatten()}
-
-
-def _about(label: str, make: Make, signature: str,
-           arguments: tuple[Any, ...]) -> dict[str, str] | None:
-    """Return what machine code depends on; None where nothing is to be saved."""
+def _about(make: Make, signature: str, arguments: tuple[Any, ...]) -> str:
+    """Return a digest of all else that machine code depends on; "" if nothing is to be saved."""
     if _folder is None:
-        return None
+        return ""
     try:
         versions = [importlib.metadata.version(name) for name in ("numba", "llvmlite")]
     except ImportError:
-        return None
-    return {"what": label, "versions": " ".join([*versions, platform.python_version()]),
-            "function": _digest([*_described(make), signature, *_described(arguments),
-                                 *_sources()])}
+        return ""
+    sources = [Path(__file__).with_name(name).read_text() for name in ("intrinsics.py", "cache.py")]
+    return _digest(*versions, platform.python_version(), *sources,
+                   *_described((make, signature, arguments)))
 
 
-def _digest(lines: list[str]) -> str:
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=32).hexdigest()
-
-
-def _sources() -> Iterator[str]:
-    for name in ("intrinsics.py", "cache.py"):
-        yield Path(__file__).with_name(name).read_text()
-
-
-def _described(value: Any) -> Iterator[str]:
+def _described(value: Any, names: Mapping[str, Any] = MappingProxyType({})) -> Iterator[str]:
     """Yield lines that are equal for values, and functions, that do the same.
+
+    Args:
+        value: A function, or what it depends on.
+        names: Global names of the function that a value belongs to.
 
     Raises:
         TypeError: Nobody knows what it does.
     """
     if isinstance(value, FunctionType):
-        yield from _described_code(value.__code__, value.__globals__)
-        yield from _described(value.__defaults__ or ())
-        for cell in value.__closure__ or ():
-            yield from _described(cell.cell_contents)
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        yield from _described((value.__code__, value.__defaults__, *cells), value.__globals__)
+    elif isinstance(value, CodeType):
+        yield f"{value.co_code.hex()} {value.co_names} {value.co_varnames} {value.co_freevars}"
+        for instruction in dis.get_instructions(value):
+            if instruction.opname == "LOAD_GLOBAL" and instruction.argval in names:
+                yield from _described(names[instruction.argval])
+        yield from _described(value.co_consts, names)
     elif isinstance(value, tuple):
         yield f"{len(value)} values"
         for part in value:
-            yield from _described(part)
-    elif isinstance(value, ModuleType) and value.__name__ in _MODULES:
+            yield from _described(part, names)
+    elif isinstance(value, ModuleType) and value.__name__ in ("numpy", "math"):
+        # Their attributes do what their names say.
         yield value.__name__
     elif isinstance(value, (type, BuiltinFunctionType, np.ufunc)):
         yield f"{getattr(value, '__module__', 'numpy')}.{value.__name__}"
@@ -349,15 +327,3 @@ def _described(value: Any) -> Iterator[str]:
         yield f"{type(value).__name__} {value!r}"
     else:
         raise TypeError(f"machine code cannot depend on {value!r}")
-
-
-def _described_code(code: CodeType, names: dict[str, Any]) -> Iterator[str]:
-    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames} {code.co_freevars}"
-    for instruction in dis.get_instructions(code):
-        if instruction.opname == "LOAD_GLOBAL" and instruction.argval in names:
-            yield from _described(names[instruction.argval])
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _described_code(constant, names)
-        else:
-            yield from _described(constant)

@@ -4,30 +4,19 @@ They are loaded, or compiled, when first needed; see `cache`.
 """
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..memory.arrays import Array
+from ..memory.scratch import thread_scratch
 from . import cache
 
 Combine16 = Callable[[Callable[..., Any], Sequence[Array], float, Array], None]
 
 # Elements that are summed at a time: at 4 bytes each, the sums stay in the level-1 cache.
 _BLOCK = 4096
-
-
-class _Scratch(threading.local):
-    """A thread's sums, and their address, for which NumPy takes a microsecond."""
-
-    def __init__(self) -> None:
-        self.total = np.empty(_BLOCK, np.float32)
-        self.address = self.total.ctypes.data
-
-
-_scratch = _Scratch()
 
 
 def combiner(name: str) -> Combine16 | None:
@@ -127,7 +116,7 @@ def _caller(function: Any) -> Combine16:
                 out: Array) -> None:
         p = len(sources)
         addresses = (ctypes.c_void_p * p)(*[x.ctypes.data for x in sources])
-        function(addresses, p, out.size, op is np.multiply, divisor, _scratch.address,
+        function(addresses, p, out.size, op is np.multiply, divisor, thread_scratch.address,
                  out.ctypes.data)
 
     return combine

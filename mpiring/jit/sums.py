@@ -1,30 +1,18 @@
 """Sums of float32 and float64 vectors in one pass over memory, compiled by numba."""
 
 import ctypes
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..memory.arrays import Array, data_address
+from ..memory.scratch import thread_scratch
 from . import cache
 
 DTYPES = ("float32", "float64")
 # Numbers that are added at a time: with those of four vectors they stay in the level-1 cache.
 _BLOCK = 1024
-SCRATCH_BYTES = _BLOCK * 8
-
-
-class _Scratch(threading.local):
-    """A thread's sums."""
-
-    def __init__(self) -> None:
-        self.total = ctypes.create_string_buffer(SCRATCH_BYTES)
-        self.address = ctypes.addressof(self.total)
-
-
-_scratch = _Scratch()
 
 
 def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool:
@@ -48,7 +36,7 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
             return False
     pointers = (ctypes.c_int64 * (p + q))(*addresses)
     first = ctypes.addressof(pointers)
-    machine_code.call(first, p, x.size, divisor, _scratch.address, first + 8 * p, q)
+    machine_code.call(first, p, x.size, divisor, thread_scratch.address, first + 8 * p, q)
     return True
 
 
@@ -59,33 +47,22 @@ def code(name: str, *, compiles: bool = False) -> cache.Code | None:
         name: Of a dtype of DTYPES.
         compiles: Compile it if need be, for a second; else only what is on disk is taken.
     """
-    find = cache.code if compiles else cache.saved
-    return find(f"long sums of {name}", _add,
-                "int64 int64 int64 float64 int64 int64 int64 -> int64", name)
+    return cache.code(f"long sums of {name}", _add,
+                      "int64 int64 int64 float64 int64 int64 int64 -> int64", name,
+                      compiles=compiles)
 
 
 def _add(intrinsics: Any, name: str) -> Callable[..., Any]:
-    add_up = adding(intrinsics, name)
+    """Return what numba compiles: a function that adds up p vectors, and stores into q.
 
-    def run(sources, p, n, divisor, total, outs, q):  # type: ignore[no-untyped-def]
-        add_up(sources, p, n, divisor, total, outs, q)
-        return 0
-
-    return run
-
-
-def adding(intrinsics: Any, name: str) -> Any:
-    """Return a function for compiled code that adds up p vectors, and stores into q.
-
-    It takes where the addresses of the sources lie, p, n, the divisor, the address of SCRATCH_BYTES
-    of memory, where the addresses of what is written to lie, and q. Several sources are read at a
-    time: the more there are, the more loads are under way.
+    It takes the address of the sources' addresses, p, n, the divisor, the address of scratch
+    memory, the address of the results' addresses, and q.
     """
     words_at = intrinsics.pointer_to(np.dtype(np.int64))
     pointer, number = intrinsics.pointer_to(np.dtype(name)), np.dtype(name).type
-    inlined, opaque = intrinsics.inlined, intrinsics.opaque
-    add_blocks = _adding_blocks(inlined, pointer)
+    inlined, opaque, itemsize = intrinsics.inlined, intrinsics.opaque, np.dtype(name).itemsize
     same = inlined(lambda x: x)
+    add = adding(inlined, pointer, same, inlined(lambda x, divisor: x))
     both = adding_both(inlined, pointer, *of_two(inlined, same, same), True)
 
     @inlined
@@ -98,7 +75,7 @@ def adding(intrinsics: Any, name: str) -> Any:
         for start in range(0, n, _BLOCK):
             length = min(_BLOCK, n - start)
             # Or all would be compiled once more for each case.
-            add_blocks(sources, opaque(p), start, length, total)
+            add(sources, 0, opaque(p), start * itemsize, length, total, number(divisor))
             if opaque(divides):
                 for i in range(length):
                     total[i] /= number(divisor)
@@ -108,7 +85,12 @@ def adding(intrinsics: Any, name: str) -> Any:
                 for i in range(length):
                     out[start + i] = total[i]
 
-    return add_up
+    # Two vectors take a third longer without a function between ctypes and the loops. Measured.
+    def run(sources, p, n, divisor, total, outs, q):  # type: ignore[no-untyped-def]
+        add_up(sources, p, n, divisor, total, outs, q)
+        return 0
+
+    return run
 
 
 def of_two(inlined: Any, widen: Any, narrow: Any) -> tuple[Any, Any]:
@@ -152,34 +134,45 @@ def adding_both(inlined: Any, pointer: Any, add: Any, mean: Any, divides: bool) 
     return both
 
 
-def _adding_blocks(inlined: Any, pointer: Any) -> Any:
-    """Return a function that adds up a block of each vector."""
+def adding(inlined: Any, pointer: Any, widen: Any, finish: Any) -> Any:
+    """Return a function for compiled code that adds up p vectors, at least two, in their order.
+
+    It takes words, the number of the first that has a vector's address, p, the bytes between these
+    addresses and the numbers to add, their count, a pointer to the result, and the divisor that
+    `finish` is given. Several vectors are read at a time: the more there are, the more loads are
+    under way.
+
+    Args:
+        inlined: See intrinsics.
+        pointer: Makes a pointer to numbers of an address.
+        widen, finish: Of up to four vectors: what is added of a number, and stored of a sum.
+    """
     @inlined
-    def first_ones(sources, p, start, length, total):  # type: ignore[no-untyped-def]
-        a, b = pointer(sources[0]), pointer(sources[1])
+    def first_ones(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+        a, b = pointer(words[first] + offset), pointer(words[first + 1] + offset)
         if p == 2:
-            for i in range(length):
-                total[i] = a[start + i] + b[start + i]
+            for i in range(n):
+                out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
             return
-        c = pointer(sources[2])
+        c = pointer(words[first + 2] + offset)
         if p == 3:
-            for i in range(length):
-                total[i] = a[start + i] + b[start + i] + c[start + i]
+            for i in range(n):
+                out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
             return
-        d = pointer(sources[3])
-        for i in range(length):
-            total[i] = a[start + i] + b[start + i] + c[start + i] + d[start + i]
+        d = pointer(words[first + 3] + offset)
+        for i in range(n):
+            out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
 
     @inlined
-    def add_blocks(sources, p, start, length, total):  # type: ignore[no-untyped-def]
-        first_ones(sources, p, start, length, total)
-        for r in range(4, p - 1, 2):
-            a, b = pointer(sources[r]), pointer(sources[r + 1])
-            for i in range(length):
-                total[i] = total[i] + a[start + i] + b[start + i]
+    def add(words, first, p, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+        first_ones(words, first, p, offset, n, out, divisor)
+        for r in range(first + 4, first + p - 1, 2):
+            a, b = pointer(words[r] + offset), pointer(words[r + 1] + offset)
+            for i in range(n):
+                out[i] = out[i] + a[i] + b[i]
         if p > 4 and p % 2 == 1:
-            a = pointer(sources[p - 1])
-            for i in range(length):
-                total[i] += a[start + i]
+            a = pointer(words[first + p - 1] + offset)
+            for i in range(n):
+                out[i] += a[i]
 
-    return add_blocks
+    return add

@@ -25,7 +25,7 @@ INTEGER = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint
 SIXTEEN_BIT = ("float16", "bfloat16")
 CACHE_LINE_BYTES = 64
 # The bits of Inf.
-_INFINITY = {"float16": 0x7c00, "bfloat16": 0x7f80}
+INFINITY_BITS = {"float16": 0x7c00, "bfloat16": 0x7f80}
 
 
 @functools.cache
@@ -176,10 +176,10 @@ def as_bytes(x: Array) -> Array:
 def is_finite(x: Array) -> bool:
     """Return whether a vector, floating or complex, holds neither Inf nor NaN."""
     name = dtype_name(x.dtype)
-    if name not in _INFINITY:
+    if name not in INFINITY_BITS:
         return bool(np.isfinite(x).all())
     # In 16 bits NumPy's isfinite takes fifty times as long.
-    return x.size == 0 or peak(x) < _INFINITY[name]
+    return x.size == 0 or peak(x) < INFINITY_BITS[name]
 
 
 def peak(x: Array) -> int:

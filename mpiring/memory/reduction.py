@@ -10,13 +10,11 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from ..errors import ConfigError
-from ..jit import sums
+from ..jit import loops, sums
 from . import sixteen
 from .arrays import COMPLEX, FLOATING, INTEGER, SIXTEEN_BIT, Array, dtype_name
+from .scratch import BLOCK_BYTES, thread_scratch
 
-# Vectors are combined block by block where they are three or more, or where the result is stored
-# several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
-BLOCK_BYTES = 256 << 10
 # Vectors are added by compiled code from here on, two of them if the sum is stored into both; NumPy
 # takes as long for others, and for shorter ones. Measured.
 _LONG_BYTES = 128 << 10
@@ -69,15 +67,9 @@ class Combine(Protocol):
 
 
 class _Thread(threading.local):
-    """What each thread has of its own, made when it is first needed.
-
-    Attributes:
-        block: Scratch memory.
-        quiet: A context in which floating-point errors give Inf and NaN without a warning.
-    """
+    """A thread's context in which floating-point errors give Inf and NaN without a warning."""
 
     def __init__(self) -> None:
-        self.block = np.empty(BLOCK_BYTES, np.uint8)
         self.quiet = contextvars.copy_context()
         if not _NUMPY_1:
             self.quiet.run(np.seterr, all="ignore")
@@ -135,8 +127,10 @@ class Reduction:
         self._combine = _UFUNCS[op]
         # One rank alone has nothing to combine, and no reason to load numba.
         self._combine_16 = None if not self.widens else (
-            sixteen.combine if size == 1 else sixteen.combiner(dtype))
+            size > 1 and loops.combiner(name) or sixteen.combine)
         self.adds = compiled and op in ("sum", "mean") and name in sums.DTYPES
+        # Three or more vectors are combined block by block, as are those whose result is stored
+        # several times: a scratch block and the blocks of two ranks stay in the cache. Measured.
         self._block = BLOCK_BYTES // np.dtype(dtype).itemsize
         self.divisor = size if op == "mean" else 1
 
@@ -147,7 +141,7 @@ class Reduction:
 
     def accumulate(self, out: Array, contribution: Array) -> None:
         """Combine `contribution` into `out`, in place."""
-        self._quietly((out, contribution), 1, (out,))
+        self._apply((out, contribution), 1, (out,))
 
     def finish(self, chunk: Array) -> None:
         """Divide a chunk of sums by the number of ranks where the op is a mean."""
@@ -168,7 +162,7 @@ class Reduction:
         if (self.adds and (len(sources) > 2 or len(sources) == len(outs) == 2)
                 and out.nbytes >= _LONG_BYTES and sums.add(sources, divisor, outs)):
             return
-        self._quietly(sources, divisor, outs)
+        self._apply(sources, divisor, outs)
 
     def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
         """Return a function that combines these vectors as `combine` does, and sooner, if short.
@@ -189,7 +183,7 @@ class Reduction:
 
         return combine
 
-    def _quietly(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
+    def _apply(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         n, step = outs[0].size, self._block
         if n <= step or self._combine_16 is not None and len(outs) == 1:
             quietly(self._store, sources, divisor, outs)
@@ -214,7 +208,7 @@ class Reduction:
             np.copyto(out, sources[0])
         else:
             # Not in `out`, which may be a source that is yet to be read.
-            scratch = _thread.block[:out.nbytes].view(out.dtype)
+            scratch = thread_scratch.block[:out.nbytes].view(out.dtype)
             total = sources[0]
             for x in sources[1:-1]:
                 total = self._combine(total, x, out=scratch)

@@ -1,4 +1,4 @@
-"""Reuses receive buffers, since fresh memory costs a page fault per 4 KiB."""
+"""Reuses memory, since fresh memory costs a page fault per 4 KiB."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,6 +8,25 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .arrays import Array
+
+# Of a thread's scratch memory: it stays in the level-2 cache. Measured.
+BLOCK_BYTES = 256 << 10
+
+
+class _ThreadScratch(threading.local):
+    """Scratch memory of each thread, for one call that combines vectors.
+
+    Attributes:
+        block: BLOCK_BYTES bytes of undefined content.
+        address: Of the block: NumPy takes a microsecond for it.
+    """
+
+    def __init__(self) -> None:
+        self.block = np.empty(BLOCK_BYTES, np.uint8)
+        self.address = self.block.ctypes.data
+
+
+thread_scratch = _ThreadScratch()
 
 
 def _in_host_memory(nbytes: int) -> Array:

@@ -3,34 +3,17 @@
 Where numba is installed, `jit.loops` combines them several times as fast.
 """
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
-from ..jit import loops
-from .arrays import Array, dtype_name
+from .arrays import Array
+from .scratch import BLOCK_BYTES, thread_scratch
 
-# Elements in a block: the two scratch blocks of a sum, 4 bytes per element, stay in the level-2
-# cache; shorter blocks cost more calls. Measured.
-BLOCK = 32 << 10
-
-
-class _Scratch(threading.local):
-    """A thread's sums and terms."""
-
-    def __init__(self) -> None:
-        self.blocks = np.empty((2, BLOCK), np.float32)
-
-
-_scratch = _Scratch()
-
-
-def combiner(dtype: DTypeLike) -> loops.Combine16:
-    """Return the fastest available function that does what `combine` does."""
-    return loops.combiner(dtype_name(dtype)) or combine
+# Elements in a block: two of them, 4 bytes per element, are a thread's scratch memory; shorter ones
+# cost more calls. Measured.
+BLOCK = BLOCK_BYTES // 8
 
 
 def widen(x: Any, out: Any, xp: Any = np) -> None:
@@ -88,9 +71,10 @@ def combine(
         divisor: The result is divided by it before it is rounded.
         out: Overwritten by the result; may be one of the sources.
     """
+    scratch = thread_scratch.block.view(np.float32).reshape(2, BLOCK)
     for start in range(0, out.size, BLOCK):
         block = slice(start, start + BLOCK)
-        total, term = _scratch.blocks[:, :out[block].size]
+        total, term = scratch[:, :out[block].size]
         np.copyto(total, sources[0][block])
         for x in sources[1:]:
             np.copyto(term, x[block])

@@ -1,27 +1,33 @@
-"""Schedules of one operation on vectors in a GPU's memory.
+"""Runs a communicator's operations on vectors in the memory of GPUs.
 
-They are the same as on the host. Their messages go through pinned host memory, or MPI takes the
-GPU's pointers; their sums are queued on the GPU; and a rank arrives at a barrier when all that it
-has queued is done. Staging slots are pinned memory.
+Their schedules are the same as on the host. Their messages go through pinned host memory, or MPI
+takes the GPU's pointers; their sums are queued on the GPU; and a rank arrives at a barrier when all
+that it has queued is done. Staging slots are pinned memory.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from ..collectives.operation import Tuning
+from ..config import Config
+from ..errors import TransportError
 from ..gpu.device import Device, DeviceVector, Event
+from ..launch.gpu_aware import takes_pointers
+from ..launch.start import load_mpi
 from ..memory.arrays import Array
-from ..memory.reduction import Combine, reduction
+from ..memory.reduction import Combine, Reduction
 from ..transport.base import Channel, Node, Request, Schedule, T
 from ..transport.layout import AREAS, LATE, LOOK, PUBLISH
 from ..transport.staged import DeviceChannel
+from .agreement import Call
 from .exports import Exports
 from .operation import Collectives
+from .windows import Windows, mapped
 
 # Each copy costs some ten microseconds of Python and CUDA; the first and the last have nothing to
 # hide behind. At each turn a rank fills so much of a slot for the others.
@@ -30,6 +36,10 @@ _PIECE_BYTES = 2 << 20
 TUNING = Tuning(ring_bytes=_PIECE_BYTES, direct_bytes=(_PIECE_BYTES, _PIECE_BYTES),
                 slice_bytes=_TURN_BYTES, moved_bytes=64 << 10)
 SLOT_BYTES = 2 * TUNING.in_flight * _TURN_BYTES
+
+Build = Callable[[Collectives], Schedule[T]]
+# Runs an operation among all ranks of the communicator.
+Run = Callable[[Call, "Build[GpuContext]"], "GpuContext"]
 
 
 @dataclass(frozen=True)
@@ -52,40 +62,26 @@ class GpuContext:
     tuning: Tuning = TUNING
 
 
-class DeviceCombine:
-    """Combines vectors on a GPU as a Reduction does on the host; see there.
+class DeviceCombine(Reduction):
+    """A Reduction of vectors on a GPU, where its work is queued.
+
+    Args:
+        op, dtype, size: See Reduction.
+        device: The GPU.
 
     Raises: as Reduction.
     """
 
     def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device) -> None:
-        like = reduction(op, dtype, size)
-        self._op = op
-        self.adds, self.divisor = False, like.size if op == "mean" else 1
-        self._divides_first = like.divides_first
+        super().__init__(op, dtype, size, compiled=False)
         self._device = device
 
-    def prepare(self, x: Array) -> None:
-        """Divide `x` by the number of ranks where the mean needs it first."""
-        if self._divides_first:
-            self._queue([x], self.divisor, [x])
+    def _apply(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
+        self._device.combine(self.op, sources, divisor, cast(Sequence[DeviceVector], outs))
 
-    def accumulate(self, out: Array, contribution: Array) -> None:
-        """Combine `contribution` into `out`, in place."""
-        self._queue([out, contribution], 1, [out])
-
-    def finish(self, chunk: Array) -> None:
-        """Divide a chunk of sums by the number of ranks if a mean is asked for."""
-        if self.divisor != 1 and not self._divides_first:
-            self._queue([chunk], self.divisor, [chunk])
-
-    def combine(self, sources: Sequence[Array], *outs: Array) -> None:
-        """Combine contributions elementwise, in the order given, and divide where it is a mean."""
-        if len(sources) > 1 or self.divisor != 1 or len(outs) > 1 or sources[0] is not outs[0]:
-            self._queue(sources, self.divisor, outs)
-
-    def _queue(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
-        self._device.combine(self._op, sources, divisor, cast(Sequence[DeviceVector], outs))
+    def _divide(self, x: Array) -> None:
+        if self.size > 1:
+            self._apply([x], self.size, [x])
 
 
 class DeviceNode:
@@ -241,3 +237,78 @@ def _between(ready: Sequence[Event], schedule: Schedule[T], device: Device) -> S
     result = yield from schedule
     yield (device.event(),)
     return result
+
+
+class GpuOperations:
+    """The GPUs that operations of one communicator use, on one rank.
+
+    Args:
+        windows: Where collectives find memory that ranks share.
+        run: Runs an operation.
+        config: Its `gpu_aware`: whether MPI takes pointers of a GPU's memory.
+    """
+
+    def __init__(self, windows: Windows, run: Run, config: Config) -> None:
+        self._run, self._config = run, config
+        self._exports = Exports(windows)
+        self._known: dict[int, GpuContext] = {}
+
+    def where(self, vector: Any, build: Build[T]) -> Build[T]:
+        """Return `build` for where a vector lies: in host memory, or on a GPU; see `on`."""
+        if not isinstance(vector, DeviceVector):
+            return build
+        return self.on(vector.device, (vector.ready,) if vector.ready else (), build)
+
+    def on(self, device: Device, ready: Sequence[Event], build: Build[T]) -> Build[T]:
+        """Return a function that builds the same schedule for vectors on a GPU.
+
+        Args:
+            device: The GPU.
+            ready: When the vectors may be used.
+            build: Returns a schedule, given the collectives bound to its channel.
+
+        Collective: yes, the first time for each GPU. Blocking: yes, then.
+        """
+        context = self._of(device)
+        return lambda collectives: in_context(collectives, context, ready, build)
+
+    def _of(self, device: Device) -> GpuContext:
+        """Return a GPU as operations use it."""
+        context = self._known.get(id(device))
+        if context is None:
+            # Kept alive by the context, so that no other one can have its id.
+            # All ranks need the same: their schedules differ.
+            way = "CuPy" if device.gpu.programmable else "PyTorch alone"
+            context = self._known[id(device)] = self._run(
+                Call("prepare", f"GPU number {len(self._known)} for operations by {way}"),
+                lambda collectives: self._prepared(collectives, device))
+        return context
+
+    def _prepared(self, collectives: Collectives, device: Device) -> Schedule[GpuContext]:
+        segments = yield from self._segments(collectives, device)
+        direct = np.zeros(1, np.uint8)
+        if len(collectives.nodes) > 1:
+            if collectives.rank == 0:
+                # As long as a job's start, the first time.
+                direct[:] = takes_pointers(
+                    self._config, load_mpi().Get_library_version(),
+                    device.gpu.index if device.gpu.programmable else None)
+            yield from collectives.broadcast(direct, 0)
+        # What a rank lays out at a time for the other ranks of its node fits a turn together.
+        tuning = replace(TUNING, slice_bytes=TUNING.slice_bytes // max(collectives.slices - 1, 1))
+        return GpuContext(device, self._exports, bool(direct[0]), segments, tuning)
+
+    def _segments(self, collectives: Collectives,
+                  device: Device) -> Schedule[Sequence[Array] | None]:
+        """Return pinned memory that the node's ranks share, if there are several."""
+        if collectives.node.size == 1:
+            yield ()
+            return None
+        segments = yield from mapped(collectives.node, AREAS * SLOT_BYTES)
+        if segments is None:
+            raise TransportError(
+                f"rank {collectives.rank}: there are no {AREAS * SLOT_BYTES >> 20} MiB of memory "
+                f"to share with the node's other ranks, through which the data of GPUs has to go")
+        for segment in segments:
+            device.gpu.pin(segment)
+        return segments

@@ -1,8 +1,7 @@
 """How gradients become their mean: plainly, or with less to send between nodes."""
 
-from .compressor import Compressor
+from .compressor import Compressor, ErrorFeedback
 from .encoded import Cast, Int8, OneBit
-from .feedback import ErrorFeedback
 from .powersgd import PowerSGD
 from .reducer import Mean, Reducer
 from .topk import TopK

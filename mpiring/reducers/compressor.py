@@ -1,4 +1,4 @@
-"""Base of all compressing Reducers: compression between nodes only, with state per slice."""
+"""Compression between nodes only, with state per slice: what compressing Reducers are made of."""
 
 import hashlib
 import itertools
@@ -22,6 +22,8 @@ from ..gpu.device import Device
 from ..memory.arrays import Array, dtype_name
 from ..operations.operation import Collectives
 from ..transport.base import Channel, Schedule
+
+Between = Callable[["SliceExchange", Wide, Wide | None], Schedule[bool]]
 
 _FLOATING = ("float16", "bfloat16", "float32", "float64")
 _EDITION = 2
@@ -238,7 +240,11 @@ class Compressor(ABC):
             ConfigError: A bucket's dtype cannot be compressed, or what was loaded does not fit.
         """
         for bucket in buckets:
-            _refuse_dtype(self, bucket)
+            kind = dtype_name(bucket.plan.dtype)
+            if kind not in _FLOATING:
+                raise ConfigError(
+                    f"{self!r} cannot compress {kind}, of {bucket.label}; map these names to "
+                    f"Mean(): reducer={{'name': Mean(), '*': {self!r}}}")
         nodes = tuple(map(tuple, collectives.nodes))
         if len(nodes) > 1 and buckets:
             self.prepare(buckets[0].device)
@@ -339,9 +345,69 @@ def _bounds(bucket: Bucket, slices: int, whole_tensors: bool) -> list[int]:
     return bounds
 
 
-def _refuse_dtype(compressor: Compressor, bucket: Bucket) -> None:
-    kind = dtype_name(bucket.plan.dtype)
-    if kind not in _FLOATING:
-        raise ConfigError(
-            f"{compressor!r} cannot compress {kind}, of {bucket.label}; map these names to Mean(): "
-            f"reducer={{'name': Mean(), '*': {compressor!r}}}")
+def with_feedback(
+    exchange: SliceExchange, x: Wide, lost: Wide | None, between: Between,
+) -> Schedule[bool]:
+    """Return the schedule that averages a slice plus its residual; what is lost is the next one.
+
+    Args:
+        exchange, x, lost: As for `Compressor.between`; nothing is lost.
+        between: Returns the schedule that averages.
+
+    Source: Karimireddy et al., ICML 2019, algorithm 2.
+    """
+    if lost is not None:
+        vectors.clear(lost)
+    with exchange.encoding():
+        vectors.add(x, exchange.state.vector("residual"))
+    return between(exchange, x, exchange.state.next("residual"))
+
+
+class ErrorFeedback(Compressor):
+    """Adds what another Reducer did not send to the next gradients.
+
+    So nothing is lost for good: over time, the sum of all means is that of the gradients, but
+    for one residual. It takes twice the memory of this rank's slices of the gradients (float32),
+    one half for the case that a step does not count.
+
+    Args:
+        reducer: A Cast, an Int8, … One that feeds its errors back by itself is used as it is.
+
+    Raises:
+        ConfigError: The reducer does not compress.
+
+    Source: Seide et al., Interspeech 2014; Karimireddy et al., ICML 2019.
+    """
+
+    feeds_back = True
+
+    def __init__(self, reducer: Compressor) -> None:
+        super().__init__()
+        if not isinstance(reducer, Compressor):
+            raise ConfigError(
+                f"ErrorFeedback({reducer!r}): expected a Reducer that compresses, such as Int8(); "
+                f"a plain mean has no errors")
+        self.reducer = reducer
+        self.on_gpus, self.whole_tensors = reducer.on_gpus, reducer.whole_tensors
+
+    def __repr__(self) -> str:
+        return f"ErrorFeedback({self.reducer!r})"
+
+    @property
+    def vector_names(self) -> tuple[str, ...]:
+        """The names of the vectors in its state; the same on all ranks."""
+        return self.reducer.vector_names if self.reducer.feeds_back else ("residual",)
+
+    def compresses(self, nodes: int, step: int) -> bool:
+        """Return whether a step is compressed."""
+        return self.reducer.compresses(nodes, step)
+
+    def prepare(self, device: Device | None) -> None:
+        """Let the other Reducer compile what it needs."""
+        self.reducer.prepare(device)
+
+    def between(self, exchange: SliceExchange, x: Wide, lost: Wide | None) -> Schedule[bool]:
+        """Return the schedule that replaces a slice by its mean over nodes."""
+        if self.reducer.feeds_back:
+            return self.reducer.between(exchange, x, lost)
+        return with_feedback(exchange, x, lost, self.reducer.between)

@@ -12,8 +12,7 @@ from .codecs.base import Codec
 from .codecs.blocks import EightBit
 from .codecs.halves import SixteenBit
 from .codecs.signs import Sign
-from .compressor import Compressor, SliceExchange
-from .feedback import with_feedback
+from .compressor import Compressor, SliceExchange, with_feedback
 
 
 class Encoding(Compressor):

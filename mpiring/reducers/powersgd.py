@@ -17,8 +17,7 @@ from ..memory.arrays import is_finite
 from ..memory.reduction import quietly
 from ..transport.base import Schedule
 from . import two_phase
-from .compressor import Compressor, SliceExchange
-from .feedback import with_feedback
+from .compressor import Compressor, SliceExchange, with_feedback
 
 # Rows of a matrix that are decompressed at a time: their values stay in the cache.
 _BLOCK_BYTES = 256 << 10
@@ -100,22 +99,20 @@ class PowerSGD(Compressor):
         first_lost = yield from self._average(exchange, first)
         with exchange.encoding():
             finite = is_finite(first)
-            shapes = [matrix.p_shape for matrix in matrices]
-            sizes = [part.size for part in others]
-            ps, means = _unpacked(first, shapes, sizes)
-            losses = _unpacked(first_lost, shapes, sizes)[1]
+            shapes = [*(matrix.p_shape for matrix in matrices), *((part.size,) for part in others)]
+            means, losses = _unpacked(first, shapes), _unpacked(first_lost, shapes)
             # 2. P ← orthonormal columns.
-            ps = [orthogonal(p) for p in ps]
+            ps = [orthogonal(p) for p in means[:len(matrices)]]
             # 3. Q ← Mᵀ P, and its mean.
             second = _packed([_product(p, matrix.m) for p, matrix in zip(ps, matrices)])
         yield from self._average(exchange, second)
         with exchange.decoding():
             # 4. M ← P Qᵀ; the residual is what that lacks, and Q the next start.
-            qs = _unpacked(second, [matrix.q.shape for matrix in matrices], [])[0]
+            qs = _unpacked(second, [matrix.q.shape for matrix in matrices])
             for matrix, p, q in zip(matrices, ps, qs):
                 _replace(matrix, p, q, residual)
                 self._start_from(exchange, matrix.part.name, q)
-            for part, mean, loss in zip(others, means, losses):
+            for part, mean, loss in zip(others, means[len(ps):], losses[len(ps):]):
                 x[part.start:part.stop] = mean
                 residual[part.start:part.stop] = loss
         return finite
@@ -211,10 +208,7 @@ def _packed(arrays: Sequence[NDArray[Any]]) -> Wide:
     return np.concatenate([np.empty(0, np.float32), *(x.reshape(-1) for x in arrays)])
 
 
-def _unpacked(x: Wide, shapes: Sequence[tuple[int, ...]],
-              sizes: Sequence[int]) -> tuple[list[Wide], list[Wide]]:
-    """Return views of matrices, and of vectors, that follow each other in `x`."""
-    every = [*shapes, *((size,) for size in sizes)]
-    ends = list(itertools.accumulate(map(math.prod, every)))
-    views = [x[start:end].reshape(shape) for start, end, shape in zip([0, *ends], ends, every)]
-    return views[:len(shapes)], views[len(shapes):]
+def _unpacked(x: Wide, shapes: Sequence[tuple[int, ...]]) -> list[Wide]:
+    """Return views of arrays of these shapes, which follow each other in `x`."""
+    ends = list(itertools.accumulate(map(math.prod, shapes)))
+    return [x[start:end].reshape(shape) for start, end, shape in zip([0, *ends], ends, shapes)]

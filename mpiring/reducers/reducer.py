@@ -100,13 +100,20 @@ def compressors(reducers: Iterable[Reducer]) -> list[Compressor]:
     return [reducer for reducer in different.values() if isinstance(reducer, Compressor)]
 
 
-def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
-    """Return the schedule of `reducer.reduce`.
+def reduce_of(reducer: Reducer, collectives: Collectives, bucket: Bucket,
+              method: str = "reduce") -> Schedule[Any]:
+    """Return the schedule of `reducer.reduce`, or of another method.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: It is no schedule.
     """
-    return _schedule(reducer, "reduce", collectives, bucket)
+    schedule = getattr(reducer, method)(collectives, bucket)
+    if not isinstance(schedule, Generator):
+        raise ConfigError(
+            f"rank {collectives.rank}: {method} of {reducer!r} returns a "
+            f"{type(schedule).__name__}; expected a generator, as `yield from "
+            f"collectives.allreduce(bucket.flat, op='mean')` makes of a method")
+    return schedule
 
 
 def scatter_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Schedule[Any]:
@@ -120,15 +127,4 @@ def scatter_of(reducer: Reducer, collectives: Collectives, bucket: Bucket) -> Sc
         ConfigError: It is no schedule.
     """
     method = "scatter" if hasattr(reducer, "scatter") else "reduce"
-    return _schedule(reducer, method, collectives, bucket)
-
-
-def _schedule(reducer: Reducer, method: str, collectives: Collectives,
-              bucket: Bucket) -> Schedule[Any]:
-    schedule = getattr(reducer, method)(collectives, bucket)
-    if not isinstance(schedule, Generator):
-        raise ConfigError(
-            f"rank {collectives.rank}: {method} of {reducer!r} returns a "
-            f"{type(schedule).__name__}; expected a generator, as `yield from "
-            f"collectives.allreduce(bucket.flat, op='mean')` makes of a method")
-    return schedule
+    return reduce_of(reducer, collectives, bucket, method)

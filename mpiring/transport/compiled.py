@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..jit import cache
-from ..jit.sums import adding_both, of_two
+from ..jit.sums import adding, adding_both, of_two
 from ..memory.arrays import SIXTEEN_BIT
 from .base import HEADER_BYTES
 from .layout import (
@@ -45,11 +45,11 @@ def code(op: str, name: str, ranks: int, *, compiles: bool = False) -> cache.Cod
     """
     if not op:
         op, name = "sum", COPIES
-    # More vectors of 16 bits would be rounded on the way, see _adding.
+    # More vectors of 16 bits would be rounded on the way, see sums.adding.
     if not _HAS_LOCK or op not in OPS or name not in DTYPES or ranks > 4 and name in SIXTEEN_BIT:
         return None
-    find = cache.code if compiles else cache.saved
-    return find(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name)
+    return cache.code(f"sums of {name} on a node", _protocol, "int64 int64 -> int64", name,
+                      compiles=compiles)
 
 
 def _protocol(intrinsics: Any, name: str) -> Callable[..., Any]:
@@ -197,15 +197,25 @@ def _reducing(intrinsics: Any, name: str, slot_of: Any) -> Any:
 
 
 def _sums(intrinsics: Any, name: str, pointer: Any) -> tuple[Any, Any, Any]:
-    """Return of a dtype: what makes its divisor; what adds up two vectors, into both; see _adding.
-    """
+    """Return of a dtype: what makes its divisor; what adds up two vectors, into both; what adds up
+    n numbers of each rank, whose addresses are `offset` beyond those from word `first` on."""
     inlined = intrinsics.inlined
     number, widen, narrow, divides = _arithmetic(intrinsics, name)
     both = adding_both(inlined, pointer, *of_two(inlined, widen, narrow), divides)
     if name == "bfloat16":
         both = _by_pairs(intrinsics, both)
-    return number, both, _adding(
-        inlined, pointer, widen, *_finishing(inlined, name, narrow, divides))
+    finish, divides = _finishing(inlined, name, narrow, divides)
+    sums = adding(inlined, pointer, widen, finish)
+
+    @inlined
+    def add(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
+        # More than four vectors are not of 16 bits, see code: a sum has the type of `out`.
+        sums(call, first, call[CALL_RANKS], offset, n, out, divisor)
+        if divides and divisor != 1:
+            for i in range(n):
+                out[i] /= divisor
+
+    return number, both, add
 
 
 def _arithmetic(intrinsics: Any, name: str) -> tuple[Any, Any, Any, bool]:
@@ -251,40 +261,3 @@ def _finishing(inlined: Any, name: str, narrow: Any, divides: bool) -> tuple[Any
         # Rounded once, at the end.
         return inlined(lambda x, divisor: narrow(x / divisor)), False
     return inlined(lambda x, divisor: x), divides
-
-
-def _adding(inlined: Any, pointer: Any, widen: Any, finish: Any, divides: bool) -> Any:
-    """Return a function that adds up n numbers of each rank, in rank order, and divides.
-
-    Their addresses are `offset` beyond what stands in the words from `first` on.
-    """
-    @inlined
-    def sums(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
-        p = call[CALL_RANKS]
-        a, b = pointer(call[first] + offset), pointer(call[first + 1] + offset)
-        if p == 2:
-            for i in range(n):
-                out[i] = finish(widen(a[i]) + widen(b[i]), divisor)
-            return
-        c = pointer(call[first + 2] + offset)
-        if p == 3:
-            for i in range(n):
-                out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]), divisor)
-            return
-        d = pointer(call[first + 3] + offset)
-        for i in range(n):
-            out[i] = finish(widen(a[i]) + widen(b[i]) + widen(c[i]) + widen(d[i]), divisor)
-        # Not of 16 bits, see code: a sum has the type of `out`.
-        for r in range(4, p):
-            e = pointer(call[first + r] + offset)
-            for i in range(n):
-                out[i] += e[i]
-
-    @inlined
-    def add(call, first, offset, n, out, divisor):  # type: ignore[no-untyped-def]
-        sums(call, first, offset, n, out, divisor)
-        if divides and divisor != 1:
-            for i in range(n):
-                out[i] /= divisor
-
-    return add

@@ -1,5 +1,6 @@
 """Tests GPUs by PyTorch alone, on streams that are simulated; training on them: tests/torch."""
 
+import functools
 import logging
 
 import ml_dtypes
@@ -25,7 +26,7 @@ def accelerator(monkeypatch):
     simulated_accelerator.install(monkeypatch)
     from mpiring.gpu import accelerator
     monkeypatch.setattr(accelerator, "_devices", {})
-    monkeypatch.setattr(arrays, "_of_pytorch", {})
+    monkeypatch.setattr(arrays, "device_of", functools.cache(arrays.device_of.__wrapped__))
     return accelerator
 
 

@@ -131,9 +131,6 @@ def _decode_loop(scales, values, out, n, block, adds):  # type: ignore[no-untype
         start = number * block
         end = min(start + block, n)
         scale = scales[number]
-        if adds:
-            for i in range(start, end):
-                out[i] += np.float32(values[i]) * scale
-        else:
-            for i in range(start, end):
-                out[i] = np.float32(values[i]) * scale
+        for i in range(start, end):
+            decoded = np.float32(values[i]) * scale
+            out[i] = out[i] + decoded if adds else decoded

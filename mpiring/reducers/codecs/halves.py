@@ -10,13 +10,11 @@ from numpy.typing import DTypeLike
 from ...errors import ConfigError
 from ...jit import loops
 from ...memory import sixteen
-from ...memory.arrays import SIXTEEN_BIT, Array, peak
+from ...memory.arrays import INFINITY_BITS, SIXTEEN_BIT, Array, peak
 from .base import Codec, check_size
 
 # uint16 stands for bfloat16: NumPy has none, and the package that has it is optional.
 _DTYPES: dict[str, DTypeLike] = {"float16": np.float16, "bfloat16": np.uint16}
-_INFINITY = {"float16": 0x7c00, "bfloat16": 0x7f80}
-
 # Elements at a time: what is read twice stays in the level-1 cache.
 _BLOCK = 2048
 
@@ -47,7 +45,7 @@ class SixteenBit(Codec):
         return (payload.view(_DTYPES[self.dtype]),)
 
     def _are_finite(self, fields: Sequence[Array]) -> bool:
-        return fields[0].size == 0 or peak(fields[0]) < _INFINITY[self.dtype]
+        return fields[0].size == 0 or peak(fields[0]) < INFINITY_BITS[self.dtype]
 
     def _encode_loop(self) -> Callable[..., None] | None:
         return loops.loop_16(f"{self.dtype} codes", _encode_loop, _ENCODE, self.dtype)
@@ -81,11 +79,8 @@ def _encode_loop(widen: Any, narrow: Any) -> Callable[..., None]:
 
 def _decode_loop(widen: Any, narrow: Any) -> Callable[..., None]:
     def decode(halves, out, n, adds):  # type: ignore[no-untyped-def]
-        if adds:
-            for i in range(n):
-                out[i] += widen(halves[i])
-        else:
-            for i in range(n):
-                out[i] = widen(halves[i])
+        for i in range(n):
+            decoded = widen(halves[i])
+            out[i] = out[i] + decoded if adds else decoded
 
     return decode

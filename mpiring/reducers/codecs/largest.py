@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from ...memory.arrays import Array
+from ...memory.arrays import Array, is_finite
 from .base import check_size, mixed
 
 # Elements whose positions fit in 16 bits.
@@ -46,13 +46,13 @@ def select_largest(x: Array, k: int, key: int) -> tuple[Indices, bool]:
     """
     bits = x.view(np.int32)
     if k == 0:
-        return np.empty(0, np.int64), _peak(bits) < _INFINITY
+        return np.empty(0, np.int64), is_finite(x)
     for threshold in _thresholds(bits, k, key):
-        indices, magnitudes = _above(bits, threshold, k)
+        indices = _above(bits, threshold, k)
         if indices.size >= k:
             break
-    indices, magnitudes = _largest(indices, magnitudes, k)
-    return np.sort(indices), int(magnitudes.max()) < _INFINITY
+    indices = np.sort(_largest(bits, indices, k))
+    return indices, int(_magnitudes(bits, indices).max()) < _INFINITY
 
 
 def packed_size(k: int, n: int) -> int:
@@ -104,7 +104,7 @@ def _thresholds(bits: Array, k: int, key: int) -> list[int]:
               ^ np.uint32(mixed(key)))
     jitter *= np.uint32(0x7feb352d)
     positions = np.arange(_SAMPLE) * stretch + (jitter >> np.uint32(8)) % np.uint32(stretch)
-    sample = bits[positions] & _MAGNITUDE
+    sample = _magnitudes(bits, positions)
     expected = k * _SAMPLE / n
     ranks = [int(expected + margin * (expected**0.5 + 1)) for margin in _MARGINS]
     ranks = [_SAMPLE - 1 - rank for rank in ranks if rank < _SAMPLE]
@@ -115,40 +115,27 @@ def _thresholds(bits: Array, k: int, key: int) -> list[int]:
     return [*dict.fromkeys(guesses), _NONE]
 
 
-def _above(bits: Array, threshold: int, k: int) -> tuple[Indices, NDArray[np.int32]]:
-    """Return indices and magnitudes above the threshold, or of the largest, at least k."""
-    parts, count = [(np.empty(0, np.int64), np.empty(0, np.int32))], 0
+def _above(bits: Array, threshold: int, k: int) -> Indices:
+    """Return where magnitudes are above the threshold, or the largest, at least k of them."""
+    parts, count = [np.empty(0, np.int64)], 0
     for start in range(0, bits.size, BLOCK):
-        block = bits[start:start + BLOCK]
-        magnitudes = block & _MAGNITUDE
-        indices = np.flatnonzero(magnitudes > threshold)
-        parts.append((indices + start, magnitudes[indices]))
+        indices = np.flatnonzero((bits[start:start + BLOCK] & _MAGNITUDE) > threshold)
+        parts.append(indices + start)
         count += indices.size
         if count >= 2 * k + BLOCK:
-            best = _largest(*_joined(parts), k)
+            best = _largest(bits, np.concatenate(parts), k)
             # Any k that are left out from now on may be: as many are no smaller.
-            parts, count, threshold = [best], k, int(best[1].min())
-    return _joined(parts)
+            parts, count, threshold = [best], k, int(_magnitudes(bits, best).min())
+    return np.concatenate(parts)
 
 
-def _joined(
-    parts: list[tuple[Indices, NDArray[np.int32]]],
-) -> tuple[Indices, NDArray[np.int32]]:
-    return (np.concatenate([indices for indices, _ in parts]),
-            np.concatenate([magnitudes for _, magnitudes in parts]))
-
-
-def _largest(
-    indices: Indices, magnitudes: NDArray[np.int32], k: int,
-) -> tuple[Indices, NDArray[np.int32]]:
+def _largest(bits: Array, indices: Indices, k: int) -> Indices:
     """Return k of at least k elements, none smaller than one that is left out."""
-    if indices.size > k:
-        chosen = np.argpartition(magnitudes, -k)[-k:]
-        indices, magnitudes = indices[chosen], magnitudes[chosen]
-    return indices, magnitudes
+    if indices.size == k:
+        return indices
+    return indices[np.argpartition(_magnitudes(bits, indices), -k)[-k:]]
 
 
-def _peak(bits: Array) -> int:
-    """Return the largest magnitude, 0 of none."""
-    return max((int((bits[start:start + BLOCK] & _MAGNITUDE).max())
-                for start in range(0, bits.size, BLOCK)), default=0)
+def _magnitudes(bits: Array, indices: Indices) -> Array:
+    magnitudes: Array = bits[indices] & _MAGNITUDE
+    return magnitudes

@@ -80,7 +80,7 @@ def test_the_guess_is_right_for_a_usual_gradient(monkeypatch):
     def counted(bits, threshold, k):
         found = pass_once(bits, threshold, k)
         passes.append(threshold)
-        above.append(found[0].size)
+        above.append(found.size)
         return found
 
     monkeypatch.setattr(largest, "_above", counted)
