@@ -116,7 +116,9 @@ def _caller(function: Any) -> Combine16:
                 out: Array) -> None:
         p = len(sources)
         addresses = (ctypes.c_void_p * p)(*[x.ctypes.data for x in sources])
-        function(addresses, p, out.size, op is np.multiply, divisor, thread_scratch.address,
+        block = thread_scratch.take()
+        function(addresses, p, out.size, op is np.multiply, divisor, block.address,
                  out.ctypes.data)
+        thread_scratch.give_back(block)
 
     return combine

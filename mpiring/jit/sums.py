@@ -36,7 +36,9 @@ def add(sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> bool
             return False
     pointers = (ctypes.c_int64 * (p + q))(*addresses)
     first = ctypes.addressof(pointers)
-    machine_code.call(first, p, x.size, divisor, thread_scratch.address, first + 8 * p, q)
+    block = thread_scratch.take()
+    machine_code.call(first, p, x.size, divisor, block.address, first + 8 * p, q)
+    thread_scratch.give_back(block)
     return True
 
 

@@ -89,7 +89,8 @@ def quietly(function: Callable[..., Any], *args: Any) -> None:
         with np.errstate(all="ignore"):
             function(*args)
     else:
-        _thread.quiet.run(function, *args)
+        # A copy: a signal's handler may run in it, and may combine vectors, too.
+        _thread.quiet.copy().run(function, *args)
 
 
 class Reduction:
@@ -176,7 +177,7 @@ class Reduction:
         divisor = a.dtype.type(self.divisor)
 
         def combine(out: Array) -> None:
-            run = _thread.quiet.run
+            run = _thread.quiet.copy().run
             run(function, a, b, out=out)
             if divides:
                 run(np.divide, out, divisor, out=out)
@@ -208,11 +209,12 @@ class Reduction:
             np.copyto(out, sources[0])
         else:
             # Not in `out`, which may be a source that is yet to be read.
-            scratch = thread_scratch.block[:out.nbytes].view(out.dtype)
-            total = sources[0]
+            block, total = thread_scratch.take(), sources[0]
+            scratch = block.memory[:out.nbytes].view(out.dtype)
             for x in sources[1:-1]:
                 total = self._combine(total, x, out=scratch)
             self._combine(total, sources[-1], out=out)
+            thread_scratch.give_back(block)
         if divisor != 1:
             np.divide(out, out.dtype.type(divisor), out=out)
 

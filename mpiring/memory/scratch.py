@@ -13,17 +13,32 @@ from .arrays import Array
 BLOCK_BYTES = 256 << 10
 
 
-class _ThreadScratch(threading.local):
-    """Scratch memory of each thread, for one call that combines vectors.
+class Block:
+    """Scratch memory for one combination of vectors.
 
     Attributes:
-        block: BLOCK_BYTES bytes of undefined content.
-        address: Of the block: NumPy takes a microsecond for it.
+        memory: BLOCK_BYTES bytes of undefined content.
+        address: Their address: NumPy takes a microsecond for it.
     """
 
     def __init__(self) -> None:
-        self.block = np.empty(BLOCK_BYTES, np.uint8)
-        self.address = self.block.ctypes.data
+        self.memory = np.empty(BLOCK_BYTES, np.uint8)
+        self.address = self.memory.ctypes.data
+
+
+class _ThreadScratch(threading.local):
+    """Blocks of each thread: one, unless a signal's handler combined vectors amid a combination."""
+
+    def __init__(self) -> None:
+        self._idle = [Block()]
+
+    def take(self) -> Block:
+        """Return a block that is in no use; `give_back` it, but after an error."""
+        return self._idle.pop() if self._idle else Block()
+
+    def give_back(self, block: Block) -> None:
+        """Let later combinations have a block."""
+        self._idle.append(block)
 
 
 thread_scratch = _ThreadScratch()

@@ -71,7 +71,8 @@ def combine(
         divisor: The result is divided by it before it is rounded.
         out: Overwritten by the result; may be one of the sources.
     """
-    scratch = thread_scratch.block.view(np.float32).reshape(2, BLOCK)
+    borrowed = thread_scratch.take()
+    scratch = borrowed.memory.view(np.float32).reshape(2, BLOCK)
     for start in range(0, out.size, BLOCK):
         block = slice(start, start + BLOCK)
         total, term = scratch[:, :out[block].size]
@@ -82,3 +83,4 @@ def combine(
         if divisor != 1:
             np.divide(total, np.float32(divisor), out=total)
         np.copyto(out[block], total, casting="unsafe")
+    thread_scratch.give_back(borrowed)

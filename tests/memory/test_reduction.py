@@ -1,5 +1,6 @@
 """Tests the elementwise ops: what they accept, and their edges."""
 
+import signal
 import subprocess
 import sys
 import threading
@@ -268,6 +269,31 @@ def test_combine_takes_no_memory_of_the_length_of_its_data(dtype):
     Reduction("mean", dtype, 4).combine(rows, rows[2])
     assert tracemalloc.get_traced_memory()[1] < 100_000
     tracemalloc.stop()
+
+
+@pytest.mark.usefixtures("by")
+@pytest.mark.parametrize("dtype", ["float32", *SIXTEEN_BIT])
+def test_a_signals_handler_may_combine_vectors_amid_a_combination(dtype):
+    x, y = (np.full(20_000, value, dtype) for value in (1, 2))
+    out, other = np.empty_like(x), np.empty_like(x)
+    total = Reduction("sum", dtype, 3)
+    total.combine([x, x, x], out)
+    wrong, handled = 0, []
+
+    def handler(*_):
+        total.combine([y, y, y], other)
+        handled.append((other == 6).all())
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        while len(handled) < 20:
+            signal.setitimer(signal.ITIMER_REAL, 2e-4)
+            total.combine([x, x, x], out)
+            wrong += (out != 3).any()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert not wrong and all(handled)
 
 
 @pytest.mark.parametrize("dtype", SIXTEEN_BIT)
