@@ -409,7 +409,7 @@ class FastHandle(Handle[T]):
                 flight = Flight(call.call, self._sequence, self._counter.group,
                                 IN_PLACE if call.in_place else BY_SLOTS * bool(call.op), began_s,
                                 began_s, exposed_s=self._waited_ns / 1e9)
-                handle = Handle(group.lane, flight, Task(_rest(group, call, self._x)))
+                handle = Handle(group.lane, flight, Task(_finish(group, call, self._x)))
                 handle.done, self._handle, self._x = self._is_done, handle, None
                 if not handle.done:
                     # The record is kept by the engine.
@@ -448,12 +448,12 @@ class FastHandle(Handle[T]):
         self.hand_over().when_done(action)
 
 
-def _rest(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
-    rest = _Rest(call, x)
-    yield (rest,)
-    if rest.status == DISAGREE:
+def _finish(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
+    request = _Unfinished(call, x)
+    yield (request,)
+    if request.status == DISAGREE:
         refuse_others(call.call, call.node())
-    if rest.status == OTHERWISE:
+    if request.status == OTHERWISE:
         # Not all vectors are in windows.
         node = call.node()
         operation = group.collectives(node, call[CALL_SEQUENCE])
@@ -463,7 +463,7 @@ def _rest(group: CallingGroup, call: NodeCall, x: Any) -> Schedule[None]:
         call[CALL_STAGE] = IDLE
 
 
-class _Rest:
+class _Unfinished:
     """What is left of a node call; complete when the call is, or when it cannot go on by itself."""
 
     def __init__(self, call: NodeCall, x: Any) -> None:

@@ -82,9 +82,9 @@ def load_as(file: str | os.PathLike[str], kinds: Sequence[Kind]) -> dict[str, An
     """Return the content of a file, with arrays of these kinds, whole ones of the first."""
     content = read_plain(Path(path("file", file)))
     # Tensors that were cut into slices.
-    whole = copy.copy(kinds[0])
-    whole.name = SlicedTensors.name
-    tree = rebuild(content.text, content.data, [*kinds, whole])
+    whole_kind = copy.copy(kinds[0])
+    whole_kind.name = SlicedTensors.name
+    tree = rebuild(content.text, content.data, [*kinds, whole_kind])
     if not isinstance(tree, dict) or "sharded" not in tree:
         raise CheckpointError(f"{file} was not written by python -m mpiring checkpoint consolidate")
     return tree
