@@ -5,6 +5,7 @@ takes the GPU's pointers; their sums are queued on the GPU; and a rank arrives a
 that it has queued is done. Staging slots are pinned memory.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -75,6 +76,10 @@ class DeviceCombine(Reduction):
     def __init__(self, op: str, dtype: np.dtype[Any], size: float, device: Device) -> None:
         super().__init__(op, dtype, size, compiled=False)
         self._device = device
+
+    def of(self, sources: Sequence[Array]) -> Callable[[Array], None]:
+        """Return a function that combines these vectors as `combine` does."""
+        return functools.partial(self.combine, sources)
 
     def _apply(self, sources: Sequence[Array], divisor: float, outs: Sequence[Array]) -> None:
         self._device.combine(self.op, sources, divisor, cast(Sequence[DeviceVector], outs))
