@@ -11,11 +11,13 @@ from collections.abc import Callable
 
 from ..launch.host import all_processors, usable_processors
 
-# A caller in Python looks at a meeting, or steps a schedule, so often without pause; then giving
-# its core away. In a shared memory, most calls are over by then. What is not becomes the engine's.
-SPINS, YIELDS = 20, 300
-# Compiled code looks so often without pause; and where ranks share cores.
-COMPILED_SPINS, SPINS_TOGETHER = 200, 20
+# A caller in Python looks at a meeting, or steps a schedule, so often without pause, and compiled
+# code at a meeting; then giving its core away. In a shared memory, most calls are over by then.
+# What is not becomes the engine's.
+SPINS, COMPILED_SPINS, YIELDS = 20, 200, 300
+# Where ranks share cores, the others cannot come before this one gives its core away. (4 ranks on
+# 2 cores: with 20, short calls took up to a fifth longer.)
+SPINS_TOGETHER = 4
 # Compiled code looks so often at a barrier between pieces, for about 3 us: after that the engine
 # knows better. 20 to 5000 are the same.
 PIECE_LOOKS = 50
@@ -56,11 +58,13 @@ give_way: Callable[[], object] = getattr(os, "sched_yield", lambda: time.sleep(0
 
 
 @functools.cache
-def compiled_spins(ranks: int) -> int:
-    """Return how often the ranks of a node look without pause, in compiled code.
+def spins(ranks: int, most: int) -> int:
+    """Return how often the ranks of a node look without pause.
 
-    Fewer times unless each of them has a core of its own, as far as one can tell.
+    Args:
+        ranks: How many they are.
+        most: How often if each of them has a core of its own, as far as one can tell.
     """
     every, usable = len(all_processors()), len(usable_processors())
     # A rank that is bound to one core (of two threads) does not share it.
-    return COMPILED_SPINS if ranks <= (every if usable <= 2 else usable) else SPINS_TOGETHER
+    return most if ranks <= (every if usable <= 2 else usable) else SPINS_TOGETHER
