@@ -45,6 +45,8 @@ class Config:
             for which size, or take what an earlier job has saved.
         tuning_folder: Where rank 0 saves what was measured or tried, and every rank what numba has
             compiled; "" saves nothing.
+        machine_code: Use code that numba has compiled, and compile more where numba is installed.
+            Otherwise NumPy makes the same bits, which takes longer.
         progress: "thread" advances operations in the background, "inline" only inside mpiring's
             calls; "auto" takes the thread where MPI allows it.
         operations_in_flight: How many nonblocking operations advance at a time; later ones queue.
@@ -68,7 +70,7 @@ class Config:
         trace: A folder in which each rank writes what it does, for `python -m mpiring trace`;
             "" for none.
 
-    Ranks must agree on all but the paths, the seconds, `progress`, `rounds`,
+    Ranks must agree on all but the paths, the seconds, `machine_code`, `progress`, `rounds`,
     `abort_on_exception` and `allow_singleton`.
 
     Raises:
@@ -79,6 +81,7 @@ class Config:
     shared_memory: bool = _setting(True)
     tuning: bool = _setting(True)
     tuning_folder: str = _setting("~/.cache/mpiring")
+    machine_code: bool = _setting(True)
     progress: str = _setting("auto", *PROGRESS)
     operations_in_flight: int = _setting(2)
     rounds: str = _setting("auto", *ROUNDS)

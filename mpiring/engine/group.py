@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..collectives.native import Turns
 from ..config import Config
 from ..errors import ClosedError
-from ..jit.cache import save_in
+from ..jit import cache
 from ..launch import forks
 from ..launch.cache import folder_of
 from ..launch.start import load_mpi
@@ -68,7 +68,8 @@ class Group:
     def __init__(self, mpi_comm: "MPI.Intracomm", config: Config,
                  engine: Engine | None = None) -> None:
         group = open_group(mpi_comm, config, engine)
-        save_in(folder_of(config.tuning_folder), warns=group.engine.recorder.rank == 0)
+        cache.configure(folder_of(config.tuning_folder), enabled=config.machine_code,
+                        warns=group.engine.recorder.rank == 0)
         from ..transport.mpi import Mailbox, before_finalize
         self.config, self.sharing = config, group.sharing
         self._transport, self.engine = group.transport, group.engine

@@ -43,6 +43,7 @@ _codes: dict[Any, "Code | None"] = {}
 # Keys of code that is not saved.
 _missing: set[Any] = set()
 _folder: Path | None = None
+_enabled = True
 # Whether this process warns for its job; what it has warned of; why it makes no code any more.
 _warns = True
 _warned: set[str] = set()
@@ -77,15 +78,16 @@ class Code:
         self.call.owner = self.call_with_lock.owner = owner  # type: ignore[attr-defined]
 
 
-def save_in(folder: Path | None, *, warns: bool = True) -> None:
-    """Save and look for machine code in a folder, from now on in this process.
+def configure(folder: Path | None, *, enabled: bool = True, warns: bool = True) -> None:
+    """Say what this process does with machine code from now on.
 
     Args:
-        folder: None for nowhere.
+        folder: Where it is saved and looked for; None for nowhere.
+        enabled: Otherwise there is none.
         warns: Log problems as warnings: for one process of a job.
     """
-    global _folder, _warns
-    _folder, _warns = folder, warns
+    global _folder, _enabled, _warns
+    _folder, _enabled, _warns = folder, enabled, warns
 
 
 def code(label: str, make: Make, signature: str, *arguments: Any,
@@ -102,6 +104,8 @@ def code(label: str, make: Make, signature: str, *arguments: Any,
         compiles: If false, return None for code that is neither made nor saved. It is not looked
             for again.
     """
+    if not _enabled:
+        return None
     key = make, signature, arguments
     if key not in _codes and (compiles or key not in _missing):
         with _compiling:

@@ -25,6 +25,7 @@ def made(tmp_path, monkeypatch):
     monkeypatch.setattr(cache, "_codes", {})
     monkeypatch.setattr(cache, "_missing", set())
     monkeypatch.setattr(cache, "_folder", tmp_path)
+    monkeypatch.setattr(cache, "_enabled", True)
     monkeypatch.setattr(cache, "_warns", True)
     monkeypatch.setattr(cache, "_warned", set())
     monkeypatch.setattr(cache, "_problem", "")
@@ -66,10 +67,19 @@ def test_code_is_made_once_and_then_loaded(made, tmp_path):
     assert only_file(tmp_path).stat().st_mode & 0o777 == 0o600
 
 
+def test_code_that_is_switched_off_is_neither_made_nor_loaded(made, tmp_path):
+    run(tripled)
+    for folder in (tmp_path, None):
+        cache.configure(folder, enabled=False)
+        assert loops.loop("tests", tripled, "int64* intp") is None
+        assert loops.loop("tests", shifted, "int64* intp") is None
+    assert made == ["tests"]
+
+
 def test_later_processes_need_no_numba(made, tmp_path):
     text = ("import sys; sys.modules['numba'] = None; from pathlib import Path; import numpy as np;"
             "from mpiring.jit import cache; from mpiring.memory.reduction import Reduction; "
-            f"cache.save_in(Path({str(tmp_path)!r})); x = np.array([1, 2.5], 'float16'); "
+            f"cache.configure(Path({str(tmp_path)!r})); x = np.array([1, 2.5], 'float16'); "
             "Reduction('sum', x.dtype, 2).combine([x, x], x); print(x, list(cache._codes))")
     loops.combiner("float16")
     out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
@@ -81,7 +91,7 @@ def test_later_processes_need_no_numba(made, tmp_path):
 def test_nothing_is_loaded_to_find_that_nothing_was_saved(tmp_path):
     """LLVM takes 50 MiB of each process."""
     text = ("import sys; from pathlib import Path; from mpiring.jit import cache, sums; "
-            f"cache.save_in(Path({str(tmp_path)!r})); "
+            f"cache.configure(Path({str(tmp_path)!r})); "
             "print(sums.code('float32'), 'llvmlite' in sys.modules)")
     out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
                          env=environment(**WITHOUT_STAND_INS), capture_output=True,
@@ -165,7 +175,7 @@ def test_without_a_folder_code_is_made_by_every_process(folder, made, tmp_path, 
                                                         caplog):
     caplog.set_level("INFO", "mpiring")
     (tmp_path / "a file").touch()
-    cache.save_in(folder and tmp_path / folder / "deep")
+    cache.configure(folder and tmp_path / folder / "deep")
     assert run(tripled) == run(tripled) == [3, 6, 9] and len(made) == 2
     levels = [entry.levelname for entry in caplog.records if "MPIRING_TUNING_FOLDER" in entry.msg]
     assert levels == (["WARNING", "INFO"] if folder else [])
@@ -185,7 +195,7 @@ def test_a_numba_that_cannot_be_loaded_is_done_without(error, warns, monkeypatch
     for name, value in {"_codes": {}, "_missing": set(), "_warned": set(), "_problem": "",
                         "_folder": None}.items():
         monkeypatch.setattr(cache, name, value)
-    cache.save_in(None, warns=warns)
+    cache.configure(None, warns=warns)
     monkeypatch.setattr(cache.importlib, "import_module", fails)
     caplog.set_level("INFO", "mpiring")
     for function in (tripled, shifted):
