@@ -4,9 +4,10 @@ import os
 from functools import partial
 from pathlib import Path
 
+import jobs
 import pytest
 import slurm_cluster
-from launching import default_signals, needed
+from launching import MACHINE_CODE, STARTS, default_signals, needed
 
 from mpiring.jit import cache, sums
 from mpiring.transport import compiled
@@ -56,6 +57,29 @@ def pytest_runtest_setup(item):
         pytest.fail(f"unset {', '.join(foreign)} before running the tests")
 
 
+def pytest_sessionfinish(session):
+    """End the jobs that ran one program after the other, and add up what the workers started."""
+    jobs.end_all()
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["starts"] = dict(STARTS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take over how many jobs a worker has started."""
+    STARTS.update({int(ranks): jobs for ranks, jobs in
+                   getattr(node, "workeroutput", {}).get("starts", {}).items()})
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Say how many jobs were started: each rank imports what it needs anew."""
+    if STARTS:
+        ranks = sum(size * jobs for size, jobs in STARTS.items())
+        sizes = ", ".join(f"{jobs} of {size}" for size, jobs in sorted(STARTS.items()))
+        terminalreporter.write_line(
+            f"{STARTS.total()} jobs of {ranks} ranks were started: {sizes}")
+
+
 @pytest.fixture(scope="session")
 def slurm():
     """Return a Slurm of four nodes, up for all tests that want one; see slurm_cluster.py."""
@@ -64,19 +88,16 @@ def slurm():
 
 
 @pytest.fixture(scope="session")
-def machine_code(request):
-    """Return a folder with the code of all compiled sums, also for jobs, which need no numba.
-
-    It is kept for later runs, which find what was made of the same functions.
-    """
+def machine_code():
+    """Return a folder with the code of all compiled sums, also for jobs."""
     needed("numba")
-    folder = request.config.cache.mkdir("machine_code")
+    MACHINE_CODE.mkdir(parents=True, exist_ok=True)
     wanted = [partial(compiled.code, "sum", name, 2) for name in compiled.DTYPES]
     wanted += [partial(sums.code, name) for name in sums.DTYPES]
     # Of two workers each compiles half: what the other one has made is found.
     order = -1 if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" else 1
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cache, "_folder", folder)
+        patch.setattr(cache, "_folder", MACHINE_CODE)
         codes = [code(compiles=True) for code in wanted[::order]]
     assert None not in codes
-    return folder
+    return MACHINE_CODE

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +20,10 @@ ROOT = Path(__file__).parents[1]
 # lasts for HANG_S hangs.
 SOON_S, HANG_S = 60, 240
 PROGRAMS = ROOT / "tests" / "programs"
-STAND_INS = ROOT / "tests" / "stand_ins"
-WITHOUT_STAND_INS = {
-    "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+# Where jobs find what earlier ones have compiled: of the same functions, or it would not be used.
+MACHINE_CODE = ROOT / ".pytest_cache" / "d" / "machine_code"
+# How many jobs were started, by their number of ranks.
+STARTS: Counter[int] = Counter()
 
 
 @dataclass
@@ -81,33 +83,32 @@ def needed(module):
 
 
 def environment(**variables):
-    """Return the variables of a job: one thread per rank, and the checkout's package.
-
-    What takes long to import or compile has a stand-in, unless WITHOUT_STAND_INS is passed.
-    """
-    path = os.pathsep.join([str(STAND_INS), *WITHOUT_STAND_INS.values()])
+    """Return the variables of a job: one thread per rank, and the checkout's package."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # Open MPI refuses root and more ranks than cores unless told otherwise; MPICH ignores these.
     openmpi = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
                "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
     # Nothing is measured, and nothing kept in the user's home, unless a test asks for it.
-    quiet = {"MPIRING_TUNING": "0", "MPIRING_TUNING_FOLDER": ""}
+    quiet = {"MPIRING_TUNING": "0", "MPIRING_TUNING_FOLDER": str(MACHINE_CODE)}
     # An unbuffered print writes its text and its newline apart: lines of two ranks would mix.
     whole_lines = {"PYTHONUNBUFFERED": ""}
     return {**os.environ, **openmpi, **quiet, **whole_lines, "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path, **variables}
 
 
-def start(ranks, *command, options=(), cwd=ROOT, **variables):
+def start(ranks, *command, options=(), cwd=ROOT, stdout=subprocess.PIPE, **variables):
     """Start `python command…` on some ranks, in a process group of its own.
 
     Args:
         options: Of mpiexec.
         cwd: The folder in which it runs.
+        stdout: A file for what it prints, if not a pipe.
         variables: Of the environment.
     """
+    STARTS[ranks] += 1
     return subprocess.Popen(
         [mpiexec(), *options, "-n", str(ranks), sys.executable, *map(str, command)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+        stdout=stdout, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
         text=True, errors="replace", cwd=cwd, env=environment(**variables),
         start_new_session=True)
 

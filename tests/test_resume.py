@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from data_campaign import one_training
+from jobs import run
 from launching import PROGRAMS, ROOT, environment, finish, launch, mpiexec, needed, start
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
@@ -20,14 +21,14 @@ NUMPY, TORCH = ROOT / "examples" / "train_numpy.py", ROOT / "examples" / "train_
 
 
 def test_every_reducer_goes_on_bit_by_bit(tmp_path):
-    ended = launch(3, PROGRAMS / "resumed.py", tmp_path)
+    ended = run(3, PROGRAMS / "resumed.py", tmp_path)
     assert ended.status == 0, ended.output
     assert ended.output.count("goes on bit by bit") == 7, ended.output
 
 
 def test_slices_of_four_ranks_are_gone_on_from_on_fewer_and_without_slices(tmp_path):
     needed("torch")
-    ended = launch(4, PROGRAMS / "resharded.py", tmp_path)
+    ended = run(4, PROGRAMS / "resharded.py", tmp_path)
     assert ended.status == 0 and "goes on from slices" in ended.output, ended.output
 
 
@@ -35,8 +36,8 @@ def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
     """USR1 to mpiexec, which passes it on; a reducer with residuals between nodes."""
     options = [NUMPY, "--epochs", 20, "--reducer", "topk", "--metrics"]
     each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
-    whole = launch(2, *options, tmp_path / "whole.jsonl", "--save", tmp_path / "whole",
-                   **each_rank_a_node)
+    whole = run(2, *options, tmp_path / "whole.jsonl", "--save", tmp_path / "whole",
+                **each_rank_a_node)
     assert whole.status == 0, whole.output
     stopping = [*options, tmp_path / "m.jsonl", "--checkpoint", tmp_path / "run",
                 "--save", tmp_path / "stopped"]
@@ -48,7 +49,7 @@ def test_a_stopped_numpy_training_ends_as_if_it_had_never_stopped(tmp_path):
     assert ended.status == 0, ended.output
     (step,) = re.findall(r"^stopped at step (\d+): SIGUSR1 on rank 0$", ended.output, re.MULTILINE)
     assert int(step) < 300 and not (tmp_path / "stopped0.npz").exists()
-    ended = launch(2, *stopping, **each_rank_a_node)
+    ended = run(2, *stopping, **each_rank_a_node)
     assert ended.status == 0, ended.output
     for rank in range(2):
         weights = [np.load(tmp_path / f"{run}{rank}.npz") for run in ("whole", "stopped")]
@@ -67,11 +68,11 @@ def test_a_pytorch_training_that_ran_out_of_time_ends_as_if_it_had_not(tmp_path)
     options = [PROGRAMS / "slow_steps.py", TORCH, "--width", 32, "--layers", 1, "--context",
                32, "--batch", 6, "--steps", 40, "--report", 15, "--reducer", "powersgd", "--save"]
     each_rank_a_node = {"MPIRING_SHARED_MEMORY": "0"}
-    ended = launch(2, *options, tmp_path / "whole.pt", **each_rank_a_node)
+    ended = run(2, *options, tmp_path / "whole.pt", **each_rank_a_node)
     assert ended.status == 0, ended.output
     for limit in (["--time-limit", "0.6"], []):
-        ended = launch(2, *options, tmp_path / "stopped.pt", "--checkpoint", tmp_path / "run",
-                       *limit, **each_rank_a_node)
+        ended = run(2, *options, tmp_path / "stopped.pt", "--checkpoint", tmp_path / "run",
+                    *limit, **each_rank_a_node)
         assert ended.status == 0, ended.output
         assert ("stopped at step" in ended.output) == bool(limit), ended.output
         assert (tmp_path / "stopped.pt").exists() != bool(limit)

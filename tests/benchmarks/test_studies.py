@@ -6,7 +6,8 @@ import sys
 from argparse import Namespace
 
 import pytest
-from launching import PROGRAMS, installed, launch, needed
+from jobs import run
+from launching import PROGRAMS, installed, needed
 
 from benchmarks import codecs, local, main, plot, updates
 from mpiring.tools.bench.benchmark import Measurement
@@ -26,7 +27,7 @@ BATCHES = ("benchmarks.batches", "--functions", "200", "--parameters", "60K", "-
 def test_studies_of_training(tmp_path):
     """Each rank is a node, so that ways to talk less have somebody to talk to."""
     installed("matplotlib"), installed("torch")
-    ended = launch(2, PROGRAMS / "bench_in_turn.py", *(word for words in (
+    ended = run(2, PROGRAMS / "bench_in_turn.py", *(word for words in (
         ("benchmarks.prefetch", "--models", "mlp,transformer", "--parameters", "60K", "--batch",
          "2", "--calls", "2", "--rounds", "3", "--json", tmp_path / "prefetch.json", "--plot",
          tmp_path / "prefetch.png"),

@@ -5,7 +5,7 @@ Their wheels are the extra `clients`.
 
 import pages
 import pytest
-from launching import PROGRAMS, WITHOUT_STAND_INS, installed, launch
+from launching import PROGRAMS, installed, launch
 from test_docs import CLIENTS
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 def test_a_client_does_what_it_does_over_gloo(client, package, tmp_path):
     """Bit by bit: on two ranks there is one order in which to sum."""
     installed(package)
-    ended = launch(2, PROGRAMS / "torch_clients.py", client, tmp_path, **WITHOUT_STAND_INS)
+    ended = launch(2, PROGRAMS / "torch_clients.py", client, tmp_path)
     assert ended.status == 0, ended.output
     assert ended.output.count(f"{client} does over mpiring what it does over Gloo") == 2
 

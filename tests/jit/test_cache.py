@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 import pytest
-from launching import HANG_S, ROOT, WITHOUT_STAND_INS, environment, needed
+from launching import HANG_S, ROOT, environment, needed
 
 from mpiring.jit import cache, loops
 
@@ -83,7 +83,7 @@ def test_later_processes_need_no_numba(made, tmp_path):
             "Reduction('sum', x.dtype, 2).combine([x, x], x); print(x, list(cache._codes))")
     loops.combiner("float16")
     out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
-                         env=environment(**WITHOUT_STAND_INS), capture_output=True,
+                         env=environment(), capture_output=True,
                          timeout=HANG_S).stdout
     assert out.startswith("[2. 5.]") and "_combine_loop" in out
 
@@ -94,7 +94,7 @@ def test_nothing_is_loaded_to_find_that_nothing_was_saved(tmp_path):
             f"cache.configure(Path({str(tmp_path)!r})); "
             "print(sums.code('float32'), 'llvmlite' in sys.modules)")
     out = subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True, text=True,
-                         env=environment(**WITHOUT_STAND_INS), capture_output=True,
+                         env=environment(), capture_output=True,
                          timeout=HANG_S).stdout
     assert out == "None False\n"
 

@@ -10,7 +10,7 @@ import contract
 import ml_dtypes
 import numpy as np
 import pytest
-from launching import HANG_S, ROOT, WITHOUT_STAND_INS, environment, needed
+from launching import HANG_S, ROOT, environment, needed
 
 from mpiring import ConfigError
 from mpiring.jit import loops, sums
@@ -316,7 +316,7 @@ def test_numba_and_numpy_take_every_number_alike(dtype):
 
 def run(code, **variables):
     return subprocess.run([sys.executable, "-c", code], cwd=ROOT,
-                          env=environment(**WITHOUT_STAND_INS, **variables),
+                          env=environment(**variables),
                           check=True, text=True, capture_output=True, timeout=HANG_S).stdout
 
 

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from jobs import run
 from launching import PROGRAMS, SOON_S, installed, launch
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
@@ -18,7 +19,8 @@ def torch():
 @pytest.mark.parametrize(("ranks", "steps", "where"), [(2, 60, "cpu"), (1, 5, "accelerator")])
 def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
     """Step by step in the first ones; replicas are bit-equal after all."""
-    ended = launch(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
+    start = run if where == "cpu" else launch
+    ended = start(ranks, PROGRAMS / "torch_equal.py", tmp_path / "store", steps, where)
     assert ended.status == 0, ended.output
     assert re.findall(r"equal: (\w+)", ended.output) == [
         "mlp", "conv", "channels_last", "transformer", "embedding", "sparse", "control"]
@@ -27,7 +29,7 @@ def test_losses_and_weights_are_those_of_pytorch(ranks, steps, where, tmp_path):
 @pytest.mark.parametrize(("ranks", "where"), [
     (1, "cpu"), (3, "cpu"), (2, "simulated"), (2, "accelerator")])
 def test_abilities(ranks, where):
-    ended = launch(ranks, PROGRAMS / "torch_abilities.py", where)
+    ended = (run if where == "cpu" else launch)(ranks, PROGRAMS / "torch_abilities.py", where)
     assert ended.status == 0, ended.output
     left_out = ["a_compiled_module_can_be_wrapped"] * (ranks < 3)
     shown = re.findall(r"can: (\w+)", ended.output)
@@ -35,7 +37,7 @@ def test_abilities(ranks, where):
 
 
 def test_reducers():
-    ended = launch(2, PROGRAMS / "torch_reducers.py")
+    ended = run(2, PROGRAMS / "torch_reducers.py")
     assert ended.status == 0, ended.output
     assert re.findall(r"holds: (\w+)", ended.output) == [
         "replicas_learn_and_are_equal", "a_nan_on_one_rank_is_skipped_by_all",
@@ -44,7 +46,7 @@ def test_reducers():
 
 
 def test_misuse_is_loud_and_lifetimes_end():
-    ended = launch(2, PROGRAMS / "torch_lifetimes.py")
+    ended = run(2, PROGRAMS / "torch_lifetimes.py")
     assert ended.status == 0, ended.output
     assert ended.output.count("all is well") == 2
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from jobs import run
 from launching import HANG_S, PROGRAMS, ROOT, environment, installed, launch, mpiexec, needed
 
 from mpiring.operations.algorithms import NAMES
@@ -28,21 +29,23 @@ EVERYTHING = {"date", "command", "mpiring", "python", "mpi4py", "numpy", "mpi_li
               "placement", "variables"}
 
 
-def bench(ranks, *words, **variables):
-    return launch(ranks, "-m", "mpiring", "bench", *words, **variables)
+def bench(ranks, *words, start=run, **variables):
+    return start(ranks, "-m", "mpiring", "bench", *words, **variables)
 
 
 def in_turn(ranks, *commands, wrong=False, on=(), **variables):
-    """Run several benchmarks in one job, which loads PyTorch once."""
+    """Run several benchmarks in one program."""
     words = [word for command in commands for word in (*command, ",")]
-    return launch(ranks, *on, PROGRAMS / "bench_in_turn.py", *["--wrong"] * wrong, *words,
-                  **variables)
+    # What is spoiled or simulated stays so.
+    start = launch if wrong or on else run
+    return start(ranks, *on, PROGRAMS / "bench_in_turn.py", *["--wrong"] * wrong, *words,
+                 **variables)
 
 
 @pytest.mark.launch
 def test_allreduce_in_a_launchers_job(tmp_path):
     ended = bench(3, *ALLREDUCE, "--dtypes", "float32,float16", "--buffers", "empty,private",
-                  "--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv")
+                  "--json", tmp_path / "out.json", "--csv", tmp_path / "out.csv", start=launch)
     assert ended.status == 0, ended.output
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["benchmark"] == "allreduce"
@@ -95,7 +98,8 @@ def test_allreduce_in_jobs_of_its_own():
 @pytest.mark.any_mpi
 @pytest.mark.parametrize("level", ["multiple", "funneled"])
 def test_overlap(tmp_path, level):
-    ended = bench(2, *OVERLAP, "--json", tmp_path / "out.json", MPI4PY_RC_THREAD_LEVEL=level)
+    ended = bench(2, *OVERLAP, "--json", tmp_path / "out.json", start=launch,
+                  MPI4PY_RC_THREAD_LEVEL=level)
     assert ended.status == 0, ended.output
     assert "MPI offers less" not in ended.output
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]

@@ -1,0 +1,139 @@
+"""Runs programs one after the other on ranks that stay: they start, and import PyTorch, once.
+
+There is one job for each number of ranks, in each of pytest-xdist's workers. What a program may not
+leave behind stands in programs/served_rank.py. A program that fails, hangs or leaves something
+behind costs its job; the next program gets a new one.
+"""
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from launching import HANG_S, PROGRAMS, ROOT, Ended, start
+
+# More would take memory for nothing: tests in a row mostly want the same number of ranks.
+_MOST_JOBS = 4
+# How long the ranks that have done their part wait for one that has not, once another has died.
+_LAST_WORDS_S = 10
+_jobs: dict[int, "_Job"] = {}
+
+
+def run(ranks, *command, timeout_s=HANG_S, cwd=ROOT, **variables):
+    """Run `python command…` on some ranks to its end, as `launching.launch` does.
+
+    For programs whose subject is not how processes start and end, signals or MPI's own settings.
+    """
+    job = _jobs.pop(ranks, None) or _Job(ranks)
+    # The last one is the one used last.
+    _jobs[ranks] = job
+    while len(_jobs) > _MOST_JOBS:
+        _jobs.pop(next(iter(_jobs))).end()
+    kept = False
+    try:
+        ended = job.run(list(map(str, command)), timeout_s, cwd, variables)
+        kept = ended.status == 0 and not job.worn
+    finally:
+        if not kept:
+            _jobs.pop(ranks).end()
+    return ended
+
+
+def end_all():
+    """End all jobs of this process."""
+    while _jobs:
+        _jobs.popitem()[1].end()
+
+
+class _Job:
+    """Ranks that wait for programs.
+
+    Args:
+        ranks: How many.
+
+    Attributes:
+        worn: Whether a rank has more memory or files than it should; the job is to end.
+    """
+
+    def __init__(self, ranks):
+        self._folder = Path(tempfile.mkdtemp(prefix="mpiring-tests-"))
+        self._programs, self._sockets, self.worn = 0, [], False
+        address = self._folder / "socket"
+        with socket.socket(socket.AF_UNIX) as listener, \
+                open(self._folder / "job", "w") as output:
+            listener.bind(str(address))
+            listener.listen(ranks)
+            listener.settimeout(HANG_S)
+            self._process = start(ranks, PROGRAMS / "served_rank.py", address, stdout=output)
+            while len(self._sockets) < ranks:
+                self._sockets.append(listener.accept()[0])
+        self._unread = {one: b"" for one in self._sockets}
+
+    def run(self, command, timeout_s, cwd, variables):
+        self._programs += 1
+        output = self._folder / f"output-{self._programs}"
+        output.touch()
+        task = {"command": command, "cwd": str(cwd), "output": str(output),
+                "variables": {name: str(value) for name, value in variables.items()}}
+        began = time.monotonic()
+        with contextlib.suppress(OSError):
+            # A rank that has died since is noticed below.
+            for one in self._sockets:
+                one.sendall(json.dumps(task).encode() + b"\n")
+        replies, died = self._replies(began + timeout_s)
+        seconds = time.monotonic() - began
+        text = output.read_text(errors="replace")
+        output.unlink()
+        if died:
+            # What MPI and the launcher say of it stands in the job's own output.
+            status = self._process.wait(HANG_S) or 1
+            return Ended(status, text + (self._folder / "job").read_text(errors="replace"), seconds)
+        if len(replies) < len(self._sockets):
+            pytest.fail(f"{command} hung for {timeout_s} s on {len(self._sockets)} ranks, of which "
+                        f"{len(replies)} have ended:\n{text[-5000:]}")
+        left = [f"rank {reply['rank']} {each}" for reply in replies for each in reply["left"]]
+        status = max(reply["status"] for reply in replies)
+        self.worn = any(reply["worn"] for reply in replies)
+        if left and not status:
+            pytest.fail(f"{command} left something behind: {'; '.join(left)}\n{text[-5000:]}")
+        return Ended(status, text, seconds)
+
+    def _replies(self, deadline):
+        """Return what the ranks report, and whether one of them has died."""
+        replies, died, waiting = [], False, list(self._sockets)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for one in select.select(waiting, [], [], left)[0]:
+                try:
+                    received = one.recv(1 << 16)
+                except OSError:
+                    received = b""
+                self._unread[one] += received
+                if not received or self._unread[one].endswith(b"\n"):
+                    waiting.remove(one)
+                if not received:
+                    if not died:
+                        deadline = min(deadline, time.monotonic() + _LAST_WORDS_S)
+                    died = True
+                elif self._unread[one].endswith(b"\n"):
+                    replies.append(json.loads(self._unread[one]))
+                    self._unread[one] = b""
+        return replies, died
+
+    def end(self):
+        """Let the ranks end, as they do where nobody is left who has programs for them."""
+        for one in self._sockets:
+            one.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_LAST_WORDS_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._folder)
