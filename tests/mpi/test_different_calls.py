@@ -77,6 +77,12 @@ def optimizer_after_a_step(comm, kind=SGD, **options):
     return optimizer
 
 
+def scheduled(comm):
+    """Return a sharded optimizer, and where it finds the rate of its next step."""
+    rates = {"lr": 0.5}
+    return optimizer_after_a_step(comm, sharded=True, lr=lambda step: rates["lr"]), rates
+
+
 def grown(state):
     """Return a state in which the first element of each array is greater by 1."""
     def change(x):
@@ -148,6 +154,16 @@ ROWS = [
                       "type": ({"root": "a"}, "root='a'|called barrier"),
                       "missing": ({"root": SKIPPED}, "root 0.*root 1|root 1.*root 0")},
         label="broadcast"),
+    *[Row(f"Communicator.allreduce of {n}", lambda comm, x, op: comm.allreduce(x.copy(), op=op),
+          {"x": np.ones(n, np.float32), "op": "sum"},
+          {"shape": ({"x": np.ones(n - 1, np.float32)}, rf"\({n},\).*\({n - 1},\)|\({n - 1},\)"),
+           "dtype": ({"x": np.ones(n, np.int32)}, "int32.*float32|float32.*int32"),
+           "op": ({"op": "max"}, "max of float32.*sum of float32|sum of .*max of ")},
+          label="allreduce") for n in (1000, 1_000_000)],
+    Row("Communicator.broadcast and allreduce",
+        lambda comm, names: [getattr(comm, name)(np.ones(1000)) for name in names],
+        {"names": ["broadcast", "allreduce"]},
+        {"order": ({"names": ["allreduce", "broadcast"]}, "broadcast.*allreduce|allreduce.*broad")}),
     Row("Communicator.persistent_allreduce",
         lambda comm, **options: comm.persistent_allreduce(np.ones(3), **options)(),
         {"op": "max"}, {"value": ({"op": "min"}, "min.*max|max.*min"),
@@ -165,6 +181,11 @@ ROWS = [
     Row("SGD.step", lambda optimizer, scaled: (step(optimizer._dp), optimizer.step(
         LossScaler(optimizer._dp) if scaled else None)), {"scaled": False},
         {}, make=optimizer_after_a_step, label="reduce"),
+    # Else each slice would be updated at a rate of its own, and all replicas be equal.
+    Row("SGD(sharded).step", lambda both, lr: (
+            both[1].update(lr=lr), step(both[0]._dp), both[0].step()),
+        {"lr": 0.5}, {"value": ({"lr": 0.25}, r"lr\W+0\.25.*lr\W+0\.5|lr\W+0\.5.*lr\W+0\.25")},
+        make=scheduled),
     loading("SGD", optimizer_after_a_step, "SGD"),
     loading("SGD(sharded)", lambda comm: optimizer_after_a_step(comm, sharded=True), "SGD"),
     *rows_of("LossScaler", LossScaler, {

@@ -105,6 +105,25 @@ def test_mistakes_of_all_ranks(comm, case):
     assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)] == before
 
 
+@pytest.mark.parametrize(("name", "value", "odd"), [
+    ("operations_in_flight", 2, 3), ("digest_steps", 1000, 0), ("digest_action", "stop", "restore"),
+    ("shared_memory", True, False)])
+def test_settings_must_agree(comm, name, value, odd):
+    if comm.size == 1:
+        return
+    mine = odd if comm.rank == comm.size - 1 else value
+    with pytest.raises(ConfigError, match=f"rank {comm.rank}.*'{name}': '?{odd}|'{name}': '?{odd}"):
+        mpiring.Communicator(MPI.COMM_WORLD, config=mpiring.Config(**{name: mine}))
+    all_is_well(comm)
+
+
+def test_a_configured_algorithm_gives_way_to_what_mpi_cannot_do(caplog):
+    with mpiring.init(config=mpiring.Config(algorithm="native")) as comm:
+        for _ in range(2):
+            assert (comm.allreduce(np.full(3, comm.rank, "f4"), op="max") == comm.size - 1).all()
+    assert caplog.text.count("MPI's own max is wrong or missing for float32") == (comm.rank == 0)
+
+
 def test_roots(comm):
     for root in ROOTS:
         for mistake in (lambda: comm.broadcast(np.ones(3), root=root),
