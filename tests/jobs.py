@@ -1,8 +1,8 @@
 """Runs programs one after the other on ranks that stay: they start, and import PyTorch, once.
 
 There is one job for each number of ranks, in each of pytest-xdist's workers. What a program may not
-leave behind stands in programs/served_rank.py. A program that fails, hangs or leaves something
-behind costs its job; the next program gets a new one.
+leave behind stands in programs/served_rank.py. A program that kills a rank, hangs or leaves
+something behind costs its job; the next program gets a new one.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ def run(ranks, *command, timeout_s=HANG_S, cwd=ROOT, **variables):
     kept = False
     try:
         ended = job.run(list(map(str, command)), timeout_s, cwd, variables)
-        kept = ended.status == 0 and not job.worn
+        kept = job.serves
     finally:
         if not kept:
             _jobs.pop(ranks).end()
@@ -60,12 +60,12 @@ class _Job:
         ranks: How many.
 
     Attributes:
-        worn: Whether a rank has more memory or files than it should; the job is to end.
+        serves: Whether all ranks live, and wait for the next program.
     """
 
     def __init__(self, ranks):
         self._folder = Path(tempfile.mkdtemp(prefix="mpiring-tests-"))
-        self._programs, self._sockets, self.worn = 0, [], False
+        self._programs, self._sockets, self.serves = 0, [], True
         address = self._folder / "socket"
         with socket.socket(socket.AF_UNIX) as listener, \
                 open(self._folder / "job", "w") as output:
@@ -92,6 +92,7 @@ class _Job:
         seconds = time.monotonic() - began
         text = output.read_text(errors="replace")
         output.unlink()
+        self.serves = not died and not any(reply["worn"] or reply["left"] for reply in replies)
         if died:
             # What MPI and the launcher say of it stands in the job's own output.
             status = self._process.wait(HANG_S) or 1
@@ -101,7 +102,6 @@ class _Job:
                         f"{len(replies)} have ended:\n{text[-5000:]}")
         left = [f"rank {reply['rank']} {each}" for reply in replies for each in reply["left"]]
         status = max(reply["status"] for reply in replies)
-        self.worn = any(reply["worn"] for reply in replies)
         if left and not status:
             pytest.fail(f"{command} left something behind: {'; '.join(left)}\n{text[-5000:]}")
         return Ended(status, text, seconds)

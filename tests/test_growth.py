@@ -3,14 +3,15 @@
 import re
 
 import pytest
-from launching import PROGRAMS, launch
+from jobs import run
+from launching import PROGRAMS
 
 pytestmark = [pytest.mark.launch, pytest.mark.any_mpi]
 
 
 @pytest.mark.parametrize("progress", ["thread", "inline"])
 def test_nothing_grows_in_two_thousand_steps(progress):
-    ended = launch(2, PROGRAMS / "many_steps.py", MPIRING_PROGRESS=progress)
+    ended = run(2, PROGRAMS / "many_steps.py", MPIRING_PROGRESS=progress)
     assert ended.status == 0, ended.output
     grown = {name: (int(before), int(after)) for name, before, after in
              re.findall(r"^(\w+) (\d+) (\d+)$", ended.output, re.MULTILINE)}
@@ -25,5 +26,5 @@ def test_nothing_grows_in_two_thousand_steps(progress):
 
 
 def test_dropped_communicators_give_back_what_is_theirs_alone():
-    ended = launch(2, PROGRAMS / "dropped.py")
+    ended = run(2, PROGRAMS / "dropped.py")
     assert ended.status == 0 and ended.output.count("all is well") == 2, ended.output

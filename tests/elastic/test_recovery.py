@@ -5,6 +5,7 @@ import subprocess
 
 import pages
 import pytest
+from jobs import run
 from launching import HANG_S, PROGRAMS, SOON_S, installed, launch, mpiexec
 
 pytestmark = pytest.mark.launch
@@ -52,7 +53,7 @@ def test_an_exception_ends_the_job_also_after_a_death(survives, tmp_path):
 
 
 def test_elsewhere_training_is_plain(tmp_path):
-    ended = launch(2, TRAINING, tmp_path, STEPS, "commit")
+    ended = run(2, TRAINING, tmp_path, STEPS, "commit")
     assert ended.status == 0 and ended.output.count("right ") == 2, ended.output
     assert ended.output.count("a rank that dies ends this job") == 1, ended.output
 

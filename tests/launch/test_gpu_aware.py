@@ -6,7 +6,8 @@ import sys
 import time
 
 import pytest
-from launching import PROGRAMS, SOON_S, environment, launch, mpiexec
+from jobs import run
+from launching import PROGRAMS, SOON_S, environment, mpiexec
 
 from mpiring import Config
 from mpiring.gpu import cuda
@@ -41,7 +42,7 @@ def test_a_trial_that_hangs_is_ended(monkeypatch):
 @pytest.mark.launch
 def test_a_trial_can_be_made_inside_a_job():
     """Its ranks are no ranks of that job: the launcher's variables are not handed on."""
-    ended = launch(2, "-c", f"""
+    ended = run(2, "-c", f"""
 import sys
 from mpi4py import MPI
 from mpiring.launch import gpu_aware

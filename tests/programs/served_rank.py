@@ -228,8 +228,8 @@ def status_of(exit_):
 
 def run(command):
     """Run the words after `python` as a program; return its exit status."""
-    if command[0] == "-m":
-        sys.argv = command[1:]
+    if command[0] in ("-m", "-c"):
+        sys.argv = [command[0], *command[2:]]
         sys.path.insert(0, os.getcwd())
     else:
         sys.argv = command
@@ -237,6 +237,8 @@ def run(command):
     try:
         if command[0] == "-m":
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
+        elif command[0] == "-c":
+            exec(compile(command[1], "<string>", "exec"), {"__name__": "__main__"})
         else:
             runpy.run_path(command[0], run_name="__main__")
         return 0

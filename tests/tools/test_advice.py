@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from launching import launch
+from jobs import run
 
 from mpiring import ConfigError
 from mpiring.tools.tune.advice import Method, Wire, Workload, parse_matrix, predict, report, verdict
@@ -97,7 +97,7 @@ def test_shapes():
 
 
 def tuned(*options, **variables):
-    return launch(2, "-m", "mpiring", "tune", *options, **variables)
+    return run(2, "-m", "mpiring", "tune", *options, **variables)
 
 
 def test_reducers_are_measured_where_there_are_nodes():
@@ -127,5 +127,5 @@ def test_on_one_node_nothing_is_compressed():
 @pytest.mark.parametrize(("options", "words"), [
     ((), "start several, as with mpirun"), (("--compute-ms", "100"), "--model-bytes")])
 def test_what_cannot_be_measured_is_refused(options, words):
-    ended = launch(1, "-m", "mpiring", "tune", *options)
+    ended = run(1, "-m", "mpiring", "tune", *options)
     assert ended.status == 2 and words in ended.output, ended.output

@@ -5,7 +5,8 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from launching import PROGRAMS, launch, needed
+from jobs import run
+from launching import PROGRAMS, needed
 
 from mpiring.__main__ import main
 from mpiring.tools.bench.benchmark import BenchmarkJob as Job, plan
@@ -86,7 +87,7 @@ def test_files_that_rank_0_cannot_write_are_refused_on_all(tmp_path):
     needed("matplotlib")
     words = [word for option, (name, _) in UNWRITABLE.items()
              for word in ("allreduce", option, tmp_path / name, ",")]
-    ended = launch(2, PROGRAMS / "bench_in_turn.py", *words)
+    ended = run(2, PROGRAMS / "bench_in_turn.py", *words)
     assert ended.output.count("allreduce ended with status 2") == 6, ended.output
     for _, message in UNWRITABLE.values():
         assert len(re.findall(f"^mpiring: rank 0: .*{re.escape(message)}", ended.output,
