@@ -4,6 +4,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import contract
 import jobs
 import pytest
 import slurm_cluster
@@ -18,9 +19,16 @@ LONGEST = ("slurm/", "tools/test_lab", "torch/", "tools/bench/", "benchmarks/", 
            "test_examples", "test_resume")
 
 
-def pytest_configure():
+def pytest_addoption(parser):
+    """Declare what a run by hand may ask for."""
+    parser.addoption("--full", action="store_true",
+                     help="all combinations in tables of contracts, not only all pairs of values")
+
+
+def pytest_configure(config):
     """Let jobs react to signals, however the tests were started."""
     default_signals()
+    contract.full = config.getoption("--full")
 
 
 def pytest_ignore_collect(collection_path, config):

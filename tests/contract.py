@@ -1,6 +1,7 @@
 """States once what every algorithm must do: inputs, and NumPy's answer."""
 
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
@@ -18,9 +19,50 @@ OPS_OF = {
     **dict.fromkeys(("band", "bor", "bxor"), ["bool", *INTEGERS])}
 
 
+# Whether tables have all combinations: the option --full.
+full = False
+
+
 def defined(op, dtype):
     """Return whether an op exists for a dtype."""
     return dtype in OPS_OF[op]
+
+
+@functools.cache
+def cases(*axes):
+    """Return the rows of a table: each has an op, a dtype that has it, and a value of each axis.
+
+    Any two values of two axes are together in some row. With --full, all combinations are rows.
+
+    Args:
+        axes: Tuples of values.
+    """
+    axes = (tuple(OPS), tuple(DTYPES), *axes)
+    if full:
+        return [row for row in itertools.product(*axes) if defined(*row[:2])]
+
+    def fits(row):
+        return None in row[:2] or defined(axes[0][row[0]], axes[1][row[1]])
+
+    def pairs_of(row):
+        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(axes)), 2)
+                if row[i] is not None and row[j] is not None}
+
+    missing = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2)
+               for a in range(len(axes[i])) for b in range(len(axes[j]))
+               if i or j > 1 or defined(axes[0][a], axes[1][b])}
+    rows = []
+    while missing:
+        i, a, j, b = min(missing)
+        row = [None] * len(axes)
+        row[i], row[j] = a, b
+        for k in range(len(axes)):
+            if row[k] is None:
+                values = [[*row[:k], value, *row[k + 1:]] for value in range(len(axes[k]))]
+                row = max(filter(fits, values), key=lambda each: len(pairs_of(each) & missing))
+        missing -= pairs_of(row)
+        rows.append(tuple(axis[value] for axis, value in zip(axes, row)))
+    return rows
 
 
 def contribution(rank, n, dtype):

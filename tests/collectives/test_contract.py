@@ -16,7 +16,7 @@ from mpiring.operations.agreement import Call
 from mpiring.operations.algorithms import TABLE, Case
 from mpiring.simulated.network import SimulatedNetwork
 
-SIZES = [*range(1, 9), 13]
+SIZES = *range(1, 9), 13
 NODES = {"p=1": [0], "p=2": [0, 1], "p=3": [0, 1, 2], "p=5": [0, 1, 2, 3, 4], "p=8": range(8),
          "one node": [0] * 4, "2 x 2": [0, 0, 1, 1], "round-robin": [0, 1, 0, 1, 0, 1],
          "uneven": [0, 0, 0, 1, 2, 2, 2]}
@@ -24,29 +24,19 @@ NODES = {"p=1": [0], "p=2": [0, 1], "p=3": [0, 1, 2], "p=5": [0, 1, 2, 3, 4], "p
 SMALL = Tuning(eager_bytes=300, moved_bytes=75, short_bytes=200)
 
 
-def some_dtypes(op, p):
-    """Return numbered dtypes for an op: all on few ranks, on more of them every third, in turn."""
-    numbered = [*enumerate(contract.OPS_OF[op])]
-    return numbered if p <= 6 else numbered[p % 3::3]
+# Lengths by the number of ranks.
+LENGTHS = (lambda p: 0, lambda p: 1, lambda p: p - 1, lambda p: p, lambda p: p + 1,
+           lambda p: 3 * p + 2, lambda p: 129)
 
 
-def some_lengths(lengths, seed, p):
-    """Return all lengths on few ranks; on more, each dtype and op meets one, to save time."""
-    return lengths if p <= 3 else [lengths[(seed + p) % len(lengths)]]
-
-
-@pytest.mark.parametrize("p", SIZES)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_allreduce(algorithm, p):
-    lengths = sorted({0, 1, p - 1, p, p + 1, 3 * p + 2, 129})
-    for op in contract.OPS:
-        for seed, dtype in some_dtypes(op, p):
-            for n in some_lengths(lengths, seed, p):
-                xs = [contract.contribution(rank, n, dtype) for rank in range(p)]
-                SimulatedNetwork(p, seed=seed).run(
-                    lambda net: ALGORITHMS[algorithm](net, xs[net.rank], op))
-                contract.check(xs[0], p, op)
-                assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+def test_allreduce(algorithm):
+    for seed, (op, dtype, p, length) in enumerate(contract.cases(SIZES, LENGTHS)):
+        xs = [contract.contribution(rank, length(p), dtype) for rank in range(p)]
+        SimulatedNetwork(p, seed=seed).run(
+            lambda net: ALGORITHMS[algorithm](net, xs[net.rank], op))
+        contract.check(xs[0], p, op)
+        assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
 def on_nodes(node_of, n, op, dtype, seed, *, algorithm, in_windows, slot_bytes=512):
@@ -72,17 +62,13 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(reduction, "BLOCK_BYTES", 128)
 
 
-@pytest.mark.parametrize("p", SIZES)
 @pytest.mark.parametrize("in_windows", IN_WINDOWS)
-def test_shared_memory(p, in_windows, small_blocks):
-    lengths = sorted({0, 1, p + 1, 129})
-    for op in contract.OPS:
-        for seed, dtype in some_dtypes(op, p):
-            for n in some_lengths(lengths, seed, p):
-                xs = on_nodes([0] * p, n, op, dtype, seed, algorithm="auto",
-                              in_windows=IN_WINDOWS[in_windows])
-                contract.check(xs[0], p, op)
-                assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+def test_shared_memory(in_windows, small_blocks):
+    for seed, (op, dtype, p, length) in enumerate(contract.cases(SIZES, LENGTHS)):
+        xs = on_nodes([0] * p, length(p), op, dtype, seed, algorithm="auto",
+                      in_windows=IN_WINDOWS[in_windows])
+        contract.check(xs[0], p, op)
+        assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
 def able(row, node_of):
@@ -97,13 +83,12 @@ def able(row, node_of):
 def test_every_row_of_the_table(algorithm, node_of, small_blocks):
     """As the communicator runs them: agreement, the short variants, memory of any kind."""
     p = len(node_of)
-    for op in contract.OPS:
-        for seed, dtype in some_dtypes(op, p):
-            n = (0, 1, p + 1, 60, 257)[(seed + p) % 5]
-            xs = on_nodes(node_of, n, op, dtype, seed, algorithm=algorithm, slot_bytes=2048,
-                          in_windows=IN_WINDOWS[("all", "none", "some")[seed % 3]])
-            contract.check(xs[0], p, op)
-            assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
+    for seed, (op, dtype, n, in_windows) in enumerate(contract.cases(
+            (0, 1, p + 1, 60, 257), tuple(IN_WINDOWS.values()))):
+        xs = on_nodes(node_of, n, op, dtype, seed, algorithm=algorithm, slot_bytes=2048,
+                      in_windows=in_windows)
+        contract.check(xs[0], p, op)
+        assert all(x.tobytes() == xs[0].tobytes() for x in xs), "bits differ"
 
 
 KINDS = {"usual": (40, "float32", "sum"), "shorter": (39, "float32", "sum"),

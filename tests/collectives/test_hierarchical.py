@@ -57,19 +57,14 @@ def allreduce(node_of, xs, op="sum", memory="none", tuning=SMALL, **network):
     # The other ones cost as much, and differ in what nodes have, not in how many ranks there are.
     *((placement, p) for placement in PLACEMENTS if placement != "block" for p in (3, 4, 6, 9))])
 def test_contract(placement, p):
-    """Every dtype and op, each at one of the lengths and in one of the memories."""
     node_of = PLACEMENTS[placement](p)
     assert 1 < len(set(node_of)) < p
-    lengths = 129, 1, p + 1, 50, 0
-    seed = p
-    for op in contract.OPS:
-        for dtype in contract.OPS_OF[op]:
-            seed += 1
-            n, memory = lengths[seed % len(lengths)], list(MEMORIES)[seed % len(MEMORIES)]
-            xs = [contract.contribution(rank, n, dtype) for rank in range(p)]
-            results, _ = allreduce(node_of, xs, op, memory, seed=seed)
-            contract.check(results[0], p, op)
-            assert all(x.tobytes() == results[0].tobytes() for x in results), "bits differ"
+    for seed, (op, dtype, n, memory) in enumerate(contract.cases(
+            (129, 1, p + 1, 50, 0), tuple(MEMORIES))):
+        xs = [contract.contribution(rank, n, dtype) for rank in range(p)]
+        results, _ = allreduce(node_of, xs, op, memory, seed=seed)
+        contract.check(results[0], p, op)
+        assert all(x.tobytes() == results[0].tobytes() for x in results), "bits differ"
 
 
 @settings(**SETTINGS, max_examples=150)

@@ -15,7 +15,8 @@ from mpiring.simulated.network import SimulatedNetwork
 HEADER_BYTES = 192
 # Arrays of these tests' sizes take every path, in several pieces.
 SMALL = Tuning(moved_bytes=75, slice_bytes=48, chunk_bytes=1, ring_bytes=24, direct_bytes=(8, 40))
-SIZES = [1, 2, 3, 4, 5, 7, 9]
+SIZES = 1, 2, 3, 4, 5, 7, 9
+LENGTHS = (lambda p: 0, lambda p: 1, lambda p: p - 1, lambda p: 2 * p + 1, lambda p: 129)
 BOUNDS = {
     "equal": lambda n, p: None,
     "aligned": lambda n, p: bounds_of(n, p, 8),
@@ -47,24 +48,19 @@ def halves(node_of, rows, op, bounds, memory="none", **options):
     return run(node_of, program, slot_bytes=2048, tuning=SMALL, **options)
 
 
-@pytest.mark.parametrize("p", SIZES)
 @pytest.mark.parametrize("nodes", NODES)
-def test_contract(nodes, p):
-    """Every dtype and op, each with one of the lengths, bounds and memories."""
-    node_of, seed = NODES[nodes](p), p
-    lengths = 0, 1, p - 1, 2 * p + 1, 129
-    for op in contract.OPS:
-        for dtype in contract.OPS_OF[op][p % 3::3 if p > 4 else 1]:
-            seed += 1
-            n, memory = lengths[seed % len(lengths)], list(MEMORIES)[seed % 3]
-            bounds = list(BOUNDS.values())[seed % 7 % 4](n, p)
-            rows = [contract.contribution(rank, n, dtype) for rank in range(p)]
-            found, _ = halves(node_of, rows, op, bounds, memory, seed=seed)
-            where = bounds or bounds_of(n, p)
-            for rank, (mine, x) in enumerate(found):
-                assert x.tobytes() == found[0][1].tobytes(), "bits differ"
-                assert mine.tobytes() == x[where[rank]:where[rank + 1]].tobytes()
-            contract.check(found[0][1], p, op)
+def test_contract(nodes):
+    for seed, (op, dtype, p, length, cut, memory) in enumerate(contract.cases(
+            SIZES, LENGTHS, tuple(BOUNDS.values()), tuple(MEMORIES))):
+        n = length(p)
+        bounds = cut(n, p)
+        rows = [contract.contribution(rank, n, dtype) for rank in range(p)]
+        found, _ = halves(NODES[nodes](p), rows, op, bounds, memory, seed=seed)
+        where = bounds or bounds_of(n, p)
+        for rank, (mine, x) in enumerate(found):
+            assert x.tobytes() == found[0][1].tobytes(), "bits differ"
+            assert mine.tobytes() == x[where[rank]:where[rank + 1]].tobytes()
+        contract.check(found[0][1], p, op)
 
 
 @pytest.mark.parametrize("node_of", [[0] * 4, [0, 1, 2, 3], [0, 0, 1, 1], [0, 1, 0, 2, 1, 0]])

@@ -16,7 +16,7 @@ REASONS = {
     "killed": "",
     "raise": "ValueError: a bug in the user's code",
     "leaves early": "",
-    "large shape": "BufferMismatchError: rank",
+    "shape": "BufferMismatchError: rank",
     "missing call": "rank 1 has NOT CALLED it",
 }
 # srun's own ways to see that a rank is gone; the others end by MPI_Abort.

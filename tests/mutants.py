@@ -1,0 +1,200 @@
+"""Puts mistakes into a copy of the package, one at a time, and checks that tests notice each.
+
+    python tests/mutants.py [WORD …]
+
+By hand, before and after changes to the tests; words select mutants by file or text. A mutant is
+noticed if the tests named for it fail within a minute. Those that need ranks run under mpiexec.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from launching import ROOT, environment, mpiexec
+
+LIMIT_S = 60
+COPIED = "mpiring", "tests", "benchmarks", "examples", "setup.cfg"
+
+
+@dataclass
+class Mutant:
+    """A mistake.
+
+    Attributes:
+        file: In the folder mpiring.
+        right, wrong: A text that stands there once, and what replaces it.
+        tests: Those that must fail.
+        ranks: 0 for plain pytest.
+    """
+
+    file: str
+    right: str
+    wrong: str
+    tests: str
+    ranks: int = 0
+
+
+RING, DIRECT = "tests/collectives/test_ring.py", "tests/collectives/test_direct.py"
+CONTRACT, NODE = "tests/collectives/test_contract.py", "tests/transport/test_rounds.py"
+SIMULATED, AVERAGER = "tests/simulated/test_node_calls.py", "tests/mpi/test_averager.py"
+AGREEMENT, BUCKET = "tests/operations/test_agreement.py", "tests/buckets/test_bucket.py"
+CLOCKS, OUTER = "tests/asynchronous/test_clocks.py", "tests/optim/test_outer.py"
+SLICED, STATE = "tests/sharding/test_sliced.py", "tests/sharding/test_state.py"
+WINDOWS, ARRAYS = "tests/mpi/test_communicator.py", "tests/memory/test_arrays.py"
+
+MUTANTS = [
+    # Schedules.
+    Mutant("collectives/ring.py", "pieces[(r - hop // k - 1) % p][hop % k]",
+           "pieces[(r - hop // k - 2) % p][hop % k]", RING),
+    Mutant("collectives/ring.py", "if landing >= copying - k:", "if landing > copying - k:", RING),
+    Mutant("collectives/ring.py", "slots[hop % len(slots)]", "slots[0]", RING),
+    Mutant("collectives/ring.py", "return min(k, _IN_FLIGHT) * -(-n // (p * k))",
+           "return min(k, _IN_FLIGHT) * (n // (p * k))", RING),
+    Mutant("collectives/direct.py", "(k % 2 * (p - 1) + s - 1) * width", "(s - 1) * width", DIRECT),
+    Mutant("collectives/direct.py", "sources, requests = [pieces[r][k]] * p, []",
+           "sources, requests = [pieces[r][0]] * p, []", DIRECT),
+    Mutant("collectives/exchange.py", "copy_to(receives[r], sends[r])", "pass",
+           "tests/mpi/test_torch_different_calls.py tests/mpi/test_torch_rendezvous.py "
+           "tests/mpi/test_communicator.py", 2),
+    Mutant("collectives/shared.py", "    combine.combine(sources, sources[node.rank])\n"
+           "    # The others may still read what this rank has contributed.\n"
+           "    yield (node.barrier(),)", "    combine.combine(sources, sources[node.rank])",
+           "tests/collectives/test_node_order.py tests/collectives/test_slices.py "
+           "tests/collectives/test_adversary.py tests/collectives/test_hierarchical.py"),
+    Mutant("collectives/shared.py", "plan = plan._replace(reduces=None)", "pass",
+           "tests/collectives/test_once_per_node.py tests/collectives/test_hierarchical.py"),
+    # The protocol of a node.
+    Mutant("transport/protocol.py", "_AHEAD = (AREAS << COUNT_BITS) - ENDED",
+           "_AHEAD = (AREAS << COUNT_BITS)", SIMULATED),
+    Mutant("transport/protocol.py", "    if call[CALL_WHOLE] != 0:\n            publish(",
+           "    if call[CALL_WHOLE] == 7:\n            publish(", f"{NODE} {SIMULATED}"),
+    Mutant("transport/protocol.py", "j * width * p + before, n, before,",
+           "j * width * p, n, before,", "tests/transport/test_pipeline.py"),
+    Mutant("transport/protocol.py", "((j & 1) * call[CALL_HALF] + before", "(before",
+           f"tests/transport/test_pipeline.py {SIMULATED}"),
+    Mutant("transport/protocol.py", "                return DISAGREE\n", "                pass\n",
+           NODE),
+    Mutant("transport/protocol.py", "at, start = 0, rank * call[CALL_LENGTH] // p",
+           "at, start = 0, rank * (call[CALL_LENGTH] // p)", f"{NODE} tests/mpi/test_rounds.py", 0),
+    Mutant("transport/protocol.py", "if counter[written] != call[CALL_IDENTITY]:", "if False:",
+           NODE),
+    # Agreement.
+    Mutant("operations/agreement.py", "if bytes(other_header) != header:", "if False:", AGREEMENT),
+    Mutant("operations/agreement.py", "if not node.agrees():", "if False:",
+           "tests/mpi/test_different_calls.py", 2),
+    Mutant("operations/agreement.py", "({zlib.crc32(text):08x})", "(…)", AGREEMENT),
+    # Windows and arrays.
+    Mutant("operations/windows.py", "segment[offset:offset + x.nbytes]", "segment[:x.nbytes]",
+           WINDOWS, 2),
+    Mutant("operations/windows.py", "if position[0] != number or number < 0:",
+           "if number < 0:", WINDOWS, 2),
+    Mutant("memory/arrays.py", "if writeable and not flags.writeable:", "if False:", ARRAYS),
+    # Buckets.
+    Mutant("buckets/bucket.py", "if bucket and used + tensor.padded_bytes > limit:",
+           "if bucket and used > limit:", BUCKET),
+    Mutant("buckets/bucket.py", "start += tensor.padded_size\n            if stop < start:",
+           "start += tensor.size\n            if stop < start:", BUCKET),
+    Mutant("buckets/bucket.py", "first += tensor.padded_size\n        return names",
+           "first += tensor.size\n        return names", BUCKET),
+    Mutant("buckets/bucket.py", "        for gap in self._padding:\n            self.flat[gap] = 0",
+           "        pass", BUCKET),
+    # The clock of the server.
+    Mutant("asynchronous/clocks.py", "if its < clock - self._staleness", "if its < clock",
+           CLOCKS),
+    Mutant("asynchronous/clocks.py", "1 / (1 + tau)", "1 / (2 + tau)", CLOCKS),
+    Mutant("asynchronous/clocks.py", "self._pulled[worker] = self.updates", "pass", CLOCKS),
+    Mutant("asynchronous/clocks.py", "self.finished[worker] = True\n"
+           "                self._apply_together()", "self.finished[worker] = True", CLOCKS),
+    # Outer optimizers.
+    Mutant("optim/outer.py", "offset = (fragment.index + 1) * self.every",
+           "offset = fragment.index * self.every", OUTER),
+    Mutant("optim/outer.py", "factor = took_steps * self.comm.size / self._count(took_steps)",
+           "factor = took_steps * 1.0", OUTER),
+    Mutant("optim/fragments.py", "size + nbytes[stop] / 2 <= share", "size <= share", OUTER),
+    Mutant("optim/fragments.py", "self.since = step\n", "self.since = step + 1\n", OUTER),
+    # Slices.
+    Mutant("sharding/sliced.py", "piece[position - its_start:end - its_start]",
+           "piece[:end - position]", SLICED),
+    Mutant("sharding/sliced.py", "if start < end:\n", "if start < end - 1:\n", SLICED),
+    Mutant("sharding/state.py", "x[first - start:last - start]", "x[:last - first]", STATE),
+    Mutant("sharding/state.py", "self._spare[key], self._now[key] = self._now[key], array",
+           "self._spare[key] = array", STATE),
+    # Means.
+    Mutant("training/averager.py", "finite = not self._comm.allreduce(np.array([not finite]), "
+           "op=\"max\")[0]", "pass", f"{AVERAGER} tests/mpi/test_nonfinite.py "
+           "tests/mpi/test_optimizers.py", 2),
+    Mutant("training/averager.py", "self._ready.clear()\n", "pass\n", AVERAGER, 2),
+    Mutant("training/averager.py", "max(flight.started_s, until)", "flight.started_s",
+           "tests/mpi/test_averager.py tests/mpi/test_numpy_adapter.py", 2),
+]
+
+
+def main(words):
+    """Try the mutants that are asked for; return how many no test has noticed."""
+    chosen = [mutant for mutant in MUTANTS
+              if all(word in mutant.file + mutant.right for word in words)]
+    unnoticed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        for name in COPIED:
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, Path(folder) / name)
+        for tests, ranks in dict.fromkeys((mutant.tests, mutant.ranks) for mutant in chosen):
+            assert passes(tests, ranks, Path(folder)), f"{tests} must pass without a mutant"
+        for mutant in chosen:
+            began = time.monotonic()
+            noticed = is_noticed(mutant, Path(folder))
+            unnoticed += not noticed
+            print(f"{'noticed' if noticed else 'NOT NOTICED':<12}"
+                  f"{time.monotonic() - began:5.1f} s  {mutant.file}: "
+                  f"{' '.join(mutant.wrong.split())}", flush=True)
+    print(f"{len(chosen) - unnoticed} of {len(chosen)} mutants were noticed")
+    return unnoticed
+
+
+def is_noticed(mutant, folder):
+    """Return whether the tests fail with a mutant, in time."""
+    path = folder / "mpiring" / mutant.file
+    text = path.read_text()
+    assert text.count(mutant.right) == 1, (
+        f"{mutant.file} has {mutant.right!r} {text.count(mutant.right)} times; change the mutant")
+    path.write_text(text.replace(mutant.right, mutant.wrong))
+    try:
+        return not passes(mutant.tests, mutant.ranks, folder)
+    finally:
+        path.write_text(text)
+
+
+def passes(tests, ranks, folder):
+    """Return whether tests do not fail within a minute."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider",
+               *tests.split()]
+    variables = environment(PYTHONPATH=str(folder), PYTHONDONTWRITEBYTECODE="1")
+    if ranks:
+        command = [mpiexec(), "-n", str(ranks), *command, "-p", "pytest_mpi", "--with-mpi",
+                   "-m", "mpi"]
+        # Python takes the same steps as machine code, and nothing has to be compiled anew.
+        variables["MPIRING_MACHINE_CODE"] = "0"
+    else:
+        variables = {name: value for name, value in variables.items()
+                     if not name.startswith("MPIRING_")}
+    job = subprocess.Popen(command, cwd=folder, env=variables, start_new_session=True,
+                           stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        status = job.wait(LIMIT_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+        return True
+    # Of pytest: it was called wrongly, or there was no test.
+    assert status not in (4, 5), f"{command} runs no test"
+    return status == 0
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(sys.argv[1:])))
