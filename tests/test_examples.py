@@ -137,7 +137,7 @@ def test_cut_into_parts_a_transformer_learns_the_same():
 def test_of_unequal_lengths_any_number_of_ranks_learns_the_same(tmp_path, framework, ranks):
     """Also where a rank has none of a batch, after a stop with batches drawn ahead."""
     installed(framework)
-    small = ("--framework", framework, "--modules", 12, "--tokens", 4096, "--longest", 2048,
+    small = ("--framework", framework, "--modules", 12, "--tokens", 1024, "--longest", 512,
              "--width", 32, "--report", 7)
 
     def train(ranks, steps, *options):

@@ -103,6 +103,20 @@ def test_retired_views_cannot_be_mistaken_for_gradients():
     assert np.isnan(view).all()
 
 
+def test_only_tensors_are_named_and_poisoned():
+    """Not what lies between them, which Reducers read and may write."""
+    bucket = Bucket(0, plan(specs(3, 5, 7), 1000)[0], np.empty)
+    bucket.flat[3:16] = np.nan
+    assert bucket.not_finite(0, bucket.plan.size) == []
+    bucket.views["t2"][6] = np.inf
+    assert bucket.not_finite(0, bucket.plan.size) == ["t2"]
+    bucket.poison()
+    for view in bucket.views.values():
+        assert np.isnan(view).all()
+        view[...] = 0
+    assert not bucket.flat.any()
+
+
 class Late:
     """A mark behind something that is done at the third look."""
 

@@ -1,5 +1,7 @@
 """Tests the averager on its own, on real MPI."""
 
+import time
+
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -55,6 +57,18 @@ def test_tensors_become_their_means(overlap, bucket_bytes, comm):
         averager.wait()
         assert_equal(averager, means)
         assert averager.finite and averager.order == ORDER
+
+
+def test_seconds_in_which_two_buckets_are_under_way_count_once(apart):
+    tensors = [TensorSpec(f"t{i}", (200_000,), np.dtype("float32")) for i in range(8)]
+    averager = Averager(tensors, apart, Fusion(800_000))
+    for _ in range(3):
+        began_s = time.monotonic()
+        for tensor in tensors:
+            averager.ready(tensor.name)
+        averager.wait()
+        assert averager.statistics.operations == (8 if apart.size > 1 else 0)
+        assert averager.statistics.communication_s <= time.monotonic() - began_s
 
 
 def test_other_buckets_between_steps(comm):

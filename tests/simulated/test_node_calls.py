@@ -1,6 +1,7 @@
 """Fast calls on simulated memory: whatever flags are seen late, and however ranks interleave."""
 
 import random
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 from mpiring.memory.reduction import reduction
 from mpiring.simulated.network import SimulatedNetwork
 from mpiring.simulated.node import SimulatedMemory
-from mpiring.transport.layout import BEGIN, DISAGREE, DONE, LATE, LOOK, PUBLISH
+from mpiring.transport.layout import (
+    AREAS, BEGIN, CALL_SEQUENCE, DISAGREE, DONE, LATE, LOOK, PUBLISH)
 from mpiring.transport.node_call import slot_call, slot_plan
 
 FLOAT32 = np.dtype(np.float32)
@@ -33,18 +35,18 @@ class Changed:
 
 
 def calls_of(memory, rank, size):
-    """One call per kind and length, as a program makes them again and again."""
+    """Calls per kind and length, as a program makes them again and again; several may be open."""
     made = {}
 
-    def call(kind, n):
-        if (kind, n) not in made:
+    def call(kind, n, copy=0):
+        if (kind, n, copy) not in made:
             number = 1 + list(PLANS).index(kind) * 100 + n
             combine = reduction("sum", FLOAT32, size)
-            made[kind, n] = slot_call(
+            made[kind, n, copy] = slot_call(
                 memory.ranks[rank], FLOAT32, n, PLANS[kind](n, rank, size), combine)
-            made[kind, n].whole(
+            made[kind, n, copy].whole(
                 SimpleNamespace(header=b"h" * 192, digest=number), number, "sum", None)
-        return made[kind, n]
+        return made[kind, n, copy]
 
     return call
 
@@ -62,6 +64,15 @@ def expected(kind, before, rank):
         [x[r * n // size:(r + 1) * n // size] for r, x in enumerate(before)])
 
 
+def ended(call, x, kind, before, rank, how=LOOK):
+    """Let a call end, and check its result."""
+    changed = Changed(call, how, x)
+    yield (changed,)
+    assert changed.status == DONE
+    part, values = expected(kind, before, rank)
+    assert np.array_equal(x[part], values)
+
+
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_results_are_right_whatever_is_seen_late(size, seed):
@@ -70,20 +81,25 @@ def test_results_are_right_whatever_is_seen_late(size, seed):
     steps = [(chance.choice(list(PLANS)), chance.choice([1, 5, 100])) for _ in range(30)]
 
     def program(net):
-        call_of, rank = calls_of(memory, net.rank, size), net.rank
+        call_of, rank, begun = calls_of(memory, net.rank, size), net.rank, deque()
+        mine = random.Random(seed + 7 * rank)
         for step, (kind, n) in enumerate(steps):
+            # Nobody has more of them open than there are areas.
+            while begun and (begun[0][0][CALL_SEQUENCE] == step - AREAS or mine.random() < 0.3):
+                yield from ended(*begun.popleft(), rank)
             before = [np.arange(n, dtype=np.float32) + 10 * step + r for r in range(size)]
-            x, call = before[rank].copy(), call_of(kind, n)
-            if random.Random(seed + step + 7 * rank).random() < 0.3:
+            x, open_calls = before[rank].copy(), [call for call, *_ in begun]
+            call = next(call for copy in range(AREAS + 1)
+                        if (call := call_of(kind, n, copy)) not in open_calls)
+            if not begun and mine.random() < 0.7:
+                yield from ended(call, x, kind, before, rank, BEGIN)
+            elif call.run(PUBLISH, x) == DONE:
                 # Started, and finished later.
-                assert call.run(PUBLISH, x) in (DONE, LATE)
-                changed = Changed(call, LOOK, x)
+                begun.append((call, x, kind, before))
             else:
-                changed = Changed(call, BEGIN, x)
-            yield (changed,)
-            assert changed.status == DONE
-            part, values = expected(kind, before, rank)
-            assert np.array_equal(x[part], values)
+                yield from ended(call, x, kind, before, rank)
+        while begun:
+            yield from ended(*begun.popleft(), rank)
 
     network.run(program)
 
