@@ -98,6 +98,7 @@ class _Job:
             status = self._process.wait(HANG_S) or 1
             return Ended(status, text + (self._folder / "job").read_text(errors="replace"), seconds)
         if len(replies) < len(self._sockets):
+            self.serves = False
             pytest.fail(f"{command} hung for {timeout_s} s on {len(self._sockets)} ranks, of which "
                         f"{len(replies)} have ended:\n{text[-5000:]}")
         left = [f"rank {reply['rank']} {each}" for reply in replies for each in reply["left"]]
@@ -131,8 +132,9 @@ class _Job:
         """Let the ranks end, as they do where nobody is left who has programs for them."""
         for one in self._sockets:
             one.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(_LAST_WORDS_S)
+        if self.serves:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LAST_WORDS_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

@@ -107,10 +107,9 @@ def test_torchruns_variables_harm_no_world_of_mpi():
 
 
 @pytest.mark.any_mpi
-@pytest.mark.parametrize("start", [
-    "os.execve(sys.executable, command, kept)",
-    "sys.exit(subprocess.run(command, env=kept).returncode)"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("start", "ranks"), [
+    ("os.execve(sys.executable, command, kept)", 1),
+    ("sys.exit(subprocess.run(command, env=kept).returncode)", 2)])
 def test_a_wrapper_that_drops_the_environment_is_noticed(start, ranks):
     ended = job(ranks, "-c", f"import os, subprocess, sys\n"
                 f"command = [sys.executable, '-c', {INIT!r}]\n"

@@ -19,12 +19,15 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the system is n
 
 
 def measured(action, sharers=1):
-    growth = Growth(sharers)
-    growth.forget_peak()
-    kept = action()
-    found = growth.most_bytes()
-    del kept
-    return found
+    """Return the middle one of three: now and then this process itself grows by megabytes."""
+    found = []
+    for _ in range(3):
+        growth = Growth(sharers)
+        growth.forget_peak()
+        kept = action()
+        found.append(growth.most_bytes())
+        del kept
+    return sorted(found)[1]
 
 
 def test_nothing():

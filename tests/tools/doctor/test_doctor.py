@@ -35,18 +35,18 @@ def vendor():
 
 
 def test_all_ranks_make_one_report():
-    ended = launch(3, *DOCTOR, *PATIENCE, "--json")
+    ended = launch(2, *DOCTOR, *PATIENCE, "--json")
     assert ended.status == 0, ended.output
     report, found = parsed(ended.output)
-    assert (report["ranks"], len(report["nodes"])) == (3, 1)
+    assert (report["ranks"], len(report["nodes"])) == (2, 1)
     assert found["MPI library"]["value"].startswith(vendor())
     assert found["mpirun"]["verdict"] == "ok" and "own installation" in found["mpirun"]["value"]
     assert found["launcher"]["value"] == f"{vendor()}'s mpirun"
-    assert found["ranks"]["value"] == "3 ranks on 1 node, 3 on each"
+    assert found["ranks"]["value"] == "2 ranks on 1 node, 2 on each"
     assert found["thread level"]["value"] == "multiple"
     assert found["mpiring"]["value"].startswith("an allreduce of 1 MiB is right")
     assert " us, " in found["within a node"]["value"] and "between nodes" not in found
-    enough = len(os.sched_getaffinity(0)) >= 3
+    enough = len(os.sched_getaffinity(0)) >= 2
     assert ("oversubscribed" in found["processors"]["value"]) != enough
     dead = found["survival"]
     assert dead["verdict"] == "note" and "checkpoints" in dead["remedy"]
@@ -105,7 +105,7 @@ def test_a_rank_that_never_comes_is_no_reason_to_hang():
 
 @pytest.mark.any_mpi
 def test_without_an_mpi_library():
-    ended = launch(3, *DOCTOR, MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    ended = launch(2, *DOCTOR, MPI4PY_LIBMPI="/nowhere/libmpi.so")
     assert ended.status == 1
     assert ended.output.count("problem  MPI library: mpi4py cannot load one") == 1, ended.output
     assert "/nowhere/libmpi.so: cannot open shared object file" in ended.output
@@ -178,7 +178,7 @@ def test_ranks_with_a_namespace_of_users_each():
 @pytest.mark.any_mpi
 def test_a_shared_memory_each_and_nobody_told_mpich():
     """It waits in MPI_Init, for ever."""
-    ended = each_in_its_own("--deadline", "4")
+    ended = each_in_its_own("--deadline", "10")
     assert ended.status != 0 and ended.seconds < SOON_S
     assert ended.output.count("problem  one /dev/shm: 1 other rank on this node has another") == 1
     assert "-> give the ranks of a node one /dev/shm, as said below" in ended.output
